@@ -63,11 +63,11 @@ class Disk:
             raise
         return cls(store, executor, name, tail_bytes, now_ms)
 
-    def start(self, log: Log, on_written: Callable[[Written], None]) -> None:
+    def start(self, log: Log, on_written: Callable[[Written], None], gather_ms: float) -> None:
         """`on_written` is called on the loop, after each transaction and after each step of retention."""
         self._log, self._on_written = log, on_written
         retention = Retention(log.retention_ms, log.keep_after, log.owed_after)
-        self.writer = Writer(self._store, retention, self._written, self._now_ms, self._name)
+        self.writer = Writer(self._store, retention, self._written, self._now_ms, self._name, gather_ms)
         self.append = self.writer.submit
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ from history.ring import Ring
 from history.rows import HELD_PREFIXES
 from history.store import RETENTION_BYTES
 from history.streams import STREAMS_MAX, Streams, TopicsFullError
-from history.writer import CURSORS_IDLE_S, Append, Writer, Written
+from history.writer import CURSORS_IDLE_S, GATHER_MS, Append, Writer, Written
 from storage.runtime import REAL, Runtime
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
@@ -118,6 +118,7 @@ class Log(Streams):
         streams_max: int = STREAMS_MAX,
         authority_streams_max: int | None = None,
         forget_after_s: float | None = None,
+        gather_ms: float = GATHER_MS,
         now_ms: Callable[[], int] | None = None,
         runtime: Runtime = REAL,
     ) -> Log:
@@ -126,6 +127,8 @@ class Log(Streams):
 
         It knows at most `streams_max` streams, `authority_streams_max` of one source authority (None: no limit of its
         own), and forgets those that have had no record for `forget_after_s` (None: streams.FORGET_AFTER_S).
+
+        A message waits for others to share its commit, `gather_ms` at most and only while that brings something.
 
         Raises UStatusError: ALREADY_EXISTS if another process has it open, FAILED_PRECONDITION if the file is of a
         newer program or no log, RESOURCE_EXHAUSTED if the disk is full (nothing is changed then: try again),
@@ -143,7 +146,7 @@ class Log(Streams):
         limits = (streams_max, authority_streams_max, forget_after_s)
         made = cls(name, storage, retention_ms, retention_bytes, *limits, now_ms)
         await storage.run(made._load)
-        storage.start(made, made._on_written)
+        storage.start(made, made._on_written, gather_ms)
         return made
 
     async def close(self) -> None:

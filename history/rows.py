@@ -26,7 +26,7 @@ SCHEMA_VERSION: Final = 3
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
 # a commit of one message writes a page or two: small ones spare the flash, and full batches don't feel it
 # (docs/adr/small-pages-and-gathered-commits.md). Files of before may have others: ask them
-PAGE_BYTES: Final = 2_048
+PAGE_BYTES: Final = 1_024
 # a file up to this size is checked whole on open (a second per GB); a greater one where it is read
 CHECK_BYTES_MAX: Final = 256 << 20
 CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each

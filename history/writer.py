@@ -34,9 +34,9 @@ CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a 
 TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first of them does not wait longer for the last
 RETENTION_PERIOD_MS = 1_000  # sooner if the log has grown beyond its bytes
 IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
-# How long a message waits for others that share its commit, and how many are enough. Measured, with what other values
-# cost and bring: docs/adr/small-pages-and-gathered-commits.md
-GATHER_MS: Final = 4.0
+# How long a message waits for others that share its commit, if nobody says otherwise, and how many are enough. What
+# other values cost and bring: docs/adr/small-pages-and-gathered-commits.md
+GATHER_MS: Final = 8.0
 GATHER_RECORDS: Final = 16
 # What is lost of a cursor is sent twice, and writing it costs a page. So one that has only moved goes along with a
 # commit so often, or when it has come so far; it is written alone when it has come so far, or after a while.
@@ -99,6 +99,11 @@ class Numbering:
                 place = ahead.get(stream)
                 newest[stream] = self._streams[stream].newest_seq if place is None else place[1]
         first = self.newest_seq + 1
+        if len(newest) == 1 and streams:  # of one topic, as many batches are
+            last = self.newest_seq = self.newest_seq + len(streams)
+            prev_seqs = [newest[streams[0]], *range(first, last)]
+            newest[streams[0]] = last
+            return range(first, last + 1), prev_seqs
         prev_seqs = []
         for seq, stream in enumerate(streams, first):
             prev_seqs.append(newest[stream])
@@ -122,6 +127,7 @@ class Writer:
         on_written: Callable[[Written], None],
         now_ms: Callable[[], int],
         name: str,
+        gather_ms: float,
     ) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
         self._numbering = Numbering(store.loaded.start_seq, store.streams, store.ahead)
@@ -144,7 +150,7 @@ class Writer:
             self._turn,
             batch_max=TRANSACTION_RECORDS_MAX,
             weigh=lambda job: 0 if job is None else len(job.messages),
-            gathering=Gathering(GATHER_MS, GATHER_RECORDS),
+            gathering=Gathering(gather_ms, GATHER_RECORDS) if gather_ms else None,
             tick_s=IDLE_TICK_S,
             finish=store.close,
         )

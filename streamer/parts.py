@@ -162,6 +162,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
         name="durable",
         retention_bytes=history.retention_mib << 20,
         streams_max=max(1, limits.topics_max - volatile_topics),
+        gather_ms=history.gather_ms,
         **shared,
     )
     try:

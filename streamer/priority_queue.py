@@ -6,9 +6,10 @@ put_back -> before all else of its class
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Generic, TypeVar
 
 from uprotocol.encoded import EncodedMessage
@@ -55,14 +56,17 @@ class PriorityQueue(Generic[T]):
             for queue in self._classes:
                 queue.clear()
             return batch
-        batch, size = [], 0
+        batch = []
         for queue in reversed(self._classes):
-            while queue and len(batch) < messages_max and size < bytes_max:
-                item = queue.popleft()
-                batch.append(item)
-                size += len(item[1].payload)
+            batch += [queue.popleft() for _ in range(min(len(queue), messages_max - len(batch)))]
+        sizes = list(accumulate([len(item[1].payload) for item in batch], initial=0))
+        fits = bisect_left(sizes, bytes_max)  # with the one that reaches it
+        if fits < len(batch):
+            for item in reversed(batch[fits:]):
+                self._classes[item[1].stamp.priority].appendleft(item)
+            del batch[fits:]
         self.messages -= len(batch)
-        self.bytes -= size
+        self.bytes -= sizes[len(batch)]
         return batch
 
     def take_out(self, streams: Container[Any]) -> list[T]:

@@ -110,7 +110,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "less than # of a processor", 1, ["streamer.flow:BUSY"]),
     ("architecture", "can't send again, for up to # s", 1, ["streamer.flow:HOLD_S"]),
     ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
-    ("architecture", "takes up to # messages", 1, ["transports.zenoh.transport:HELD_MESSAGES_MAX"]),
+    ("architecture", "takes up to # messages", 1, ["transports.zenoh.receiver:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.arrivals:BYTES_MAX"]),
     ("benchmarks", "After the last one the subscriber listens on for # s", 1, ["bench.networks:QUIET_S"]),
     ("benchmarks", "as take the lane some # s", 1, ["bench.measure:RUN_S"]),
@@ -218,7 +218,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "transports.zenoh.sender:SETTLE_S_MAX",
     ]),
     ("zenoh", "# publishes and # MiB of large ones", 1, [
-        "transports.zenoh.transport:HELD_MESSAGES_MAX", "transports.zenoh.transport:ARRIVALS_BYTES_MAX/1048576",
+        "transports.zenoh.receiver:HELD_MESSAGES_MAX", "transports.zenoh.receiver:ARRIVALS_BYTES_MAX/1048576",
     ]),
     ("zenoh", "of requests and responses #", 1, ["transports.arrivals:MESSAGES_MAX"]),
     ("zenoh", "see below: # s at most, and # s more for Zenoh itself", 1, [

@@ -44,6 +44,9 @@ GATHER_MIN: Final = 64  # with fewer waiting, and the last batch less than ...
 GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. But only ...
 BUSY_PER_S: Final = 10_000  # ... while so many come per second, as seen ...
 SPAN_S: Final = 0.01  # ... that often: for fewer, latency is worth more than what a batch saves
+# what follows a batch that is still being taken (a commit is gathered, say) is handed over so often, and once that is
+# taken: waking the loop costs more than a message does
+LULL_S: Final = 0.002
 
 REDELIVERY_MS_MIN: Final = 5  # before what was not taken is handed over again; it doubles up to ...
 REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
@@ -76,7 +79,8 @@ class Arrivals(Generic[T]):
     bound still comes in. `pressed(True)` is called when there are so many of either, and `pressed(False)` when there
     are half as many of both.
 
-    `gathers`: wait a moment for more where many come one by one. For a network that brings batches it is of no use.
+    `gathers`: wait a moment for more where many come one by one, and while a batch is being taken that is not taken at
+    once. For a network that brings batches it is of no use.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Arrivals(Generic[T]):
         self._bytes = 0  # their sum, and of what is elsewhere
         self.is_pressed = False
         self._awake = False  # `_drain` will be called
+        self._lull: asyncio.TimerHandle | None = None  # ... by this timer, unless all is taken before
         self._last_drain = 0.0  # loop time
         self._span_start, self._span_messages, self._busy = 0.0, 0, False
         self._backoff = Backoff(REDELIVERY_MS_MIN, REDELIVERY_MS_MAX)
@@ -258,6 +263,12 @@ class Arrivals(Generic[T]):
         else:
             self._loop.call_soon(self._drain, context=self._context)
 
+    def _end_lull(self) -> None:
+        """What arrives from here on wakes us again."""
+        if self._lull is not None:
+            self._lull.cancel()
+            self._lull, self._awake = None, False
+
     def _drain(self) -> None:
         """Hand over one batch, and come back for the next after everybody else on the loop had a turn."""
         items, now = self._items, self._loop.time()
@@ -265,7 +276,7 @@ class Arrivals(Generic[T]):
             self._last_drain = 0.0  # once only
             self._loop.call_later(GATHER_S, self._drain, context=self._context)
             return
-        self._last_drain = now
+        self._last_drain, self._lull = now, None
         span = now - self._span_start
         if span > SPAN_S:
             self._busy = self._gathers and self._span_messages >= BUSY_PER_S * span
@@ -294,6 +305,9 @@ class Arrivals(Generic[T]):
             taking.add_done_callback(self._settle)
         if items and self._pending_messages < self._pending_max:
             self._wake()
+        elif self._gathers and self._pending and not self._awake:
+            self._awake = True
+            self._lull = self._loop.call_later(LULL_S, self._drain, context=self._context)
 
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
@@ -312,6 +326,8 @@ class Arrivals(Generic[T]):
             self._oldest_at = self._pending[0].since if self._pending else math.inf
             self._pending_messages -= len(batch)
             self._finish(batch, failure or error)
+        if not self._pending:
+            self._end_lull()
         if self._items:
             self._wake()
 
@@ -336,6 +352,7 @@ class Arrivals(Generic[T]):
 
     def _go_back(self) -> None:
         """All that was not taken waits again, in order: what was handed over behind a failure comes twice."""
+        self._end_lull()
         for batch in reversed(self._pending):
             self._items.extendleft(reversed(batch.items))
         self._pending.clear()
@@ -377,6 +394,7 @@ class Arrivals(Generic[T]):
     def close(self) -> list[T]:
         """Take nothing more, and let go of what waits: it is answered, in order. May be called twice."""
         self._stopped = self._closed = True
+        self._end_lull()
         if self._redeliver:
             self._go_back()
         left = list(self._items)

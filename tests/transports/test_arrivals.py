@@ -23,7 +23,7 @@ class Consumer:
         self.batches: list[int] = []
         self.results: list[asyncio.Future[None]] = []
         self.wanted, self.done = wanted, asyncio.Event()
-        self.slow = False
+        self.slow, self.handed = False, asyncio.Event()  # a batch was, that is being taken
 
     def __call__(self, batch: list[int]) -> Awaitable[None] | None:
         self.items += batch
@@ -33,6 +33,7 @@ class Consumer:
         if not self.slow:
             return None
         self.results.append(asyncio.get_running_loop().create_future())
+        self.handed.set()
         return self.results[-1]
 
     def release(self) -> None:
@@ -380,3 +381,44 @@ def test_putting_after_the_loop_has_ended_is_harmless() -> None:
         return opened(lambda batch: None)
 
     asyncio.run(make()).put(1)
+
+
+async def test_while_a_batch_is_being_taken_the_loop_is_not_woken_for_each_that_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transports.arrivals.LULL_S", DEADLINE_S)  # so that nothing but the consumer ends it
+    consumer = Consumer(wanted=4)
+    consumer.slow = True
+    arrivals = opened(consumer)
+    await put_all(arrivals, [0], "thread")
+    await within(consumer.handed.wait())
+    await put_all(arrivals, [1, 2, 3], "thread")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (consumer.items, arrivals.not_handed_over) == ([0], 3)
+    consumer.release()
+    async with asyncio.timeout(DEADLINE_S / 2):
+        await consumer.done.wait()
+    assert consumer.batches == [1, 3]
+    await put_all(arrivals, [4], "thread")  # taken at once: nothing waits
+    async with asyncio.timeout(DEADLINE_S / 2):
+        await arrivals.drained()
+    assert consumer.items == [0, 1, 2, 3, 4]
+
+
+async def test_what_follows_a_batch_that_is_not_taken_is_handed_over_all_the_same() -> None:
+    consumer = Consumer(wanted=3)
+    consumer.slow = True
+    arrivals = opened(consumer)
+    for number in range(3):
+        await put_all(arrivals, [number], "thread")
+    async with asyncio.timeout(DEADLINE_S):
+        await consumer.done.wait()
+    assert consumer.items == [0, 1, 2]
+    arrivals.close()
+    consumer.release()
+    arrivals.open()
+    await put_all(arrivals, [3], "thread")
+    async with asyncio.timeout(DEADLINE_S):
+        await arrivals.drained()
+    assert consumer.items == [0, 1, 2, 3]

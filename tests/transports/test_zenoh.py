@@ -299,7 +299,7 @@ def test_a_call_is_known_by_its_bytes(attributes: UAttributes) -> None:
     """Of what has a valid id: what has none is invalid, and goes with the rest."""
     attributes.id.CopyFrom(uuids.new())
     attachment = mapping.encode(UMessage(attributes=attributes))
-    assert (attachment[mapping.TYPE_AT] in mapping.CALLS) is (attributes.type in (2, 3))
+    assert mapping.is_call(attachment) is (attributes.type in (2, 3))
 
 
 @pytest.mark.spec("dsn~up-transport-zenoh-message-type-mapping~1")

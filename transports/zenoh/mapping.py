@@ -23,10 +23,8 @@ NO_SINK: Final = "{}/{}/{}/{}/{}"
 
 SEGMENTS: Final = 11  # of a key, which every filter_key asks for
 _SOURCE_AT, _SINK_AT = 1, 6  # where the authorities are among them
-# in an attachment, behind the version and the id (field 1 of UAttributes, 20 bytes), where every encoder writes it:
-TYPE_AT: Final = slice(21, 23)
-# what stands there of a request and a response: field 2, a varint
-CALLS: Final = {
+_TYPE_AT: Final = 21  # in an attachment: behind the version and the id (field 1 of UAttributes), as each encoder has it
+_CALLS: Final = {  # what stands there of a request and a response: field 2, a varint
     bytes([0x10, type]) for type in (UMessageType.UMESSAGE_TYPE_REQUEST, UMessageType.UMESSAGE_TYPE_RESPONSE)
 }
 
@@ -41,6 +39,11 @@ PRIORITIES: Final[dict[int, str]] = {
     UPriority.UPRIORITY_CS6: "REAL_TIME",
 }
 """UPriority -> name of the Zenoh priority (dsn~up-transport-zenoh-message-priority-mapping~1)."""
+
+
+def is_call(attachment: bytes) -> bool:
+    """Whether it is that of a request or a response; nothing is parsed."""
+    return attachment[_TYPE_AT : _TYPE_AT + 2] in _CALLS
 
 
 def segments(address: UUri, local_authority: str) -> str:

@@ -1,8 +1,9 @@
 """What arrives over Zenoh: the subscriptions of one session, and what their messages are wanted for.
 
 filters -> covers.py -> subscriptions
-Zenoh's thread: sample -> which filters want its key? -> brought by another subscription just now? -> bytes -> take
-                               '-> nobody: counted, and not copied
+Zenoh's thread: sample -> which filters want its key? -> brought by another subscription just now? -> bytes -> Arrivals
+                               '-> nobody: counted, and not copied                              of calls, or of the rest
+loop:           Arrivals -> do the attributes say what the key says? -> listeners of those filters
 
 Zenoh calls on the thread that reads the link, in the order of the link, once for each subscription that matches. So
 what came is the same message again if it equals the last one of that thread and another subscription brings it.
@@ -15,23 +16,33 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from threading import get_ident
 from typing import Final
 
 import structlog
 import zenoh
+from google.protobuf.message import DecodeError
 from zenoh.handlers import Callback
 
 from transports.arrivals import Arrivals
-from transports.listeners import Filter
+from transports.listeners import Filter, ListenerTable
 from transports.zenoh import mapping
 from transports.zenoh.covers import ANY, Covers
 from transports.zenoh.threads import KEPT, keep_state
 from uprotocol.cache import Cache
+from uprotocol.encoded import is_shared, suffix
+from uprotocol.v1.uattributes_pb2 import UAttributes
 
 KEYS_KNOWN_MAX: Final = 16_384  # whose patterns are known; the cache starts anew when it is full
 KEY_KNOWN_CHARS: Final = 512  # longer ones have no two authorities that are valid, and are not remembered
+# streams whose key is known to be theirs, some 300 bytes each; the cache starts anew when it is full
+NAMED_MAX: Final = 32_768
+NAMED_BYTES: Final = 512  # of a stream's attributes; those of honest ones are shorter, and others cost no memory
+# publishes that wait while listeners hold those before them: a full link would stop requests, too
+HELD_MESSAGES_MAX: Final = 32_768
+# of either arrivals, together what one has elsewhere: so what is held is small, or less than so many
+ARRIVALS_BYTES_MAX: Final = 32 << 20
 
 log = structlog.get_logger()
 THREADS_MAX: Final = 64  # whose last message is known, far more than Zenoh reads with; then all is forgotten
@@ -50,17 +61,17 @@ class Wanted:
     """
 
     def __init__(self) -> None:
-        self._exact: dict[str, Filter] = {}
+        self.exact: dict[str, Filter] = {}  # those that name a key
         # places in a key that must be as they are -> what they must be -> the pattern
         self._shapes: tuple[tuple[tuple[int, ...], dict[tuple[str, ...], Filter]], ...] = ()
         self._known: Cache[str, tuple[Filter, ...]] = Cache(KEYS_KNOWN_MAX)  # patterns alone
 
     def __len__(self) -> int:
-        return len(self._exact) + sum(len(patterns) for _places, patterns in self._shapes)
+        return len(self.exact) + sum(len(patterns) for _places, patterns in self._shapes)
 
     def add(self, key: str, filter: Filter) -> None:
         if ANY not in key:
-            self._exact[key] = filter
+            self.exact[key] = filter
             return
         places, parts = _shape(key)
         patterns = dict(self._shapes).get(places)
@@ -72,7 +83,7 @@ class Wanted:
 
     def remove(self, key: str) -> None:
         if ANY not in key:
-            self._exact.pop(key, None)
+            self.exact.pop(key, None)
             return
         places, parts = _shape(key)
         dict(self._shapes)[places].pop(parts, None)
@@ -81,7 +92,7 @@ class Wanted:
 
     def by(self, key: str) -> tuple[Filter, ...]:
         """Filters that match `key`, which is that of one message."""
-        exact = self._exact.get(key)
+        exact = self.exact.get(key)
         if not self._shapes:
             return () if exact is None else (exact,)
         known = self._known
@@ -91,10 +102,6 @@ class Wanted:
             if len(key) <= KEY_KNOWN_CHARS:
                 known[key] = patterns
         return patterns if exact is None else (exact, *patterns)
-
-    def is_exactly(self, filters: tuple[Filter, ...], key: str) -> bool:
-        """True if `key` is wanted for one filter that names it, and takes nothing else."""
-        return len(filters) == 1 and self._exact.get(key) is filters[0]
 
     def _matching(self, key: str) -> tuple[Filter, ...]:
         segments = key.split("/")
@@ -116,17 +123,37 @@ class Receiver:
     `want` and `unwant` belong to the loop; `declare` and `undeclare`, which tell the network, to any other thread.
     """
 
-    def __init__(self, subscriptions_max: int, publishes: Arrivals[Arrived], calls: Arrivals[Arrived]) -> None:
-        self._publishes, self._calls = publishes, calls
+    def __init__(self, listeners: ListenerTable, subscriptions_max: int) -> None:
+        self._listeners, dropped = listeners, listeners.dropped
+        self._calls = Arrivals[Arrived](self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=dropped)
+        self._publishes = Arrivals[Arrived](
+            self._deliver, held_messages_max=HELD_MESSAGES_MAX, bytes_max=ARRIVALS_BYTES_MAX, dropped=dropped
+        )
         self.wanted = Wanted()
         self.covers = Covers(subscriptions_max)
         self.unwanted = 0  # messages that a wide subscription brought for nobody
         self._declared: dict[str, zenoh.Subscriber[None]] = {}
         self._declaring = threading.Lock()
         self._lasts: Cache[int, _Last] = Cache(THREADS_MAX)  # what was taken last, by the thread
+        self._named: Cache[bytes, str] = Cache(NAMED_MAX)  # the key of encoded attributes without their id
 
     def __repr__(self) -> str:
         return f"Receiver({self.covers}, declared={len(self._declared)}, unwanted={self.unwanted})"
+
+    def open(self, message_bytes_max: int) -> None:
+        """Take what comes from now on."""
+        self._publishes.open(message_bytes_max)
+        self._calls.open(message_bytes_max)
+
+    async def drained(self) -> None:
+        """Completes when listeners have taken all that has come."""
+        await self._publishes.drained()
+        await self._calls.drained()
+
+    def close(self) -> None:
+        """Take nothing more, and let go of what waits."""
+        self._publishes.close()
+        self._calls.close()
 
     def want(self, filters: Iterable[tuple[str, Filter]]) -> bool:
         """True if the network has to be told: call `declare`."""
@@ -168,7 +195,7 @@ class Receiver:
     def _on_sample(self, subscription: str) -> Callable[[zenoh.Sample], None]:
         by, lasts, brought_by, is_exact = self.wanted.by, self._lasts, (subscription,), ANY not in subscription
         put_publish, put_call = self._publishes.put, self._calls.put
-        type_at, calls = mapping.TYPE_AT, mapping.CALLS
+        is_call = mapping.is_call
 
         def on_sample(sample: zenoh.Sample) -> None:
             """On Zenoh's thread: the bytes, and nothing more. What is malformed is counted on the loop."""
@@ -187,7 +214,48 @@ class Receiver:
                 lasts[thread] = attachment, payload, last[2] + brought_by
                 return
             lasts[thread] = attachment, payload, brought_by
-            put = put_call if attachment[type_at] in calls else put_publish
+            put = put_call if is_call(attachment) else put_publish
             put((filters, payload, attachment, key), len(payload) + len(attachment))
 
         return on_sample
+
+    def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
+        version, exact = mapping.VERSION_BYTE, self.wanted.exact
+        shares: list[tuple[Filter | None, bytes, bytes]] = []
+        keys: list[str] = []  # of the shares
+        for filters, payload, attachment, key in arrived:
+            if attachment[:1] != version:
+                self._listeners.dropped["malformed"] += 1
+                continue
+            encoded = attachment[1:]
+            if len(filters) == 1 and exact.get(key) is filters[0]:  # it names its key, and so matches nothing else
+                shares.append((filters[0], payload, encoded))
+                keys.append(key)
+            elif self._is_named(encoded, key):
+                for filter in filters:
+                    shares.append((filter, payload, encoded))
+                    keys.append(key)
+
+        def complete(place: int, attributes: UAttributes) -> None:
+            mapping.complete(attributes, keys[place])
+
+        return self._listeners.deliver_encoded(shares, complete)
+
+    def _is_named(self, encoded: bytes, key: str) -> bool:
+        """False, and counted, for what says that it comes from elsewhere, or goes elsewhere, than its key does.
+
+        What can't be read is the listeners' to count.
+        """
+        rest = suffix(encoded)
+        if rest is not None and self._named.get(rest) == key:
+            return True
+        try:
+            attributes = UAttributes.FromString(encoded)
+        except DecodeError:
+            return True
+        if not mapping.is_key_of(key, attributes):
+            self._listeners.dropped["spoofed"] += 1
+            return False
+        if rest is not None and len(rest) <= NAMED_BYTES and is_shared(attributes):
+            self._named[rest] = key
+        return True

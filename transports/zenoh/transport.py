@@ -7,7 +7,7 @@ close -> listeners take what has arrived | peers confirm what was sent -> Zenoh'
 
 Zenoh acknowledges nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a
 link with one task, which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and
-responses pass publishes that are held, as far as HELD_MESSAGES_MAX goes.
+responses pass publishes that are held, as far as receiver.HELD_MESSAGES_MAX goes.
 
 How priorities map: mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
 access_control (`settings`), with TLS or user and password to tell who is who.
@@ -19,26 +19,22 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import structlog
 import zenoh
-from google.protobuf.message import DecodeError
 from zenoh.handlers import Callback
 
-from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
-from transports.zenoh.receiver import Arrived, Receiver
+from transports.zenoh.receiver import Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
-from uprotocol.cache import Cache
-from uprotocol.encoded import Carried, is_shared, suffix
+from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UListener
-from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -47,14 +43,6 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 CLOSE_S_MAX: Final = 2.5
 # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
 LEAVE_S_MAX: Final = 1.5
-# publishes that wait while listeners hold those before them: a full link would stop requests, too
-HELD_MESSAGES_MAX: Final = 32_768
-# of either arrivals, together what one has elsewhere: so what is held is small, or less than so many
-ARRIVALS_BYTES_MAX: Final = 32 << 20
-# streams whose key is known to be theirs, some 300 bytes each; the cache starts anew when it is full
-KEYS_KNOWN_MAX: Final = 32_768
-KEY_KNOWN_BYTES: Final = 512  # of a stream's attributes; those of honest ones are shorter, and others cost no memory
-
 UNREAD: Final = "what was sent last may not have been read"
 
 log = structlog.get_logger()
@@ -73,15 +61,7 @@ class ZenohTransport(TransportBase):
         self.only_listens = bool(config.listen) and not (
             config.connect or config.multicast_scouting or config.config_file
         )
-        self._calls = Arrivals[Arrived](self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.listeners.dropped)
-        self._publishes = Arrivals[Arrived](
-            self._deliver,
-            held_messages_max=HELD_MESSAGES_MAX,
-            bytes_max=ARRIVALS_BYTES_MAX,
-            dropped=self.listeners.dropped,
-        )
-        self._receiver = Receiver(config.subscriptions_max, self._publishes, self._calls)
-        self._keys: Cache[bytes, str] = Cache(KEYS_KNOWN_MAX)  # that encoded attributes without the id may come under
+        self._receiver = Receiver(self.listeners, config.subscriptions_max)
         self._sender: ZenohSender | None = None  # of the session; None: closed
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
@@ -107,8 +87,7 @@ class ZenohTransport(TransportBase):
             if self._sender is not None:
                 return
             self._loop = asyncio.get_running_loop()
-            self._publishes.open(self.wire_bytes_max)
-            self._calls.open(self.wire_bytes_max)
+            self._receiver.open(self.wire_bytes_max)
             try:  # a session that nobody has would keep the port
                 session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
             except zenoh.ZError as error:
@@ -155,8 +134,7 @@ class ZenohTransport(TransportBase):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
-        self._publishes.close()
-        self._calls.close()
+        self._receiver.close()
         if not flush.done():
             log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
         await self._leave(sender)
@@ -166,8 +144,7 @@ class ZenohTransport(TransportBase):
     async def _drain(self) -> None:
         async with self.registering:
             await asyncio.to_thread(self._receiver.undeclare)
-        await self._publishes.drained()
-        await self._calls.drained()
+        await self._receiver.drained()
 
     def _flush(self, sender: ZenohSender) -> None:
         """On the sender thread."""
@@ -309,44 +286,6 @@ class ZenohTransport(TransportBase):
         except UStatusError:
             self._receiver.unwant(new)
             raise
-
-    def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
-        version, is_exactly = mapping.VERSION_BYTE, self._receiver.wanted.is_exactly
-        shares: list[tuple[Filter, bytes, bytes]] = []
-        keys: list[str] = []  # of the shares
-        for filters, payload, attachment, key in arrived:
-            if attachment[:1] != version:
-                self.dropped["malformed"] += 1
-                continue
-            encoded = attachment[1:]
-            if is_exactly(filters, key) or self._is_named(encoded, key):
-                for filter in filters:
-                    shares.append((filter, payload, encoded))
-                    keys.append(key)
-
-        def complete(place: int, attributes: UAttributes) -> None:
-            mapping.complete(attributes, keys[place])
-
-        return self.listeners.deliver_encoded(shares, complete)
-
-    def _is_named(self, encoded: bytes, key: str) -> bool:
-        """False, and counted, for what says that it comes from elsewhere, or goes elsewhere, than its key does.
-
-        What can't be read is the listeners' to count.
-        """
-        rest = suffix(encoded)
-        if rest is not None and self._keys.get(rest) == key:
-            return True
-        try:
-            attributes = UAttributes.FromString(encoded)
-        except DecodeError:
-            return True
-        if not mapping.is_key_of(key, attributes):
-            self.dropped["spoofed"] += 1
-            return False
-        if rest is not None and len(rest) <= KEY_KNOWN_BYTES and is_shared(attributes):
-            self._keys[rest] = key
-        return True
 
 
 _CLOSED: Final = UStatus(
