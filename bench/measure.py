@@ -25,8 +25,10 @@ LATENCY_RATE: Final = 1_000  # messages per second
 LATENCY_S: Final = 1.5  # per round; with --seconds as long as the other runs
 
 VOLATILE: Final = Scene(volatile=True)
+AT_ONCE: Final = Scene(sections={"history": {"gather_ms": 0}})
 LEGS: Final[dict[str, Leg]] = {
     "zenoh_zenoh_durable": Leg("zenoh", "zenoh"),
+    "zenoh_zenoh_at_once": Leg("zenoh", "zenoh", AT_ONCE),
     "zenoh_zenoh_volatile": Leg("zenoh", "zenoh", VOLATILE),
     "zenoh_mqtt": Leg("zenoh", "mqtt"),
     "mqtt_zenoh": Leg("mqtt", "zenoh"),

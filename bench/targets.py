@@ -85,11 +85,13 @@ def _speeds(compiled: bool) -> list[Target]:
 
 
 def _paced() -> list[Target]:
-    durable = ("legs", "zenoh_zenoh_durable")
+    durable, at_once = ("legs", "zenoh_zenoh_durable"), ("legs", "zenoh_zenoh_at_once")
     return [
         Target("CPU per message at 1,000/s, durable, over bare's", at(*durable, "cpu_at_1000_over_bare"), 1.8, ""),
         Target("latency at 1,000/s less bare's, durable, p50", at(*durable, "added_p50_ms"), 0.4, "ms"),
         Target("latency at 1,000/s less bare's, durable, p99", at(*durable, "added_p99_ms"), 1.5, "ms"),
+        Target("the same with gather_ms = 0, p50", at(*at_once, "added_p50_ms"), 0.4, "ms"),
+        Target("the same with gather_ms = 0, p99", at(*at_once, "added_p99_ms"), 1.5, "ms"),
     ]
 
 

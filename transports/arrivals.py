@@ -46,7 +46,7 @@ BUSY_PER_S: Final = 10_000  # ... while so many come per second, as seen ...
 SPAN_S: Final = 0.01  # ... that often: for fewer, latency is worth more than what a batch saves
 # what follows a batch that is still being taken (a commit is gathered, say) is handed over so often, and once that is
 # taken: waking the loop costs more than a message does
-LULL_S: Final = 0.002
+LULL_S = 0.002
 
 REDELIVERY_MS_MIN: Final = 5  # before what was not taken is handed over again; it doubles up to ...
 REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core

@@ -81,6 +81,7 @@ def test_lanes_run_where_their_networks_allow() -> None:
     rust = Path("rust")
     assert {name: kinds(leg, rust)[2:] for name, leg in LEGS.items()} == {
         "zenoh_zenoh_durable": ["rust"],
+        "zenoh_zenoh_at_once": ["rust"],
         "zenoh_zenoh_volatile": ["rust"],
         "zenoh_mqtt": ["rust"],
         "mqtt_zenoh": ["rust"],
