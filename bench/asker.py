@@ -8,6 +8,7 @@ The calls are made with the product's own client side, one after the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Final
 from bench import wire
 from bench.load import answer
 from bench.networks import Address
+from history.subscriber import HistoryClient
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -32,8 +34,10 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
 TIMEOUT_MS: Final = 60_000
+BESIDE_S: Final = 0.02  # between questions beside a longer one
 OPTIONS: Final = CallOptions(timeout_ms=TIMEOUT_MS)
 SUBSCRIBE, REGISTER, RESET = 1, 4, 6  # methods of core.usubscription, version 4
+DESCRIBE: Final = ids.at(wire.INGRESS_AUTHORITY, ids.DESCRIBE)
 SERVICE: Final = uris.uri(wire.EGRESS_AUTHORITY, 0, 4, 0)  # who alone may say Reset: a uSubscription service
 
 
@@ -41,7 +45,8 @@ class Asker:
     def __init__(self, transport: UTransport, rpc: InMemoryRpcClient, local: LocalUriProvider) -> None:
         self._transport, self._rpc, self._local = transport, rpc, local
         self._told, self._first, self._last = 0, 0.0, 0.0
-        self._quiet = asyncio.Event()
+        self._history = HistoryClient(rpc, DESCRIBE, timeout_ms=TIMEOUT_MS)
+        self._quiet, self._stopping = asyncio.Event(), asyncio.Event()
         self._expected = 0
 
     async def subscribe(self, first: int, count: int) -> dict[str, Any]:
@@ -91,16 +96,44 @@ class Asker:
             "whole_ms": (self._last - began) * 1_000,
         }
 
-    async def describe(self) -> dict[str, Any]:
-        """All topics of the bench."""
-        asked = UPayload.pack(DescribeRequest(topics=[wire.EVERY_TOPIC]))
+    async def logs(self) -> dict[str, Any]:
+        """What Spark asks for with each batch: the newest record of all topics of the bench."""
         began = time.perf_counter()
-        try:
-            given = await self._rpc.invoke_method(ids.at(wire.INGRESS_AUTHORITY, ids.DESCRIBE), asked, OPTIONS)
-        except UStatusError as error:
-            return {"ms": (time.perf_counter() - began) * 1_000, "refused": UCode.Name(error.code)}
-        ms = (time.perf_counter() - began) * 1_000
-        return {"ms": ms, "refused": "", "logs": len(given.unpack(DescribeResponse).logs)}
+        logs = await self._history.logs([wire.EVERY_TOPIC])
+        return {
+            "ms": (time.perf_counter() - began) * 1_000,
+            "newest_match_seq": max(one.newest_match_seq for one in logs),
+        }
+
+    async def topics(self) -> dict[str, Any]:
+        """All topics of the bench, page by page: ms of each page, how many topics, and the longest that a question for
+        one topic took meanwhile."""
+        await self._history.logs([wire.TOPIC])  # as one who has asked before
+        beside = asyncio.ensure_future(self._beside())
+        ms, number, began = [], 0, time.perf_counter()
+        asked = DescribeRequest(topics=[wire.EVERY_TOPIC], listing=DescribeRequest.LISTING_PAGE)
+        while True:
+            page_began = time.perf_counter()
+            given = await self._rpc.invoke_method(DESCRIBE, UPayload.pack(asked), OPTIONS)
+            described = given.unpack(DescribeResponse)
+            ms.append((time.perf_counter() - page_began) * 1_000)
+            number += len(described.topics)
+            asked.page = described.next_page
+            if not asked.page:
+                break
+        told = {"s": time.perf_counter() - began, "page_ms": ms, "topics": number}
+        self._stopping.set()
+        return told | {"beside_most_ms": await beside}
+
+    async def _beside(self) -> float:
+        most = 0.0
+        while not self._stopping.is_set():
+            began = time.perf_counter()
+            await self._history.logs([wire.TOPIC])
+            most = max(most, time.perf_counter() - began)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), BESIDE_S)
+        return most * 1_000
 
 
 def _method(number: int) -> Any:
@@ -116,7 +149,8 @@ async def serve(address: Address) -> None:
             "subscribe": asker.subscribe,
             "register": asker.register,
             "reset": asker.reset,
-            "describe": asker.describe,
+            "logs": asker.logs,
+            "topics": asker.topics,
         }
         answer(ready=True)
         while line := await asyncio.to_thread(sys.stdin.readline):

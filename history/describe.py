@@ -70,6 +70,9 @@ async def describe(matches: Mapping[Log, Match], listing: Listing) -> DescribeRe
     """Some steps on the loop, none of which is long. Raises RESOURCE_EXHAUSTED."""
     newest = {log: await match.newest_seq() for log, match in matches.items()}
     response = DescribeResponse()
+    if listing.kind != DescribeRequest.LISTING_NONE:
+        for match in matches.values():
+            await match.complete()
     if listing.kind == DescribeRequest.LISTING_PAGE:
         response.next_page = await _page(matches, listing)
     elif listing.kind == DescribeRequest.LISTING_AT_ONCE:

@@ -2,9 +2,11 @@
 
 patterns, sight -> Match -- advance: some streams at a time --> ids, kept, and grown as streams come
      | named topics and authorities: those streams alone are looked at, by the log's index
-     '-- wildcards: each kind of topic (all of an address but its authority) is compared once, and looked at once for
-         all authorities of which the caller sees alike
-newest_seq: back through what is in memory, as far as to the first record of theirs
+     |-- wildcards: each kind of topic (all of an address but its authority) is compared once, and looked at once for
+     |   all authorities of which the caller sees alike
+     '-- a pattern that names but an authority, or a caller who sees all of one: nothing is compared
+newest_seq: back through what is in memory, as far as to the first record of theirs; while ids are not complete, some
+            records back with each stream looked at by itself
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 STREAMS_PER_STEP: Final = 2_000  # looked at in one step on the loop, and ...
 COMPARISONS_PER_STEP: Final = 4_000  # ... for these compared with so many patterns: some 2 ms
+LAST_RECORDS: Final = 4_000  # looked at for one that matches, before all streams are: where much matches, it is there
 FEW_MAX: Final = 8_192  # streams of which a plain set is kept, some 45 bytes each; of more, Numbers
 KINDS_MAX: Final = 4_096  # of topics, and authorities, that are remembered by one match; some 100 bytes each
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
@@ -57,6 +60,10 @@ class Sight:
         """Where this is the same, all topics of one kind that name no sink are seen, or none is: only the first of them
         is asked for. By default nothing is alike."""
         return authority
+
+    def sees_all(self, authority: str) -> bool:
+        """True: all topics there that name no sink are seen, and need not be asked for. By default that isn't known."""
+        return False
 
 
 EVERYTHING: Final = Sight()
@@ -106,16 +113,21 @@ class Match:
         self._anywhere = [one for one in wild if uris.is_pattern(one.authority_name)]
         self._kinds: Cache[bytes, bool] = Cache(KINDS_MAX)
         self._named: dict[str, list[UUri]] = {}
+        self._whole: set[str] = set()  # authorities of which every topic matches
         for one in wild:
             if not uris.is_pattern(one.authority_name):
                 self._named.setdefault(one.authority_name, []).append(one)
+                if uris.key(one) == uris.key(uris.pattern(one.authority_name)):
+                    self._whole.add(one.authority_name)
         self.authorities = None if self._anywhere else frozenset(one.authority_name for one in patterns)
         self._alike: Cache[str, Hashable] = Cache(KINDS_MAX)
+        self._seen_whole: Cache[str, bool] = Cache(KINDS_MAX)  # whether all of an authority is seen
         self._seen_alike: Cache[tuple[Hashable, bytes], bool] = Cache(KINDS_MAX)
         self._comparisons = 0  # of this step
         self._seen = 0  # the highest number that was looked at
         self.ids: set[int] | Numbers = set()
         self.withheld = 0
+        self._withholds = False  # one was met that matches and may not be seen
         # of more than a few: the newest record of theirs among those up to `_counted_seq`
         self._newest_seq, self._counted_seq = 0, log.newest_seq
         self._is_doubtful = False  # it may be of a stream that was forgotten
@@ -142,13 +154,26 @@ class Match:
         self._comparisons = 0
         for stream in streams:
             self._seen = stream.id
-            if self._matches(stream.source_bytes) and is_publish(stream):
+            if self._is_meant(stream):
                 self._take(stream)
             if self._comparisons >= COMPARISONS_PER_STEP:
                 return self._seen == newest
         if len(streams) < STREAMS_PER_STEP:
             self._seen = newest
         return self._seen == newest
+
+    @property
+    def _is_far(self) -> bool:
+        """More than a step from complete."""
+        most = self._log.newest_stream_id - self._seen
+        if most > STREAMS_PER_STEP and self.authorities is not None:
+            most = sum(map(self._log.topics_of, self.authorities))
+        return most > STREAMS_PER_STEP
+
+    @property
+    def withholds(self) -> bool:
+        """As far as was looked, something matches that may not be seen."""
+        return self._withholds or self.withheld > 0
 
     async def complete(self) -> None:
         """All streams there are when this returns have been looked at."""
@@ -176,12 +201,22 @@ class Match:
         if isinstance(self.ids, set) and len(self.ids) > FEW_MAX:
             self.ids = Numbers(self.ids)
 
+    def _is_meant(self, stream: Stream) -> bool:
+        """Whether a pattern matches it."""
+        return self._matches(stream.source_bytes) and is_publish(stream)
+
     def _sees(self, stream: Stream) -> bool:
         address = stream.source_bytes
         if stream.sink_bytes is not None:
             self._comparisons += 1 + self._sight.cost
             return self._sight.sees(stream.source, stream.sink)
         authority = authority_of(address)
+        whole = self._seen_whole.get(authority)
+        if whole is None:
+            self._comparisons += 1
+            whole = self._seen_whole[authority] = self._sight.sees_all(authority)
+        if whole:
+            return True
         alike = self._alike.get(authority)
         if alike is None:
             self._comparisons += 1
@@ -203,7 +238,10 @@ class Match:
                 known = self._kinds[kind] = self._is_like(self._anywhere, address)
             if known:
                 return True
-        return bool(self._named) and self._is_like(self._named.get(authority_of(address), ()), address)
+        if not self._named:
+            return False
+        authority = authority_of(address)
+        return authority in self._whole or self._is_like(self._named.get(authority, ()), address)
 
     def _is_like(self, patterns: Sequence[UUri], address: bytes) -> bool:
         topic = UUri.FromString(address)
@@ -213,7 +251,13 @@ class Match:
     # -- how far they have come
 
     async def newest_seq(self) -> int:
-        """The newest record of theirs, as far as they are known; 0: none. Retention may have passed it."""
+        """The newest record of theirs, as far as they are known; 0: none. Retention may have passed it.
+
+        While many streams have not been looked at, they are for it only if it is not among the last ones.
+        """
+        seq = await self._newest_of_last() if self._is_far else 0
+        if seq:
+            return seq
         await self.complete()
         log = self._log
         if isinstance(self.ids, set):
@@ -239,6 +283,31 @@ class Match:
                 looked_at = 0
                 await asyncio.sleep(0)
         return 0
+
+    async def _newest_of_last(self) -> int:
+        """Back through the last records, as far as they are in memory, with the stream of each looked at by itself; 0:
+        none of them."""
+        log, known = self._log, dict[int, bool]()
+        records = reversed(log.tail(max(log.in_memory_after, log.newest_seq - LAST_RECORDS)) or ())
+        pairs = (pair for one in records for pair in zip(reversed(one.seqs), reversed(one.streams), strict=True))
+        self._comparisons = 0
+        for place, (seq, id) in enumerate(pairs, 1):
+            found = known.get(id)
+            if found is None:
+                found = known[id] = log.knows_stream(id) and self._is_seen(log.stream(id))
+            if found:
+                return seq
+            if place % STREAMS_PER_STEP == 0 or self._comparisons >= COMPARISONS_PER_STEP:
+                self._comparisons = 0
+                await asyncio.sleep(0)
+        return 0
+
+    def _is_seen(self, stream: Stream) -> bool:
+        if not self._is_meant(stream):
+            return False
+        is_seen = self._sight is EVERYTHING or self._sees(stream)
+        self._withholds = self._withholds or not is_seen
+        return is_seen
 
     async def _newest_of_all(self) -> int:
         newest = 0

@@ -143,7 +143,7 @@ class HistoryService:
             matches = self._matches.of(patterns, self._access.of(caller), caller.authority_name)
         async with self._turns.turn(caller.authority_name, request.attributes.ttl / 1000):
             response = await describe(matches, listing)
-        self.counts["withheld"] += any(match.withheld for match in matches.values())
+        self.counts["withheld"] += any(match.withholds for match in matches.values())
         return response
 
     # -- Poll
@@ -266,7 +266,7 @@ class HistoryService:
             for match in poll.matches.values():
                 await match.complete()
             if not poll.places:
-                self.counts["withheld"] += any(match.withheld for match in poll.matches.values())
+                self.counts["withheld"] += any(match.withholds for match in poll.matches.values())
                 await self._place(poll)
                 response.begin.extend(await _told(poll))
                 if poll.asked.consumer:

@@ -95,6 +95,14 @@ class _Sight(Sight):
         is_named = uris.is_one_of(authority, self._named)
         return origin.name if origin is not None else "", authority if is_named else ""
 
+    def sees_all(self, authority: str) -> bool:
+        """No pattern is between it and the caller."""
+        origin = self._endpoints.owner(authority)
+        if origin is None or self._endpoint is None or self._allow or self._deny:
+            return False
+        rule = self._rules.between(origin.name, self._endpoint.name)
+        return origin is self._endpoint or (rule is not None and not rule.allow and not rule.deny)
+
     def sees(self, source: UUri, sink: UUri | None) -> bool:
         if any(pattern.matches(source, self._own) for pattern in self._deny):
             return False

@@ -30,8 +30,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-# of one transport: a streamer has one per topic of interest, and memory is some 1 KB each
-LISTENERS_MAX: Final = 100_000
+# of one transport: 100,000 subscriptions, and what a streamer wants for itself and by patterns; some 1.1 KB each
+LISTENERS_MAX: Final = 131_072
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
 SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55

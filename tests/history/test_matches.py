@@ -105,6 +105,7 @@ def test_it_is_as_if_all_streams_had_been_looked_at(
                 expected = matched(log, patterns, sight)
                 newest = max((log.stream(id).newest_seq for id in expected), default=0)
                 assert await match.newest_seq() == newest
+                await match.complete()
                 assert set(match.ids) == expected
                 assert {stream.id for stream in match.streams()} == expected
         await log.close()
@@ -178,6 +179,7 @@ async def test_the_work_follows_the_question_and_the_change_and_not_all_topics(
     assert await of_one.newest_seq() == 8 * 10 + 3
     assert counted.streams <= 2 * 10 + 5, "those of two vehicles, and the five that match"
     wide = Match(log, [])
+    await wide.complete()
     assert await wide.newest_seq() == vehicles * 10
     counted.streams = counted.chunks = 0
     for _ in range(10):
@@ -190,6 +192,25 @@ async def test_the_work_follows_the_question_and_the_change_and_not_all_topics(
     assert await named.newest_seq() == 7 * 10 + 4
     assert counted.streams <= 1 + 1 + 4, "the new one, by each of both, and the four that are named"
     assert counted.chunks == 1, "back from the newest"
+    await log.close()
+
+
+@pytest.mark.parametrize("sight", [EVERYTHING, Odd()], ids=repr)
+async def test_the_newest_is_told_before_all_streams_are_looked_at_if_it_is_among_the_last(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = await fleet(300)
+    counted = CountingLog(log, monkeypatch)
+    newest = 300 * 10 if sight is EVERYTHING else 300 * 10 - 1
+    assert await Match(log, [], sight).newest_seq() == newest
+    assert counted.streams == log.newest_seq - newest + 1
+    monkeypatch.setattr(matches_module, "LAST_RECORDS", 20)
+    assert await Match(log, [uris.pattern(resource=0x8004)], sight).newest_seq() == 300 * 10 - 5
+    counted.streams = 0
+    long_ago = uris.pattern("v7", ue_id=0xFFFF_0010), uris.pattern("nobody", ue_id=0xFFFF_0010)
+    monkeypatch.setattr(matches_module, "STREAMS_PER_STEP", 5)
+    assert await Match(log, long_ago, sight).newest_seq() == (80 if sight is EVERYTHING else 79)
+    assert counted.streams <= 20 + 10 + 1 + 10, "the last, all of the two, and those that match"
     await log.close()
 
 

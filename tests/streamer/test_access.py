@@ -378,5 +378,7 @@ def test_what_is_seen_of_topics_that_are_alike_is_what_is_seen_of_each(
             await match.complete()
             assert match.ids == {one.id for one in log.streams() if sight.sees(one.source, one.sink)}
             assert match.withheld == log.stream_count - len(match.ids)
+            whole = {source.authority_name for source in SOURCES if sight.sees_all(source.authority_name)}
+            assert all(sight.sees(source, None) for source in SOURCES if source.authority_name in whole)
 
     asyncio.run(run())

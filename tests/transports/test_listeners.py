@@ -62,6 +62,15 @@ class Raw(EncodedListener):
         self.messages += messages
 
 
+def test_a_hundred_thousand_subscriptions_fit_beside_what_a_streamer_listens_to_by_itself() -> None:
+    table, listener = ListenerTable("gateway"), Raw()
+    for number in range(100_000):
+        table.add(uris.uri("vehicle", 0x1000 + number // 1_000, 1, 0x8000 + number % 1_000), None, listener)
+    for number in range(1_000):
+        table.add(uris.pattern(f"other{number}"), uris.uri("gateway", 0x20, 1, 0), listener)
+    assert len(table.filters) == 101_000
+
+
 def test_a_listener_is_called_once_for_a_batch() -> None:
     table, heard = ListenerTable("beta"), Sink(1)
     assert table.add(topic(), reply(), heard) is not None

@@ -2,7 +2,8 @@
 up.
 
 Batch -> put(route, sample)
-         -> it has no writer yet    -> made, WRITERS_AT_ONCE a turn: what has one does not wait for those
+         -> it has no writer yet    -> made, WRITERS_AT_ONCE a turn: what has one does not wait for those, as all that
+                                       has come is put before the next turn
          -> room in its writer      -> DDS, numbered -> OK
          -> none: its queue         -> tried again, each writer by itself, in order -> OK
                                        nothing moved for timeout_s -> UNAVAILABLE for all of it; the writer is *held*
@@ -48,8 +49,13 @@ TIMEOUTS_MAX: Final = 2
 WAITING_MESSAGES_MAX: Final = 32_768
 WAITING_BYTES_MAX: Final = 32 << 20  # the same in bytes: what a small computer can spare
 TROUBLES_MAX: Final = 32  # culprits that are named; more than that is the network's trouble, not theirs
-# made in one turn, some ms with thousands of readers: so long those wait who have one
+# made in one turn, and ...
 WRITERS_AT_ONCE: Final = 16
+# ... for how long, as jobs are done, before the others have their turn: with thousands of readers a writer takes a ms
+TURN_S_MAX: Final = 0.005
+# between two turns while more are to be made: the other end takes as long to find a writer, and what comes to it for
+# known ones would wait behind its discovery
+PAUSE_S: Final = 0.000_5
 WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
 
 CLOSING: Final = "the transport closes"
@@ -192,10 +198,8 @@ class Writers:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=self._patience())
-                if job is None:
+                if not self._work():
                     return
-                job()
             except queue.Empty:
                 pass
             except Exception:
@@ -207,10 +211,24 @@ class Writers:
                 log.exception("a turn of the DDS writers failed, and they go on")
                 time.sleep(FAILED_TURN_S)
 
+    def _work(self) -> bool:
+        """The jobs that are there, for a while; False if the last one is done. Raises queue.Empty where no more came in
+        time, and what a job raises."""
+        timeout_s, until = self._patience(), 0.0
+        while True:
+            job = self._jobs.get(timeout=timeout_s)
+            if job is None:
+                return False
+            job()
+            until = until or time.monotonic() + TURN_S_MAX
+            if time.monotonic() >= until:
+                return True
+            timeout_s = 0.0
+
     def _patience(self) -> float | None:
         """Seconds until the next turn without a job; None: there is nothing to do."""
         if self._coming:
-            return 0.0
+            return PAUSE_S
         return self._pause_s if self._full else HELD_LOOK_S if self._held else None
 
     # one message
@@ -237,6 +255,7 @@ class Writers:
 
     def _make_some(self) -> None:
         """The next writers, and what has come for them in its order."""
+        until = time.monotonic() + TURN_S_MAX
         for key in list(itertools.islice(self._coming, WRITERS_AT_ONCE)):
             messages = self._coming.pop(key)
             try:
@@ -250,6 +269,8 @@ class Writers:
             else:
                 for message in messages:
                     self.put(*message)
+            if time.monotonic() >= until:
+                break
 
     def _make(self, key: Key, lifespan_ms: int | None) -> None:
         while len(self._writers) >= self._writers_max:
