@@ -18,13 +18,11 @@ import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import structlog
-from cyclonedds._clayer import ddspy_get_matched_publication_data
-from cyclonedds.builtin import BuiltinDataReader, BuiltinTopic
 from cyclonedds.core import (
     DDSException,
     Entity,
@@ -38,8 +36,7 @@ from cyclonedds.core import (
 from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import sequence, uint8
-from cyclonedds.internal import dds_c_t
-from cyclonedds.qos import Policy, Qos, _CQos
+from cyclonedds.qos import Policy, Qos
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
@@ -179,54 +176,6 @@ def reading(
     """A reader that keeps all that comes, up to `samples_max`; then its writers wait. Made under `binding`."""
     limits = Policy.ResourceLimits(max_samples=samples_max, max_instances=-1, max_samples_per_instance=-1)
     return DataReader(parent, topic, reliable(Policy.History.KeepAll, limits, durability=durability))
-
-
-class Endpoint(NamedTuple):
-    """A writer or reader, as discovery tells of it, with some of its policies."""
-
-    key: bytes
-    participant: bytes
-    topic_name: str
-    type_name: str
-    qos: Qos
-    sample_info: Any
-
-    @classmethod
-    def made(
-        cls, key: bytes, participant: bytes, _handle: int, topic: str, type: str, qos: Qos, info: Any, _type_id: Any
-    ) -> Self:
-        """As the binding calls it."""
-        return cls(key, participant, topic, type, qos, info)
-
-
-def _only(policies: tuple[str, ...]) -> Callable[[Any], Qos]:
-    """What makes a Qos of those policies out of the binding's pointer: all 27, which it makes by itself, and the type
-    beside them, take some 0.3 ms under the GIL."""
-    getters = [getattr(_CQos, f"_get_p_{name.lower()}") for name in policies]
-
-    def made(pointer: Any) -> Qos:
-        held = ctypes.cast(pointer, dds_c_t.qos_p)
-        return Qos(*(policy for policy in (get(held) for get in getters) if policy is not None))
-
-    return made
-
-
-class EndpointReader(BuiltinDataReader):
-    """A built-in reader whose samples are Endpoints, with `policies`."""
-
-    def __init__(self, participant: DomainParticipant, topic: BuiltinTopic, *policies: str) -> None:
-        super().__init__(participant, topic)
-        convert: Any = {"_constructor": Endpoint.made, "_cqos_conv": _only(policies)}
-        vars(self).update(convert)
-
-
-_SOURCE_QOS: Final = _only(("Partition", "Lifespan", "Userdata"))
-
-
-def writer_of(reader: DataReader[Frame], handle: int) -> Endpoint | None:
-    """The writer of that handle, with its partitions, lifespan and user data; None: it has gone. Under `binding`."""
-    found: Endpoint | None = ddspy_get_matched_publication_data(reader._ref, handle, Endpoint.made, _SOURCE_QOS)
-    return found
 
 
 class Remembered(OrderedDict[K, V]):

@@ -38,7 +38,6 @@ from transports.dds.link import (
     delete,
     reading,
     translated,
-    writer_of,
 )
 from uprotocol.status import UStatusError
 
@@ -86,18 +85,18 @@ class _Reader:
     def source(self, handle: int) -> _Source:
         """The writer of that handle, as it was known before if it was."""
         with binding:
-            found = writer_of(self.entity, handle)
+            found = self.entity.get_matched_publication_data(handle)
         if found is None:  # it has gone already
             source = _Source(b"", b"", "", False, INFINITE_NS)
         else:
-            key, qos = found.key, found.qos
+            key, qos = found.key.bytes, found.qos
             userdata, lifespan = qos[Policy.Userdata], qos[Policy.Lifespan]
             is_numbered = userdata is not None and userdata.data == mapping.NUMBERED
             lifespan_ns = INFINITE_NS if lifespan is None else lifespan.lifespan
             partitions = qos[Policy.Partition]
             partition = partitions.partitions[0] if partitions is not None and len(partitions.partitions) == 1 else ""
             known = self.by_key.pop(key, None)
-            source = known or _Source(key, found.participant, partition, is_numbered, lifespan_ns)
+            source = known or _Source(key, found.participant_key.bytes, partition, is_numbered, lifespan_ns)
             source.lifespan_ns = lifespan_ns
             self.by_key[key] = source
         self.by_handle[handle] = source

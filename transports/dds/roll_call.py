@@ -30,7 +30,6 @@ from transports.dds.link import (
     INFINITE_NS,
     READER_SAMPLES_MAX,
     TAKE_SAMPLES_MAX,
-    EndpointReader,
     Frame,
     Participant,
     Remembered,
@@ -50,13 +49,6 @@ UNSAID_MAX: Final = 65_536  # readers found and not announced yet, 1 MB; what is
 GONE_REMEMBERED_MAX: Final = 1_024
 MISFITS_MAX: Final = 256  # endpoints that can't talk with ours: more of them say nothing new
 NAME_CHARS_MAX: Final = 200  # of what a participant says of itself
-
-# what `_writer_misfit` and `_reader_misfit` look at
-_OF_WRITERS: Final = ("Reliability", "Ownership", "Partition")
-_OF_READERS: Final = (
-    *("Durability", "DestinationOrder", "DataRepresentation", "Deadline", "Liveliness", "PresentationAccessScope"),
-    *("Ownership", "Partition"),
-)
 
 Seen = list[tuple[bytes, list[bytes]]]
 
@@ -96,8 +88,8 @@ class RollCall(ServingThread):
             self._writer = DataWriter(entity, topic, reliable(Policy.History.KeepLast(SEEN_DEPTH), durability=kept))
             self._seen = reading(entity, topic, READER_SAMPLES_MAX, durability=kept)
             self._participants = BuiltinDataReader(entity, BuiltinTopicDcpsParticipant)
-            self._publications = EndpointReader(entity, BuiltinTopicDcpsPublication, *_OF_WRITERS)
-            self._subscriptions = EndpointReader(entity, BuiltinTopicDcpsSubscription, *_OF_READERS)
+            self._publications = BuiltinDataReader(entity, BuiltinTopicDcpsPublication)
+            self._subscriptions = BuiltinDataReader(entity, BuiltinTopicDcpsSubscription)
         self._unsaid: list[bytes] = []
         self._conditions = [
             self._watch(self._publications, self._PUBLICATIONS),
@@ -141,31 +133,31 @@ class RollCall(ServingThread):
     def _find_readers(self) -> None:
         for found in _take(self._subscriptions):
             if not _alive(found):
-                self._forget(found.key)
-            elif found.topic_name == mapping.TOPIC and found.participant != self._own:
-                self._unsaid.append(found.key)
+                self._forget(found.key.bytes)
+            elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
+                self._unsaid.append(found.key.bytes)
                 self._judge(found, _reader_misfit)
         del self._unsaid[UNSAID_MAX:]
 
     def _find_peers(self) -> None:
         for found in _take(self._publications):
             if not _alive(found):
-                self._peers.pop(found.key, None)
-                self._forget(found.key)
-            elif found.topic_name == mapping.SEEN_TOPIC and found.participant != self._own:
-                self._peers[found.key] = found.participant
-            elif found.topic_name == mapping.TOPIC and found.participant != self._own:
+                self._peers.pop(found.key.bytes, None)
+                self._forget(found.key.bytes)
+            elif found.topic_name == mapping.SEEN_TOPIC and found.participant_key.bytes != self._own:
+                self._peers[found.key.bytes] = found.participant_key.bytes
+            elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
                 self._judge(found, _writer_misfit)
 
     def _judge(self, found: Any, misfit: Callable[[Qos, str], str]) -> None:
         """If the QoS of an endpoint elsewhere keep it and ours apart, which DDS would not tell, that is told."""
-        key, why = found.key, misfit(found.qos, found.type_name)
+        key, why = found.key.bytes, misfit(found.qos, found.type_name)
         if not why:
             self._forget(key)  # QoS may change
         elif key not in self.misfits and len(self.misfits) < MISFITS_MAX:
             partition = found.qos[Policy.Partition]
             partitions = tuple(partition.partitions) if partition is not None else ("",)
-            one = Misfit(misfit is _writer_misfit, partitions, found.participant, why)
+            one = Misfit(misfit is _writer_misfit, partitions, found.participant_key.bytes, why)
             self.misfits = {**self.misfits, key: one}
             self.misfits_found += 1
             log.warning(
