@@ -302,9 +302,31 @@ async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(
     await asyncio.sleep(0)
     waiting[3].cancel()
     for upto, expected in ((2, [1]), (4, [1, 3]), (9, [1, 3, 5])):
-        tells.notified_up_to(base + upto)
+        await tells.notified_up_to(base + upto)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert told == expected
     assert tells.awaited == []
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_those_that_one_batch_wakes_go_on_some_at_a_time(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on with a call, and messages wait for the loop meanwhile."""
+    monkeypatch.setattr("usubscription.notifier.WOKEN_AT_ONCE", 4)
+    tells = (await world.service()).notifier
+    number, woken = tells.sent + 1, list[int]()
+
+    async def wait() -> None:
+        await tells.notified(number)
+        woken.append(1)
+
+    waiting = [asyncio.ensure_future(wait()) for _ in range(10)]
+    await asyncio.sleep(0)
+    telling = asyncio.ensure_future(tells.notified_up_to(number))
+    turns = []
+    while len(woken) < 10:
+        before = len(woken)
+        await asyncio.sleep(0)
+        turns.append(len(woken) - before)
+    assert max(turns) <= 4
+    await asyncio.gather(telling, *waiting)
