@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Awaitable, Callable
 from itertools import islice
 from pathlib import Path
@@ -40,6 +41,9 @@ UNKNOWN_MAX: Final = 20_000
 # services, each of a version: twice the largest fleet measured, 1 MB; then the oldest are forgotten
 PARTNERS_MAX: Final = 20_000
 _PARTNERS: Final = TypeAdapter(list[tuple[str, int]])  # authority, version
+# between two saves of them: a fleet that is subscribed to brings hundreds a second, and each save is a file that waits
+# for the disk, with all else that does
+PARTNERS_SAVE_MS: Final = 100
 SUSPECTS_MS: Final = 5_000  # between questions for what is doubtful, while its service can't be asked
 
 Partner = tuple[str, int]
@@ -223,6 +227,7 @@ class Partners:
         self._known: dict[Partner, int] = {}  # and with which change it came
         self._changes = self._saved = 0
         self._saving: asyncio.Future[None] | None = None
+        self._saved_at = -math.inf  # loop time
 
     def __repr__(self) -> str:
         return f"Partners({len(self._known)})"
@@ -269,6 +274,9 @@ class Partners:
             await asyncio.shield(self._saving)
 
     async def _save(self) -> None:
+        loop = asyncio.get_running_loop()
+        if (early_s := self._saved_at + PARTNERS_SAVE_MS / 1000 - loop.time()) > 0:
+            await asyncio.sleep(early_s)
         changes = self._changes
         try:
             await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
@@ -276,4 +284,4 @@ class Partners:
             what = "the services that may have subscriptions of ours can't be noted"
             log.warning(what, path=str(self.path), why=str(error))
         finally:
-            self._saved, self._saving = changes, None
+            self._saved, self._saving, self._saved_at = changes, None, loop.time()

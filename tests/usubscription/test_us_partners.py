@@ -191,6 +191,29 @@ async def test_a_disk_that_refuses_the_file_holds_no_command(tmp_path: Path) -> 
     assert ("b", 4) in known
 
 
+async def test_what_comes_soon_after_a_save_shares_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet that is subscribed to brings one after the other."""
+    monkeypatch.setattr(audit, "PARTNERS_SAVE_MS", 500)
+    saves: list[str] = []
+
+    class Counting(Disk):
+        def replace_text(self, path: Path, text: str) -> None:
+            saves.append(text)
+            super().replace_text(path, text)
+
+    known = Partners(tmp_path / "p", Counting())
+    await known.remember(("first", 4))
+    later = []
+    for number in range(20):
+        later.append(asyncio.ensure_future(known.remember((f"v{number}", 4))))
+        await asyncio.to_thread(lambda: None)
+    await asyncio.gather(*later)
+    assert len(saves) == 2
+    assert "v19" in saves[1]
+
+
 async def test_nobody_overtakes_the_first_command_while_its_service_is_being_noted(tmp_path: Path) -> None:
     """The second command to a service waits for the disk like the first one, and leaves behind it."""
     written, order = threading.Event(), []
