@@ -80,7 +80,8 @@ class ResponseTracker:
         # -> loop time after which nobody waits for it, ascending; so it holds what came in a second
         self._expected: dict[Tag, float] = {}
         self._news = asyncio.Event()
-        self.lull = asyncio.Event()  # cleared while more commands wait for an answer than one transaction takes
+        # cleared from when more commands wait for an answer than one transaction takes until none does
+        self.lull = asyncio.Event()
         self.lull.set()
 
     def __len__(self) -> int:
@@ -310,5 +311,5 @@ class CommandEntry:
         lull = self._gate.responses.lull
         if self.waiting.used > BATCH_MAX:
             lull.clear()
-        else:
+        elif not self.waiting.used:  # a burst goes on while somebody waits: fewer do where the store keeps up
             lull.set()

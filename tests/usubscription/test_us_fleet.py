@@ -158,6 +158,19 @@ async def test_in_a_burst_answers_leave_before_what_is_told(world: Any, monkeypa
     assert before.count(RESPONSE) >= len(TOPICS) - BATCH_MAX
 
 
+async def test_a_burst_lasts_until_nobody_waits_for_an_answer(world: Any) -> None:
+    """A store that keeps up with it has less waiting than one transaction takes, and others still come."""
+    service, _, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
+    lull, who = service.notifier._responses.lull, ("cloud", 0x10)
+    service.entry.is_waiting(who, BATCH_MAX)
+    assert lull.is_set()
+    service.entry.is_waiting(who, 1)
+    service.entry.is_waiting(who, -BATCH_MAX)
+    assert not lull.is_set()
+    service.entry.is_waiting(who, -1)
+    assert lull.is_set()
+
+
 async def test_a_silent_vehicle_holds_up_no_other(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do a few of them, which take all places there are."""
     monkeypatch.setattr(places, "FRESH_MAX", 16)
