@@ -83,6 +83,11 @@ class Unindexed(NamedTuple):
     def of(cls, columns: Columns) -> Unindexed:
         return cls(columns.first_seq, columns.streams, columns.time_ms, columns.bytes)
 
+    @property
+    def rows(self) -> int:
+        """Of the index of topics."""
+        return len(self.streams) // 4  # u32 each
+
 
 def span_of(chunks: Sequence[Unindexed]) -> rows.Row:
     """The row of SPAN for these chunks, of which there is one at least."""

@@ -27,6 +27,9 @@ from storage.runtime import REAL, Runtime
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
 CHECKPOINT_BYTES: Final = 32 << 20  # rolled forward on open at most: a tenth of a second
+# of the index of topics, written at once: some 40 ms in which nothing is committed; where each message is of another
+# topic, 2,048 chunks would be half a million
+CHECKPOINT_ROWS = 16_384
 WAL_AGAIN_S: Final = 1.0  # until readers are waited for again, where that was in vain
 
 log = structlog.get_logger()
@@ -82,6 +85,7 @@ class Store:
         self._added_bytes = 0  # since then
         self._wal_due = 0.0
         self._unindexed_bytes = sum(chunk.bytes for chunk in self.loaded.unindexed)
+        self._unindexed_rows = sum(chunk.rows for chunk in self.loaded.unindexed)
         self._stale: set[int] = set()  # streams of which the index names chunks that retention has deleted
         self._aging = False  # retention by age has more to do
         self._is_shrunk = False  # the file gave pages back, which the disk has when the write-ahead log is empty
@@ -159,6 +163,7 @@ class Store:
         db, extent, unindexed, ahead = self._connection(), self.extent, self.loaded.unindexed, self.ahead
         columns = [encode(chunk) for chunk in chunks]
         is_due = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS or self._unindexed_bytes >= CHECKPOINT_BYTES
+        is_due = is_due or self._unindexed_rows >= CHECKPOINT_ROWS
         checkpoint = is_due and len(unindexed) > 0  # up to before these chunks, whose streams have not grown yet
         if self._added_bytes > self.sizes.transaction // 8:  # here, since after the COMMIT nothing may fail
             self._look(db)
@@ -178,6 +183,7 @@ class Store:
         for chunk, c in zip(chunks, columns, strict=True):
             unindexed.append(Unindexed.of(c))
             self._unindexed_bytes += c.bytes
+            self._unindexed_rows += unindexed[-1].rows
             extent.oldest_seq = extent.oldest_seq or c.first_seq
             extent.newest_seq = c.last_seq
             extent.stored_bytes += c.bytes
@@ -236,7 +242,7 @@ class Store:
 
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()
-        self._unindexed_bytes = 0
+        self._unindexed_bytes = self._unindexed_rows = 0
         self._stale.clear()
         heard = self.heard_seq
         for id in [id for id, place in self.ahead.items() if place[1] <= heard]:

@@ -163,8 +163,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "cut to # ms", 1, ["history.feed:JOIN_WAIT_MS"]),
     ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
     ("history", "a file above # MiB is not checked whole", MIB, ["history.rows:CHECK_BYTES_MAX"]),
-    ("history", "Written every # chunks (or # MiB of them)", 1, [
-        "history.load:CHECKPOINT_CHUNKS", "history.store:CHECKPOINT_BYTES/1048576",
+    ("history", "Written every # chunks (or # MiB of them, or # rows of it)", 1, [
+        "history.load:CHECKPOINT_CHUNKS", "history.store:CHECKPOINT_BYTES/1048576", "history.store:CHECKPOINT_ROWS",
     ]),
     ("history", "waits for others, at most # ms", 1, ["history.writer:GATHER_MS"]),
     ("history", "has brought, or # records", 1, ["history.writer:GATHER_RECORDS"]),

@@ -325,6 +325,20 @@ async def test_what_is_old_goes_together_and_not_one_by_one(tmp_path: Path, cloc
         assert all(floor <= number + 1 for number, floor in enumerate(floors)), "nothing goes too early"
 
 
+async def test_the_index_is_written_sooner_where_each_message_is_of_another_topic(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "CHECKPOINT_ROWS", 30)
+    path = tmp_path / "l.db"
+    async with await open_log(path, clock) as log:
+        for number in range(29):
+            await append(log, topic=number)
+        assert ask(path, "SELECT count(*) FROM chunk_stream") == [(0,)]
+        await append(log, topic=29)
+        await append(log, topic=30)
+        assert ask(path, "SELECT count(*) FROM chunk_stream") == [(30,)]
+
+
 async def test_the_index_names_nothing_that_was_deleted_after_the_next_checkpoint_or_a_crash(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
