@@ -39,6 +39,9 @@ BYTES_MAX: Final = 64 << 20  # of large items that wait or are being taken: what
 SMALL_BYTES: Final = 1_024
 HELD_S: Final = 0.1  # what is being taken for longer is held on purpose (a full disk), and is no matter of speed
 BATCH_MAX: Final = 512  # messages handed over at once; beyond it the cost per message no longer falls
+# of large items in a batch, and one item more: a small part of what the smallest volatile log holds, which takes a
+# batch whole, whatever of it its readers have yet to read
+BATCH_BYTES_MAX: Final = 1 << 20
 
 GATHER_MIN: Final = 64  # with fewer waiting, and the last batch less than ...
 GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. But only ...
@@ -284,7 +287,7 @@ class Arrivals(Generic[T]):
         self._awake = False  # first: what arrives from here on wakes us again
         if self._closed or self._paused or not items or self._pending_messages >= self._pending_max:
             return
-        batch = [items.popleft() for _ in range(min(len(items), self._batch_max))]
+        batch = self._next_batch()
         self._span_messages += len(batch)
         raised = None
         try:
@@ -308,6 +311,18 @@ class Arrivals(Generic[T]):
         elif self._gathers and self._pending and not self._awake:
             self._awake = True
             self._lull = self._loop.call_later(LULL_S, self._drain, context=self._context)
+
+    def _next_batch(self) -> list[T]:
+        items, sizes = self._items, self._sizes
+        count = min(len(items), self._batch_max)
+        if not sizes:
+            return [items.popleft() for _ in range(count)]
+        batch: list[T] = []
+        octets = 0
+        while len(batch) < count and octets < BATCH_BYTES_MAX:
+            batch.append(items.popleft())
+            octets += sizes.get(id(batch[-1]), 0)
+        return batch
 
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():

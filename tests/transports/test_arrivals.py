@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from transports.arrivals import REDELIVERY_MS_MIN, SMALL_BYTES, Arrivals
+from transports.arrivals import BATCH_BYTES_MAX, REDELIVERY_MS_MIN, SMALL_BYTES, Arrivals
 
 DEADLINE_S = 10
 T = TypeVar("T")
@@ -381,6 +381,18 @@ def test_putting_after_the_loop_has_ended_is_harmless() -> None:
         return opened(lambda batch: None)
 
     asyncio.run(make()).put(1)
+
+
+@from_both
+async def test_a_batch_is_bounded_in_bytes(where: str) -> None:
+    consumer = Consumer(wanted=5)
+    arrivals = opened(consumer, gathers=False)
+    arrivals.put_now([1, 2, 3], [BATCH_BYTES_MAX // 2] * 3)
+    await put_all(arrivals, [4], where, 2 * BATCH_BYTES_MAX)
+    await put_all(arrivals, [5], where)
+    await within(consumer.done.wait())
+    assert consumer.items == [1, 2, 3, 4, 5]
+    assert consumer.batches in ([2, 2, 1], [2, 1, 1, 1])  # from a thread the third may leave alone
 
 
 async def test_while_a_batch_is_being_taken_the_loop_is_not_woken_for_each_that_follows(
