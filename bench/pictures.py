@@ -155,7 +155,7 @@ def _draw(picture: Picture, series: Series, path: Path) -> Path | None:
         if picture.y_log:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * max(y for points in series.values() for _, y in points))
         for axis in (axes.xaxis, axes.yaxis):  # behind the scales, which set their own
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.grid(alpha=0.3)
