@@ -40,18 +40,32 @@ class Disk:
     """The future is resolved by `on_written`, also if it fails."""
 
     def __init__(
-        self, store: Store, executor: ThreadPoolExecutor, name: str, tail_bytes: int, now_ms: Callable[[], int]
+        self,
+        store: Store,
+        executor: ThreadPoolExecutor,
+        name: str,
+        tail_bytes: int,
+        gather_ms: float,
+        now_ms: Callable[[], int],
     ) -> None:
         self.loaded, self.tail = store.loaded, Tail(store.extent.newest_seq, tail_bytes)
         self.reader = Reader(store.path, store.runtime.disk)
         self._store, self._executor, self._name, self._now_ms = store, executor, name, now_ms
+        self._gather_ms = gather_ms
         self._loop = asyncio.get_running_loop()
         self._flush_due: asyncio.TimerHandle | None = None
         self._closed = False
 
     @classmethod
     async def open(
-        cls, path: Path, name: str, retention_bytes: int, tail_bytes: int, now_ms: Callable[[], int], runtime: Runtime
+        cls,
+        path: Path,
+        name: str,
+        retention_bytes: int,
+        tail_bytes: int,
+        gather_ms: float,
+        now_ms: Callable[[], int],
+        runtime: Runtime,
     ) -> Self:
         """Raises UStatusError, as Log.open."""
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
@@ -61,13 +75,13 @@ class Disk:
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        return cls(store, executor, name, tail_bytes, now_ms)
+        return cls(store, executor, name, tail_bytes, gather_ms, now_ms)
 
-    def start(self, log: Log, on_written: Callable[[Written], None], gather_ms: float) -> None:
+    def start(self, log: Log, on_written: Callable[[Written], None]) -> None:
         """`on_written` is called on the loop, after each transaction and after each step of retention."""
         self._log, self._on_written = log, on_written
         retention = Retention(log.retention_ms, log.keep_after, log.owed_after)
-        self.writer = Writer(self._store, retention, self._written, self._now_ms, self._name, gather_ms)
+        self.writer = Writer(self._store, retention, self._written, self._now_ms, self._name, self._gather_ms)
         self.append = self.writer.submit
 
     async def close(self) -> None:

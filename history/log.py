@@ -142,11 +142,11 @@ class Log(Streams):
         if path is None:
             storage = Ring(runtime.random_bytes(16), retention_bytes, now_ms)
         else:
-            storage = await Disk.open(Path(path), name, retention_bytes, tail_bytes, now_ms, runtime)
+            storage = await Disk.open(Path(path), name, retention_bytes, tail_bytes, gather_ms, now_ms, runtime)
         limits = (streams_max, authority_streams_max, forget_after_s)
         made = cls(name, storage, retention_ms, retention_bytes, *limits, now_ms)
         await storage.run(made._load)
-        storage.start(made, made._on_written, gather_ms)
+        storage.start(made, made._on_written)
         return made
 
     async def close(self) -> None:

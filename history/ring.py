@@ -36,7 +36,7 @@ class Ring:
         self._allowance = Allowance()
         self._aging: asyncio.TimerHandle | None = None
 
-    def start(self, log: Log, on_written: Callable[[Written], None], gather_ms: float) -> None:
+    def start(self, log: Log, on_written: Callable[[Written], None]) -> None:
         self._log, self._on_written = log, on_written
         self.age()
 

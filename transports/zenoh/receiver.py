@@ -61,17 +61,17 @@ class Wanted:
     """
 
     def __init__(self) -> None:
-        self.exact: dict[str, Filter] = {}  # those that name a key
+        self._exact: dict[str, Filter] = {}
         # places in a key that must be as they are -> what they must be -> the pattern
         self._shapes: tuple[tuple[tuple[int, ...], dict[tuple[str, ...], Filter]], ...] = ()
         self._known: Cache[str, tuple[Filter, ...]] = Cache(KEYS_KNOWN_MAX)  # patterns alone
 
     def __len__(self) -> int:
-        return len(self.exact) + sum(len(patterns) for _places, patterns in self._shapes)
+        return len(self._exact) + sum(len(patterns) for _places, patterns in self._shapes)
 
     def add(self, key: str, filter: Filter) -> None:
         if ANY not in key:
-            self.exact[key] = filter
+            self._exact[key] = filter
             return
         places, parts = _shape(key)
         patterns = dict(self._shapes).get(places)
@@ -83,7 +83,7 @@ class Wanted:
 
     def remove(self, key: str) -> None:
         if ANY not in key:
-            self.exact.pop(key, None)
+            self._exact.pop(key, None)
             return
         places, parts = _shape(key)
         dict(self._shapes)[places].pop(parts, None)
@@ -92,7 +92,7 @@ class Wanted:
 
     def by(self, key: str) -> tuple[Filter, ...]:
         """Filters that match `key`, which is that of one message."""
-        exact = self.exact.get(key)
+        exact = self._exact.get(key)
         if not self._shapes:
             return () if exact is None else (exact,)
         known = self._known
@@ -102,6 +102,10 @@ class Wanted:
             if len(key) <= KEY_KNOWN_CHARS:
                 known[key] = patterns
         return patterns if exact is None else (exact, *patterns)
+
+    def is_exactly(self, filters: tuple[Filter, ...], key: str) -> bool:
+        """True if `key` is wanted for one filter that names it, and takes nothing else."""
+        return len(filters) == 1 and self._exact.get(key) is filters[0]
 
     def _matching(self, key: str) -> tuple[Filter, ...]:
         segments = key.split("/")
@@ -220,7 +224,7 @@ class Receiver:
         return on_sample
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
-        version, exact = mapping.VERSION_BYTE, self.wanted.exact
+        version, wanted = mapping.VERSION_BYTE, self.wanted
         shares: list[tuple[Filter | None, bytes, bytes]] = []
         keys: list[str] = []  # of the shares
         for filters, payload, attachment, key in arrived:
@@ -228,10 +232,7 @@ class Receiver:
                 self._listeners.dropped["malformed"] += 1
                 continue
             encoded = attachment[1:]
-            if len(filters) == 1 and exact.get(key) is filters[0]:  # it names its key, and so matches nothing else
-                shares.append((filters[0], payload, encoded))
-                keys.append(key)
-            elif self._is_named(encoded, key):
+            if wanted.is_exactly(filters, key) or self._is_named(encoded, key):
                 for filter in filters:
                     shares.append((filter, payload, encoded))
                     keys.append(key)
