@@ -115,9 +115,22 @@ def _side(world: World) -> str:
     return world.rng.choice(sorted(world.brokers))
 
 
+def _late_at(world: World, side: str) -> set[str]:
+    """Flows of that side which were subscribed to after the world was built."""
+    return {flow.name for flow in world.flows if flow.side == side} - {flow.name for flow in world.plan.flows}
+
+
+def _await_known(world: World, side: str) -> None:
+    """A gateway waits for a broker that is away only a moment before it answers a Subscribe, and a publisher may be
+    connected to it again before the gateway is."""
+    if world.plan.service is not None and world.await_gateways(BACK_S_MAX):
+        world.ledger.not_known_yet(_late_at(world, side))
+
+
 def broker_stop(world: World) -> None:
     """It keeps what it has acknowledged."""
-    broker = world.brokers[_side(world)]
+    side = _side(world)
+    broker = world.brokers[side]
     broker.stop()
     _sleep(world, 0, 3)
     if world.rng.random() < 0.3:
@@ -125,10 +138,12 @@ def broker_stop(world: World) -> None:
         world.gateway.start()
     broker.start()
     broker.wait_ready()
+    _await_known(world, side)
 
 
 def broker_pause(world: World) -> None:
-    broker = world.brokers[_side(world)]
+    side = _side(world)
+    broker = world.brokers[side]
     broker.pause()
     _sleep(world, 0.2, 4)
     hung = world.rng.random() < 0.3
@@ -137,6 +152,7 @@ def broker_pause(world: World) -> None:
     broker.resume()
     if hung:
         _again(world, world.gateway)
+    _await_known(world, side)
 
 
 def broker_kill(world: World) -> None:
@@ -159,7 +175,7 @@ def broker_kill(world: World) -> None:
     broker.start()
     broker.wait_ready()
     if world.plan.service is not None and world.await_gateways(BACK_S_MAX):
-        late = {flow.name for flow in world.flows if flow.side == side} - {flow.name for flow in world.plan.flows}
+        late = _late_at(world, side)
         world.ledger.exclude(lambda flow: flow in late, acked_only=False)  # it did not know that the gateway wants them
     _sleep(world, 0, 2)
 

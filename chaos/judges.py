@@ -42,6 +42,7 @@ UNACKED_MAX: Final = 400  # beyond it a sender waits: a broker that is away must
 SESSION_S: Final = 86_400
 RECONNECT_S: Final = 0.2
 NO_SUBSCRIBER: Final = 0x10  # PUBACK: taken, and nobody was there to get it
+FAILURE: Final = 0x80  # and all above it
 
 REASONS: Final = {1: "retention", 2: "incarnation", 3: "corruption"}
 
@@ -62,8 +63,8 @@ class MqttLink:
         self.name, self._filters, self._heard = name, filters, heard
         self.connected, self.subscribed, self.lost = threading.Event(), threading.Event(), threading.Event()
         self.losses = 0  # connections that have ended
-        self._waiting: dict[int, Callable[[bool], None]] = {}
-        self._early: dict[int, bool] = {}  # PUBACKs that came before `publish` had returned
+        self._waiting: dict[int, Callable[[int], None]] = {}
+        self._early: dict[int, int] = {}  # PUBACKs that came before `publish` had returned
         self._lock = threading.Lock()
         self.unheard = 0  # acknowledged, though nobody was subscribed
         made = paho.Client(CallbackAPIVersion.VERSION2, client_id=name, protocol=paho.MQTTv5)
@@ -104,9 +105,9 @@ class MqttLink:
         with self._lock:  # never held while paho is called: paho calls us with locks of its own
             done = self._waiting.pop(mid, None)
             if done is None:
-                self._early[mid] = not reason.is_failure
+                self._early[mid] = reason.value
         if done is not None:
-            done(not reason.is_failure)
+            done(reason.value)
 
     def _on_message(self, _: Any, __: Any, message: paho.MQTTMessage) -> None:
         assert self._heard is not None
@@ -118,15 +119,15 @@ class MqttLink:
     def unacked(self) -> int:
         return len(self._waiting)
 
-    def send(self, message: Message, off_vehicle: bool, done: Callable[[bool], None]) -> None:
-        """Queue it, QoS 1; `done(taken)` on paho's thread with the PUBACK."""
+    def send(self, message: Message, off_vehicle: bool, done: Callable[[int], None]) -> None:
+        """Queue it, QoS 1; `done(reason)` on paho's thread with the PUBACK's reason code."""
         info = self._client.publish(message.topic(off_vehicle), message.payload, qos=1, properties=message.properties())
         with self._lock:
-            taken = self._early.pop(info.mid, None)
-            if taken is None:
+            reason = self._early.pop(info.mid, None)
+            if reason is None:
                 self._waiting[info.mid] = done
-        if taken is not None:
-            done(taken)
+        if reason is not None:
+            done(reason)
 
     def close(self) -> None:
         self._client.disconnect()
@@ -203,9 +204,9 @@ class MqttSender(Sender):
         self._losses_seen = 0
 
     def send(self, message: Message) -> None:
-        def done(taken: bool) -> None:
-            if taken:
-                self._ledger.acked(message.id)
+        def done(reason: int) -> None:
+            if reason < FAILURE:
+                self._ledger.acked(message.id, unheard=reason == NO_SUBSCRIBER)
 
         self.link.send(message, self._off_vehicle, done)
 

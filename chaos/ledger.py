@@ -1,7 +1,8 @@
 """What was promised and what came: every message by its id, judged at the end.
 
 sent -> acked (by a party that outlived the fault) or shown (by Poll) -> owed -> delivered, told, or lost
-                                     '-- excluded: a broker that was killed has forgotten it, too
+                                     '-- excluded: a broker that was killed has forgotten it, too; or nobody had
+                                                   told the broker yet that it is wanted
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Entry:
     shown_at: float = 0.0  # in the history, by Poll
     arrived_at: float = 0.0
     copies: int = 0
+    unheard: bool = False  # acknowledged, though nobody was subscribed
     excluded: bool = False
     told: bool = False
 
@@ -78,6 +80,7 @@ class Ledger:
         self._examples: dict[str, list[str]] = {}
         self._wrong = 0
         self._settled = 0  # entries from before it counted
+        self._unknown_until: dict[str, float] = {}  # flows of which their broker may not have known until then
         self.arrivals = 0
         self.gap_records = 0  # told as gaps: so many are gone
 
@@ -113,9 +116,11 @@ class Ledger:
             self._entries[id] = Entry(id, flow, self._counts[flow], payload, self.now())
             self._counts[flow] += 1
 
-    def acked(self, id: bytes) -> None:
+    def acked(self, id: bytes, *, unheard: bool = False) -> None:
         with self._lock:
-            self._entries[id].acked_at = self.now()
+            entry = self._entries[id]
+            entry.acked_at, entry.unheard = self.now(), unheard
+            self._excuse(entry)
 
     def shown(self, id: bytes) -> None:
         """Poll has it. What we have not sent is no business of ours (dead letters are published, too)."""
@@ -157,6 +162,18 @@ class Ledger:
             for entry in under_way:
                 entry.excluded = True
             return len(under_way)
+
+    def not_known_yet(self, flows: Iterable[str]) -> None:
+        """Their broker may have heard only now that they are wanted. What nobody heard until then counts no more, be
+        the broker's word for it still under way."""
+        with self._lock:
+            self._unknown_until |= dict.fromkeys(flows, self.now())
+            for entry in self._entries.values():
+                self._excuse(entry)
+
+    def _excuse(self, entry: Entry) -> None:
+        if entry.unheard and entry.sent_at <= self._unknown_until.get(entry.flow, 0.0):
+            entry.excluded = True
 
     def tell(self, ids: Iterable[bytes]) -> None:
         with self._lock:

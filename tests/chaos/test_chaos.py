@@ -123,6 +123,20 @@ def test_what_was_acknowledged_and_did_not_come_is_lost_unless_it_was_told() -> 
     assert judged(ledger).lost == 0
 
 
+def test_what_nobody_heard_is_owed_once_the_broker_knows_that_it_is_wanted() -> None:
+    ledger = Ledger()
+    early, late = sent(ledger, 2, acked=False)
+    ledger.acked(early, unheard=True)
+    other = sent(ledger, 1, flow="another")[0]
+    ledger.not_known_yet(["flow"])
+    ledger.acked(late, unheard=True)  # sent before, though its answer comes only now
+    owed = sent(ledger, 1, acked=False)[0]
+    ledger.acked(owed, unheard=True)
+    assert [entry.id for entry in ledger.missing()] == [other, owed]
+    verdict = judged(ledger)
+    assert (verdict.excluded, verdict.lost) == (2, 2)
+
+
 def test_on_networks_that_acknowledge_nothing_what_poll_has_shown_is_owed() -> None:
     ledger = Ledger()
     shown, _ = sent(ledger, 2, acked=False)
