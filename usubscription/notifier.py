@@ -147,7 +147,8 @@ class Notifier:
                 if not self._waiting:
                     await self._catch_up()
                     continue
-                if asyncio.get_running_loop().time() - self._last < GATHER_MS / 1000:
+                is_soon = asyncio.get_running_loop().time() - self._last < GATHER_MS / 1000
+                if is_soon and len(self._waiting) < CHANGES_BATCH_MAX:
                     await asyncio.sleep(GATHER_MS / 1000)
                 await self._answers_first()
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), CHANGES_BATCH_MAX))]
@@ -158,7 +159,7 @@ class Notifier:
                 log.warning("changes can't be read from the store", why=error.message)
             except Exception:
                 log.exception("telling changes failed")
-                self._waiting.clear()
+            self._waiting.clear()  # they may be newer than what could not be read
             self._behind = True  # from the store again, from the last one that was told
             await backoff.wait()
 

@@ -155,6 +155,15 @@ async def subscribe_until_refused(raw: Any) -> int:
     return UCode.OK
 
 
+def is_in_one_file(writer: sqlite3.Connection) -> bool:
+    """False while the service uses its connection itself."""
+    try:
+        writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.OperationalError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("shown_by", ["write", "read"])
 async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm(world: Any, shown_by: str) -> None:
     path = world.path / "dev1.db"
@@ -163,7 +172,9 @@ async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm
     raw = await world.raw()
     await raw.call(4, 1, v4.SubscribeRequest(topic=FAR))  # so that a remote command is under way, too
     writer = service.store.database._file.connect()
-    writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    async with asyncio.timeout(20):
+        while not is_in_one_file(writer):  # noqa: ASYNC110 - SQLite says it to nobody
+            await asyncio.sleep(0.01)
     for db in (writer, *(reader._db for reader in service.store._reading.values())):
         db.execute("PRAGMA cache_size=0")
     overwrite(path)

@@ -14,7 +14,7 @@ from uprotocol import uri as uris
 from uprotocol.attributes import NOTIFICATION, PUBLISH
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
-from uprotocol.status import FINAL
+from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -330,3 +330,38 @@ async def test_those_that_one_batch_wakes_go_on_some_at_a_time(world: Any, monke
         turns.append(len(woken) - before)
     assert max(turns) <= 4
     await asyncio.gather(telling, *waiting)
+
+
+class Unreadable:
+    """The store of a notifier, which can't read once: what changes meanwhile is handed to the notifier all the same."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.tried, self.may_fail = store, asyncio.Event(), asyncio.Event()
+
+    async def read(self, ask: Any) -> Any:
+        if not self.may_fail.is_set():
+            self.tried.set()
+            await self.may_fail.wait()
+            raise UStatusError(UCode.UNAVAILABLE, "the disk does not answer")
+        return await self._store.read(ask)
+
+    def submit(self, event: Any) -> Any:
+        return self._store.submit(event)
+
+
+async def test_what_is_newer_than_what_could_not_be_read_is_not_told_first(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "CHANGES_WAITING_MAX", 1)  # the others are read from the store
+    service, _, watchers = await watched(world, "dev1")
+    raw = await world.raw()
+    store = service.notifier._store = Unreadable(service.store)
+    lull = service.notifier._responses.lull
+    lull.clear()
+    for number in range(4):
+        await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
+    lull.set()
+    await asyncio.wait_for(store.tried.wait(), WAIT_S)
+    await raw.call(4, 1, v4.SubscribeRequest(topic=topic(4)))
+    store.may_fail.set()
+    assert numbers(await watchers["dev1"].count(5)) == list(range(5))
