@@ -44,6 +44,7 @@ from streamer.paused import FILE, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from uprotocol import uuid as uuids
+from uprotocol.cache import make_room
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
@@ -80,6 +81,7 @@ class Streamer:
 
         self.config, self.logs, self._runtime = config, logs, runtime
         self.limits = parts.limits_of(config)
+        make_room(self.limits.streams_cached_max)
         self.endpoints = endpoints
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]

@@ -39,6 +39,7 @@ from streamer.view import Decision, Target, Version, View
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
+from uprotocol.cache import streams_max
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.pacing import Backoff, Pace
@@ -54,7 +55,6 @@ WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messag
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
-PLANS_MAX: Final = 32_768  # streams whose plan is kept, some 300 bytes each; then all are made anew
 CURSOR_PREFIX: Final = "egress:"
 RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
 # dead letters of what retention took before the peer was back; beyond it only the range is told
@@ -402,7 +402,7 @@ class Pump:
         """What is new in `chunk`, and wanted, to the queue. False if more of its topics would have to be parked than
         may be."""
         plans = self._plans
-        if len(plans) > PLANS_MAX:
+        if len(plans) > streams_max():
             plans.clear()  # here, before those of this chunk are made: all of them are needed at once
         for stream in chunk.stream_set.difference(plans):
             plans[stream] = self._plan(stream)

@@ -28,6 +28,7 @@ from streamer.view import Version, View
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
+from uprotocol.cache import streams_max
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
@@ -36,7 +37,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-VERDICTS_MAX: Final = 32_768  # addresses (type, source, sink) of which is known what becomes of their messages
 TELL_FULL_S: Final = 60.0  # between two lines about topics for which there is no room; the counters have all of them
 # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 WINDOW_IDS_MAX: Final = 131_072
@@ -327,7 +327,7 @@ class Ingress(EncodedListener):
         if self._names is not None and may_carry_addresses(attributes):
             verdict.inside = functools.partial(self._names.arrived, readdressed)
         address = message.stamp.address
-        if len(self._verdicts) >= VERDICTS_MAX:
+        if len(self._verdicts) >= streams_max():
             self.forget_verdicts()
         self._verdicts[address] = verdict
         if sink is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from uprotocol.cache import STREAMS_MAX
 from uprotocol.transport import MESSAGE_BYTES_MAX
 
 MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
@@ -17,6 +18,7 @@ VOLATILE_SHARE: Final = 4  # ... the volatile log has a quarter of the topics: f
 SUBSCRIPTION_BYTES: Final = 2_048  # a subscription to a topic of its own, with interest and index; measured
 SENDERS_SHARE: Final = 2  # ... and the callers of one authority together a half: their numbers may be made up
 AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
+CACHED_SHARE: Final = 10  # a tenth of the topics may take turns without being looked up anew; some 3 KB each
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Limits:
     @property
     def authority_topics_max(self) -> int:
         return max(1, self.topics_max // AUTHORITIES_SHARE)
+
+    @property
+    def streams_cached_max(self) -> int:
+        """Streams of which each cache knows something (uprotocol.cache.make_room)."""
+        return max(STREAMS_MAX, self.topics_max // CACHED_SHARE)
 
     @property
     def authorities_max(self) -> int:

@@ -34,7 +34,6 @@ from uprotocol.v1.uri_pb2 import UUri
 ANSWERS_MAX: Final = 16_384  # of which the request is remembered: some seconds of a busy cloud gateway
 TWINS_MAX: Final = 1_000  # authorities that are told of; more of them say nothing new
 TWINS_TOLD_S: Final = 3_600.0  # after the last second answer
-ADDRESSES_MAX: Final = 32_768  # of what leaves
 DEPTH_MAX: Final = 4  # of messages within messages: a page of history with dead letters in it has two
 
 log = structlog.get_logger()
@@ -80,7 +79,7 @@ class Names:
 
     def __init__(self, suffix: str, is_inside: Callable[[str], bool]) -> None:
         self._end, self.is_inside = f".{suffix}", is_inside
-        self._leaving: Cache[bytes, Leaving] = Cache(ADDRESSES_MAX)
+        self._leaving: Cache[bytes, Leaving] = Cache()  # by address
 
     def __repr__(self) -> str:
         return f"Names(*{self._end})"

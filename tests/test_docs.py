@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamer.config import loads
+from streamer.limits import Limits
 from tools.house import PRODUCT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -336,3 +337,15 @@ def test_the_example_of_the_service_is_one() -> None:
 def test_the_example_of_the_spark_job_is_one(tmp_path: Path) -> None:
     (tmp_path / "ingest.toml").write_text(blocks("docs/spark.md")[0])
     assert importlib.import_module("spark_ingest.pipeline").load(tmp_path / "ingest.toml").trigger.available_now
+
+
+def test_what_fits_into_the_memory_is_the_codes() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| ([\d,]+)(?: \(the default\))? \| ([\d,]+) \| ([\d,]+) \| [\d,]+ \| ([\d,]+) \|$", page, re.MULTILINE
+    )
+    assert len(rows) >= 5, "docs/security.md has lost its table of topics"
+    for row in rows:
+        memory_mib, *said = (int(text.replace(",", "")) for text in row)
+        limits = Limits(memory_mib << 20)
+        assert said == [limits.topics_max, limits.authority_topics_max, limits.streams_cached_max], memory_mib

@@ -30,7 +30,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) known to be valid
+# (type, source, sink) of which something is kept for messages that differ in more than id and payload: the others find
+# their stamp known
+ROUTES_CACHED_MAX: Final = 8_192
 
 NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 NOT_TRIED: Final = (

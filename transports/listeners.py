@@ -35,7 +35,6 @@ LISTENERS_MAX: Final = 131_072
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
 SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
-STAMPS_MAX: Final = 32_768  # whose route is known; some 700 bytes each
 
 log = structlog.get_logger()
 
@@ -75,7 +74,7 @@ class ListenerTable:
         self._listeners_max, self._per_filter_max = listeners_max, listeners_per_filter_max
         self._now_ms = now_ms
         self._size = 0
-        self._stamped: Cache[bytes, _Known] = Cache(STAMPS_MAX)  # by the suffix of the encoded attributes
+        self._stamped: Cache[bytes, _Known] = Cache()  # by the suffix of the encoded attributes
         self._routes = Routes(local_authority, self._stamped.clear)
         self.dropped: Counter[str] = Counter()
         self.mended: Counter[str] = Counter()

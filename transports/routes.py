@@ -18,14 +18,13 @@ from typing import Final
 
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol.cache import Cache
+from uprotocol.cache import Cache, streams_max
 from uprotocol.status import UStatusError
 from uprotocol.transport import UListener, validate_filters
 from uprotocol.uri import Key
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.uri_pb2 import UUri
 
-ROUTES_MAX: Final = 32_768  # of which is known who listens; some 400 bytes each
 RENEWED_MAX: Final = 1_024  # routes that one filter renews, some 2 ms; if it matches more, all are found anew when seen
 REACHES_MAX: Final = 256  # sets of filters that many routes share, as long as few wide filters match most of them
 ADDRESS_BYTES_MAX: Final = 512  # of a source or a sink, fields that nobody knows included: twice what a valid one has
@@ -117,7 +116,7 @@ class Routes:
             return known
         if packed in self._routes:
             return None
-        if len(self._routes) >= ROUTES_MAX:
+        if len(self._routes) >= streams_max():
             self._start_anew()
         try:
             attrs.validate_route(attributes.type, source, sink)

@@ -26,7 +26,6 @@ _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb
 _ID_SIZE: Final = 20
 _ID: Final = struct.Struct("<3sQBQ")
 _FAR_OFF: Final = uuids.MSB_MAX >> 56  # the first byte of a time that may be none: from September 9983 on
-STAMPS_MAX: Final = 32_768  # streams whose stamp is known, some 1 KB each (see SHARED_BYTES_MAX)
 SHARED_BYTES_MAX: Final = 512  # of attributes that others may share: two addresses have some 300 at most
 _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 
@@ -198,7 +197,7 @@ class EncodedMessage:
         return self._decoded
 
 
-_STAMPS: Final[Cache[bytes, Stamp]] = Cache(STAMPS_MAX)  # of `EncodedMessage.of`
+_STAMPS: Final[Cache[bytes, Stamp]] = Cache()  # of `EncodedMessage.of`
 
 
 Carried = UMessage | EncodedMessage
@@ -246,7 +245,7 @@ class Stamps:
     """Reads serialised UMessages back; one stamp for each suffix. A cache: it starts anew when it is full."""
 
     def __init__(self) -> None:
-        self._known: Cache[bytes, Stamp] = Cache(STAMPS_MAX)
+        self._known: Cache[bytes, Stamp] = Cache()
 
     def read(self, data: bytes) -> EncodedMessage:
         """The message in `data`, a UMessage as this module or protobuf writes it.

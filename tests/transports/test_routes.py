@@ -12,6 +12,7 @@ from transports import routes
 from transports.listeners import ListenerTable
 from transports.routes import Filter, Routes
 from uprotocol import attributes as attrs
+from uprotocol import cache
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
@@ -70,7 +71,7 @@ def test_whatever_was_seen_before_a_message_reaches_the_filters_that_match(steps
     table = ListenerTable(LOCAL)
     known: dict[Any, tuple[Filter, Hears]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes, "ROUTES_MAX", routes_max)
+        patch.setattr(cache, "_streams_max", routes_max)
         patch.setattr(routes, "RENEWED_MAX", routes_max)
         for what, subject in steps:
             match what:

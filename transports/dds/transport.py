@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, too_large
+from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
@@ -117,8 +117,8 @@ class DdsTransport(TransportBase):
         self._arrivals: Arrivals[Arrived] = Arrivals(
             self._deliver, messages_max=config.inbox_messages_max, dropped=self.listeners.dropped
         )
-        self._partitions: Cache[Any, str] = Cache(ROUTES_CACHED_MAX)  # by (source, sink); the writers' thread only
-        self._routes: Cache[Stamp, Route] = Cache(ROUTES_CACHED_MAX)  # the same
+        self._partitions: Cache[Any, str] = Cache()  # by (source, sink); the writers' thread only
+        self._routes: Cache[Stamp, Route] = Cache()  # the same
         self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
         self._opening = asyncio.Lock()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from transports.base import ROUTES_CACHED_MAX
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -26,8 +27,6 @@ _Out = tuple[str, Sequence[tuple[str, str]]]  # topic; user properties: type, so
 
 VERSION: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
-# (type, source, sink) triples, each way, some 0.5 KB each
-ROUTES_CACHED_MAX: Final = 32_768
 TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
 
 _DECIMAL = re.compile(r"[0-9]{1,10}", re.ASCII)
@@ -101,7 +100,9 @@ class Mapping:
         self._restore_ttl, self._now_ms = restore_ttl, now_ms
         self._out: Cache[tuple[int, bytes, bytes | None], _Out] = Cache(ROUTES_CACHED_MAX)
         # UAttributes with type, source and sink, encoded
-        self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(ROUTES_CACHED_MAX)
+        self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(
+            None if restore_ttl else ROUTES_CACHED_MAX
+        )
 
     def topic(self, type: int, source: UUri, sink: UUri | None) -> str:
         """The topic name (dsn~up-transport-mqtt5-e2e-topic-names~1, dsn~up-transport-mqtt5-d2d-topic-names~1).

@@ -21,7 +21,6 @@ Shape = tuple[int, tuple[int, ...]]
 """Of a topic filter: how many segments it has, and which of them are `+`."""
 
 IDENTIFIER_MAX: Final = 268_435_455
-TOPICS_CACHED_MAX: Final = 32_768  # topics whose leader is known
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +51,7 @@ class Subscriptions(dict[str, Subscription]):
     def __init__(self) -> None:
         super().__init__()
         self._by_identifier: dict[int, Subscription] = {}
-        self._leaders: Cache[str, tuple[bool, int | None]] = Cache(TOPICS_CACHED_MAX)
+        self._leaders: Cache[str, tuple[bool, int | None]] = Cache()
         self._shapes: Counter[Shape] = Counter()
         self._numbers = itertools.count()
 

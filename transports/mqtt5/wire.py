@@ -42,9 +42,6 @@ _EVER_CHANGING: Final = frozenset({"1", "6", "10", "11"})
 _u16 = struct.Struct("!H")
 _u32 = struct.Struct("!I")
 
-# templates each way, some 1 KB each; more are needed where messages differ in more than id and payload
-TEMPLATES_MAX: Final = 16_384
-
 _UUID7: Final = re.compile(
     rb"([0-9a-fA-F]{8})-([0-9a-fA-F]{4})-(7[0-9a-fA-F]{3})-([89abAB][0-9a-fA-F]{3})-([0-9a-fA-F]{12})"
 )
@@ -250,8 +247,8 @@ class Codec:
     def __init__(self, mapping: Mapping, checks: SendChecks, *, same_for_all_ids: bool = True) -> None:
         self._mapping, self._checks, self._same_for_all_ids = mapping, checks, same_for_all_ids
         self.packet_bytes_max = PACKET_BYTES_MAX  # ours, or the broker's if that is less
-        self._out: Cache[bytes, _Out] = Cache(TEMPLATES_MAX)
-        self._in: Cache[tuple[bytes, bytes, bytes], _In] = Cache(TEMPLATES_MAX)
+        self._out: Cache[bytes, _Out] = Cache()
+        self._in: Cache[tuple[bytes, bytes, bytes], _In] = Cache()
 
     def encode(self, message: Carried) -> tuple[bytes, bytes]:
         """The PUBLISH of `message` but for its packet id, which goes between the two.

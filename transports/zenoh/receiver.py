@@ -34,10 +34,7 @@ from uprotocol.cache import Cache
 from uprotocol.encoded import is_shared, suffix
 from uprotocol.v1.uattributes_pb2 import UAttributes
 
-KEYS_KNOWN_MAX: Final = 16_384  # whose patterns are known; the cache starts anew when it is full
 KEY_KNOWN_CHARS: Final = 512  # longer ones have no two authorities that are valid, and are not remembered
-# streams whose key is known to be theirs, some 300 bytes each; the cache starts anew when it is full
-NAMED_MAX: Final = 32_768
 NAMED_BYTES: Final = 512  # of a stream's attributes; those of honest ones are shorter, and others cost no memory
 # publishes that wait while listeners hold those before them: a full link would stop requests, too
 HELD_MESSAGES_MAX: Final = 32_768
@@ -64,7 +61,7 @@ class Wanted:
         self._exact: dict[str, Filter] = {}
         # places in a key that must be as they are -> what they must be -> the pattern
         self._shapes: tuple[tuple[tuple[int, ...], dict[tuple[str, ...], Filter]], ...] = ()
-        self._known: Cache[str, tuple[Filter, ...]] = Cache(KEYS_KNOWN_MAX)  # patterns alone
+        self._known: Cache[str, tuple[Filter, ...]] = Cache()  # patterns alone
 
     def __len__(self) -> int:
         return len(self._exact) + sum(len(patterns) for _places, patterns in self._shapes)
@@ -79,7 +76,7 @@ class Wanted:
             self._shapes = (*self._shapes, (places, {parts: filter}))
         else:
             patterns[parts] = filter
-        self._known = Cache(KEYS_KNOWN_MAX)  # another one: who works out an old answer just now writes it into the old
+        self._known = Cache()  # another one: who works out an old answer just now writes it into the old
 
     def remove(self, key: str) -> None:
         if ANY not in key:
@@ -88,7 +85,7 @@ class Wanted:
         places, parts = _shape(key)
         dict(self._shapes)[places].pop(parts, None)
         self._shapes = tuple((places, patterns) for places, patterns in self._shapes if patterns)
-        self._known = Cache(KEYS_KNOWN_MAX)
+        self._known = Cache()
 
     def by(self, key: str) -> tuple[Filter, ...]:
         """Filters that match `key`, which is that of one message."""
@@ -139,7 +136,7 @@ class Receiver:
         self._declared: dict[str, zenoh.Subscriber[None]] = {}
         self._declaring = threading.Lock()
         self._lasts: Cache[int, _Last] = Cache(THREADS_MAX)  # what was taken last, by the thread
-        self._named: Cache[bytes, str] = Cache(NAMED_MAX)  # the key of encoded attributes without their id
+        self._named: Cache[bytes, str] = Cache()  # the key of encoded attributes without their id
 
     def __repr__(self) -> str:
         return f"Receiver({self.covers}, declared={len(self._declared)}, unwanted={self.unwanted})"

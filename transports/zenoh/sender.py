@@ -28,7 +28,7 @@ import zenoh
 
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
-from uprotocol.cache import Cache
+from uprotocol.cache import Cache, streams_max
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -40,8 +40,6 @@ PUBLISHERS_MAX = 4_096  # declared at once, some 2 KB each, here and at each pee
 PUTS_BEFORE_DECLARED: Final = 16
 # a publisher that was used within this time stays: what it put must have left before it is undeclared
 UNUSED_S = 60.0
-ROUTES_MAX: Final = 32_768  # (key, priority) that are known; the cache starts anew when it is full
-PLANS_MAX: Final = 32_768  # stamps whose route is known; the cache starts anew when it is full
 SETTLE_POLL_S: Final = 0.005
 # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
 SETTLE_S_MAX = 1.0
@@ -153,7 +151,7 @@ class ZenohSender:
         self.session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
         self.thread = SenderThread(f"zenoh-send-{authority}")
         self._checks = SendChecks()
-        self._plans: Cache[Any, _SendPlan] = Cache(PLANS_MAX)  # by Stamp, or by the encoded attributes without the id
+        self._plans: Cache[Any, _SendPlan] = Cache()  # by Stamp, or by the encoded attributes without the id
         self._routes: dict[_Key, _Route] = {}
         self._publishers: dict[_Key, zenoh.Publisher] = {}
         self._used: set[_Key] = set()  # publishers, in this period
@@ -235,7 +233,7 @@ class ZenohSender:
         return plan
 
     def _route(self, key: _Key) -> _Route:
-        if len(self._routes) >= ROUTES_MAX:
+        if len(self._routes) >= streams_max():
             self._routes.clear()
             self._plans.clear()
         route = self._routes[key] = _Route(self.session, key)
