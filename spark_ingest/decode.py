@@ -55,7 +55,8 @@ _ARROW: Final = {
 }
 SCHEMA: Final = pa.schema([(name, _ARROW[type]) for name, type in COLUMNS])
 
-ROUTES_CACHED_MAX: Final = 16_384  # topics of a fleet's batch; the cache starts anew when it is full
+# topics of a fleet, some 0.3 KB each; with more of them the cache starts anew all the time, which doubles the cost
+ROUTES_CACHED_MAX: Final = 65_536
 TIME_MS_MAX: Final = 253_402_300_799_999  # end of the year 9999, beyond which neither protobuf nor Spark has dates
 MOMENTS_CACHED_MAX: Final = 1_024  # times of samples; those of one row follow each other
 _SECONDS_MIN, _SECONDS_MAX = -62_135_596_800, 253_402_300_799  # what google.protobuf.Timestamp allows: years 1 to 9999
