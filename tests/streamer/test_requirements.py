@@ -122,8 +122,8 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     await world.until(lambda: world.streamer.dead_letters.total >= 100 and pump.gaps > 0)
     endpoint.transport.reconnect()
     await heard.until(lambda: heard.messages[-1:] == sent[-1:], "the last one")
-    assert world.streamer.dead_letters.by_code == {"RESOURCE_EXHAUSTED": 100}
     await world.stop()
+    assert world.streamer.dead_letters.by_code.keys() == {"RESOURCE_EXHAUSTED"}
     stored = [
         one.message for one in dead_letter.open_read_only(world.config.streamer.data_dir / "dead-letters.db").read()
     ]
@@ -132,9 +132,12 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     )
     missing = sorted(set(range(len(sent))) - set(arrived))
     assert arrived == sorted(arrived)
-    assert letters == missing[:100], "the oldest of what is lost, in order; what had been read ahead is not lost"
+    assert letters[:100] == missing[:100], "the oldest of what is lost, in order; what had been read ahead is not lost"
+    # retention may go on when the peer is back; what it takes then is told one by one again
+    assert letters[100:] == sorted(set(letters[100:]) & set(missing[100:]))
+    assert len(letters) < len(missing)
     assert stored == [sent[number] for number in letters], "whole"
-    assert pump.gaps >= len(missing) - 100, "the others are counted"
+    assert pump.gaps >= len(missing) - len(letters), "the others are counted"
 
 
 @pytest.mark.spec("local~disp-no-discard")

@@ -24,14 +24,18 @@ async def test_the_loop_goes_on_while_much_is_saved_and_what_changes_meanwhile_h
     count = 10 * saved_interest.STEP_ENTRIES
     table = table_of(count)
     saved = SavedInterest(tmp_path / "interest.json", table.subscriptions)
-    saving = asyncio.ensure_future(saved.save())
-    turns = 0
-    while not saving.done():
-        await asyncio.sleep(0)
-        turns += 1
-        if turns == 3:
-            table.replace([next(table.subscriptions())])
-    assert turns > 10
+
+    async def turns_of_a_save(changed_at: int) -> int:
+        saving, turns = asyncio.ensure_future(saved.save()), 0
+        while not saving.done():
+            await asyncio.sleep(0)
+            turns += 1
+            if turns == changed_at:
+                table.replace([next(table.subscriptions())])
+        return turns
+
+    assert await turns_of_a_save(changed_at=0) >= 10
+    await turns_of_a_save(changed_at=3)
     loaded = SavedInterest(tmp_path / "interest.json", list).load()
     assert 1 <= len(loaded) <= count
     await saved.save()
