@@ -116,15 +116,12 @@ def _side(world: World) -> str:
 
 
 def _late_at(world: World, side: str) -> set[str]:
-    """Flows of that side which were subscribed to after the world was built."""
+    """Flows of that side which were subscribed to after the world was built, and which its broker knows by now: a
+    gateway waits for one that is away only a moment before it answers a Subscribe, and a publisher may be connected to
+    it again before the gateway is."""
+    if world.plan.service is None or not world.await_gateways(BACK_S_MAX):
+        return set()
     return {flow.name for flow in world.flows if flow.side == side} - {flow.name for flow in world.plan.flows}
-
-
-def _await_known(world: World, side: str) -> None:
-    """A gateway waits for a broker that is away only a moment before it answers a Subscribe, and a publisher may be
-    connected to it again before the gateway is."""
-    if world.plan.service is not None and world.await_gateways(BACK_S_MAX):
-        world.ledger.not_known_yet(_late_at(world, side))
 
 
 def broker_stop(world: World) -> None:
@@ -138,7 +135,7 @@ def broker_stop(world: World) -> None:
         world.gateway.start()
     broker.start()
     broker.wait_ready()
-    _await_known(world, side)
+    world.ledger.not_known_yet(_late_at(world, side))
 
 
 def broker_pause(world: World) -> None:
@@ -152,7 +149,7 @@ def broker_pause(world: World) -> None:
     broker.resume()
     if hung:
         _again(world, world.gateway)
-    _await_known(world, side)
+    world.ledger.not_known_yet(_late_at(world, side))
 
 
 def broker_kill(world: World) -> None:
@@ -174,9 +171,8 @@ def broker_kill(world: World) -> None:
         world.gateway.start()
     broker.start()
     broker.wait_ready()
-    if world.plan.service is not None and world.await_gateways(BACK_S_MAX):
-        late = _late_at(world, side)
-        world.ledger.exclude(lambda flow: flow in late, acked_only=False)  # it did not know that the gateway wants them
+    late = _late_at(world, side)
+    world.ledger.exclude(lambda flow: flow in late, acked_only=False)  # it did not know that the gateway wants them
     _sleep(world, 0, 2)
 
 
