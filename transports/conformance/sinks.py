@@ -51,9 +51,16 @@ class Sink:
         return self.messages[:count]
 
     async def expect_payload(self, payload: bytes) -> None:
-        await self.until(
-            lambda: any(message.payload == payload for message in self.messages), f"the payload {payload!r}"
-        )
+        looked_at = 0
+
+        def has_come() -> bool:
+            """Looks at what is new since it was last asked: a wait costs what comes meanwhile, not its square."""
+            nonlocal looked_at
+            new = self.messages[looked_at:]
+            looked_at += len(new)
+            return any(message.payload == payload for message in new)
+
+        await self.until(has_come, f"the payload {payload!r}")
 
     async def until(self, holds: Callable[[], bool], what: str, within_s: float | None = None) -> None:
         """Returns when `holds`, which is asked after each message; fails if that does not come in time."""
