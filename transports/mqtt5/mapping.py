@@ -99,7 +99,7 @@ class Mapping:
         self.mode, self._local_authority = mode, local_authority
         self._restore_ttl, self._now_ms = restore_ttl, now_ms
         self._out: Cache[tuple[int, bytes, bytes | None], _Out] = Cache(ROUTES_CACHED_MAX)
-        # UAttributes with type, source and sink, encoded
+        # UAttributes with type, source and sink, encoded; with `restore_ttl` of each message, since no template serves
         self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(
             None if restore_ttl else ROUTES_CACHED_MAX
         )
