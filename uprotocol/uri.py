@@ -220,6 +220,11 @@ def with_authority(uri: UUri, authority: str) -> UUri:
     return completed
 
 
+def of_authority(pattern: UUri, authority: str) -> UUri:
+    """The same, on `authority` alone."""
+    return uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
+
+
 Key = tuple[str, int, int, int]
 """A UUri as `key` gives it."""
 

@@ -274,6 +274,8 @@ class PollRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    FOLLOWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     earliest: _builtins.bool
     """the default"""
     latest: _builtins.bool
@@ -290,6 +292,10 @@ class PollRequest(_message.Message):
     """how long to wait where there is nothing yet"""
     lease_ms: _builtins.int
     """how long the cursor holds retention without a poll; 0: the service's default"""
+    follower: _builtins.bytes
+    """what that follower follows, in place of `topics`. Not known (any more): NOT_FOUND"""
+    number: _builtins.int
+    """of its last Command that was answered; where fewer are known: NOT_FOUND"""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns; none means every topic"""
@@ -326,10 +332,12 @@ class PollRequest(_message.Message):
         wait_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         until: _abc.Iterable[Global___Position] | None = ...,
+        follower: _builtins.bytes = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after_message_id", b"after_message_id", "after_time", b"after_time", "earliest", b"earliest", "latest", b"latest", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_start: _TypeAlias = _typing.Literal["earliest", "latest", "after_time", "after_message_id"]  # noqa: Y015
     _WhichOneofArgType_start: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
@@ -396,6 +404,9 @@ class RecordBatch(_message.Message):
     PREV_SEQ_FIELD_NUMBER: _builtins.int
     TIME_MS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    ORIGIN_INCARNATION_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    ORIGIN_SEQ_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     @_builtins.property
     def seq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -411,6 +422,20 @@ class RecordBatch(_message.Message):
     def message(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """UMessage"""
 
+    @_builtins.property
+    def origin_incarnation(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of records that were followed from another log: where they were appended first. Who reads two histories tells copies by it.
+        of those logs, each once
+        """
+
+    @_builtins.property
+    def origin(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """which of them, counted from 1; 0: it was appended here first. No entry at all: all were"""
+
+    @_builtins.property
+    def origin_seq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """its number there; 0 with 0"""
+
     def __init__(
         self,
         *,
@@ -419,14 +444,319 @@ class RecordBatch(_message.Message):
         prev_seq: _abc.Iterable[_builtins.int] | None = ...,
         time_ms: _abc.Iterable[_builtins.int] | None = ...,
         message: _abc.Iterable[_builtins.bytes] | None = ...,
+        origin_incarnation: _abc.Iterable[_builtins.bytes] | None = ...,
+        origin: _abc.Iterable[_builtins.int] | None = ...,
+        origin_seq: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "message", b"message", "prev_seq", b"prev_seq", "seq", b"seq", "time_ms", b"time_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "message", b"message", "origin", b"origin", "origin_incarnation", b"origin_incarnation", "origin_seq", b"origin_seq", "prev_seq", b"prev_seq", "seq", b"seq", "time_ms", b"time_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordBatch: _TypeAlias = RecordBatch  # noqa: Y015
+
+@_typing.final
+class CommandRequest(_message.Message):
+    """One batch of what a follower wants from now on. The service keeps it for as long as its lease, in memory: after a restart it knows nobody."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Follow(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TOPIC_FIELD_NUMBER: _builtins.int
+        SAMPLE_PERIOD_MS_FIELD_NUMBER: _builtins.int
+        sample_period_ms: _builtins.int
+        """at most one record of each topic in each period of that length; 0: all"""
+        @_builtins.property
+        def topic(self) -> _uri_pb2.UUri:
+            """a pattern; what it is followed with already is replaced"""
+
+        def __init__(
+            self,
+            *,
+            topic: _uri_pb2.UUri | None = ...,
+            sample_period_ms: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_period_ms", b"sample_period_ms", "topic", b"topic"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Change(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        FOLLOW_FIELD_NUMBER: _builtins.int
+        UNFOLLOW_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def follow(self) -> Global___CommandRequest.Follow: ...
+        @_builtins.property
+        def unfollow(self) -> _uri_pb2.UUri:
+            """ends the Follow of just this pattern; there may be none"""
+
+        def __init__(
+            self,
+            *,
+            follow: Global___CommandRequest.Follow | None = ...,
+            unfollow: _uri_pb2.UUri | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "follow", b"follow", "unfollow", b"unfollow"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "follow", b"follow", "unfollow", b"unfollow"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["follow", "unfollow"]  # noqa: Y015
+        _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+    FOLLOWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
+    STOP_PUSH_FIELD_NUMBER: _builtins.int
+    FRAMES_TAKEN_FIELD_NUMBER: _builtins.int
+    ACKED_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
+    follower: _builtins.bytes
+    """16 random bytes by which the caller calls itself; another uEntity may have the same"""
+    number: _builtins.int
+    """1, 2, 3 ... The first one makes the follower. The same number again: it is answered as before, and nothing is done twice. Any other
+    but the next: NOT_FOUND, and so is every number but 1 of a follower that is not known: begin anew, under another name.
+    """
+    lease_ms: _builtins.int
+    """how long it lives without a Command or a Poll; 0: the service's default"""
+    stop_push: _builtins.bool
+    frames_taken: _builtins.int
+    """of the push there is: up to this number; opens its window"""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommandRequest.Change]:
+        """done in this order, all of them or, with an error, none"""
+
+    @_builtins.property
+    def push(self) -> Global___Push:
+        """push from now on; an earlier push of this follower ends"""
+
+    @_builtins.property
+    def acked(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """as of a poll, for the consumer of the push"""
+
+    @_builtins.property
+    def hand_over(self) -> Global___HandOver: ...
+    def __init__(
+        self,
+        *,
+        follower: _builtins.bytes = ...,
+        number: _builtins.int = ...,
+        changes: _abc.Iterable[Global___CommandRequest.Change] | None = ...,
+        lease_ms: _builtins.int = ...,
+        push: Global___Push | None = ...,
+        stop_push: _builtins.bool = ...,
+        frames_taken: _builtins.int = ...,
+        acked: _abc.Iterable[Global___Position] | None = ...,
+        hand_over: Global___HandOver | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hand_over", b"hand_over", "push", b"push"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "changes", b"changes", "follower", b"follower", "frames_taken", b"frames_taken", "hand_over", b"hand_over", "lease_ms", b"lease_ms", "number", b"number", "push", b"push", "stop_push", b"stop_push"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandRequest: _TypeAlias = CommandRequest  # noqa: Y015
+
+@_typing.final
+class CommandResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    DENIED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
+    DONE_MS_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    """granted"""
+    done_ms: _builtins.int
+    """when the changes were made, as in the id of a message: what was published later is followed"""
+    @_builtins.property
+    def denied(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """places in `changes`, from 0, of topics that the caller may not see; they are not followed"""
+
+    @_builtins.property
+    def handed_over(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """of a HandOver that takes: where the follower begins"""
+
+    def __init__(
+        self,
+        *,
+        lease_ms: _builtins.int = ...,
+        denied: _abc.Iterable[_builtins.int] | None = ...,
+        handed_over: _abc.Iterable[Global___Position] | None = ...,
+        done_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "done_ms", b"done_ms", "handed_over", b"handed_over", "lease_ms", b"lease_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandResponse: _TypeAlias = CommandResponse  # noqa: Y015
+
+@_typing.final
+class Push(_message.Message):
+    """Answers are sent as they come, as if the caller had polled again and again; until it stops that, begins another push, or is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINK_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    POLL_FIELD_NUMBER: _builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+    subscription: _builtins.int
+    """in each frame; choose another one for each push"""
+    window_bytes: _builtins.int
+    """of frames that were not taken; 0: the service's limit"""
+    @_builtins.property
+    def sink(self) -> _uri_pb2.UUri:
+        """of the caller's authority, resource 0"""
+
+    @_builtins.property
+    def poll(self) -> Global___PollRequest:
+        """where it begins, its consumer, its limits; what it waits is the service's"""
+
+    def __init__(
+        self,
+        *,
+        sink: _uri_pb2.UUri | None = ...,
+        subscription: _builtins.int = ...,
+        poll: Global___PollRequest | None = ...,
+        window_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["poll", b"poll", "sink", b"sink"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["poll", b"poll", "sink", b"sink", "subscription", b"subscription", "window_bytes", b"window_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Push: _TypeAlias = Push  # noqa: Y015
+
+@_typing.final
+class Frame(_message.Message):
+    """One batch of records on its way to a follower. It is an optimisation: what is lost, late, or comes twice does no harm to who takes a frame only
+    where `answer.begin` is not beyond its own positions, and polls otherwise.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    subscription: _builtins.int
+    number: _builtins.int
+    """1, 2, 3 ..."""
+    @_builtins.property
+    def answer(self) -> Global___PollResponse:
+        """`begin` is always there"""
+
+    def __init__(
+        self,
+        *,
+        subscription: _builtins.int = ...,
+        number: _builtins.int = ...,
+        answer: Global___PollResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number", "subscription", b"subscription"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Frame: _TypeAlias = Frame  # noqa: Y015
+
+@_typing.final
+class HandOver(_message.Message):
+    """The peer of an endpoint takes over: from a place on it follows what was pushed to it before. Only for whom the endpoint's `followed_by` names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAKE_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    take: _builtins.bool
+    """push no more publishes to that endpoint; again: the answer is the same place"""
+    end: _builtins.bool
+    """push again, what comes after `positions`"""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """of `end`: all up to here is safe with the follower"""
+
+    def __init__(
+        self,
+        *,
+        take: _builtins.bool = ...,
+        end: _builtins.bool = ...,
+        positions: _abc.Iterable[Global___Position] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["do", b"do", "end", b"end", "take", b"take"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["do", b"do", "end", b"end", "positions", b"positions", "take", b"take"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_do: _TypeAlias = _typing.Literal["take", "end"]  # noqa: Y015
+    _WhichOneofArgType_do: _TypeAlias = _typing.Literal["do", b"do"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_do) -> _WhichOneofReturnType_do | None: ...
+
+Global___HandOver: _TypeAlias = HandOver  # noqa: Y015
+
+@_typing.final
+class Announcement(_message.Message):
+    """Here is a history that can be followed. Published at its start and now and then."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
+        """patterns of what is in it"""
+
+    def __init__(
+        self,
+        *,
+        incarnations: _abc.Iterable[_builtins.bytes] | None = ...,
+        topics: _abc.Iterable[_uri_pb2.UUri] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Announcement: _TypeAlias = Announcement  # noqa: Y015
+
+@_typing.final
+class FollowedPlaces(_message.Message):
+    """What a follower keeps beside the records it has taken: how far it has come in another history. Not sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
+    def __init__(
+        self,
+        *,
+        positions: _abc.Iterable[Global___Position] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowedPlaces: _TypeAlias = FollowedPlaces  # noqa: Y015
 
 @_typing.final
 class Gap(_message.Message):
