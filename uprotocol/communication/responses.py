@@ -60,6 +60,7 @@ class Responses:
         self._waiting: dict[str, deque[UMessage]] = {}  # by caller, in the order in which it is their turn
         self._sender: asyncio.Task[None] | None = None
         self._on_taken: Callable[[], None] | None = None
+        self._is_failing = False  # the last batch was not sent, which has been told
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -139,8 +140,10 @@ class Responses:
                 failed = [status for status in statuses if status.code]
                 if failed:
                     self.dropped["response_not_sent"] += len(failed)
-                    what = "responses were not sent, and their callers will time out"
-                    log.warning(what, responses=len(failed), why=failed[0].message)
+                    if not self._is_failing:
+                        what = "responses are not sent, and their callers will time out"
+                        log.warning(what, responses=len(failed), why=failed[0].message)
+                self._is_failing = bool(failed)
         finally:
             self._sender = None
 
