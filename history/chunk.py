@@ -19,23 +19,37 @@ from typing import Any, Final, NamedTuple
 from uprotocol.encoded import Carried, EncodedMessage, Stamps
 
 ID_BYTES: Final = 16  # a message id, big endian
+INCARNATION_BYTES: Final = 16
+SEQ_MAX: Final = (1 << 63) - 1  # of SQLite, and so of every log; records begin at 1
 NOBODY: Final = 1 << 62  # beyond every seq: where the slowest of no cursors is
 RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
+ORIGIN_MEMORY_BYTES: Final = 100  # ... and where it comes from, if it was followed
+# of an origin in a reply: which log (2 bytes for 10,000 of them), which seq; and once for each log its name, with a tag
+ORIGIN_BYTES: Final = 11
+ORIGIN_LOG_BYTES: Final = INCARNATION_BYTES + 2
 PASSED_RECORDS_MAX = 1_000  # in a second of retention; who is owed more looks at ranges, not at messages
 PASSED_BYTES_MAX = 1 << 20  # of their messages
 _STAMPS = Stamps()  # a cache only, so one for all logs
 _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
 
 
+class Origin(NamedTuple):
+    """Where a record was appended first, if it was followed from another log."""
+
+    incarnation: bytes  # of that log
+    seq: int  # there
+
+
 class Chunk:
     """Records in log order. Their seqs are contiguous, unless the chunk was made by `select`.
 
-    `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record.
-    Never changed once made.
+    `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record, and
+    so has `origins`, unless it is None: none of the records was followed. Never changed once made.
     """
 
     __slots__ = (
-        *("_data", "_messages", "_stream_set", "first_seq", "last_seq", "prev_seqs", "seqs", "streams", "time_ms"),
+        *("_data", "_messages", "_stream_set"),
+        *("first_seq", "last_seq", "origins", "prev_seqs", "seqs", "streams", "time_ms"),
     )
 
     def __init__(
@@ -46,12 +60,14 @@ class Chunk:
         prev_seqs: list[int],
         data: list[bytes] | None = None,
         messages: Sequence[Carried] | None = None,
+        origins: list[Origin | None] | None = None,
     ) -> None:
         assert len(seqs) == len(streams) == len(prev_seqs) > 0, "a chunk has records, and each column an entry for each"
+        assert origins is None or len(origins) == len(seqs), "one for each record, or none at all"
         assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
         self.seqs, self.first_seq, self.last_seq = seqs, seqs[0], seqs[-1]
         self.time_ms, self.streams, self.prev_seqs = time_ms, streams, prev_seqs
-        self._data, self._messages = data, messages
+        self._data, self._messages, self.origins = data, messages, origins
         self._stream_set: frozenset[int] | None = None
 
     def __repr__(self) -> str:
@@ -102,15 +118,33 @@ class Chunk:
         places = [place for place, stream in enumerate(self.streams) if stream in wanted]
         return self._part(lambda column: [column[place] for place in places]) if places else None
 
+    def pick(self, places: Sequence[int], prev_seqs: list[int]) -> Chunk:
+        """The records at these places, with other predecessors."""
+        picked = self._part(lambda column: [column[place] for place in places])
+        picked.prev_seqs = prev_seqs
+        return picked
+
     def _part(self, pick: Callable[[Any], Any]) -> Chunk:
         """What `pick` leaves of each column."""
-        data, messages = self._data, self._messages
-        numbers = (pick(self.streams), pick(self.prev_seqs))
-        return Chunk(pick(self.seqs), self.time_ms, *numbers, data and pick(data), messages and pick(messages))
+        data, messages, origins = self._data, self._messages, self.origins
+        columns = (pick(self.streams), pick(self.prev_seqs), data and pick(data), messages and pick(messages))
+        if origins is not None and not any(origins := pick(origins)):
+            origins = None
+        return Chunk(pick(self.seqs), self.time_ms, *columns, origins)
+
+    @property
+    def sizes(self) -> Iterable[int]:
+        """What each record takes in a reply, beside numbers that all have: its message, and where it comes from."""
+        data, origins = self.data, self.origins
+        if origins is None:
+            return map(len, data)
+        sizes = [len(one) + ORIGIN_BYTES * (origin is not None) for one, origin in zip(data, origins, strict=True)]
+        sizes[0] += ORIGIN_LOG_BYTES * len({origin.incarnation for origin in origins if origin is not None})
+        return sizes
 
     def places_within(self, records_max: int, bytes_max: int) -> int:
         """How many of the first records keep both limits."""
-        fits = bisect_right(list(accumulate(map(len, self.data))), bytes_max)
+        fits = bisect_right(list(accumulate(self.sizes)), bytes_max)
         return max(0, min(fits, records_max))
 
 
@@ -127,7 +161,7 @@ class Columns:
     time_ms: int
     streams: bytes  # the set of its streams, u32 each: what retention must unindex, and what a scan looks at first
     ids: bytes  # 16 per record
-    data: bytes  # u32 stream, u64 prev_seq, u32 length of each record, then the messages
+    data: bytes  # u32 stream, u64 prev_seq, u32 length of each record, then the messages, then the origins (see below)
     crc: int
 
     @property
@@ -156,7 +190,8 @@ def encode(chunk: Chunk) -> Columns:
     records, data = len(chunk), chunk.data
     lengths = struct.pack(f"<{records}I", *map(len, data))
     numbers = struct.pack(f"<{records}I{records}Q", *chunk.streams, *chunk.prev_seqs)
-    blob = b"".join((numbers, lengths, *data))
+    origins = () if chunk.origins is None else (pack_origins(chunk.origins),)
+    blob = b"".join((numbers, lengths, *data, *origins))
     streams = struct.pack(f"<{len(chunk.stream_set)}I", *sorted(chunk.stream_set))
     fields = (chunk.first_seq, records, chunk.time_ms, streams, message_ids(chunk.messages), blob)
     return Columns(*fields, _crc(*fields))
@@ -172,13 +207,48 @@ def decode(columns: Columns) -> Chunk:
     except struct.error:
         raise CorruptChunkError(f"the columns of {records} records from {first_seq} on end too early") from None
     ends = list(accumulate(numbers[2 * records :], initial=16 * records))
-    if not records or ends[-1] != len(data):  # a wrong checksum may be right by chance
+    origins = unpack_origins(data[ends[-1] :], records) if ends[-1] < len(data) else None
+    # a wrong checksum may be right by chance
+    if not records or (ends[-1] != len(data) and origins is None):
         raise CorruptChunkError(
             f"{records} records from {first_seq} on take {ends[-1]} bytes, and there are {len(data)}"
         )
     messages = [data[begin:end] for begin, end in pairwise(ends)]
     streams, prev_seqs = list(numbers[:records]), list(numbers[records : 2 * records])
-    return Chunk(range(first_seq, first_seq + records), time_ms, streams, prev_seqs, messages)
+    return Chunk(range(first_seq, first_seq + records), time_ms, streams, prev_seqs, messages, None, origins)
+
+
+# Of a chunk with followed records. Logs: u16 how many, 16 bytes each; then u16 of each record: which of them, counted
+# from 1, or 0, and then u64 of each: its seq there, or 0
+
+
+def pack_origins(origins: Sequence[Origin | None]) -> bytes:
+    logs: dict[bytes, int] = {}
+    places = numbered(origins, logs)
+    seqs = [0 if origin is None else origin.seq for origin in origins]
+    return b"".join(
+        (struct.pack("<H", len(logs)), *logs, struct.pack(f"<{len(places)}H{len(places)}Q", *places, *seqs))
+    )
+
+
+def unpack_origins(packed: bytes, records: int) -> list[Origin | None] | None:
+    """None if these bytes are not what is written of any."""
+    begin = 2 + INCARNATION_BYTES * int.from_bytes(packed[:2], "little")
+    if len(packed) != begin + 10 * records:
+        return None
+    logs = [packed[place : place + INCARNATION_BYTES] for place in range(2, begin, INCARNATION_BYTES)]
+    numbers = struct.unpack_from(f"<{records}H{records}Q", packed, begin)
+    places, seqs = numbers[:records], numbers[records:]
+    if not 0 < max(places, default=0) <= len(logs):
+        return None
+    pairs = zip(places, seqs, strict=True)
+    origins = [Origin(logs[place - 1], seq) if place else None for place, seq in pairs]
+    return origins if pack_origins(origins) == packed else None
+
+
+def numbered(origins: Iterable[Origin | None], logs: dict[bytes, int]) -> list[int]:
+    """Which log each is of, counted from 1; 0: None. `logs` has those that are known, and gets the others."""
+    return [0 if origin is None else logs.setdefault(origin.incarnation, len(logs) + 1) for origin in origins]
 
 
 def unpack_streams(packed: bytes) -> tuple[int, ...]:
@@ -232,7 +302,7 @@ class Scan:
             part = part.slice(0, fits)
         self.chunks.append(part)
         self.records_left -= len(part)
-        self.bytes_left -= sum(map(len, part.data))
+        self.bytes_left -= sum(part.sizes)
         self.full = self.full or self.records_left <= 0 or self.bytes_left <= 0
 
 
@@ -253,7 +323,8 @@ class Tail:
 
     def push(self, chunk: Chunk, message_bytes: int) -> list[Chunk]:
         """Returns what has to go for it."""
-        bytes = 2 * message_bytes + RECORD_MEMORY_BYTES * len(chunk)  # as objects, and as they are on disk
+        record_bytes = RECORD_MEMORY_BYTES if chunk.origins is None else RECORD_MEMORY_BYTES + ORIGIN_MEMORY_BYTES
+        bytes = 2 * message_bytes + record_bytes * len(chunk)  # as objects, and as they are on disk
         self.chunks.append(chunk)
         self._last_seqs.append(chunk.last_seq)
         self._sizes.append(bytes)
@@ -320,7 +391,7 @@ class Allowance:
             fits = chunk.places_within(self._records, self._bytes)
             if fits:
                 taken.append(chunk.slice(0, fits))
-                self._bytes -= sum(map(len, taken[-1].data))
+                self._bytes -= sum(taken[-1].sizes)
             self._records = self._records - fits if fits == len(chunk) else 0
             if not self._records:
                 break

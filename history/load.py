@@ -36,6 +36,7 @@ STREAMS: Final = "streams"  # in meta: how many rows there are
 # in meta, with a source authority: up to where records of its forgotten streams went ...
 FORGOTTEN_PREFIX: Final = "forgotten:"
 OTHERS: Final = "*"  # ... or of all those that are not named
+FOLLOWED_PREFIX: Final = "followed:"  # in meta, with a key of the follower's: its place in another log
 NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
 # rolled forward on open at most; the index of streams is written this seldom, and its pages then once
 CHECKPOINT_CHUNKS: Final = 2_048
@@ -105,6 +106,7 @@ class Loaded:
     next_stream: int = 1
     # by source authority: up to where its forgotten streams had records
     forgotten: dict[str, int] = field(default_factory=dict)
+    places: dict[str, bytes] = field(default_factory=dict)  # in logs that are followed, by key
     cursors: dict[str, Cursor] = field(default_factory=dict)
     cursors_lost: bool = False  # of a cursor not even the name is sure
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
@@ -211,7 +213,8 @@ class Loading:
         found = self._read(rows.META)
         meta = dict[str, Any](found.rows)
         self._made.cursors_lost = CURSORS_LOST in meta
-        self._is_count_sure = not found.bad
+        lost = self._load_places(meta, found)
+        self._is_count_sure = len(lost) == len(found.bad)
         self._load_forgotten(meta)
         missing = [key for key in rows.META_KEYS if key not in meta]
         if missing:
@@ -224,9 +227,17 @@ class Loading:
         self._tell_mended(kinds.META, found)
         for key in missing:
             self._found(kinds.META, f"{key} was lost, and found anew from the records and the mark")
+        for key in lost:  # its follower begins where the other log says, and drops what it has already
+            self._found(kinds.META, f"{key!r} can't be read: how far that log was followed is not known any more")
         if "floor_seq" in missing:
             meta["floor_seq"] = NOT_KNOWN
         return meta
+
+    def _load_places(self, meta: dict[str, Any], found: rows.Checked) -> list[str]:
+        """Returns the keys of those that can't be read."""
+        prefix = FOLLOWED_PREFIX
+        self._made.places = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
+        return [key for key, _ in found.bad if isinstance(key, str) and key.startswith(prefix)]
 
     def _load_holes(self) -> None:
         found = self._read(rows.HOLE)

@@ -21,13 +21,14 @@ from history import damage as kinds
 from history.chunk import NOBODY, Chunk, Passed, Scan
 from history.damage import Damage
 from history.disk import Disk
+from history.followed import FollowedLogs
 from history.load import Cursor, Extent, Stream
 from history.reader import Limits
 from history.ring import Ring
 from history.rows import HELD_PREFIXES
 from history.store import RETENTION_BYTES
 from history.streams import STREAMS_MAX, Streams, TopicsFullError
-from history.writer import CURSORS_IDLE_S, GATHER_MS, Append, Writer, Written
+from history.writer import CURSORS_IDLE_S, GATHER_MS, Append, Followed, Writer, Written
 from storage.runtime import REAL, Runtime
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
@@ -92,8 +93,10 @@ class Log(Streams):
         self.healthy = True  # the last transaction got through
         self._closed = False
         self._appending: set[Append] = set()  # handed to the storage, not yet reported by it
+        self._saving: set[asyncio.Future[None]] = set()  # of `saved`
         self._queued = 0  # messages of those
         self._grown = asyncio.Event()  # or closed
+        self._followed = FollowedLogs(name, loaded.places)
         self._cursors = dict(loaded.cursors)
         self._next_lease_end_ms = 0  # no lease ends before; Unix milliseconds
         self._append_callbacks: list[Callable[[], None]] = []
@@ -174,12 +177,16 @@ class Log(Streams):
 
     # -- append
 
-    def append(self, streams: list[int], messages: Sequence[Carried]) -> asyncio.Future[int]:
+    def append(
+        self, streams: list[int], messages: Sequence[Carried], followed: Followed | None = None
+    ) -> asyncio.Future[int]:
         """Resolves with the first seq when all of them are committed; the others follow it without gap.
 
-        `streams` has the `stream_id` of each message. Fails with UStatusError, and nothing stored: RESOURCE_EXHAUSTED
-        (disk full, or more than APPEND_RECORDS_MAX waiting), UNAVAILABLE (I/O error, closed). The messages must not
-        change afterwards.
+        `streams` has the `stream_id` of each message. `followed`: they come from another log, and the place there is
+        committed with them; of several with one key the last one holds, so where one has failed none may be appended
+        that goes on behind it. Fails with UStatusError, and nothing stored: RESOURCE_EXHAUSTED (disk full, more than
+        APPEND_RECORDS_MAX waiting, or one more than history.followed.PLACES_MAX followed), UNAVAILABLE (I/O error,
+        closed). The messages must not change afterwards.
         """
         assert len(streams) == len(messages) > 0, "a batch has messages, and each its stream"
         done: asyncio.Future[int] = self._loop.create_future()
@@ -191,10 +198,12 @@ class Log(Streams):
                 self.dropped["append_queue_full"] += len(messages)
                 what = f"{self._queued} messages wait for the log {self.name} already: send slower"
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+            if followed is not None:
+                self._followed.begin(followed, len(messages))
         except UStatusError as error:
             done.set_exception(error)
             return done
-        append = Append(list(streams), list(messages), done)
+        append = Append(list(streams), list(messages), done, followed=followed)
         self._queued += len(messages)
         self._appending.add(append)
         self._storage.append(append)
@@ -215,8 +224,13 @@ class Log(Streams):
         if batch is None:
             self.drop_ended_leases()
             return
+        for waiting in self._saving if written.error is None else ():
+            if not waiting.done():
+                waiting.set_result(None)
         self._queued -= sum([len(append.messages) for append in batch])
         self._appending.difference_update(batch)
+        if self._followed.under_way:
+            self._followed.end(batch, is_committed=written.error is None)
         if written.is_damaged:
             self._note(kinds.STRUCTURE, str(written.error))
         if written.error is not None:
@@ -253,6 +267,39 @@ class Log(Streams):
             if not append.done.done():
                 append.done.set_exception(error)
         self._storage.flush_soon(PROBE_MS)
+
+    # -- what is followed into it
+
+    def places(self) -> dict[str, bytes]:
+        """By key: how far it has come in the logs that are followed into it. As committed; those that only moved may
+        not be on disk yet."""
+        return dict(self._followed.known)
+
+    def place(self, key: str) -> bytes | None:
+        """One of `places`; None if that log was never followed, or its place was lost with a damaged file."""
+        return self._followed.known.get(key)
+
+    def keep_place(self, key: str, place: bytes | None) -> None:
+        """Nothing up to there was for us, so no record brings it; None: forget it. Not while an append with this key is
+        under way: it could be written ahead of the records.
+
+        The first one is on disk soon, since without it nobody knows where to go on; one that has only moved as late as
+        such a cursor, and to lose that does no harm. Raises RESOURCE_EXHAUSTED beyond history.followed.PLACES_MAX.
+        """
+        is_first = self.place(key) is None
+        if self._followed.keep(key, place):
+            self._storage.save(lambda writer: writer.keep_place(key, place, is_first=is_first), at_once=is_first)
+
+    async def saved(self) -> None:
+        """Until all places and cursors of now are on disk, which may be long if it can't be written."""
+        for _ in range(2 if self.durable else 0):  # the first may have begun without them
+            waiting: asyncio.Future[None] = self._loop.create_future()
+            self._saving.add(waiting)
+            self._storage.flush_soon(0)
+            try:
+                await waiting
+            finally:
+                self._saving.discard(waiting)
 
     # -- who has confirmed what
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from history.chunk import Allowance, Chunk, Passed, Scan, Tail, message_id
 from history.load import Loaded
 from history.reader import Limits
-from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Writer, Written
+from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Writer, Written, origins_of
 
 if TYPE_CHECKING:
     from history.log import Log
@@ -48,7 +48,8 @@ class Ring:
         time_ms = self._now_ms()
         self._numbering.begin()
         seqs, prev_seqs = self._numbering.number(append.streams)
-        whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages)
+        origins = None if append.followed is None else origins_of([append])
+        whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages, origins)
         newest = dict(zip(append.streams, range(len(whole)), strict=True))
         for id, count in Counter(append.streams).items():
             stream, place = self.loaded.streams[id], newest[id]

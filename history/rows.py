@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from storage.file import FileKind, any_text, tables_of
+from storage.file import FileKind, any_text, pragma, tables_of
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4  # since then chunks may have origins; the tables are those of 3
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
 # a commit of one message writes a page or two: small ones spare the flash, and full batches don't feel it
 # (docs/adr/small-pages-and-gathered-commits.md). Files of before may have others: ask them
@@ -30,6 +30,7 @@ PAGE_BYTES: Final = 1_024
 # a file up to this size is checked whole on open (a second per GB); a greater one where it is read
 CHECK_BYTES_MAX: Final = 256 << 20
 CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
+CORRECTED_BYTES_MAX: Final = 1_024  # of a value that is searched, 20 ms; it is their square that counts
 # the widths in which SQLite stores integers: the highest bit of each is the sign
 INTEGER_BITS: Final = (8, 16, 24, 32, 48, 64)
 
@@ -136,7 +137,7 @@ def _one_bit_off(value: Any) -> Iterator[Any]:
     elif isinstance(value, str):
         for data in _one_bit_off(value.encode(errors="surrogateescape")):
             yield any_text(data)
-    elif isinstance(value, bytes):
+    elif isinstance(value, bytes) and len(value) <= CORRECTED_BYTES_MAX:
         for place in range(len(value)):
             for bit in range(8):
                 yield value[:place] + bytes((value[place] ^ (1 << bit),)) + value[place + 1 :]
@@ -250,12 +251,12 @@ SCHEMAS: Final = tuple(
     frozenset(" ".join(statement.split()) for statement in (*tables, *_CHUNK))
     for tables in ((*_V1, _TIME_INDEX), (*[table.ddl for table in _V2], _TIME_INDEX), [table.ddl for table in CHECKED])
 )
-"""What SQLite says of the tables of each version, but for white space."""
+"""What SQLite says of the tables of each version, but for white space; those of 4 are those of 3."""
 OLD_SPAN_RECORDS: Final = 65_536  # in a span of an older file: a poll from a time looks through one
 
 
 def upgrade(db: sqlite3.Connection) -> None:
-    """From version 1, in the caller's transaction. Chunks are the same in all versions."""
+    """From version 1, in the caller's transaction. Chunks without origins are the same in all versions."""
     old = [(table, table.read(db).rows) for table in _V2]
     for table in _V2:
         db.execute(f"DROP TABLE IF EXISTS {table.name}")
@@ -275,9 +276,9 @@ def replace_time_index(db: sqlite3.Connection) -> None:
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """What the tables say; bits of what the header says may have turned."""
+    """What the tables say; bits of what the header says may have turned. Between 3 and 4 only the header can tell."""
     if has_checksums(db, SPAN.name):
-        return SCHEMA_VERSION
+        return 3 if pragma(db, "user_version") == 3 else SCHEMA_VERSION
     return 2 if has_checksums(db, META.name) else 1
 
 
@@ -312,7 +313,7 @@ LOG: Final = FileKind(
     "log",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    migrations={1: lambda db: upgrade(db), 2: replace_time_index},
+    migrations={1: lambda db: upgrade(db), 2: replace_time_index, 3: lambda db: None},
     is_ours=lambda db: {"chunk", "chunk_stream", "meta"} <= tables_of(db),
     layout=(f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL"),
     quick_bytes_max=CHECK_BYTES_MAX,

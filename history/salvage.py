@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from history import rows
 from history.damage import Damage, Ledger
-from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
+from history.load import CURSORS_LOST, FOLLOWED_PREFIX, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
 from history.reader import walk
 from storage.disk import Disk, Marked
 from storage.faults import remove
@@ -147,7 +147,8 @@ def _fill(
         "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
         CURSORS_LOST: 1,  # a damaged page doesn't tell how many rows it had
     }
-    kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(FORGOTTEN_PREFIX)}
+    prefixes = (FORGOTTEN_PREFIX, FOLLOWED_PREFIX)
+    kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(prefixes)}
     is_meta_whole = not read[rows.META.name].bad and meta.keys() >= set(rows.META_KEYS)
     if not is_meta_whole and kept["floor_seq"]:  # which streams were forgotten may have been there
         kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]

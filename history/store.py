@@ -1,6 +1,7 @@
 """The log on disk: one SQLite file in WAL mode. One connection writes; readers have their own (reader.py).
 
 Opening -> Store    commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened    retain: what is old, or too much
+                    with the records that were followed from another log, the place there
                     an error -> a new connection; what the disk did in spite of the error is undone or taken in
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -91,6 +92,8 @@ class Store:
         self._is_shrunk = False  # the file gave pages back, which the disk has when the write-ahead log is empty
         self._passing: Passed | None = None  # by a step of retention that may have failed
         self._late: list[Passed] = []
+        # by a commit that may have failed, in META: places in other logs as they were before; None: there was none
+        self._replaced: dict[str, Row | None] = {}
         self._connected(self.file.connect())
 
     def __repr__(self) -> str:
@@ -131,13 +134,16 @@ class Store:
 
     def _resume(self, db: sqlite3.Connection) -> None:
         """After an error nobody knows whether the transaction is on disk all the same. Chunks of it go: their senders
-        were refused, and their seqs will be given out again. What retention has deleted is gone, and those who were
-        owed it are told."""
+        were refused, and their seqs will be given out again; and so do the places that came with them. What retention
+        has deleted is gone, and those who were owed it are told."""
         newest = self.extent.newest_seq
         if (db.execute("SELECT max(first_seq) FROM chunk").fetchone()[0] or 0) > newest:
             with transaction(db):
                 db.execute("DELETE FROM chunk WHERE first_seq > ?", (newest,))
+                db.executemany("DELETE FROM meta WHERE key = ?", [(key,) for key in self._replaced])
+                db.executemany("INSERT INTO meta VALUES (?, ?, ?)", filter(None, self._replaced.values()))
             log.warning("a commit that had failed was on disk, and was taken back", path=str(self.path), after=newest)
+        self._replaced = {}
         self._must_count = True
         meta, extent = dict[str, int](META.read(db).rows), self.extent
         if meta.get("floor_seq", 0) > extent.floor_seq:
@@ -157,9 +163,18 @@ class Store:
 
     # -- write
 
-    def commit(self, chunks: Sequence[Chunk], changes: Changes, *, probe: bool = False) -> dict[int, Place]:
-        """All of it on disk, or a sqlite3.Error and nothing of it. `probe`: write something in any case, to see whether
-        that works. Returns where the streams of these chunks are now, for the loop to take over when it hears of it."""
+    def commit(
+        self,
+        chunks: Sequence[Chunk],
+        changes: Changes,
+        followed: Mapping[str, bytes] | None = None,
+        *,
+        probe: bool = False,
+    ) -> dict[int, Place]:
+        """All of it on disk, or a sqlite3.Error and nothing of it. `followed`: places in other logs that hold only with
+        these chunks, by key of META; older ones may be in `changes`. `probe`: write something in any case, to see
+        whether that works. Returns where the streams of these chunks are now, for the loop to take over when it hears
+        of it."""
         db, extent, unindexed, ahead = self._connection(), self.extent, self.loaded.unindexed, self.ahead
         columns = [encode(chunk) for chunk in chunks]
         is_due = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS or self._unindexed_bytes >= CHECKPOINT_BYTES
@@ -173,10 +188,13 @@ class Store:
                 "INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in columns],
             )
+            if followed:
+                self._write_followed(db, followed)
             if probe:
                 META.insert(db, [("probe", self.runtime.random_bytes(8))])
             if checkpoint:
                 self._checkpoint(db)
+        self._replaced = {}
         if checkpoint:
             self._checkpointed()
         places: dict[int, Place] = {}
@@ -213,6 +231,11 @@ class Store:
         if changes.distrusts_index:
             self.loaded.is_index_trusted = False
             META.insert(db, [("indexed_seq", NOT_KNOWN)])
+
+    def _write_followed(self, db: sqlite3.Connection, followed: Mapping[str, bytes]) -> None:
+        query = "SELECT * FROM meta WHERE key = ?"
+        self._replaced = {key: db.execute(query, (key,)).fetchone() for key in followed}
+        META.insert(db, followed.items())
 
     def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> None:
         STREAM.insert(db, [stream.row(NOWHERE) for stream in changes.streams])

@@ -2,6 +2,7 @@
 
 loop: submit(append) -> queue -> gather -> serialise, number -> Store.commit -> loop: on_written(appends, chunks, error)
                                                   nothing is numbered for good before the commit is done
+What was followed from another log is committed together with the place there up to which it brings us.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, Final
 
 import structlog
 
-from history.chunk import Chunk, Passed
-from history.load import NEXT_STREAM, Cursor, Extent
+from history.chunk import Chunk, Origin, Passed
+from history.load import FOLLOWED_PREFIX, NEXT_STREAM, Cursor, Extent
 from history.retention import Ages
 from history.rows import LOG, Row
 from history.store import Changes, Store
@@ -39,12 +40,22 @@ IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
 GATHER_MS: Final = 8.0
 GATHER_RECORDS: Final = 16
 # What is lost of a cursor is sent twice, and writing it costs a page. So one that has only moved goes along with a
-# commit so often, or when it has come so far; it is written alone when it has come so far, or after a while.
+# commit so often, or when it has come so far; it is written alone when it has come so far, or after a while. So does a
+# place in another log that has moved though nothing came from there.
 CURSORS_PERIOD_S: Final = 1.0
 CURSORS_RECORDS: Final = 64  # of all that have moved, together
 CURSORS_IDLE_S: Final = 10.0
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Where the messages of an append come from, if they were followed from another log."""
+
+    origins: list[Origin]  # of each message
+    key: str  # names who follows what
+    place: bytes  # how far it has come there with these messages; opaque
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +64,22 @@ class Append:
     messages: list[Carried]
     done: asyncio.Future[int]
     failures_heard: int = 0  # failed transactions that the loop knew of when this was submitted
+    followed: Followed | None = None
+
+
+def places_of(batch: Sequence[Append]) -> dict[str, bytes]:
+    """Rows of META: how far these bring us in other logs."""
+    found = [append.followed for append in batch if append.followed is not None]
+    return {FOLLOWED_PREFIX + followed.key: followed.place for followed in found}
+
+
+def origins_of(batch: Sequence[Append]) -> list[Origin | None]:
+    """Of each message."""
+    origins: list[Origin | None] = []
+    for append in batch:
+        followed = append.followed
+        origins.extend([None] * len(append.messages) if followed is None else followed.origins)
+    return origins
 
 
 @dataclass(slots=True)
@@ -133,8 +160,9 @@ class Writer:
         self._numbering = Numbering(store.loaded.start_seq, store.streams, store.ahead)
         self._shared = threading.Lock()  # guards the next one; held for a swap only
         self._changes = Changes()
-        self._moved: dict[str, Cursor] = {}  # guarded as well: cursors that need not be on disk soon, and ...
-        self._moved_since, self._moved_by = 0.0, 0  # ... when the first of them came, and how far they did, together
+        self._moved: dict[str, Cursor] = {}  # guarded as well: cursors that need not be on disk soon, ...
+        self._kept: dict[str, Any] = {}  # ... rows of META for which that holds, too, and ...
+        self._moved_since, self._moved_by = 0.0, 0  # ... when the first of them came, and how far cursors did, together
         self._ending = False
         self._failing = False  # the last transaction did not get through
         self._failures_heard = 0  # on the loop
@@ -180,11 +208,24 @@ class Writer:
     def move_cursor(self, name: str, cursor: Cursor, records: int) -> bool:
         """One that was saved, and has only moved since, by so many records. True if it has to be on disk soon."""
         with self._shared:
-            if not self._moved:
-                self._moved_since, self._moved_by = self._monotonic(), 0
+            self._begin_moving()
             self._moved[name] = cursor
             self._moved_by += records
             return self._moved_by >= CURSORS_RECORDS
+
+    def keep_place(self, key: str, place: bytes | None, *, is_first: bool) -> None:
+        """None: it is forgotten. No append with this key is under way."""
+        with self._shared:
+            if is_first:
+                self._kept.pop(FOLLOWED_PREFIX + key, None)
+                self._changes.meta[FOLLOWED_PREFIX + key] = place
+            else:
+                self._begin_moving()
+                self._kept[FOLLOWED_PREFIX + key] = place
+
+    def _begin_moving(self) -> None:
+        if not (self._moved or self._kept):
+            self._moved_since, self._moved_by = self._monotonic(), 0
 
     def save_damage(self, rows: Sequence[Row]) -> None:
         with self._shared:
@@ -219,17 +260,21 @@ class Writer:
         self._retain()
 
     def _is_cursor_late(self) -> bool:
-        return bool(self._moved) and self._monotonic() >= self._moved_since + CURSORS_IDLE_S
+        return bool(self._moved or self._kept) and self._monotonic() >= self._moved_since + CURSORS_IDLE_S
 
-    def _take_changes(self) -> Changes:
+    def _take_changes(self, followed: Mapping[str, bytes]) -> Changes:
         with self._shared:  # streams that a batch names were saved before it was submitted, so they are here by now
             changes, self._changes = self._changes, Changes()
             now = self._monotonic()
             is_due = now >= self._next_cursors or self._moved_by >= CURSORS_RECORDS
-            if self._moved and (is_due or self._ending):
+            if (self._moved or self._kept) and (is_due or self._ending):
                 changes.cursors |= self._moved  # newer than what a failed commit gave back
+                changes.meta |= self._kept
                 self._moved.clear()
+                self._kept.clear()
                 self._next_cursors = now + CURSORS_PERIOD_S
+            for key in self._kept.keys() & followed.keys():  # older: afterwards it would take these back
+                changes.meta[key] = self._kept.pop(key)
         return changes
 
     def _write(self, batch: list[Append]) -> None:
@@ -266,11 +311,12 @@ class Writer:
         self._store.heard_seq = max(self._store.heard_seq, written.extent.newest_seq)
 
     def _commit(self, batch: list[Append]) -> Written:
-        changes = self._take_changes()
+        followed = places_of(batch)
+        changes = self._take_changes(followed)
         self._numbering.begin()
         try:
-            chunks = self._chunks(batch) if batch else []
-            places = self._store.commit(chunks, changes, probe=self._failing and not batch)
+            chunks = self._chunks(batch, origins_of(batch) if followed else None) if batch else []
+            places = self._store.commit(chunks, changes, followed, probe=self._failing and not batch)
         except BaseException:
             self._numbering.undo()
             with self._shared:
@@ -278,12 +324,12 @@ class Writer:
             raise
         return Written(replace(self._store.extent), batch, chunks, places)
 
-    def _chunks(self, batch: list[Append]) -> list[Chunk]:
+    def _chunks(self, batch: list[Append], origins: list[Origin | None] | None) -> list[Chunk]:
         streams = [stream for append in batch for stream in append.streams]
         messages = [message for append in batch for message in append.messages]
         data = [message.SerializeToString() for message in messages]
         seqs, prev_seqs = self._numbering.number(streams)
-        whole = Chunk(seqs, self._now_ms(), streams, prev_seqs, data, messages)
+        whole = Chunk(seqs, self._now_ms(), streams, prev_seqs, data, messages, origins)
         chunks = []
         begin = size = 0
         for place, message in enumerate(data):

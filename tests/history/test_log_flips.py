@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from history import damage as kinds
+from history.chunk import Origin
 from history.log import Cursor, Log
 from history.rows import CURSOR, PAGE_BYTES
 from history.verify import verify
+from history.writer import Followed
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -33,6 +35,9 @@ CURSORS = {
     "egress:mcu": Cursor(42, holds=True, absent_ms=77),
     "consumer:app": Cursor(29, NOW_MS + 9**9),
 }
+OTHER = b"o" * 16  # a log from which every other batch of three was followed
+FOLLOWED = {seq: Origin(OTHER, 100 + seq) for seq in range(1, 61) if (seq - 1) // 3 % 2}
+PLACES = {"other": b"at 160", "another": b"at 159"}
 
 
 @dataclass
@@ -72,7 +77,10 @@ async def make(folder: Path, *, killed: bool) -> Made:
     for batch in range(20):
         places = [(batch + one) % 4 for one in range(3)]
         messages = [message(place, len(records) + one) for one, place in enumerate(places)]
-        first = await log.append([stream(log, place) for place in places], messages)
+        seqs = range(batch * 3 + 1, batch * 3 + 4)
+        key, place_there = list(PLACES.items())[batch // 2 % 2]
+        followed = Followed([FOLLOWED[seq] for seq in seqs], key, place_there) if seqs[0] in FOLLOWED else None
+        first = await log.append([stream(log, place) for place in places], messages, followed)
         for seq, place, one in zip(range(first, first + 3), places, messages, strict=True):
             records[seq] = (place, one.SerializeToString())
     made = Made(folder, log.incarnation, records)
@@ -105,6 +113,7 @@ async def read(log: Log, streams: set[int] | None = None) -> tuple[dict[int, tup
         scan = await log.scan(after, max_records=100, max_bytes=1 << 20, streams=streams)
         for chunk in scan.chunks:
             found.update({seq: (id, data) for seq, id, data in zip(chunk.seqs, chunk.streams, chunk.data, strict=True)})
+            assert (chunk.origins or [None] * len(chunk)) == [FOLLOWED.get(seq) for seq in chunk.seqs]
         gaps += scan.gaps
         assert scan.covered > after, "it goes on"
         after = scan.covered
@@ -134,6 +143,7 @@ async def check(log: Log, made: Made) -> bool:
             )
             _check_records(log, made, filtered)
     _check_cursors(log)
+    assert log.places() == PLACES or (log.damage and log.places().items() <= PLACES.items())
     appending = log.append([stream(log, 0)], [message(0, 99)])
     await asyncio.wait([appending])
     if isinstance(appending.exception(), UStatusError):  # a page that only a writer comes to
@@ -226,6 +236,9 @@ AIMED = {
     "the newest": "UPDATE meta SET value = value + (1 << 33) WHERE key = 'newest_seq'",
     "the index's end": "UPDATE meta SET value = value - 16 WHERE key = 'indexed_seq'",
     "the identity": "UPDATE meta SET value = x'00000000000000000000000000000000' WHERE key = 'incarnation'",
+    "a place in another log": "UPDATE meta SET value = x'617420313539' WHERE key = 'followed:other'",
+    "a place in a log that was never followed": "UPDATE meta SET key = 'followed:othep' WHERE key = 'followed:other'",
+    "origins": "UPDATE chunk SET data = substr(data, 1, length(data) - 30) WHERE first_seq = 10",
     "a key": "UPDATE meta SET key = 'incarnatioo' WHERE key = 'incarnation'",
     "no meta": "DELETE FROM meta",
     "an index entry of another stream": "UPDATE chunk_stream SET stream = 3 WHERE first_seq = 10 AND stream = 4",

@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from history import writer as writer_module
+from history.chunk import Origin
 from history.log import Log
-from history.writer import Written
+from history.retention import Ages
+from history.writer import Followed, Written
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
 
 TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(6)]
 BATCHES = st.lists(st.integers(0, 5), min_size=1, max_size=12)
+KEYS = st.none() | st.sampled_from("xy")  # of a log that the batch is followed from
+OTHER = b"o" * 16
 NEVER = float("inf")
 SMALL_TAIL_BYTES = 8_000  # some five chunks: reads come from the disk and from memory
 
@@ -31,7 +35,8 @@ def message(topic: int) -> UMessage:
 
 
 class LogMachine(RuleBasedStateMachine):
-    """`records` is the model: (seq, prev_seq, topic, bytes, time_ms) of everything that was ever acknowledged."""
+    """`records` is the model: (seq, prev_seq, topic, bytes, origin, time_ms) of everything that was ever
+    acknowledged."""
 
     durable = True
 
@@ -39,7 +44,9 @@ class LogMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.folder = Path(tempfile.mkdtemp())
-        self.records: list[tuple[int, int, int, bytes, int]] = []
+        self.records: list[tuple[int, int, int, bytes, Origin | None, int]] = []
+        self.places: dict[str, bytes] = {}  # in other logs
+        self.there = 0  # the last seq there
         self.newest: dict[int, int] = {}
         self.cursors: dict[str, int] = {}
         self.leases: dict[str, tuple[int, int]] = {}  # name -> (seq, until)
@@ -86,20 +93,37 @@ class LogMachine(RuleBasedStateMachine):
         self.log = self.run(self._open())
         self.incarnation = self.log.incarnation
 
-    @rule(batches=st.lists(BATCHES, min_size=1, max_size=4))
-    def append(self, batches: list[list[int]]) -> None:
+    @rule(batches=st.lists(st.tuples(BATCHES, KEYS), min_size=1, max_size=4))
+    def append(self, batches: list[tuple[list[int], str | None]]) -> None:
         self.run(self._append(batches))
 
-    async def _append(self, batches: list[list[int]]) -> None:
-        sent = [[message(topic) for topic in batch] for batch in batches]
-        ids = [[self.id(topic) for topic in batch] for batch in batches]
-        futures = [self.log.append(streams, messages) for streams, messages in zip(ids, sent, strict=True)]
+    async def _append(self, batches: list[tuple[list[int], str | None]]) -> None:
+        sent = [[message(topic) for topic in batch] for batch, _ in batches]
+        ids = [[self.id(topic) for topic in batch] for batch, _ in batches]
+        followed = [self._followed(len(batch), key) for batch, key in batches]
+        futures = [self.log.append(*columns) for columns in zip(ids, sent, followed, strict=True)]
         firsts = await asyncio.gather(*futures)
-        for first, batch, messages in zip(firsts, batches, sent, strict=True):
+        for first, (batch, _), messages, whence in zip(firsts, batches, sent, followed, strict=True):
             assert first == (self.records[-1][0] if self.records else 0) + 1
-            for seq, (topic, given) in enumerate(zip(batch, messages, strict=True), first):
-                self.records.append((seq, self.newest.get(topic, 0), topic, given.SerializeToString(), self.now))
+            origins = [None] * len(batch) if whence is None else whence.origins
+            for seq, (topic, given, origin) in enumerate(zip(batch, messages, origins, strict=True), first):
+                data = given.SerializeToString()
+                self.records.append((seq, self.newest.get(topic, 0), topic, data, origin, self.now))
                 self.newest[topic] = seq
+
+    def _followed(self, count: int, key: str | None) -> Followed | None:
+        if key is None:
+            return None
+        begin, self.there = self.there + 1, self.there + count
+        self.places[key] = b"%d" % self.there
+        return Followed([Origin(OTHER, seq) for seq in range(begin, begin + count)], key, self.places[key])
+
+    @rule(key=st.sampled_from("xyz"), is_known=st.booleans())
+    def keep_place(self, key: str, is_known: bool) -> None:
+        self.log.keep_place(key, b"%d" % self.there if is_known else None)
+        self.places.pop(key, None)
+        if is_known:
+            self.places[key] = b"%d" % self.there
 
     @rule(leap_ms=st.sampled_from([1, 1_000, 30_000, 70_000, -5_000, -100_000]))
     def leap(self, leap_ms: int) -> None:
@@ -152,7 +176,8 @@ class LogMachine(RuleBasedStateMachine):
         await asyncio.wait_for(done.wait(), 30)
         writer._on_written = heard
         writer._next_retention = NEVER
-        cutoff = self.now - 60_000
+        ages = Ages.at(self.now, 60_000)
+        cutoff = ages.cutoff_ms - ages.late_ms
         held = min((seq for seq, until in self.leases.values() if until >= self.now), default=1 << 62)
         chunks = await self._chunks()
         assert self.log.stored_bytes <= 30_000 or len(chunks) == 1
@@ -187,13 +212,14 @@ class LogMachine(RuleBasedStateMachine):
         assert log.forgotten_seq({"vcu.vin"}) == log.forgotten_seq(None) == self.forgotten
         assert log.newest_seq == (self.records[-1][0] if self.records else 0)
         assert {name: seq for name, seq in log.cursors().items() if name != "leased"} == self.cursors
+        assert log.places() == self.places
         there = [record for record in self.records if record[0] > log.floor_seq]
         assert log.oldest_seq == (there[0][0] if there else 0)
         assert not self.records or there, "the newest is always there"
-        assert await self._read(log.floor_seq, None) == [record[:4] for record in there]
+        assert await self._read(log.floor_seq, None) == [record[:5] for record in there]
         middle = there[len(there) // 2][0] if there else 0
         assert await self._read(middle, {0, 3}) == [
-            record[:4] for record in there if record[0] > middle and record[2] in (0, 3)
+            record[:5] for record in there if record[0] > middle and record[2] in (0, 3)
         ]
         tail = log.tail(middle)
         if tail is not None:
@@ -201,15 +227,16 @@ class LogMachine(RuleBasedStateMachine):
                 record[0] for record in there if record[0] > middle
             ]
 
-    async def _read(self, after: int, topics: set[int] | None) -> list[tuple[int, int, int, bytes]]:
+    async def _read(self, after: int, topics: set[int] | None) -> list[tuple[int, int, int, bytes, Origin | None]]:
         log = self.log
         wanted = None if topics is None else {self.id(topic) for topic in topics}
-        found: list[tuple[int, int, int, bytes]] = []
+        found: list[tuple[int, int, int, bytes, Origin | None]] = []
         while chunks := await log.read(after, max_records=7, streams=wanted):
             after = chunks[-1].last_seq
             for chunk in chunks:
                 topic = [log.stream(id).source.resource_id - 0x8000 for id in chunk.streams]
-                found += list(zip(chunk.seqs, chunk.prev_seqs, topic, chunk.data, strict=True))
+                origins = chunk.origins or [None] * len(chunk)
+                found += list(zip(chunk.seqs, chunk.prev_seqs, topic, chunk.data, origins, strict=True))
         return found
 
     def teardown(self) -> None:
