@@ -2,7 +2,7 @@
 
 the log     log.py          Log: append, read, wait, who has confirmed what
             disk.py         its records in a file: writer, readers                ring.py      or in memory alone
-            streams.py      its topics, and their numbers
+            streams.py      its topics, and their numbers                         followed.py  its places in other logs
             chunk.py        the records of one commit; the newest of them in memory
 the file    store.py        commits, retains     writer.py   its thread           reader.py    reading it in others
             opening.py, load.py, rows.py, retention.py
@@ -10,10 +10,14 @@ damage      damage.py       what is known to be lost     gaps.py   told on a top
             salvage.py, verify.py     what can still be read of a damaged file
 
 the service service.py      core.ustreamer: Poll                                  describe.py  and Describe
+            followers.py    Command: who follows what, leased                     pushing.py   frames to them
+            thinning.py     sample periods                                        batch.py     records in a reply
             asked.py        what a poll asks for
             matches.py      which streams are meant, and may be seen              numbers.py   very many of them
             consumers.py    whose a consumer's name is                            witness.py   proof of a reader's place
-its client  subscriber.py   HistoryClient, GaplessSubscriber                      feed.py      listeners, fed from it
+            publisher.py    HistoryPublisher: keeps what it publishes, and serves it
+its client  client.py       HistoryClient: calls, frames                          follow.py    one conversation
+            subscriber.py   GaplessSubscriber                                     feed.py      listeners, fed from it
             acceptor.py     each record once, in order, nothing after one that is missing
 """
 

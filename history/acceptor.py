@@ -9,37 +9,42 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from history import witness
+from history.chunk import INCARNATION_BYTES, SEQ_MAX, Origin
 from history.witness import Known, gap_of
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position, RecordBatch
+from uprotocol.encoded import EncodedMessage
 from uprotocol.v1.umessage_pb2 import UMessage
 
 # whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
 TOPICS_TRACKED_MAX: Final = 65_536
 # times in a row that a record does not follow; then what is between is declared a gap: asking again doesn't help
 REFUSED_MAX: Final = 8
-SEQ_MAX: Final = (1 << 63) - 1  # of SQLite, and so of every log; records begin at 1
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One message of a history. `time_ms`: when it was appended, Unix milliseconds."""
+    """One message of a history. `time_ms`: when it was appended, Unix milliseconds. `origin`: where it was appended
+    first, if that is another log."""
 
     incarnation: bytes
     seq: int
     prev_seq: int
     time_ms: int
-    message: UMessage
+    message: Any  # a UMessage, or what reads like one
+    origin: Origin | None = None
 
     @property
     def topic(self) -> tuple[bytes, bytes, bytes]:
         """Log, source and sink: what has predecessors of its own."""
+        if type(self.message) is EncodedMessage:  # of a stream that has been met its address is known
+            return self.incarnation, self.message.stamp.address, b""
         attributes = self.message.attributes
         return self.incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString()
 
@@ -97,7 +102,15 @@ class Acceptor:
     `dropped`: duplicate, refused (does not follow), behind_refused, unreadable (not a UMessage, or a gap without end).
     """
 
-    def __init__(self, positions: Positions | None = None, places: Places | None = None) -> None:
+    def __init__(
+        self,
+        positions: Positions | None = None,
+        places: Places | None = None,
+        *,
+        read: Callable[[bytes], Any] = UMessage.FromString,
+    ) -> None:
+        """`read` makes the message of a record. Raises DecodeError."""
+        self._read = read
         self.places = places.copy() if places is not None else Places(dict(positions or {}))
         self.dropped: Counter[str] = Counter()
         self._base: Positions = dict(self.positions)  # of a topic not in `_newest` nothing has come after this
@@ -122,7 +135,7 @@ class Acceptor:
         for incarnation in [one for one in self.positions if one not in following] if following else []:
             self._lose(incarnation, accepted)  # the service names all its logs there
         for batch in response.batches:
-            records = decode(batch)
+            records = decode(batch, self._read)
             if records is None or not self._take(batch.incarnation, records, accepted):
                 following.pop(batch.incarnation, None)
         for incarnation, seq in following.items():
@@ -150,6 +163,10 @@ class Acceptor:
         self._refused_in_a_row = 0
         self.places.idle.discard(incarnation)
         return Verdict.TAKEN
+
+    def begin_here(self) -> None:
+        """More topics are wanted, from these places on: what the first record of one names before it is not ours."""
+        self._base = dict(self.positions)
 
     def resume(self, places: Places) -> None:
         """Go on from `places`, which another acceptor came to with these topics; what was taken here already will be a
@@ -224,18 +241,36 @@ def went_back(gap: Gap) -> bool:
     return gap.reason == Gap.REASON_CORRUPTION and gap.before_seq - 1 <= gap.after_seq
 
 
-def decode(batch: RecordBatch) -> list[Record | int] | None:
+def decode(batch: RecordBatch, read: Callable[[bytes], Any] = UMessage.FromString) -> list[Record | int] | None:
     """Its records; the seq alone of what is no UMessage. None if the columns have different lengths, or a seq is none
-    that a log gives."""
+    that a log gives, or where a record comes from can't be read."""
     columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
     if len({len(column) for column in columns}) != 1:
         return None
     if batch.seq and not (min(batch.seq) > 0 and max(*batch.seq, *batch.prev_seq) <= SEQ_MAX):
         return None
+    origins = _origins(batch)
+    if origins is None:
+        return None
     records: list[Record | int] = []
-    for seq, prev_seq, time_ms, data in zip(*columns, strict=True):
+    for seq, prev_seq, time_ms, data, origin in zip(*columns, origins, strict=True):
         try:
-            records.append(Record(batch.incarnation, seq, prev_seq, time_ms, UMessage.FromString(data)))
+            records.append(Record(batch.incarnation, seq, prev_seq, time_ms, read(data), origin))
         except DecodeError:
             records.append(seq)
     return records
+
+
+def _origins(batch: RecordBatch) -> Sequence[Origin | None] | None:
+    """One for each record; None if they can't be read."""
+    logs, places, seqs = batch.origin_incarnation, batch.origin, batch.origin_seq
+    if not (logs or places or seqs):
+        return [None] * len(batch.seq)
+    if not len(places) == len(seqs) == len(batch.seq) or {len(log) for log in logs} - {INCARNATION_BYTES}:
+        return None
+    if max(places, default=0) > len(logs) or max(seqs, default=0) > SEQ_MAX:
+        return None
+    pairs = list(zip(places, seqs, strict=True))
+    if any(place and not seq for place, seq in pairs):
+        return None
+    return [Origin(logs[place - 1], seq) if place else None for place, seq in pairs]

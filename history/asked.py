@@ -10,7 +10,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from history import witness
 from history.log import Log
@@ -22,6 +22,9 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
+
+if TYPE_CHECKING:
+    from history.followers import Follower
 
 PATTERNS_MAX: Final = 1_000  # of one request; who wants more wants a wildcard
 WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every kind of stream
@@ -47,21 +50,21 @@ def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
     if len(topics) > PATTERNS_MAX:
         what = f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards"
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-    patterns = {one.key: one for one in (_pattern(topic.SerializeToString(), caller) for topic in topics)}
+    patterns = {one.key: one for one in (pattern_of(topic.SerializeToString(), caller) for topic in topics)}
     if sum(one.is_wild for one in patterns.values()) > WILDCARD_PATTERNS_MAX:
         what = f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards"
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
     return Patterns(tuple(sorted(patterns)), tuple(one.uri for one in patterns.values()))
 
 
-class _Pattern(NamedTuple):
+class Pattern(NamedTuple):
     key: tuple[str, int, int, int]
     uri: UUri
     is_wild: bool
 
 
 @functools.lru_cache(maxsize=PATTERNS_KNOWN_MAX)
-def _pattern(topic: bytes, caller: str) -> _Pattern:
+def pattern_of(topic: bytes, caller: str) -> Pattern:
     """Valid ones are remembered: consumers name theirs with each poll. What raises is not, so that junk can't fill the
     cache."""
     given = UUri.FromString(topic)
@@ -70,7 +73,7 @@ def _pattern(topic: bytes, caller: str) -> _Pattern:
     if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
         what = f"{uris.format(given)} can't be a topic"
         raise invalid(f"{what}: expected a resource of 8000 to FFFE, or the wildcard FFFF")
-    return _Pattern(uris.key(pattern), pattern, uris.has_wildcard(pattern))
+    return Pattern(uris.key(pattern), pattern, uris.has_wildcard(pattern))
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +98,9 @@ class Poll:
     places: dict[Log, int] = field(default_factory=dict)  # where each log is read on
     response: PollResponse = field(default_factory=PollResponse)
     woken: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits
+    follower: Follower | None = None  # who says what is wanted, in place of `patterns`
+    is_pushed: bool = False  # asked on its behalf
+    is_cut: bool = False  # to be answered with what there is
 
     def end(self, log: Log) -> int:
         return min(log.newest_seq, self.until.get(log.incarnation, log.newest_seq))
@@ -122,6 +128,8 @@ def checked(asked: PollRequest, attributes: UAttributes, now_ms: int) -> Poll:
     most = max((len(one.witnesses) for one in asked.positions), default=0)
     if most > witness.WITNESSES_MAX:
         raise invalid(f"a position has at most {witness.WITNESSES_MAX} witnesses, got {most}")
+    if asked.follower and asked.topics:
+        raise invalid("a poll names topics, or a follower that has named them before, not both")
     ttl = attributes.ttl
     left_ms = ttl - max(0, now_ms - uuids.time_ms(attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
     caller = attributes.source.authority_name

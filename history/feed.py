@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Self
@@ -23,7 +23,8 @@ import structlog
 
 from history.acceptor import Acceptor, Places, Positions, Record, Verdict, decode
 from history.asked import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
-from history.subscriber import HistoryClient, Poller
+from history.client import HistoryClient, Poller
+from history.follow import Following
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
@@ -34,11 +35,12 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
-FEEDS_MAX: Final = 1_000  # who wants more topics asks for a pattern with a GaplessSubscriber of its own
-# of messages that wait for one listener, and of an answer: 256 MiB if all hang; beyond it, it catches up
+FEEDS_MAX: Final = 16_384  # who wants more topics asks for a pattern with a GaplessSubscriber of its own
+TOPICS_MAX: Final = 16_384  # of one conversation: what a service keeps for one authority
+# of messages that wait for one listener, and of an answer; beyond it, it catches up
 FEED_BYTES_MAX: Final = 256 << 10
+FEEDS_BYTES_MAX: Final = 64 << 20  # that wait for all listeners together, if many hang
 CATCHING_UP_MAX: Final = 8  # polls at once, which is what a service answers at once
-JOIN_WAIT_MS: Final = 250  # of the shared poll while listeners come; a longer one is broken off for them
 # a listener that takes longer for what it is given isn't at the end any more, and would hold the others back
 JOIN_HANDOVER_MS: Final = 100
 JOIN_BEHIND_MAX: Final = 65_536  # records of the log; who is further behind the shared poll than that catches up first
@@ -51,10 +53,20 @@ id."""
 log = structlog.get_logger()
 
 
+class _Held:
+    """Bytes of messages that wait for listeners, all together."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
 class _Feed:
     """One listener of one topic: where it is, and what waits for it."""
 
-    def __init__(self, topic: UUri, start: PollRequest, positions: Positions, listener: UListener) -> None:
+    def __init__(
+        self, topic: UUri, start: PollRequest, positions: Positions, listener: UListener, together: _Held
+    ) -> None:
+        self._together = together
         self.topic, self.key, self.is_wildcard = topic, uris.key(topic), uris.has_wildcard(topic)
         self.start, self.listener = start, listener
         self.acceptor = Acceptor(positions)
@@ -72,7 +84,8 @@ class _Feed:
     def take(self, records: list[Record]) -> bool:
         """False if it has to catch up: too much waits already, or something is missing before one of these."""
         bytes = sum(record.message.ByteSize() for record in records)
-        if self.inbox and self.held_bytes + bytes > FEED_BYTES_MAX:
+        is_much = self.held_bytes + bytes > FEED_BYTES_MAX or self._together.bytes + bytes > FEEDS_BYTES_MAX
+        if self.inbox and is_much:
             return False
         taken: list[Record] = []
         verdict = Verdict.TAKEN
@@ -84,7 +97,7 @@ class _Feed:
                 taken.append(record)
         if taken:
             self.inbox.append((taken, bytes))
-            self.held_bytes += bytes
+            self._hold(bytes)
             self.woken.set()
         return verdict is not Verdict.REFUSED
 
@@ -100,42 +113,74 @@ class _Feed:
                 await self.woken.wait()
                 continue
             await _hand_over(self.listener, self.inbox[0][0])
-            self.held_bytes -= self.inbox.popleft()[1]
+            self._hold(-self.inbox.popleft()[1])
+
+    def _hold(self, bytes: int) -> None:
+        self.held_bytes += bytes
+        self._together.bytes += bytes
+
+    def close(self) -> None:
+        """Nothing waits for it any more."""
+        self._hold(-self.held_bytes)
+        self.inbox.clear()
 
 
 class _Shared:
-    """One long poll for many feeds that are at the end. Who joins must not have more than PATTERNS_MAX topics beside
-    it."""
+    """One conversation for many feeds that are at the end: the service is told their topics once, and one long poll
+    waits for all of them."""
 
     def __init__(self, client: HistoryClient) -> None:
-        self._poller = Poller(client)
+        self._following = Following(
+            client,
+            mode="poll",
+            start=PollRequest(latest=True),
+            max_bytes=FEED_BYTES_MAX,
+            on_denied=self._denied,
+        )
         self._places = Places()
         self._feeds: dict[_Feed, None] = {}
         self._joining: dict[_Feed, None] = {}
+        self._topics: Counter[Any] = Counter()  # how many feeds have each
+        self._wildcards = 0
         self._wanting = Cache[Any, list[_Feed]](SOURCES_MAX)  # by source, as they come
         self._task: asyncio.Task[None] | None = None
-        self._polling: asyncio.Task[PollResponse | None] | None = None
-        self._waits_until = 0.0  # the poll that is under way
 
     def has_room(self, feed: _Feed) -> bool:
-        topics = {one.key: one.is_wildcard for one in (*self._feeds, *self._joining, feed)}
-        return len(topics) <= PATTERNS_MAX and sum(topics.values()) <= WILDCARD_PATTERNS_MAX
+        if self._topics[feed.key]:
+            return True
+        return len(self._topics) < self._topics_max and self._wildcards + feed.is_wildcard <= WILDCARD_PATTERNS_MAX
+
+    @property
+    def _topics_max(self) -> int:
+        """A service that knows no commands is told all topics with each poll."""
+        return TOPICS_MAX if self._following.knows_commands else PATTERNS_MAX
 
     def join(self, feed: _Feed) -> None:
-        """With the next poll, which is soon: the one that is under way may be broken off."""
+        """With the first poll after its topic is followed: the one that is under way is answered for that."""
         feed.is_out = False
         self._joining[feed] = None
+        self._topics[feed.key] += 1
+        if self._topics[feed.key] == 1:
+            self._wildcards += feed.is_wildcard
+            self._following.follow(feed.topic)
+        self._start()
+
+    def _start(self) -> None:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="feeds")
-        elif self._polling is not None and self._waits_until - asyncio.get_running_loop().time() > JOIN_WAIT_MS / 1000:
-            self._polling.cancel()
 
     def leave(self, feed: _Feed) -> None:
+        if feed not in self._feeds and feed not in self._joining:
+            return
         self._joining.pop(feed, None)
         self._feeds.pop(feed, None)
         self._wanting.clear()
-        if not self._feeds and self._polling is not None:
-            self._polling.cancel()
+        feed.fall_out()
+        self._topics[feed.key] -= 1
+        if not self._topics[feed.key]:
+            del self._topics[feed.key]
+            self._wildcards -= feed.is_wildcard
+            self._following.unfollow(feed.topic)  # and what is waited for is answered
 
     async def close(self) -> None:
         if self._task is not None:
@@ -143,53 +188,50 @@ class _Shared:
 
     async def _run(self) -> None:
         try:
-            while self._feeds or self._joining:
-                self._admit()
-                try:
-                    response = await self._poll() if self._feeds else None
-                    if response is not None:
-                        self._deliver(response)
-                except Exception as error:
-                    # One of them may be refused: each learns that by itself, and is told.
-                    what = "the history refuses to feed all listeners at once; each is fed alone"
-                    log.warning(what, error=repr(error))
-                    self._scatter()
-                    await self._poller.pause()
+            async with self._following as following:
+                while self._topics:
+                    try:
+                        await following.told()
+                        self._admit()
+                        response = await following.next(self._places) if self._feeds else None
+                        if response is not None:
+                            self._deliver(response)
+                    except UStatusError as error:
+                        # One of them may be refused: each learns that by itself, and is told.
+                        what = "the history refuses to feed all listeners at once; each is fed alone"
+                        log.warning(what, error=repr(error))
+                        self._scatter()
+                        await following.begin_again()
         finally:
             self._task = None
+        if self._topics:  # somebody came meanwhile
+            self._start()
+
+    def _denied(self, topic: UUri) -> None:
+        """Each of them learns it by a poll of its own, and is told."""
+        key = uris.key(topic)
+        for feed in [one for one in (*self._feeds, *self._joining) if one.key == key]:
+            self.leave(feed)
 
     def _admit(self) -> None:
-        joining, self._joining = self._joining, {}
-        for feed in joining:
+        """Those whose topics are followed by now."""
+        if self._joining:
+            self._wanting.clear()
+        for feed in list(self._joining):
             mine, theirs = self._places.positions, feed.acceptor.positions
             if not self._feeds:
                 self._places = feed.acceptor.places.copy()
             elif mine.keys() != theirs.keys():  # a log is new: who doesn't know of it, learns it by a poll of its own
                 self._scatter()
-                feed.fall_out()
+                self.leave(feed)
                 continue
             elif any(seq - theirs[incarnation] > JOIN_BEHIND_MAX for incarnation, seq in mine.items()):
-                feed.fall_out()
+                self.leave(feed)
                 continue
             else:
                 mine.update({incarnation: min(seq, theirs[incarnation]) for incarnation, seq in mine.items()})
+            del self._joining[feed]
             self._feeds[feed] = None
-        if joining:
-            self._wanting.clear()
-            self._poller.wait_ms = JOIN_WAIT_MS
-
-    async def _poll(self) -> PollResponse | None:
-        """None if there was no answer, or somebody wants to join."""
-        request = PollRequest(positions=self._places.request(), latest=True, max_bytes=FEED_BYTES_MAX)
-        request.topics.extend({feed.key: feed.topic for feed in self._feeds}.values())
-        self._waits_until = asyncio.get_running_loop().time() + self._poller.wait_ms / 1000
-        polling = self._polling = asyncio.create_task(self._poller.poll(request), name="poll for all feeds")
-        try:
-            await asyncio.wait([polling])
-        finally:
-            self._polling = None
-            polling.cancel()
-        return None if polling.cancelled() else polling.result()
 
     def _deliver(self, response: PollResponse) -> None:
         """What is not simple is left to each feed's own poll, whose answer is about its topic alone."""
@@ -229,10 +271,8 @@ class _Shared:
 
     def _drop(self, feed: _Feed) -> None:
         """It goes on from where all were before the answer at hand."""
-        del self._feeds[feed]
-        self._wanting.clear()
         feed.acceptor.resume(self._places)
-        feed.fall_out()
+        self.leave(feed)
 
 
 class HistoryFeed:
@@ -241,6 +281,7 @@ class HistoryFeed:
     def __init__(self, client: HistoryClient, *, on_gap: Callable[[UUri, Gap], None] | None = None) -> None:
         self._client, self._on_gap = client, on_gap
         self._feeds: dict[tuple[Any, int], asyncio.Task[None]] = {}
+        self._held = _Held()
         self._shared: list[_Shared] = []
         self._poller = Poller(client, wait_ms_max=0)
         self._catching_up = asyncio.Semaphore(CATCHING_UP_MAX)
@@ -277,7 +318,7 @@ class HistoryFeed:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         start, positions = await self._start(topic, since)
         if key not in self._feeds:  # nobody was quicker
-            feeding = self._feed(_Feed(topic, start, positions, listener))
+            feeding = self._feed(_Feed(topic, start, positions, listener, self._held))
             feed = self._feeds[key] = asyncio.create_task(feeding, name=f"feed of {uris.format(topic)}")
             feed.add_done_callback(lambda done: self._forget(key, done))
 
@@ -318,6 +359,8 @@ class HistoryFeed:
         except UStatusError as error:
             what = "the history refuses to go on: this listener hears no more"
             log.error(what, topic=uris.format(feed.topic), error=str(error))
+        finally:
+            feed.close()
 
     async def _catch_up(self, feed: _Feed) -> None:
         """Until the listener has all there was a moment ago. Raises UStatusError if the history refuses."""

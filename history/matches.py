@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from history.log import Log, Stream
 from history.numbers import Numbers
-from history.stream import address_of, authority_of, kind_of
+from history.stream import authority_of, is_publish, kind_of, plain_address
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication.shares import CALLERS_SHARE
@@ -89,26 +89,16 @@ class Patterns(NamedTuple):
     uris: tuple[UUri, ...]
 
 
-def is_publish(stream: Stream) -> bool:
-    """Publishes only: no sink, or the one that a streamer sets (an authority, all else wildcard)."""
-    sink = stream.sink
-    return sink is None or (
-        sink.ue_id == uris.WILDCARD_ENTITY
-        and sink.ue_version_major == uris.WILDCARD_VERSION
-        and sink.resource_id == uris.WILDCARD_RESOURCE
-    )
-
-
 class Match:
-    """The streams of one log that some of the patterns match and that may be seen; no pattern matches every topic.
+    """The streams of one log that some of the patterns match and that may be seen.
 
     `withheld` counts those that match and may not be seen. `authorities`: of which alone they can be; None: of any.
     """
 
     def __init__(self, log: Log, patterns: Sequence[UUri], sight: Sight = EVERYTHING) -> None:
         self._log, self._sight = log, sight
-        wild = [one for one in patterns if uris.has_wildcard(one)] if patterns else [uris.ANY]
-        self._exact = {address_of(one, None) for one in patterns if not uris.has_wildcard(one)}
+        wild = [one for one in patterns if uris.has_wildcard(one)]
+        self._exact = {plain_address(one) for one in patterns if not uris.has_wildcard(one)}
         self._is_all = uris.ANY in wild
         self._anywhere = [one for one in wild if uris.is_pattern(one.authority_name)]
         self._kinds: Cache[bytes, bool] = Cache(KINDS_MAX)
@@ -119,7 +109,7 @@ class Match:
                 self._named.setdefault(one.authority_name, []).append(one)
                 if uris.key(one) == uris.key(uris.pattern(one.authority_name)):
                     self._whole.add(one.authority_name)
-        self.authorities = None if self._anywhere else frozenset(one.authority_name for one in patterns)
+        self.authorities = None if self._anywhere else {one.authority_name for one in patterns}
         self._alike: Cache[str, Hashable] = Cache(KINDS_MAX)
         self._seen_whole: Cache[str, bool] = Cache(KINDS_MAX)  # whether all of an authority is seen
         self._seen_alike: Cache[tuple[Hashable, bytes], bool] = Cache(KINDS_MAX)
@@ -179,6 +169,22 @@ class Match:
         """All streams there are when this returns have been looked at."""
         while not self.advance():  # noqa: ASYNC110 - gives way, waits for nothing
             await asyncio.sleep(0)
+
+    def add(self, topic: UUri) -> None:
+        """One more topic, without wildcards: only its own streams are looked at."""
+        self._exact.add(topic.SerializeToString())
+        if self.authorities is not None:
+            self.authorities.add(topic.authority_name)
+        for stream in self._log.publishes_from(topic):
+            if stream.id <= self._seen and stream.id not in self.ids:  # the others' turn comes
+                self._take(stream)
+
+    def discard(self, topic: UUri) -> None:
+        """Not by itself any more: its streams stay as far as a pattern with wildcards matches them."""
+        address = plain_address(topic)
+        self._exact.discard(address)
+        if not self._matches(address):
+            self.ids.difference_update(stream.id for stream in self._log.publishes_from(topic))
 
     def forget(self, ids: Set[int]) -> None:
         gone = self.ids & ids  # of two sets the smaller one is walked: most matches are small
@@ -356,11 +362,16 @@ class Matches:
             if patterns.uris and not any(seen):
                 raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
             self._make_room(caller)
-            known = (caller, {log: Match(log, patterns.uris, sight) for log in self._logs})
-            for log, match in known[1].items():
-                self._in_use[log].add(match)
+            known = (caller, self.make(patterns.uris or (uris.ANY,), sight))
         self._cached[key] = known
         return known[1]
+
+    def make(self, topics: Sequence[UUri], sight: Sight) -> dict[Log, Match]:
+        """A match for each log that is the caller's own, to be changed by it. None of `topics`: nothing matches."""
+        made = {log: Match(log, topics, sight) for log in self._logs}
+        for log, match in made.items():
+            self._in_use[log].add(match)
+        return made
 
     def _make_room(self, caller: str) -> None:
         """Who asks for ever other topics pushes out its own."""

@@ -1,4 +1,4 @@
-"""core.ustreamer: the history on the wire (Describe, Poll), over any transport.
+"""core.ustreamer: the history on the wire (Describe, Poll, Command), over any transport.
 
 request -> checked, allowed? -> turn -> places: one per log -> collect: scan, gaps -> reply with `next`
                                  ^                               | nothing yet
@@ -12,24 +12,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, Protocol
 
 from history import witness
 from history.asked import Poll, checked, patterns_of
+from history.batch import add_records
 from history.consumers import Consumers, Owner, cursor_name
 from history.describe import Listing, describe
+from history.followers import TOPICS_MAX, Followers
 from history.log import Log
 from history.matches import EVERYTHING, Access, Matches
 from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.communication.shares import CALLERS_SHARE, Shares, Turns
-from uprotocol.core.ustreamer.ids import DESCRIBE, ENTITY, POLL, VERSION
+from uprotocol.core.ustreamer.ids import COMMAND, DESCRIBE, ENTITY, FRAMES, POLL, VERSION
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    CommandRequest,
+    CommandResponse,
     DescribeRequest,
     DescribeResponse,
     Gap,
+    HandOver,
     PollRequest,
     PollResponse,
     Position,
@@ -41,6 +46,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 # of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
 POLL_STEPS_MAX: Final = 16
@@ -53,13 +59,23 @@ REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
 DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
 
 
+class HandingOver(Protocol):
+    """Who decides whether publishes are pushed to a caller's network, or it follows."""
+
+    async def asked(self, caller: UUri, asked: HandOver) -> list[Position]:
+        """Where the caller begins to follow. Raises UStatusError."""
+
+    def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
+        """All up to here is safe with the caller, by log."""
+
+
 class HistoryService:
-    """Serves the `logs` of one streamer at uEntity 4, version 1 of the authority of `local`. Only publishes are
-    visible.
+    """Serves `logs` at uEntity `entity`, version 1 of the authority of `local`: all of one streamer at 4, or what a
+    publisher keeps itself at an instance of that (ids.of_publisher). Only publishes are visible.
 
     `access` says which of them a caller may see (None: all); it is asked with every look at a log. `counts`, since the
     start: polls, describes, records, gaps, refused (all that were), denied (those that may not), withheld (calls that
-    matched what their caller may not see).
+    matched what their caller may not see). `followers` counts, too.
     """
 
     def __init__(
@@ -68,15 +84,19 @@ class HistoryService:
         local: LocalUriProvider,
         logs: Iterable[Log],
         *,
+        entity: int = ENTITY,
         access: Access | None = None,
         reply_bytes_max: int = REPLY_BYTES_MAX,
         replies_bytes_max: int = REPLIES_BYTES_MAX,
         share: int = CALLERS_SHARE,
         drain_ms_max: int = DRAIN_MS_MAX,
+        followed_max: int = TOPICS_MAX,
+        handing_over: HandingOver | None = None,
     ) -> None:
+        own = LocalUriProvider(local.get_authority(), entity, VERSION)
         self._server = InMemoryRpcServer(
             transport,
-            LocalUriProvider(local.get_authority(), ENTITY, VERSION),
+            own,
             requests_running_max=REQUESTS_RUNNING_MAX,
             responses_bytes_max=replies_bytes_max,
             share=share,
@@ -91,6 +111,16 @@ class HistoryService:
         self._room = Shares[str](POLLS_WAITING_MAX, share=share)  # for those that wait, by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.has_room, SEATS_MAX, share)
         self._server.responses.on_taken(self._turns.look)
+        self._handing_over = handing_over
+        self.followers = Followers(
+            self._matches,
+            self._access.of,
+            self._answer_counted,
+            self._server.responses,
+            own.get_resource(FRAMES),
+            share=share,
+            topics_max=followed_max,
+        )
         self.consumers = Consumers(self._logs, uuids.now_ms, share=share)
         self._seen: dict[Log, int] = {}
         self._stop_listening: list[Callable[[], None]] = []
@@ -109,10 +139,12 @@ class HistoryService:
             self._stop_listening.append(log.on_append(lambda log=log: self._appended(log)))  # type: ignore[misc]
         await self._server.register_request_handler(DESCRIBE, self._describe)
         await self._server.register_request_handler(POLL, self._poll)
+        await self._server.register_request_handler(COMMAND, self._command)
 
     async def stop(self) -> None:
         """Answer the polls that wait, and take no more. May be called twice. The logs stay open."""
         self._stopping = True
+        await self.followers.close()
         for poll in self._waiting:
             poll.woken.set()
         for end in self._stop_listening:
@@ -146,24 +178,70 @@ class HistoryService:
         self.counts["withheld"] += any(match.withholds for match in matches.values())
         return response
 
+    # -- Command
+
+    async def _command(self, request: UMessage) -> CommandResponse:
+        caller = request.attributes.source
+        with self._counted("commands"):
+            asked = UPayload.of(request).unpack(CommandRequest)
+            if asked.HasField("push") and asked.push.poll.consumer:
+                self.consumers.require(asked.push.poll.consumer, Owner.of(caller))
+            answer = self.followers.command(asked, request.attributes)
+            if asked.acked:
+                self._acknowledge(asked, caller)
+        if asked.HasField("hand_over"):
+            if self._handing_over is None:
+                raise UStatusError(UCode.PERMISSION_DENIED, "nothing is pushed from here that could be handed over")
+            handed_over = await self._handing_over.asked(caller, asked.hand_over)
+            del answer.handed_over[:]
+            answer.handed_over.extend(handed_over)
+        return answer
+
+    def _acknowledge(self, asked: CommandRequest, caller: UUri) -> None:
+        """Move the cursor of the consumer for whom it is pushed, and of who has taken over."""
+        if self._handing_over is not None:
+            self._handing_over.acknowledged(caller, {one.incarnation: one.seq for one in asked.acked})
+        consumer, lease_ms = self.followers.consumer_of(asked, caller)
+        for log in self._logs if consumer else ():
+            for position in asked.acked:
+                if position.incarnation == log.incarnation:
+                    self.consumers.hold(consumer, Owner.of(caller), log, position.seq, lease_ms)
+
     # -- Poll
 
     async def _poll(self, request: UMessage) -> PollResponse:
         with self._counted("polls"):
             asked = UPayload.of(request).unpack(PollRequest)
             poll = checked(asked, request.attributes, uuids.now_ms())
+            if asked.follower:
+                poll.follower = self.followers.of(asked, poll.source)
             self._look_again(poll)
             if asked.consumer:
                 self.consumers.require(asked.consumer, Owner.of(poll.source))
-        poll.response.more = await self._answer(poll)
+            if poll.acked and self._handing_over is not None:
+                self._handing_over.acknowledged(poll.source, poll.acked)
+        await self._answer_counted(poll)
+        return poll.response
+
+    async def _answer_counted(self, poll: Poll) -> None:
+        if poll.follower is None:
+            poll.response.more = await self._answer(poll)
+        else:
+            self.followers.begins(poll)
+            try:
+                poll.response.more = await self._answer(poll)
+            finally:
+                self.followers.ends(poll)
         self.counts["records"] += sum(len(batch.seq) for batch in poll.response.batches)
         self.counts["gaps"] += len(poll.response.gaps)
-        return poll.response
 
     def _look_again(self, poll: Poll) -> None:
         """What the caller may see now: that may have changed while it waited. Raises PERMISSION_DENIED."""
         sight = self._access.of(poll.source)
-        if poll.sight is None or poll.sight.key != sight.key:
+        if poll.follower is not None:
+            poll.follower.look_again(sight)
+            poll.sight, poll.matches = sight, poll.follower.matches
+        elif poll.sight is None or poll.sight.key != sight.key:
             poll.sight, poll.matches = sight, self._matches.of(poll.patterns, sight, poll.caller)
 
     async def _place(self, poll: Poll) -> None:
@@ -243,8 +321,9 @@ class HistoryService:
         try:
             while True:
                 poll.woken.clear()
+                self._look_again(poll)
                 is_done = await self._look(poll, gives_up - time())
-                if is_done or poll.is_over or self._stopping or deadline <= time():
+                if is_done or poll.is_over or poll.is_cut or self._stopping or deadline <= time():
                     return is_done and bool(poll.pending)
                 if full is not None:
                     whose = f" of authority {poll.caller!r}" if full.is_of_one else ""
@@ -253,7 +332,6 @@ class HistoryService:
                 with contextlib.suppress(TimeoutError):  # then look once more: `next` covers what was not for this poll
                     async with asyncio.timeout_at(deadline):
                         await poll.woken.wait()
-                self._look_again(poll)
         finally:
             if full is None:
                 self._waiting.discard(poll)
@@ -284,6 +362,7 @@ class HistoryService:
         complete, gaps = True, poll.response.gaps
         pending = poll.pending
         records, bytes = poll.records_max, poll.bytes_max
+        thinning = poll.follower.thinning if poll.follower is not None else None
         for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
             batch = RecordBatch(incarnation=log.incarnation)
             share_records, share_bytes = max(1, records // left), max(1, bytes // left)
@@ -306,11 +385,8 @@ class HistoryService:
                 if place < found.floor_seq and await match.has_passed(found.floor_seq, place):
                     gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, found.floor_seq + 1))
                 gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *bounds) for bounds in found.gaps)
-                for chunk in found.chunks:
-                    batch.seq.extend(chunk.seqs)
-                    batch.prev_seq.extend(chunk.prev_seqs)
-                    batch.time_ms.extend([chunk.time_ms] * len(chunk))
-                    batch.message.extend(chunk.data)
+                for chunk in found.chunks if thinning is None else await thinning.all_of(log, found.chunks):
+                    add_records(batch, chunk)
                 records -= share_records - found.records_left
                 bytes -= share_bytes - found.bytes_left
                 share_records, share_bytes = found.records_left, found.bytes_left

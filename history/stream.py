@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from history.chunk import ID_BYTES
+from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 
 _AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a UUri, as protobuf writes it, and then ...
@@ -85,10 +86,11 @@ def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) 
 
 def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:
     """The same for the same address, whatever unknown fields a sender has put into it."""
-    return _plain(source) if sink is None else (_plain(source), _plain(sink))
+    return plain_address(source) if sink is None else (plain_address(source), plain_address(sink))
 
 
-def _plain(uri: UUri) -> bytes:
+def plain_address(uri: UUri) -> bytes:
+    """As the log has it."""
     return UUri(
         authority_name=uri.authority_name,
         ue_id=uri.ue_id,
@@ -111,3 +113,11 @@ def kind_of(address: bytes) -> bytes:
     uri = UUri.FromString(address)
     uri.authority_name = ""
     return uri.SerializeToString()
+
+
+_ALL_OF_ONE: Final = kind_of(uris.ANY.SerializeToString())
+
+
+def is_publish(stream: Stream) -> bool:
+    """No sink, or the one that a streamer sets (an authority, all else wildcard)."""
+    return stream.sink_bytes is None or kind_of(stream.sink_bytes) == _ALL_OF_ONE

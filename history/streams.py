@@ -21,6 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from history.load import FORGOTTEN_PREFIX, OTHERS, Stream, address_of, authority_of
+from history.stream import is_publish, plain_address
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -78,6 +79,7 @@ class Streams(abc.ABC):
         # by source authority: up to which seq there were records of forgotten streams
         self._forgotten = dict(storage.loaded.forgotten)
         self._by_address: dict[Address, Stream] = {}
+        self._aimed: dict[bytes, list[Stream]] = {}  # by source: publishes of which a streamer has named the sink
         self._ids = array("Q")  # in order; with some that are forgotten
         self._counts: Counter[str] = Counter()  # by source authority
         self._of_authority: dict[str, array[int]] = {}  # as `_ids`, by source authority
@@ -97,6 +99,7 @@ class Streams(abc.ABC):
         self._by_address = {stream.address: stream for stream in table.values()}
         for stream in table.values():
             self._note_authority(authority_of(stream.source_bytes), stream.id)
+            self._note_aim(stream)
         self._due = [stream.newest_seq << 64 | id for id, stream in table.items() if stream.records]
         self._fresh = {id: now_s for id, stream in table.items() if not stream.records}
         heapq.heapify(self._due)
@@ -132,6 +135,7 @@ class Streams(abc.ABC):
         self._table[stream.id] = self._by_address[address] = stream
         self._ids.append(stream.id)
         self._note_authority(source.authority_name, stream.id)
+        self._note_aim(stream)
         self._fresh[stream.id] = self._loop.time()
         # at once is not needed: before it has a record nobody misses it
         self._storage.save(lambda writer: writer.save_stream(stream), at_once=False)
@@ -143,6 +147,10 @@ class Streams(abc.ABC):
         if known is None:
             known = self._of_authority[authority] = array("Q")
         known.append(id)
+
+    def _note_aim(self, stream: Stream) -> None:
+        if stream.sink_bytes is not None and is_publish(stream):
+            self._aimed.setdefault(stream.source_bytes, []).append(stream)
 
     def _numbered_anew(self, streams: list[int], messages: Sequence[Carried]) -> list[int]:
         """Who appends may have kept a number for longer than the log has: a message says by itself where it comes from
@@ -161,6 +169,12 @@ class Streams(abc.ABC):
         """The number of what comes from `source` without sink, if it has one."""
         stream = self._by_address.get(address_of(source, None))
         return None if stream is None else stream.id
+
+    def publishes_from(self, source: UUri) -> list[Stream]:
+        """What is known of that topic: without sink, and for each authority that a streamer has named as the sink."""
+        address = plain_address(source)
+        plain = self._by_address.get(address)
+        return [*([] if plain is None else [plain]), *self._aimed.get(address, ())]
 
     def stream(self, id: int) -> Stream:
         """One that is known; see `knows_stream`."""
@@ -307,6 +321,10 @@ class Streams(abc.ABC):
         changed: dict[str, Any] = {}
         for stream in streams:
             del self._table[stream.id], self._by_address[stream.address]
+            if stream in (aimed := self._aimed.get(stream.source_bytes, [])):
+                aimed.remove(stream)
+                if not aimed:
+                    del self._aimed[stream.source_bytes]
             authority = authority_of(stream.source_bytes)
             self._counts[authority] -= 1
             if not self._counts[authority]:

@@ -1,8 +1,8 @@
-"""The client side of the history: poll, and a subscriber that never misses a record in silence.
+"""A subscriber that never misses a record in silence.
 
-Poll -> Acceptor: does each record directly follow the last one of its topic? -> queue -> batches() -> the application
-  ^        | no: drop the rest, go back, poll again                                            |
-  '--------+------- positions, acked <--- cursor (file, replaced whole) <--- batch was taken --'
+Following -> Acceptor: does each record directly follow the last one of its topic? -> queue -> batches() -> application
+  ^            | no: drop the rest, go back, poll again                                            |
+  '------------+------- positions, acked <--- cursor (file, replaced whole) <--- batch was taken --'
 """
 
 from __future__ import annotations
@@ -13,157 +13,29 @@ import json
 import os
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
 import structlog
 
 from history.acceptor import Accepted, Acceptor, Places, Positions, Record
+from history.asked import PATTERNS_MAX
+from history.client import WAIT_MS_MAX, HistoryClient, Poller
+from history.follow import Following, Mode
+from history.matches import HIDDEN
 from uprotocol import uri as uris
-from uprotocol.communication import CallOptions, RpcClient
-from uprotocol.core.ustreamer.ids import DESCRIBE, POLL
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
-    DescribeRequest,
-    DescribeResponse,
-    Gap,
-    LogState,
-    PollRequest,
-    PollResponse,
-    Position,
-    TopicState,
-)
-from uprotocol.message import M, UPayload
-from uprotocol.pacing import Backoff
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-TIMEOUT_MS: Final = 10_000  # of a call, beside what the service may wait
-WAIT_MS_MIN: Final = 500  # of a long poll, on a network that loses or cuts long calls
-WAIT_MS_MAX: Final = 30_000  # on a quiet and sound one: two calls a minute say that both are alive
-BACKOFF_MS_MIN: Final = 100
-BACKOFF_MS_MAX: Final = 10_000  # a streamer that is back is found within that
-PAUSE_MS: Final = 100  # between polls, if a service answers at once with nothing though it was asked to wait
 # polled while the application still works on the one before; each at most the service's limit
 BATCHES_AHEAD_MAX: Final = 2
 # between two writes of the file while batches pass; what is lost of it comes twice after a restart
 CURSOR_SAVE_MS: Final = 1_000
-AGAIN: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED})
 
 log = structlog.get_logger()
-
-
-class HistoryClient:
-    """Calls core.ustreamer at `service` (its resource does not matter). Bound to no loop but that of `rpc_client`.
-
-    All methods raise UStatusError: what the service answered, DEADLINE_EXCEEDED after `timeout_ms` (and what a poll
-    may wait), or DATA_LOSS if the answer can't be read.
-    """
-
-    def __init__(self, rpc_client: RpcClient, service: UUri, *, timeout_ms: int = TIMEOUT_MS) -> None:
-        self._rpc, self._timeout_ms = rpc_client, timeout_ms
-        self.authority = service.authority_name
-        address = (service.authority_name, service.ue_id, service.ue_version_major)
-        self._describe, self._poll = (uris.uri(*address, method) for method in (DESCRIBE, POLL))
-
-    async def logs(self, topics: Iterable[UUri] = ()) -> list[LogState]:
-        """The logs, each with the newest record of `topics`, which are patterns (none given: all). It costs the same
-        however many match."""
-        asked = DescribeRequest(topics=topics, listing=DescribeRequest.LISTING_NONE)
-        described = await self._call(self._describe, asked, DescribeResponse, 0)
-        for log in described.logs:
-            if not log.HasField("newest_match_seq"):  # a service of before there were pages has listed them all
-                seqs = (topic.newest_seq for topic in described.topics if topic.incarnation == log.incarnation)
-                log.newest_match_seq = max(seqs, default=0)
-        return list(described.logs)
-
-    async def topics(self, topics: Iterable[UUri] = ()) -> AsyncIterator[TopicState]:
-        """The state of each topic that matches, page by page. One that comes or is forgotten meanwhile may be missing;
-        all others are there once."""
-        asked = DescribeRequest(topics=topics, listing=DescribeRequest.LISTING_PAGE)
-        while True:
-            described = await self._call(self._describe, asked, DescribeResponse, 0)
-            for state in described.topics:
-                yield state
-            if not described.next_page:
-                return
-            if described.next_page == asked.page:
-                raise UStatusError(UCode.DATA_LOSS, f"{self.authority} gives the same page again and again")
-            asked.page = described.next_page
-
-    async def describe(self, topics: Iterable[UUri] = ()) -> DescribeResponse:
-        """The logs, and all topics that match, in one answer: RESOURCE_EXHAUSTED where those are more than some
-        thousand."""
-        return await self._call(self._describe, DescribeRequest(topics=topics), DescribeResponse, 0)
-
-    async def poll(self, request: PollRequest | None = None) -> PollResponse:
-        """One batch; waits up to `request.wait_ms` if there is nothing."""
-        request = request if request is not None else PollRequest()
-        return await self._call(self._poll, request, PollResponse, request.wait_ms)
-
-    async def _call(self, method: UUri, request: DescribeRequest | PollRequest, response: type[M], wait_ms: int) -> M:
-        # The service answers before the ttl ends, and keeps a part of it in hand for the way back.
-        options = CallOptions(timeout_ms=self._timeout_ms + wait_ms + wait_ms // 8)
-        payload = await self._rpc.invoke_method(method, UPayload.pack(request), options)
-        try:
-            return payload.unpack(response)
-        except UStatusError as error:
-            what = f"{uris.format(method)} gave an answer that can't be read: {error.message}"
-            raise UStatusError(UCode.DATA_LOSS, what) from None
-
-
-class Poller:
-    """Polls as long as the network bears, and while the service is away asks again, with growing, random pauses."""
-
-    def __init__(
-        self,
-        client: HistoryClient,
-        *,
-        wait_ms_max: int = WAIT_MS_MAX,
-        on_connected: Callable[[bool], None] | None = None,
-        rng: random.Random | None = None,
-    ) -> None:
-        self._client, self._on_connected = client, on_connected
-        self._wait_ms_max = wait_ms_max
-        self._backoff = Backoff(BACKOFF_MS_MIN, BACKOFF_MS_MAX, rng if rng is not None else random.Random())
-        self.wait_ms = min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
-        self.connected = False
-
-    async def poll(self, request: PollRequest) -> PollResponse | None:
-        """The answer, or None after a pause if there was none. Raises UStatusError if the service refuses."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        request.wait_ms = self.wait_ms
-        try:
-            response = await self._client.poll(request)
-        except UStatusError as error:
-            if error.code not in AGAIN:
-                raise
-            self.wait_ms = max(min(WAIT_MS_MIN, self._wait_ms_max), self.wait_ms // 2)
-            self._tell(False, error)
-            await self.pause()
-            return None
-        self._backoff.reset()
-        self._tell(True)
-        if not response.batches and not response.gaps and not response.more and request.wait_ms:
-            if (loop.time() - began) * 1000 < request.wait_ms / 4:
-                await asyncio.sleep(PAUSE_MS / 1000)
-            self.wait_ms = min(request.wait_ms * 2, self._wait_ms_max)
-        return response
-
-    async def pause(self) -> None:
-        """Ever longer, until there is an answer."""
-        await self._backoff.wait()
-
-    def _tell(self, connected: bool, error: UStatusError | None = None) -> None:
-        if connected == self.connected:
-            return
-        self.connected = connected
-        if error is not None:
-            log.warning("the history does not answer; asking again", error=str(error))
-        if self._on_connected is not None:
-            self._on_connected(connected)
 
 
 class CursorFile:
@@ -239,7 +111,10 @@ class GaplessSubscriber:
     whether the service answers. Both are called on the loop, and kept as `gaps` (counted) and `connected`. While the
     service is away it is asked again, with growing, random pauses; any other error ends the iteration. `next_batch` and
     `commit` are the plain interface below.
-    `dropped`: see Acceptor.
+
+    `mode`: how records come, see Following; it may be set at any time, and nothing is lost or doubled by that. Only a
+    client that can be pushed to is. With `sample_period_ms` each topic has one record at most in each period.
+    `dropped`: see Acceptor. `counts`: see Following.
     """
 
     def __init__(
@@ -247,6 +122,8 @@ class GaplessSubscriber:
         client: HistoryClient,
         topics: Sequence[UUri] = (),
         *,
+        mode: Mode = "auto",
+        sample_period_ms: int = 0,
         start: PollRequest | None = None,
         positions: Positions | None = None,
         consumer: str = "",
@@ -259,13 +136,24 @@ class GaplessSubscriber:
         on_connected: Callable[[bool], None] | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self._request = PollRequest(
-            topics=topics, consumer=consumer, lease_ms=lease_ms, max_records=max_records, max_bytes=max_bytes
-        )
-        self._start = start if start is not None else PollRequest(earliest=True)
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
         self._on_gap = on_gap
-        self._poller = Poller(client, wait_ms_max=wait_ms_max, on_connected=on_connected, rng=rng)
+        self._following = Following(
+            client,
+            mode=mode,
+            start=start,
+            consumer=consumer,
+            consumer_lease_ms=lease_ms,
+            max_records=max_records,
+            max_bytes=max_bytes,
+            wait_ms_max=wait_ms_max,
+            plain=not sample_period_ms and len(topics) <= PATTERNS_MAX,
+            on_connected=on_connected,
+            on_denied=self._on_denied,
+            rng=rng,
+        )
+        for topic in topics or (uris.ANY,):
+            self._following.follow(topic, sample_period_ms)
         self._taken = Places(dict(positions or {}))
         self._acceptor = Acceptor(places=self._taken)
         self._queue: asyncio.Queue[Accepted | Exception] = asyncio.Queue(BATCHES_AHEAD_MAX)
@@ -273,6 +161,7 @@ class GaplessSubscriber:
         self._handed: Accepted | None = None
         self._rest: deque[Record] = deque()
         self._saved = Places()
+        self._denied = 0
         self._next_save = 0.0
         self.gaps = 0
 
@@ -283,7 +172,19 @@ class GaplessSubscriber:
 
     @property
     def connected(self) -> bool:
-        return self._poller.connected
+        return self._following.connected
+
+    @property
+    def mode(self) -> Mode:
+        return self._following.mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self._following.mode = mode
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self._following.counts
 
     @property
     def dropped(self) -> Counter[str]:
@@ -401,30 +302,25 @@ class GaplessSubscriber:
 
     async def _pull(self) -> None:
         try:
-            while True:
-                response = await self._poller.poll(self._next_request())
-                if response is None:
-                    continue
-                accepted = self._acceptor.accept(response)
-                if accepted.records or accepted.gaps:
-                    await self._queue.put(accepted)
-                elif not self._queue.full() and accepted.places != self._taken:
-                    # nothing for us, but the cursor moves on, so that retention is not held
-                    self._queue.put_nowait(accepted)
+            async with self._following as following:
+                while True:
+                    acked = (self._taken if self._file is None else self._saved).positions
+                    response = await following.next(self._acceptor.places, acked)
+                    if response is None:
+                        continue
+                    accepted = self._acceptor.accept(response)
+                    if accepted.records or accepted.gaps:
+                        await self._queue.put(accepted)
+                    elif not self._queue.full() and accepted.places != self._taken:
+                        # nothing for us, but the cursor moves on, so that retention is not held
+                        self._queue.put_nowait(accepted)
         except Exception as error:
             await self._queue.put(error)
 
-    def _next_request(self) -> PollRequest:
-        request = PollRequest()
-        request.CopyFrom(self._start)
-        for name in ("topics", "positions", "acked", "until"):
-            request.ClearField(name)
-        request.MergeFrom(self._request)
-        request.positions.extend(self._acceptor.places.request())
-        if request.consumer:
-            acked = (self._taken if self._file is None else self._saved).positions
-            request.acked.extend(Position(incarnation=incarnation, seq=seq) for incarnation, seq in acked.items())
-        return request
+    def _on_denied(self, topic: UUri) -> None:
+        self._denied += 1
+        if self._denied == len(self._following.topics):
+            raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
 
 
 __all__ = ["CursorFile", "GaplessSubscriber", "HistoryClient", "Places", "Poller", "Positions", "Record"]

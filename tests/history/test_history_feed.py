@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from history import client as client_module
 from history import feed as feeds
-from history import subscriber as subscriber_module
 from history.feed import HistoryFeed
 from history.log import Log
 from history.subscriber import HistoryClient
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, Gap, PollRequest, PollResponse
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -38,14 +38,15 @@ class Client(HistoryClient):
         super().__init__(*args, **more)
         self.polls = self.in_flight = self.in_flight_max = 0
         self.waiting: list[int] = []  # topics of each long poll that is under way
+        self.followed: dict[bytes, set[bytes]] = {}  # by follower
         self.spoil: Callable[[PollRequest, PollResponse], None] = lambda request, response: None
 
-    async def poll(self, request: PollRequest | None = None) -> PollResponse:
+    async def poll(self, request: PollRequest | None = None, *, patience_ms: int | None = None) -> PollResponse:
         assert request is not None
         self.polls += 1
         self.in_flight += 1
         self.in_flight_max = max(self.in_flight_max, self.in_flight)
-        topics = len(request.topics)
+        topics = len(self.followed.get(request.follower, ())) if request.follower else len(request.topics)
         if request.wait_ms:
             self.waiting.append(topics)
         try:
@@ -56,6 +57,16 @@ class Client(HistoryClient):
             self.in_flight -= 1
             if request.wait_ms:
                 self.waiting.remove(topics)
+
+    async def command(self, request: CommandRequest, *, patience_ms: int | None = None) -> CommandResponse:
+        response = await super().command(request)
+        followed = self.followed.setdefault(request.follower, set())
+        for change in request.changes:
+            if change.HasField("follow"):
+                followed.add(change.follow.topic.SerializeToString())
+            else:
+                followed.discard(change.unfollow.SerializeToString())
+        return response
 
 
 class World(HistoryWorld):
@@ -102,7 +113,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
     made = World()
     await made.begin(tmp_path / "l.db")
     yield made
@@ -312,7 +323,9 @@ async def test_one_that_is_refused_ends_alone(world: World, monkeypatch: pytest.
     await world.caught_up(2)
 
     def refuse(request: PollRequest, response: PollResponse) -> None:
-        if topic(1) in request.topics:
+        if topic(1) in request.topics or topic(1).SerializeToString() in world.client.followed.get(
+            request.follower, ()
+        ):
             raise UStatusError(UCode.PERMISSION_DENIED, "not this one")
 
     world.client.spoil = refuse

@@ -203,6 +203,16 @@ async def test_where_to_start(world: World) -> None:
     assert seqs(await world.client.poll(PollRequest(earliest=True)), world.durable) == [1, 2, 3]
 
 
+async def test_who_has_read_what_this_log_does_not_have_begins_after_its_time(world: World) -> None:
+    """The answer of a call, say: nothing is missed between that and the subscription."""
+    await world.append(0)
+    read_at = world.now + 5
+    world.now += 10
+    await world.append(0, 1)
+    after_id = PollRequest(after_message_id=read_at.to_bytes(6, "big") + b"\x70\x00\x80" + bytes(7))
+    assert seqs(await world.client.poll(after_id), world.durable) == [2, 3]
+
+
 async def test_retention_is_a_gap_with_bounds_unless_the_start_was_left_open(world: World) -> None:
     await world.append(0)
     await world.append(0)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history import acceptor as acceptor_module
-from history import subscriber as subscriber_module
+from history import client as client_module
 from history import witness
 from history.acceptor import Acceptor, Places, Record
 from history.log import Log
@@ -137,7 +137,7 @@ async def test_the_consumers_cursor_follows(world: World) -> None:
 async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
     told: asyncio.Queue[bool] = asyncio.Queue()
     await world.append(0, 3)
     client = HistoryClient(world.rpc, SERVICE, timeout_ms=200)
@@ -226,7 +226,7 @@ async def test_a_log_that_went_back_is_noticed_whatever_came_since(
     copied: tuple[World, Path, Path], tmp_path: Path, grown: int, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, path, copy = copied
-    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
     gaps: list[Gap] = []
 
     def reading() -> GaplessSubscriber:
@@ -337,11 +337,12 @@ class Faulty(HistoryClient):
     seed."""
 
     def __init__(self, client: HistoryClient, seed: int) -> None:
+        vars(self).update(vars(client))
         self._client, self._rng = client, random.Random(seed)
         self._old: list[PollResponse] = []
         self.faults = 0
 
-    async def poll(self, request: PollRequest | None = None) -> PollResponse:
+    async def poll(self, request: PollRequest | None = None, *, patience_ms: int | None = None) -> PollResponse:
         rng = self._rng
         if rng.random() < 0.1:
             self.faults += 1
@@ -380,8 +381,8 @@ class Faulty(HistoryClient):
 async def test_under_faults_every_record_comes_once_and_in_order(
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
-    monkeypatch.setattr(subscriber_module, "PAUSE_MS", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "PAUSE_MS", 1)
     monkeypatch.setattr(acceptor_module, "REFUSED_MAX", 1_000)
     client = Faulty(world.client, seed)
     async with GaplessSubscriber(client, max_records=23, wait_ms_max=50, rng=random.Random(seed)) as subscriber:

@@ -16,7 +16,8 @@ from history import log as log_module
 from history import matches as matches_module
 from history import witness
 from history.log import Log, Stream
-from history.matches import EVERYTHING, Match, Matches, Patterns, Sight, is_publish
+from history.matches import EVERYTHING, Match, Matches, Patterns, Sight
+from history.stream import is_publish
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
@@ -93,7 +94,7 @@ def test_it_is_as_if_all_streams_had_been_looked_at(
         log = await Log.open(None, name="ring", retention_bytes=5_000, forget_after_s=3_600)
         sight = Odd() if is_odd else EVERYTHING
         cached = Matches([log]).of(Patterns(tuple(sorted(map(uris.key, patterns))), tuple(patterns)), EVERYTHING, "me")
-        match = cached[log] if sight is EVERYTHING else Match(log, patterns, sight)
+        match = cached[log] if sight is EVERYTHING else Match(log, patterns or [uris.ANY], sight)
         for place, kind in does:
             if kind == 9:
                 log._forget(at_once=True)
@@ -178,7 +179,7 @@ async def test_the_work_follows_the_question_and_the_change_and_not_all_topics(
     of_one = Match(log, [uris.pattern("v8", resource=0x8002)])
     assert await of_one.newest_seq() == 8 * 10 + 3
     assert counted.streams <= 2 * 10 + 5, "those of two vehicles, and the five that match"
-    wide = Match(log, [])
+    wide = Match(log, [uris.ANY])
     await wide.complete()
     assert await wide.newest_seq() == vehicles * 10
     counted.streams = counted.chunks = 0
@@ -202,7 +203,7 @@ async def test_the_newest_is_told_before_all_streams_are_looked_at_if_it_is_amon
     log = await fleet(300)
     counted = CountingLog(log, monkeypatch)
     newest = 300 * 10 if sight is EVERYTHING else 300 * 10 - 1
-    assert await Match(log, [], sight).newest_seq() == newest
+    assert await Match(log, [uris.ANY], sight).newest_seq() == newest
     assert counted.streams == log.newest_seq - newest + 1
     monkeypatch.setattr(matches_module, "LAST_RECORDS", 20)
     assert await Match(log, [uris.pattern(resource=0x8004)], sight).newest_seq() == 300 * 10 - 5
@@ -235,7 +236,7 @@ async def test_each_kind_of_topic_is_compared_once(monkeypatch: pytest.MonkeyPat
 async def test_a_step_is_bounded_by_what_it_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     log = await fleet(300)
     steps = 1
-    match = Match(log, [], Odd())
+    match = Match(log, [uris.ANY], Odd())
     while not match.advance():
         steps += 1
         assert match._comparisons <= matches_module.COMPARISONS_PER_STEP + Odd().cost

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
 from history.log import Log
 from history.service import HistoryService
+from simulation.loop import VirtualLoop
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
@@ -56,3 +59,14 @@ class HistoryWorld:
 def publishes(topics: list[UUri], payload: bytes, format: int = 5) -> list[UMessage]:
     """One message for each topic."""
     return [UMessageBuilder.publish(topic).build_from_upayload(UPayload(payload, format)) for topic in topics]
+
+
+def virtually(test: Coroutine[Any, Any, None], seed: int = 0) -> None:
+    """Run it on virtual time; nothing in it may use a thread."""
+    loop = VirtualLoop(seed)
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(test)
+    finally:
+        asyncio.set_event_loop(None)
+        loop.finish([])

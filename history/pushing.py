@@ -1,0 +1,134 @@
+"""What is pushed to a follower: what it would be answered if it polled again and again, in frames.
+
+Push -> checked -> Pushing: is its window open? -> poll on its behalf -> Frame: subscription, number, answer -> post
+                               ^ Command: frames_taken
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+
+from history.asked import LEASE_MS_DEFAULT, LEASE_MS_MAX, Poll, checked
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frame, PollRequest, PollResponse
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Push as PushRequest
+from uprotocol.message import UMessageBuilder
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+WINDOW_BYTES_MAX: Final = 8 << 20  # under way to one follower: 20 MB/s over a network of 200 ms there and back
+WINDOW_FRAMES_MAX: Final = 1_024  # the same, where there is little in each
+PUSH_WAIT_MS: Final = 10_000  # where nothing comes a frame says so now and then
+FRAME_TTL_MS: Final = 10_000  # one that is older has been polled by now
+AGAIN_S: Final = 1.0  # after a refusal that will pass
+
+log = structlog.get_logger()
+
+
+def checked_push(asked: PushRequest, attributes: UAttributes) -> PushRequest:
+    """Raises INVALID_ARGUMENT, PERMISSION_DENIED."""
+    push = PushRequest()
+    push.CopyFrom(asked)
+    caller = attributes.source.authority_name
+    push.sink.CopyFrom(uris.with_authority(asked.sink, caller))
+    if push.sink.authority_name != caller:
+        what = f"frames go to the caller's own authority {caller!r}, not to {uris.format(push.sink)}"
+        raise UStatusError(UCode.PERMISSION_DENIED, what)
+    uris.validate(push.sink)
+    if push.sink.resource_id or uris.has_wildcard(push.sink):
+        what = "the sink of frames is an address without wildcards and with resource 0"
+        raise invalid(f"{what}, got {uris.format(push.sink)}")
+    if push.poll.topics or push.poll.follower:
+        raise invalid("the poll of a push names no topics: they are followed")
+    checked(push.poll, attributes, uuids.now_ms())
+    push.poll.wait_ms = PUSH_WAIT_MS
+    return push
+
+
+class Pushing:
+    """Frames to one follower, as many bytes as its window has. Ends by itself only where it is refused for good."""
+
+    def __init__(
+        self,
+        asked: PushRequest,
+        caller: UUri,
+        topic: UUri,
+        answer: Callable[[Poll], Awaitable[None]],
+        post: Callable[[UMessage], None],
+    ) -> None:
+        """`asked` is checked. `answer` fills a poll's response, and raises UStatusError; `topic` is the frames'."""
+        self._asked, self._caller, self._topic, self._answer, self._post = asked, caller, topic, answer, post
+        self._request = PollRequest()
+        self._request.CopyFrom(asked.poll)
+        self._window = min(asked.window_bytes or WINDOW_BYTES_MAX, WINDOW_BYTES_MAX)
+        self._under_way: deque[tuple[int, int]] = deque()  # number and bytes
+        self._bytes = self.frames = 0
+        self._opened = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="push")
+
+    def __repr__(self) -> str:
+        return f"Pushing({self.frames} frames, {self._bytes} bytes under way)"
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    @property
+    def consumer(self) -> tuple[str, int]:
+        """Its name, and its lease in milliseconds; "": there is none."""
+        poll = self._asked.poll
+        return poll.consumer, min(poll.lease_ms or LEASE_MS_DEFAULT, LEASE_MS_MAX)
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def ended(self) -> None:
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def taken(self, number: int) -> None:
+        """Up to this frame all is with the follower; what was never sent is not."""
+        while self._under_way and self._under_way[0][0] <= number:
+            self._bytes -= self._under_way.popleft()[1]
+        self._opened.set()
+
+    async def _run(self) -> None:
+        while True:
+            while self._under_way and (self._bytes >= self._window or len(self._under_way) >= WINDOW_FRAMES_MAX):
+                self._opened.clear()
+                await self._opened.wait()
+            try:
+                self._send(await self._next())
+            except UStatusError as error:
+                if error.code not in (UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE):
+                    log.warning("a push has ended", to=uris.format(self._asked.sink), why=str(error))
+                    return
+                await asyncio.sleep(AGAIN_S)
+
+    async def _next(self) -> PollResponse:
+        attributes = UAttributes(id=uuids.new(), source=self._caller, ttl=2 * PUSH_WAIT_MS)
+        poll = checked(self._request, attributes, uuids.now_ms())
+        poll.is_pushed = True
+        poll.bytes_max = max(1, min(poll.bytes_max, self._window - self._bytes))
+        await self._answer(poll)
+        del self._request.acked[:]  # what is safe since then, commands say
+        del self._request.positions[:]
+        self._request.positions.extend(poll.response.next)
+        return poll.response
+
+    def _send(self, answer: PollResponse) -> None:
+        self.frames += 1
+        frame = Frame(subscription=self._asked.subscription, number=self.frames, answer=answer)
+        builder = UMessageBuilder.notification(self._topic, self._asked.sink).with_ttl(FRAME_TTL_MS)
+        message = builder.pack(frame)
+        self._under_way.append((self.frames, len(message.payload)))
+        self._bytes += len(message.payload)
+        self._post(message)

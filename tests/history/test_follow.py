@@ -1,0 +1,427 @@
+"""Following: each record once and in order, whatever happens to commands, answers and frames."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+
+from history.acceptor import Acceptor
+from history.client import Frames, HistoryClient
+from history.follow import Following, Mode
+from history.log import Log
+from history.subscriber import GaplessSubscriber
+from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
+from transports.local import LocalTransport
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    CommandRequest,
+    CommandResponse,
+    Frame,
+    HandOver,
+    PollRequest,
+    PollResponse,
+    Position,
+)
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+HERE = LocalUriProvider("cloud", 0x30, 1)
+TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(5)]
+FAULTS = 0.12
+
+Change = Callable[[UMessage], list[tuple[float, UMessage]]]
+
+
+class Spoiled(Frames):
+    """`change`: what becomes of a frame: others, after some seconds."""
+
+    change: Change | None = None
+
+    def on_receive(self, message: UMessage) -> None:
+        if self.change is None:
+            super().on_receive(message)
+            return
+        for delay, one in self.change(message):
+            asyncio.get_running_loop().call_later(delay, super().on_receive, one)
+
+
+class Client(HistoryClient):
+    """Loses calls on their way there, or their answers, and brings commands again, late. `faults` of 1 of each."""
+
+    def __init__(self, *args: Any, seed: int = 0, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.rng, self.faults, self.calls = random.Random(seed), 0.0, 0
+        self.delay_s = 0.0  # of calls, and of answers, at most
+        self.old: list[CommandRequest] = []
+
+    async def poll(self, request: PollRequest | None = None, *, patience_ms: int | None = None) -> PollResponse:
+        self.calls += 1
+        self._lose()
+        answer = await super().poll(request, patience_ms=patience_ms)
+        await asyncio.sleep(self.rng.random() * self.delay_s)
+        self._lose()
+        return answer
+
+    async def command(self, request: CommandRequest, *, patience_ms: int | None = None) -> CommandResponse:
+        self.calls += 1
+        self._lose()
+        if self.old and self.rng.random() < self.faults:
+            with contextlib.suppress(UStatusError):  # it is too old
+                await super().command(self.rng.choice(self.old))
+        self.old.append(request)
+        await asyncio.sleep(self.rng.random() * self.delay_s)
+        answer = await super().command(request, patience_ms=patience_ms)
+        self._lose()
+        return answer
+
+    def _lose(self) -> None:
+        if self.rng.random() < self.faults:
+            raise UStatusError(UCode.UNAVAILABLE, "lost on the way")
+
+
+class World(HistoryWorld):
+    async def begin(self, seed: int = 0) -> None:
+        await self.open(await Log.open(None, name="test"))
+        self.there = LocalTransport.on(self.network, HERE)
+        await self.there.open()
+        self.frames = Spoiled(self.there, HERE)
+        self.client = Client(self.rpc, SERVICE, timeout_ms=2_000, frames=self.frames, seed=seed)
+
+    async def append(self, first: int, count: int) -> None:
+        messages = [
+            UMessageBuilder.publish(TOPICS[number % 5]).build_from_upayload(UPayload(str(number).encode(), 4))
+            for number in range(first, first + count)
+        ]
+        await self.append_all(self.logs[0], messages)
+
+    async def close(self) -> None:
+        await self.client.close()
+        await super().close()
+        await self.there.close()
+
+
+def changed(message: UMessage, **fields: Any) -> UMessage:
+    """With a frame that has other fields."""
+    frame = Frame.FromString(message.payload)
+    for name, value in fields.items():
+        setattr(frame, name, value)
+    made = UMessage()
+    made.CopyFrom(message)
+    made.payload = frame.SerializeToString()
+    return made
+
+
+def cut(message: UMessage, size: int) -> UMessage:
+    made = UMessage()
+    made.CopyFrom(message)
+    made.payload = message.payload[:size]
+    return made
+
+
+def spoil(rng: random.Random, message: UMessage) -> list[tuple[float, UMessage]]:
+    match rng.randrange(12):
+        case 0:
+            return []
+        case 1:
+            return [(0, message), (rng.random(), message)]
+        case 2:
+            return [(rng.random() * 3, message)]
+        case 3:
+            return [(0, cut(message, rng.randrange(len(message.payload))))]
+        case 4:
+            return [(0, changed(message, subscription=rng.getrandbits(64))), (0, message)]
+    return [(0, message)]
+
+
+async def numbers(subscriber: GaplessSubscriber, count: int) -> list[int]:
+    async with asyncio.timeout(3_600):  # of virtual time
+        return [int((await anext(subscriber)).message.payload) for _ in range(count)]
+
+
+async def whole(world: World, mode: Mode, seed: int = 0, count: int = 300) -> GaplessSubscriber:
+    """Numbers come while they are read: each once, and of each topic in order."""
+    async with GaplessSubscriber(world.client, TOPICS, mode=mode, max_records=7, rng=random.Random(seed)) as subscriber:
+
+        async def feed() -> None:
+            for first in range(0, count, 10):
+                await world.append(first, 10)
+                await asyncio.sleep(0.3)
+
+        feeding = asyncio.create_task(feed())
+        seen = await numbers(subscriber, count)
+        await feeding
+        assert sorted(seen) == list(range(count)), f"{seed=}"
+        for topic in range(5):
+            assert [one for one in seen if one % 5 == topic] == list(range(topic, count, 5)), f"{seed=}"
+        assert subscriber.gaps == 0
+    return subscriber
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_under_faults_each_record_comes_once_and_in_order(seed: int) -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin(seed)
+        rng = random.Random(seed)
+        world.client.faults = FAULTS
+        world.frames.change = lambda message: spoil(rng, message)
+        modes: tuple[Mode, ...] = get_args(Mode)
+        subscriber = GaplessSubscriber(world.client, TOPICS, mode=rng.choice(modes), max_records=7, rng=rng)
+        async with subscriber:
+
+            async def disturb() -> None:
+                for first in range(0, 300, 10):
+                    await world.append(first, 10)
+                    await asyncio.sleep(rng.random())
+                    if rng.random() < 0.2:
+                        subscriber.mode = rng.choice(modes)
+                    if rng.random() < 0.05:
+                        await world.service.stop()
+                        await world.serve()
+
+            disturbing = asyncio.create_task(disturb())
+            seen = await numbers(subscriber, 300)
+            await disturbing
+            assert sorted(seen) == list(range(300)), f"{seed=}"
+            for topic in range(5):
+                assert [one for one in seen if one % 5 == topic] == list(range(topic, 300, 5)), f"{seed=}"
+            assert subscriber.gaps == 0
+        await world.close()
+
+    virtually(run(), seed)
+
+
+SPOILS: dict[str, Change] = {
+    "sound": lambda message: [(0, message)],
+    "lost": lambda message: [],
+    "doubled": lambda message: [(0, message), (0.5, message)],
+    "late": lambda message: [(Frame.FromString(message.payload).number % 3, message)],
+    "cut": lambda message: [(0, cut(message, len(message.payload) // 2))],
+    "empty": lambda message: [(0, cut(message, 0))],
+    "unknown": lambda message: [(0, changed(message, subscription=77))],
+    "huge number": lambda message: [(0, changed(message, number=(1 << 64) - 1))],
+}
+
+
+@pytest.mark.parametrize("how", SPOILS)
+@pytest.mark.parametrize("mode", ["auto", "push"])
+def test_frames_of_every_kind_do_no_harm(how: str, mode: Mode) -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        world.frames.change = SPOILS[how]
+        subscriber = await whole(world, mode)
+        assert subscriber.counts["pushes"], "it was asked for"
+        assert (subscriber.counts["frames"] > 0) == (how not in ("lost", "cut", "empty", "unknown"))
+        assert world.client.calls < 1_000
+        await world.close()
+
+    virtually(run())
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_a_service_that_knows_no_commands_is_polled(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unknown(*_: object, **__: object) -> CommandResponse:
+        raise UStatusError(UCode.UNIMPLEMENTED, "no such method")
+
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        monkeypatch.setattr(world.client, "command", unknown)
+        assert not (await whole(world, mode)).counts["commands"]
+        await world.close()
+
+    virtually(run())
+
+
+def test_a_hand_over_that_nobody_can_hear_is_refused() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        following = Following(world.client)
+        async with following:
+            world.client.faults = 1.0
+            waiting = asyncio.create_task(following.hand_over(HandOver(take=True)))
+            await asyncio.sleep(1)
+        with pytest.raises(UStatusError):
+            await waiting
+        await world.close()
+
+    virtually(run())
+
+
+LIES: dict[str, Callable[[int], PollResponse]] = {
+    "nothing": lambda _: PollResponse(),
+    "more of nothing": lambda _: PollResponse(more=True),
+    "the same place": lambda _: PollResponse(more=True, next=[Position(incarnation=b"L" * 16, seq=5)]),
+    "back": lambda call: PollResponse(more=True, next=[Position(incarnation=b"L" * 16, seq=max(1, 1_000 - call))]),
+    "huge": lambda _: PollResponse(more=True, next=[Position(incarnation=b"L" * 16, seq=(1 << 64) - 1)]),
+    "another log each time": lambda call: PollResponse(next=[Position(incarnation=call.to_bytes(16, "big"), seq=5)]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_a_service_that_lies_is_not_asked_without_end(mode: Mode, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        calls = 0
+
+        async def lying(*_: object, **__: object) -> PollResponse:
+            nonlocal calls
+            calls += 1
+            await asyncio.sleep(0.001)  # there and back
+            return LIES[lie](calls)
+
+        monkeypatch.setattr(world.client, "poll", lying)
+        acceptor = Acceptor()
+        async with Following(world.client, mode=mode, rng=random.Random(1)) as following:
+            following.follow(TOPICS[0])
+            try:
+                async with asyncio.timeout(60):
+                    while True:
+                        answer = await following.next(acceptor.places)
+                        if answer is not None:
+                            acceptor.accept(answer)
+            except TimeoutError:
+                pass
+        assert calls <= 60 * 20, f"{calls} polls in a minute"
+        assert len(acceptor.positions) <= 1
+        await world.close()
+
+    virtually(run())
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_what_changes_between_a_read_and_the_subscription_is_not_missed(seed: int, mode: Mode) -> None:
+    """A resource carries its last message's id: it is read, changes while we think, and is subscribed to after that."""
+
+    async def run() -> None:
+        world = World()
+        await world.begin(seed)
+        rng = random.Random(seed)
+        resource = b""
+
+        async def change() -> None:
+            nonlocal resource
+            for number in range(40):
+                (message,) = publishes([TOPICS[0]], str(number).encode())
+                await world.append_all(world.logs[0], [message])
+                resource = id_of(message)
+                await asyncio.sleep(rng.random() / 10)
+
+        changing = asyncio.create_task(change())
+        await asyncio.sleep(rng.random() * 3)
+        read = resource
+        log = world.logs[0]
+        had = await log.seq_of_id(read)
+        assert had is not None
+        await asyncio.sleep(rng.random() / 5)  # we think
+        start = PollRequest(after_message_id=read)
+        async with GaplessSubscriber(world.client, TOPICS[:1], mode=mode, start=start, rng=rng) as subscriber:
+            assert await numbers(subscriber, 40 - had) == list(range(had, 40)), f"{seed=}"
+            assert subscriber.gaps == 0
+        await changing
+        await world.close()
+
+    virtually(run(), seed)
+
+
+def id_of(message: UMessage) -> bytes:
+    id = message.attributes.id
+    return id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_topic_that_is_wanted_later_is_whole_from_then_on(seed: int) -> None:
+    """Whatever was asked for or pushed without it is on its way."""
+
+    async def run() -> None:
+        world = World()
+        await world.begin(seed)
+        rng = random.Random(seed)
+        if seed % 2:
+            world.client.faults, world.frames.change = FAULTS, lambda message: spoil(rng, message)
+        world.client.delay_s = rng.choice([0, 0.05, 1])
+        mode, acceptor, seen = rng.choice(get_args(Mode)), Acceptor(), list[int]()
+        whole_from: dict[int, int] = {}  # by topic: what was appended before it was wanted, ...
+        nothing_before: dict[int, int] = {}  # ... and what we had been through
+        async with Following(world.client, mode=mode, start=PollRequest(latest=True), rng=rng) as following:
+
+            async def read() -> None:
+                while True:
+                    answer = await following.next(acceptor.places)
+                    if answer is not None:
+                        accepted = acceptor.accept(answer)
+                        assert not accepted.gaps, f"{seed=}"
+                        seen.extend(int(record.message.payload) for record in accepted.records)
+
+            reading = asyncio.create_task(read())
+            following.follow(TOPICS[0])
+            async with asyncio.timeout(60):
+                while not acceptor.positions:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            whole_from[0] = 0
+            for first in range(0, 600, 5):
+                await world.append(first, 5)
+                if rng.random() < 0.1 and len(whole_from) < 5:
+                    nothing_before[len(whole_from)] = max(acceptor.positions.values())
+                    following.follow(TOPICS[len(whole_from)])
+                    acceptor.begin_here()
+                    whole_from[len(whole_from)] = first + 5
+                elif rng.random() < 0.1:
+                    following.mode = rng.choice(get_args(Mode))
+                await asyncio.sleep(rng.random() * rng.choice([0, 0.01, 0.3]))
+            wanted = sorted(number for number in range(600) if number >= whole_from.get(number % 5, 600))
+            async with asyncio.timeout(3_600):
+                while not set(wanted) <= set(seen) and not reading.done():  # noqa: ASYNC110
+                    await asyncio.sleep(1)
+            if reading.done():
+                reading.result()
+            reading.cancel()
+        assert len(seen) == len(set(seen)), f"{seed=}"
+        for topic in range(5):
+            of_topic = [one for one in seen if one % 5 == topic]
+            assert of_topic == sorted(of_topic), f"{seed=}"
+            assert all(one >= nothing_before.get(topic, 0) for one in of_topic), f"{seed=}"
+        await world.close()
+
+    virtually(run(), seed)
+
+
+def test_a_ring_is_heard_while_it_is_pushed() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        acceptor, answers = Acceptor(), list[int]()
+        async with Following(world.client, mode="push", rng=random.Random(1)) as following:
+
+            async def read() -> None:
+                while True:
+                    answer = await following.next(acceptor.places)
+                    if answer is not None:
+                        answers.extend(int(one.message.payload) for one in acceptor.accept(answer).records)
+
+            reading = asyncio.create_task(read())
+            following.follow(TOPICS[0])
+            await asyncio.sleep(60)  # long enough for the longest quiet
+            assert following.is_pushed
+            world.frames.change = SPOILS["lost"]
+            await world.append(0, 1)
+            following.ring()
+            await asyncio.sleep(1)
+            assert answers == [0]
+            reading.cancel()
+        await world.close()
+
+    virtually(run())

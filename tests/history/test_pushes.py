@@ -1,0 +1,216 @@
+"""Pushes: replay, then live, no more under way than the window has; and sample periods against a model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+
+import pytest
+
+from history.acceptor import Acceptor
+from history.client import Frames, HistoryClient
+from history.log import Log
+from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
+from transports.local import LocalTransport
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, Frame, PollRequest, Position
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+
+THERE = LocalUriProvider("cloud", 0x30, 1)
+TOPIC = uris.uri("vcu.vin", 0x10, 1, 0x8000)
+NAME = b"f" * 16
+ALL = 1 << 62
+
+
+class World(HistoryWorld):
+    async def begin(self) -> None:
+        await self.open(await Log.open(None, name="test"))
+        self.there = LocalTransport.on(self.network, THERE)
+        await self.there.open()
+        self.frames = Frames(self.there, THERE)
+        self.client = HistoryClient(self.rpc, SERVICE, frames=self.frames)
+        self.came: deque[tuple[Frame, int]] = deque()
+        await self.client.listen()
+        self.client.expect(7, lambda frame, size: self.came.append((frame, size)))
+        self.number = 0
+
+    async def say(self, **fields: object) -> None:
+        self.number += 1
+        await self.client.command(CommandRequest(follower=NAME, number=self.number, lease_ms=60_000, **fields))  # type: ignore[arg-type]
+
+    async def push(self, window: int = 0, poll: PollRequest | None = None, period_ms: int = 0) -> None:
+        asked = CommandRequest()
+        asked.changes.add().follow.topic.CopyFrom(TOPIC)
+        asked.changes[0].follow.sample_period_ms = period_ms
+        asked.push.sink.CopyFrom(THERE.get_source())
+        asked.push.subscription, asked.push.window_bytes = 7, window
+        asked.push.poll.CopyFrom(poll if poll is not None else PollRequest(earliest=True))
+        await self.say(changes=asked.changes, push=asked.push)
+
+    async def append(self, *sizes: int) -> None:
+        await self.append_all(self.logs[0], [publishes([TOPIC], b"x" * size)[0] for size in sizes])
+
+    async def close(self) -> None:
+        await self.client.close()
+        await super().close()
+        await self.there.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_more_is_under_way_than_the_window(seed: int) -> None:
+    async def run() -> None:
+        world, rng = World(), random.Random(seed)
+        await world.begin()
+        await world.append(*(rng.randrange(2_000) for _ in range(300)))
+        await world.push(window=10_000)
+        acceptor, taken, records = Acceptor(), 0, 0
+        while records < 300:
+            await asyncio.sleep(0.1)
+            held = sum(bytes for frame, bytes in world.came)
+            assert held <= 10_000 + 2_500, f"{seed=}: at most one record too much"
+            assert world.came, f"{seed=}: what was taken opens the window"
+            for _ in range(rng.randint(1, len(world.came))):
+                frame, _ = world.came.popleft()
+                assert frame.number == taken + 1
+                taken = frame.number
+                records += len(acceptor.accept(frame.answer).records)
+            await world.say(frames_taken=taken)
+        assert not acceptor.dropped
+        await world.close()
+
+    virtually(run(), seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replay_becomes_live_without_hole_or_double(seed: int) -> None:
+    async def run() -> None:
+        world, rng = World(), random.Random(seed)
+        await world.begin()
+        await world.append(*[10] * 50)
+
+        async def publish() -> None:
+            for _ in range(50):
+                await world.append(10)
+                await asyncio.sleep(rng.choice([0, 0, 0.001]))
+
+        publishing = asyncio.create_task(publish())
+        for _ in range(rng.randrange(30)):
+            await asyncio.sleep(0)
+        since = rng.randint(0, world.logs[0].newest_seq)
+        place = Position(incarnation=world.logs[0].incarnation, seq=since)
+        await world.push(poll=PollRequest(positions=[place], max_records=rng.randint(1, 20)))
+        await publishing
+        await asyncio.sleep(1)
+        seqs = [seq for frame, _ in world.came for batch in frame.answer.batches for seq in batch.seq]
+        assert seqs == list(range(since + 1, 101)), f"{seed=}"
+        await world.close()
+
+    virtually(run(), seed)
+
+
+def test_what_never_came_can_be_acknowledged_and_nothing_is_lost() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        await world.append(*[1_000] * 10)
+        poll = PollRequest(earliest=True, consumer="app", lease_ms=60_000)
+        await world.push(window=3_000, poll=poll)
+        log = world.logs[0]
+        for _ in range(10):
+            await world.say(frames_taken=ALL, acked=[Position(incarnation=log.incarnation, seq=ALL)])
+            await asyncio.sleep(0.1)
+        cursor = log.cursor("consumer:app")
+        assert cursor == 10, "no further than the log goes"
+        seqs = [seq for frame, _ in world.came for batch in frame.answer.batches for seq in batch.seq]
+        assert seqs == list(range(1, 11))
+        await world.close()
+
+    virtually(run())
+
+
+def test_a_frame_takes_no_acknowledgement_back() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        await world.append(*[10] * 10)
+        log = world.logs[0]
+        places = [Position(incarnation=log.incarnation, seq=2)]
+        poll = PollRequest(positions=places, acked=places, consumer="app", lease_ms=60_000)
+        await world.push(poll=poll)
+        await asyncio.sleep(0.1)
+        await world.say(acked=[Position(incarnation=log.incarnation, seq=10)])
+        await world.append(10)
+        await asyncio.sleep(0.1)
+        await world.append(10)
+        await asyncio.sleep(0.1)
+        assert log.cursor("consumer:app") == 10
+        await world.close()
+
+    virtually(run())
+
+
+def test_after_its_end_nothing_is_pushed() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        await world.append(10)
+        await world.push()
+        await asyncio.sleep(0.1)
+        await world.say(stop_push=True)
+        world.came.clear()
+        await world.append(10)
+        await asyncio.sleep(60)
+        assert not world.came
+        assert world.service.followers.push_count == 0
+        await world.close()
+
+    virtually(run())
+
+
+def test_frames_go_to_nobody_else() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        asked = CommandRequest(follower=NAME, number=1)
+        asked.push.sink.CopyFrom(uris.uri("victim", 1, 1, 0))
+        with pytest.raises(UStatusError) as error:
+            await world.client.command(asked)
+        assert error.value.code == UCode.PERMISSION_DENIED
+        assert not len(world.service.followers)
+        await world.close()
+
+    virtually(run())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sample_period_gives_the_first_record_of_each(seed: int) -> None:
+    async def run() -> None:
+        world, rng = World(), random.Random(seed)
+        await world.begin()
+        period = rng.choice([1, 2, 5, 1_000])
+        for _ in range(60):
+            await world.append(*[1] * rng.randint(1, 3))
+            if rng.random() < 0.3:
+                await asyncio.sleep(0.002)
+        asked = CommandRequest()
+        asked.changes.add().follow.topic.CopyFrom(TOPIC)
+        asked.changes[0].follow.sample_period_ms = period
+        await world.say(changes=asked.changes)
+        (all_of_it,) = (await world.client.poll(PollRequest(topics=[TOPIC]))).batches
+        expected: list[int] = []
+        last = -1
+        for seq, time_ms in zip(all_of_it.seq, all_of_it.time_ms, strict=True):
+            if time_ms // period != last:
+                expected.append(seq)
+            last = time_ms // period
+        answer = await world.client.poll(PollRequest(follower=NAME))
+        assert await world.client.poll(PollRequest(follower=NAME)) == answer
+        (batch,) = answer.batches
+        assert list(batch.seq) == expected, f"{seed=}"
+        assert list(batch.prev_seq) == [0, *expected[:-1]], f"{seed=}"
+        await world.close()
+
+    virtually(run(), seed)
