@@ -1,0 +1,271 @@
+"""A publisher that keeps its own history: its followers miss nothing, whatever a network loses and whoever is killed.
+
+publish -> valid? -> log -> committed: safe with its followers, and `publish` returns
+                      |---> HistoryService: Describe, Poll, Command <-> followers, at their own pace
+                      '---> plain copies, in its order -> everybody who listens; a network that takes none is no error
+           here is a history -- at the start, and now and then -------> whoever may follow it
+
+The log is the queue of the plain copies as well: nothing else holds a message, and their order is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final, Self, Unpack
+
+import structlog
+
+from history.log import RETENTION_MS, Log
+from history.service import REPLY_BYTES_MAX, HistoryService
+from storage.runtime import REAL, Runtime
+from uprotocol import uri as uris
+from uprotocol.communication import MessageOptions, Publisher, SimplePublisher
+from uprotocol.core.ustreamer import ids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement
+from uprotocol.encoded import decoded
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import OK, UStatusError, invalid
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+RETENTION_BYTES: Final = 64 << 20  # of disk, or of memory: a part of a small device
+# Plain copies wait for the network in what the log has in memory: 8 MiB of messages, each of which is there as an
+# object and as bytes. Beyond that the oldest don't leave any more: nobody needs them late, and followers have them
+TAIL_BYTES_MAX: Final = 16 << 20
+QUEUE_MESSAGES_MAX = 8_192  # the same in messages: a second of a fast publisher
+BATCH_MESSAGES_MAX: Final = 512  # beyond it the cost per message no longer falls
+DRAIN_S_MAX: Final = 2.0  # `close` gives the network so long to take the plain copies that wait
+ANNOUNCE_S: Final = 10.0  # who has just come finds us within that
+ANNOUNCE_JITTER: Final = 0.25  # of it: those that were switched on together don't go on speaking together
+ANNOUNCEMENT_TTL_MS: Final = 30_000  # an older one says nothing of now
+REPLY_ROOM_BYTES: Final = 256 << 10  # what an answer has beside the longest message
+
+log = structlog.get_logger()
+
+
+class HistoryPublisher(Publisher):
+    """Publishes as the uEntity of `local`, and keeps what it has published.
+
+        async with HistoryPublisher(transport, local, "door.db") as publisher:
+            await publisher.publish(0x8001, UPayload.pack(state))
+
+    The log is the file `path`, of this publisher alone; None: a ring in memory, whose end with the process is a gap to
+    its followers. It keeps `retention_bytes`, and what is younger than `retention_ms`.
+
+    It is served at `service`, an instance of core.ustreamer on its own host (ids.of_publisher): one for each uEntity
+    type, so two instances of a type on one host can't both have a history. It has what was published here, and nothing
+    else. **Anybody on the network may read it**: no rule hides any of it, as none hides the plain copies. About every
+    `announce_s` it says that it is there.
+
+    The transport is its owner's: open before, and closed after it.
+
+    `counts`, since the start: published; refused (publishes that have raised); sent, unsent (plain copies, and those
+    that the network did not take), dropped (those that waited for it too long); announced.
+    """
+
+    def __init__(
+        self,
+        transport: UTransport,
+        local: LocalUriProvider,
+        path: Path | str | None,
+        *,
+        retention_ms: int = RETENTION_MS,
+        retention_bytes: int = RETENTION_BYTES,
+        announce_s: float = ANNOUNCE_S,
+        runtime: Runtime = REAL,
+    ) -> None:
+        """Raises INVALID_ARGUMENT for a uEntity of type 0."""
+        self.service = ids.of_publisher(local.get_source())
+        self._transport, self._local, self._path = transport, local, path
+        self._retention_ms, self._retention_bytes = retention_ms, retention_bytes
+        self._announce_s, self._runtime = announce_s, runtime
+        self._publisher: SimplePublisher | None = None  # None: not open
+        self._opened = contextlib.AsyncExitStack()
+        self.counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._publisher is None else "open"
+        return f"HistoryPublisher({uris.format(self.service)}, {state}, {dict(self.counts)})"
+
+    async def __aenter__(self) -> Self:
+        """Raises UStatusError, as Log.open and the transport do; then nothing is open."""
+        assert self._publisher is None, "one publisher is open once at a time"
+        async with contextlib.AsyncExitStack() as stack:
+            kept = await stack.enter_async_context(await self._open_log())
+            await self._serve(kept, stack)
+            copies = _Copies(kept, self._transport, self.counts)
+            stack.push_async_callback(copies.close)
+            announcing = asyncio.create_task(self._announce(kept), name=f"announcements {kept.name}")
+            stack.push_async_callback(_ended, announcing)
+            into_log = _IntoLog(kept, self._transport.message_bytes_max)
+            stack.push_async_callback(into_log.settled)
+            self._opened = stack.pop_all()
+        self._publisher = SimplePublisher(into_log, self._local)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Publish no more. What is on its way into the log gets there; plain copies have DRAIN_S_MAX to leave. May be
+        called twice."""
+        self._publisher = None
+        await self._opened.aclose()
+
+    async def publish(
+        self, resource_id: int, payload: UPayload | None = None, **options: Unpack[MessageOptions]
+    ) -> None:
+        """Publish on own topic `resource_id` (8000 to FFFE). Returns when no follower can miss it any more, which says
+        nothing of its plain copy.
+
+        Raises UStatusError, and nothing is sent: INVALID_ARGUMENT for what can't be a message, or is longer than the
+        transport carries; RESOURCE_EXHAUSTED or UNAVAILABLE as Log.append; FAILED_PRECONDITION before `async with`, and
+        after it.
+        """
+        if self._publisher is None:
+            raise UStatusError(UCode.FAILED_PRECONDITION, "the publisher is not open: use `async with`")
+        try:
+            await self._publisher.publish(resource_id, payload, **options)
+        except UStatusError:
+            self.counts["refused"] += 1
+            raise
+        self.counts["published"] += 1
+
+    async def _open_log(self) -> Log:
+        return await Log.open(
+            self._path,
+            name=uris.format(self.service),
+            retention_ms=self._retention_ms,
+            retention_bytes=self._retention_bytes,
+            tail_bytes=TAIL_BYTES_MAX,
+            runtime=self._runtime,
+        )
+
+    async def _serve(self, kept: Log, stack: contextlib.AsyncExitStack) -> None:
+        service = HistoryService(
+            self._transport,
+            self._local,
+            [kept],
+            entity=self.service.ue_id,
+            reply_bytes_max=max(REPLY_BYTES_MAX, self._transport.message_bytes_max + REPLY_ROOM_BYTES),
+            drain_ms_max=round(DRAIN_S_MAX * 1_000),
+        )
+        stack.push_async_callback(service.stop)
+        await service.start()
+
+    async def _announce(self, kept: Log) -> None:
+        """Until cancelled. It is not logged: it is no message of the publisher's, and is of no use later."""
+        own = self._local.get_source()
+        topics = [uris.pattern(own.authority_name, own.ue_id, own.ue_version_major)]
+        here = UPayload.pack(Announcement(incarnations=[kept.incarnation], topics=topics))
+        topic = ids.of_publisher(own, ids.ANNOUNCEMENTS)
+        while True:
+            message = UMessageBuilder.publish(topic).with_ttl(ANNOUNCEMENT_TTL_MS).build_from_upayload(here)
+            (status,) = await _offered(self._transport, [message])
+            self.counts["announced"] += not status.code
+            await asyncio.sleep(self._announce_s * self._runtime.rng.uniform(1 - ANNOUNCE_JITTER, 1 + ANNOUNCE_JITTER))
+
+
+class _IntoLog(UTransport):
+    """What a SimplePublisher sends to: a message is taken when it is committed."""
+
+    def __init__(self, kept: Log, message_bytes_max: int) -> None:
+        self._log, self.message_bytes_max = kept, message_bytes_max
+        self._appending: set[asyncio.Future[int]] = set()
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        try:
+            await self._append(messages)
+        except UStatusError as error:
+            return [error.status] * len(messages)
+        return [OK] * len(messages)
+
+    async def _append(self, messages: Sequence[UMessage]) -> None:
+        """All of them in one commit, with what others append meanwhile."""
+        longest = max(len(message.payload) for message in messages)
+        if longest > self.message_bytes_max:  # it would be kept, and could neither be sent nor polled
+            raise invalid(f"a payload has at most {self.message_bytes_max} bytes on this network, got {longest}")
+        appending = self._log.append([self._log.stream_id(one.attributes.source) for one in messages], messages)
+        self._appending.add(appending)
+        appending.add_done_callback(self._appending.discard)
+        await appending
+
+    async def settled(self) -> None:
+        """What is being appended is in the log, or refused."""
+        if self._appending:
+            await asyncio.wait(self._appending)
+
+
+class _Copies:
+    """Sends what comes into the log from now on, in its order and once."""
+
+    def __init__(self, kept: Log, transport: UTransport, counts: Counter[str]) -> None:
+        self._log, self._transport, self._counts = kept, transport, counts
+        self._seq = kept.newest_seq  # up to here all have left, or never will
+        self._moved = asyncio.Event()
+        self._is_away = False
+        self._task = asyncio.create_task(self._run(), name=f"plain copies {kept.name}")
+
+    async def close(self) -> None:
+        """When the network has taken what waits, or DRAIN_S_MAX later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S_MAX):
+                while self._seq < self._log.newest_seq:
+                    self._moved.clear()
+                    await self._moved.wait()
+        await _ended(self._task)
+        self._drop_up_to(self._log.newest_seq)
+
+    async def _run(self) -> None:
+        while True:
+            await self._log.wait(self._seq)
+            self._drop_up_to(max(self._log.in_memory_after, self._log.newest_seq - QUEUE_MESSAGES_MAX))
+            last_seq, messages = self._next()
+            await self._send(messages)
+            self._seq = last_seq
+            self._moved.set()
+
+    def _next(self) -> tuple[int, list[UMessage]]:
+        """What waits, the oldest first, and how far it goes."""
+        chunks = self._log.tail(self._seq) or ()
+        waiting = (record for chunk in chunks for record in zip(chunk.seqs, chunk.messages, strict=True))
+        batch = list(islice(waiting, BATCH_MESSAGES_MAX))
+        return batch[-1][0] if batch else self._log.newest_seq, [decoded(message) for _, message in batch]
+
+    async def _send(self, messages: list[UMessage]) -> None:
+        failed = [status for status in await _offered(self._transport, messages) if status.code]
+        self._counts["sent"] += len(messages) - len(failed)
+        self._counts["unsent"] += len(failed)
+        if failed and not self._is_away:
+            what = "the network does not take what is published; followers of the history get it"
+            log.warning(what, log=self._log.name, why=failed[0].message)
+        self._is_away = bool(failed)
+
+    def _drop_up_to(self, seq: int) -> None:
+        if self._seq < seq:
+            self._counts["dropped"] += seq - self._seq
+            self._seq = seq
+
+
+async def _offered(transport: UTransport, messages: list[UMessage]) -> list[UStatus]:
+    """A status for each. Whatever a transport raises is that batch's trouble alone: the next one is tried as well."""
+    try:
+        return await transport.send_batch(messages)
+    except UStatusError as error:
+        status = error.status
+    except Exception as error:
+        log.exception("a transport failed to send")
+        status = UStatus(code=UCode.INTERNAL, message=repr(error))
+    return [status] * len(messages)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
