@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -53,7 +53,6 @@ Taken = Awaitable[None] | None
 
 _ORDERED: Final = frozenset((attrs.NOTIFICATION, attrs.PUBLISH))
 _EXPIRED: Final = UStatus(code=UCode.DEADLINE_EXCEEDED, message="the message has expired before it was sent")
-_NOBODY: Final[Mapping[Hashable, tuple[UUri, UListener]]] = {}
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 is_inside: Final[Callable[[], bool]] = _inside.get
 """True while a hosted service handles what another one in this process has sent: nobody on a network can claim that."""
@@ -62,6 +61,43 @@ is_inside: Final[Callable[[], bool]] = _inside.get
 def _key(sink: UUri) -> tuple[int, int, int]:
     """Entity, version and resource; the authority is ours."""
     return sink.ue_id, sink.ue_version_major, sink.resource_id
+
+
+class _Listeners:
+    """Of one sink, by what they want to hear: looked up, however many there are; patterns are few."""
+
+    def __init__(self) -> None:
+        self._exact: dict[uris.Key, dict[int, UListener]] = {}
+        self._wild: dict[tuple[uris.Key, int], tuple[UUri, UListener]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._exact or self._wild)
+
+    def put(self, source: UUri, listener: UListener) -> None:
+        key = uris.key(source)
+        if uris.has_wildcard(source):
+            self._wild[key, id(listener)] = source, listener
+        else:
+            self._exact.setdefault(key, {})[id(listener)] = listener
+
+    def take(self, source: UUri, listener: UListener) -> bool:
+        """False: it was not there."""
+        key = uris.key(source)
+        if uris.has_wildcard(source):
+            return self._wild.pop((key, id(listener)), None) is not None
+        of_it = self._exact.get(key, {})
+        was_there = of_it.pop(id(listener), None) is not None
+        if was_there and not of_it:
+            del self._exact[key]
+        return was_there
+
+    def of(self, source: UUri) -> list[UListener]:
+        exact = self._exact.get(uris.key(source)) if self._exact else None
+        wild = [listener for wanted, listener in self._wild.values() if uris.matches(wanted, source)]
+        return wild if exact is None else [*exact.values(), *wild]
+
+
+_NOBODY: Final = _Listeners()
 
 
 class HostedTransport(UTransport):
@@ -73,8 +109,7 @@ class HostedTransport(UTransport):
     def __init__(self, home: Endpoint, endpoints: Endpoints, authority: str, also: Iterable[str] = ()) -> None:
         """`also`: other authorities, or families of them, for which the uSubscription in this process answers."""
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
-        # by the key of the sink -> by source filter and identity
-        self._listeners: dict[tuple[int, int, int], dict[Hashable, tuple[UUri, UListener]]] = {}
+        self._listeners: dict[tuple[int, int, int], _Listeners] = {}  # by the key of the sink
         self._entities: dict[int, None] = {}  # those that have a listener, in the order in which they came
         self._ingress: EncodedListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
@@ -112,8 +147,7 @@ class HostedTransport(UTransport):
             entity, version, resource = _key(attributes.sink)
             found = self._listeners.get((entity, version, resource), _NOBODY)
             whole = self._listeners.get((entity, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
-            wanting = (*found.values(), *whole.values())
-            listeners = [one for wanted, one in wanting if uris.matches(wanted, attributes.source)]
+            listeners = found.of(attributes.source) + whole.of(attributes.source)
             for listener in listeners:
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
             if not listeners:
@@ -183,7 +217,7 @@ class HostedTransport(UTransport):
         is_whole = sink_filter.ue_version_major == uris.WILDCARD_VERSION
         assert is_whole == (sink_filter.resource_id == uris.WILDCARD_RESOURCE), "one address, or the whole entity"
         source = uris.with_authority(source_filter, self.authority)
-        self._listeners.setdefault(_key(sink_filter), {})[uris.key(source), id(listener)] = (source, listener)
+        self._listeners.setdefault(_key(sink_filter), _Listeners()).put(source, listener)
         self.unserved.served(sink_filter)
         await self._look_at_entities()
 
@@ -194,7 +228,8 @@ class HostedTransport(UTransport):
             await self._home.unregister_listener(source_filter, listener)
             return
         source = uris.with_authority(source_filter, self.authority)
-        if self._listeners.get(_key(sink_filter), {}).pop((uris.key(source), id(listener)), None) is None:
+        listeners = self._listeners.get(_key(sink_filter))
+        if listeners is None or not listeners.take(source, listener):
             raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or is gone already")
         await self._look_at_entities()
 
