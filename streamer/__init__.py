@@ -5,6 +5,7 @@ endpoint -> ingress -> flow -> log -> view -> egress -> endpoint      publishes 
                +----> express ------------------------> endpoint      requests and responses
                +----> hosted                                          what is for a service inside this process
 
+following, followed     other histories into our log; handover: ours to who follows it, in place of the egress
 app, parts, networks    makes the parts, starts and stops them; opens the endpoints, and listens to what is needed
 rules, paused, view     who gets what; ledger, limits: how much of it
 names, priority_queue   what the endpoints are called outside; what waits to be sent

@@ -35,6 +35,9 @@ from streamer.egress import Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import Flow
+from streamer.followed import Followed
+from streamer.following import Follows
+from streamer.handover import HandOvers
 from streamer.hosted import HostedTransport
 from streamer.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
@@ -43,8 +46,10 @@ from streamer.networks import Networks
 from streamer.paused import FILE, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
+from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import make_room
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
@@ -65,6 +70,9 @@ ENDPOINTS_CLOSE_S: Final = 3.0
 FILES_CLOSE_S: Final = 0.5  # for one file to be closed cleanly; the next start recovers one that was not
 # messages to a network off the vehicle: below what is taken there of one authority (UNITS_PER_S)
 PACE_OUTSIDE_PER_S: Final = 4_000
+FOLLOW_MS_MIN: Final = 500  # between tries to follow a history, and ...
+FOLLOW_MS_MAX: Final = 60_000
+ANNOUNCEMENT_TTL_MS: Final = 5_000  # the next one comes
 REOPEN_MS_MAX: Final = 30_000  # between tries to open a log on a disk that is full
 
 log = structlog.get_logger()
@@ -111,6 +119,16 @@ class Streamer:
             bytes_max=self.limits.express_bytes_max,
             backoff=backoff,
         )
+        self.follows = Follows(
+            [parts.follow_of(section, self.endpoints) for section in config.follow],
+            self.endpoints,
+            self.hosted,
+            self.local,
+            self.interest,
+            runtime,
+            self._followed_gap,
+            lambda: Backoff(FOLLOW_MS_MIN, FOLLOW_MS_MAX, runtime.rng),
+        )
         self.ledger = Ledger(
             self.limits.authorities_max,
             config.limits.authority_messages_per_s,
@@ -131,11 +149,13 @@ class Streamer:
             self.hosted,
             window,
             self.ledger,
+            self.follows,
             config.limits.message_bytes_max,
         )
         self.ingresses = {endpoint.name: Ingress(endpoint, dispatch) for endpoint in self.endpoints}
         self._entry = Ingress(self.home, dispatch, trusted=True)
         self.hosted.lead_to(self._entry, self._entities_changed)
+        self.follows.attach(dispatch, self.ingresses)
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
             Pump(
@@ -153,6 +173,10 @@ class Streamer:
             for endpoint in self.endpoints
             for one in logs
         ]
+        followed_by = {one.name: uris.parse(one.followed_by) for one in config.endpoint if one.followed_by is not None}
+        self.handovers = HandOvers(
+            followed_by, self.endpoints, self.pumps, list(logs), self.paused, self._announce, config.history.absent_ms
+        )
         self.gaps = Gaps(config.authority, logs, self._publish, now_ms=runtime.now_ms)
         self._networks = Networks(
             self.endpoints,
@@ -176,6 +200,8 @@ class Streamer:
             replies_bytes_max=self.limits.replies_bytes_max,
             share=CALLERS_SHARE,
             drain_ms_max=DRAIN_MS_MAX,
+            followed_max=self.limits.followed_topics_max,
+            handing_over=self.handovers,
         )
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
         self.admin: Admin | None = None
@@ -239,6 +265,8 @@ class Streamer:
             self.rules.add(parts.rule_of(section))
         for pump in self.pumps:
             pump.begin()  # before anything is listened to: what comes from now on is theirs
+        self.handovers.load()
+        self.follows.load()
         self.claims.load()
         opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}
         for endpoint in self.endpoints:
@@ -264,6 +292,8 @@ class Streamer:
         for pump in self.pumps:
             start(pump.run(), f"pump {pump.peer.name}")
         start(self.claims.watch(), "claims")
+        start(self.handovers.run(), "hand-overs")
+        await self.follows.start()
         start(self.ledger.run(), "ledger")
         self.ready.set()
         for note in self.notes():
@@ -285,6 +315,7 @@ class Streamer:
         async def services() -> None:
             if self.admin is not None:
                 await step("admin", self.admin.close)
+            await step("follows", self.follows.stop)
             await step("interest", self.interest.stop)
             if self.usubscription is not None:
                 await step("usubscription", self.usubscription.stop)
@@ -334,6 +365,17 @@ class Streamer:
         reason = Gap.REASON_RETENTION if before - 1 <= source.floor_seq else Gap.REASON_CORRUPTION
         gap = Gap(reason=reason, incarnation=source.incarnation, after_seq=after, before_seq=before)
         self.gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
+
+    def _followed_gap(self, followed: Followed, gap: Gap) -> None:
+        """Of a history that we follow, and that can't be had."""
+        what = f"of the history of {uris.format(followed.service)}, which is followed"
+        log.error("records that were followed are lost", service=followed.key, gap=str(gap).replace("\n", " "))
+        self.gaps.add(gap, "", what)
+
+    async def _announce(self, to: UUri, announcement: Message) -> None:
+        topic = self.local.get_resource(ids.ANNOUNCEMENTS)
+        builder = UMessageBuilder.notification(topic, to).with_ttl(ANNOUNCEMENT_TTL_MS)
+        await self.hosted.send(builder.with_id(uuids.new()).pack(announcement))
 
     def _network_lost(self, endpoint: Endpoint, what: str, messages: int | None) -> None:
         """What was lost never came here, so nobody can say what it was."""
@@ -399,7 +441,7 @@ class Streamer:
         if self._service_trouble:
             problems.append(f"usubscription: {self._service_trouble}")
         problems += [f"endpoint {pump.peer.name}: {pump.trouble}" for pump in self.pumps if pump.trouble]
-        problems += self.claims.problems()
+        problems += [*self.claims.problems(), *self.handovers.problems(), *self.follows.problems()]
         problems += [
             f"uSubscription of {name} does not answer: its last known subscriptions serve"
             for name in self.interest.unhealthy

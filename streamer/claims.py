@@ -19,6 +19,7 @@ import structlog
 from history.log import Log
 from streamer.egress import CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint
+from streamer.handover import FOLLOWED_PREFIX
 from streamer.parked import PARKED_PREFIX
 
 WATCH_S: Final = 60.0  # absences are counted in these steps
@@ -40,7 +41,8 @@ class Unclaimed:
     @property
     def records(self) -> int:
         """That wait behind its own cursor."""
-        seq = self.cursors.get(CURSOR_PREFIX + self.endpoint, self.log.newest_seq)
+        names = (CURSOR_PREFIX + self.endpoint, FOLLOWED_PREFIX + self.endpoint)
+        seq = min(self.cursors.get(name, self.log.newest_seq) for name in names)
         return self.log.newest_seq - max(seq, min(self.log.floor_seq, self.log.newest_seq))
 
     @property
@@ -132,4 +134,5 @@ def _owner(name: str) -> str:
     """The endpoint whose cursor this is; "": it is no endpoint's."""
     if name.startswith(PARKED_PREFIX):
         return name.removeprefix(PARKED_PREFIX).rpartition(":")[0]
-    return name.removeprefix(CURSOR_PREFIX) if name.startswith(CURSOR_PREFIX) else ""
+    prefix = next((one for one in (CURSOR_PREFIX, FOLLOWED_PREFIX) if name.startswith(one)), None)
+    return "" if prefix is None else name.removeprefix(prefix)

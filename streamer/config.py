@@ -4,6 +4,7 @@
 [history]   what is kept       [usubscription]  interest     [express] [egress] [limits]
 [admin]     who may ask at the admin port
 [[access]]  who reads what of the history, where that is not what the rules say
+[[follow]]  whose history is followed
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from streamer.ledger import UNITS_PER_S
 from streamer.limits import MEMORY_MIB
 from transports import plugin as plugins
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer.ids import ENTITY, VERSION
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.uri_pb2 import UUri
@@ -100,6 +102,29 @@ Pattern = Annotated[str, AfterValidator(_valid(uris.parse))]
 WidePattern = Annotated[str, AfterValidator(_valid(AccessPattern.parse))]
 
 
+def _service(text: str) -> str:
+    """The address of a history service."""
+    pattern = AccessPattern.parse(text)
+    address = pattern.address
+    if not pattern.authority or (address.ue_id & 0xFFFF, address.ue_version_major) != (ENTITY, VERSION):
+        raise ValueError(
+            "expected a history service, of a gateway as //vehicle1/4/1/0, of a publisher as //vehicle1/80010004/1/0"
+        )
+    if address.resource_id:
+        raise ValueError("the address of a service has resource 0")
+    return text
+
+
+def _one_service(text: str) -> str:
+    if uris.is_pattern(AccessPattern.parse(_valid(AccessPattern.parse)(text)).authority):
+        raise ValueError(f"expected the history service of one gateway, such as //hub/4/1/0, got {text!r}")
+    return _service(text)
+
+
+Service = Annotated[str, AfterValidator(_one_service)]
+ServicePattern = Annotated[str, AfterValidator(_valid(AccessPattern.parse)), AfterValidator(_service)]
+
+
 def patterns(texts: list[str]) -> list[UUri]:
     return [uris.parse(text) for text in texts]
 
@@ -157,6 +182,10 @@ class EndpointSection(_Section):
     usubscription: Literal["embedded", "remote", "none"] | None = None
     """`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each named authority is
     asked. `none`: nobody is asked. Without it, `embedded` at home, `none` for `"*"`, `remote` elsewhere"""
+    followed_by: Service | None = None
+    """the history service of a gateway there (`//hub/4/1/0`) that follows ours: once it has taken over, publishes are
+    not pushed to this endpoint any more, and wait for it as long as `retention_mib` bears. See
+    [following.md](following.md)"""
     settings: dict[str, Any] = {}
     """the transport's own, see there"""
 
@@ -192,6 +221,22 @@ class AccessSection(_Section):
     A pattern without authority (`/FFFFFFFF/FF/FFFF`) stands for the caller's own, `//*.vin123/...` for a family"""
     deny: list[WidePattern] = []
     """patterns of topics that they don't read; stronger than `allow`. The topic is as if it weren't there"""
+
+
+class FollowSection(_Section):
+    """A history elsewhere that this streamer follows: what is in it enters this one's log exactly once, whatever
+    happens to either side or to the network between. See [following.md](following.md)."""
+
+    endpoint: str
+    """through which it is reached; its authorities live there"""
+    service: ServicePattern
+    """`//vehicle1/4/1/0` is the history of the gateway vehicle1; `//*/4/1/0` are those of all gateways there that
+    announce themselves to us (`followed_by`), each for its own authority and the family of that"""
+    topics: list[Pattern] = []
+    """patterns of what is taken and kept, though nobody here wants it. What somebody wants, as that changes, and what
+    `history.record` names is taken in any case"""
+    mode: Literal["auto", "poll", "push"] = "auto"
+    """how records come: pushed, polled where pushes fail; or always one of them"""
 
 
 class HistorySection(_Section):
@@ -287,6 +332,7 @@ class Config(_Section):
     endpoint: list[EndpointSection] = Field(min_length=1)
     rule: list[RuleSection] = []
     access: list[AccessSection] = []
+    follow: list[FollowSection] = []
     history: HistorySection = HistorySection()
     usubscription: USubscriptionSection = USubscriptionSection()
     egress: EgressSection = EgressSection()
@@ -297,7 +343,8 @@ class Config(_Section):
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:
         """Raises what is wrong though each part is right by itself, with the key to be changed for each mistake."""
-        if mistakes := [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]:
+        mistakes = [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
+        if mistakes := [*mistakes, *self._mistakes_of_following()]:
             told = "; ".join(what for what, _ in mistakes)
             raise PydanticCustomError("incoherent", "{told}", {"told": told, "mistakes": mistakes})
         return self
@@ -371,9 +418,27 @@ class Config(_Section):
             if rule.from_ == rule.to:
                 yield f"a rule from {rule.from_!r} to itself would forward in a circle", ("rule", index, "to")
         used += [("access", ("access", index, "endpoint"), entry.endpoint) for index, entry in enumerate(self.access)]
+        used += [("follow", ("follow", index, "endpoint"), one.endpoint) for index, one in enumerate(self.follow)]
         for who, place, name in used:
             if name not in (None, *names):
                 yield f"{who} names endpoint {name!r}, which there is not; known are {', '.join(names)}", place
+
+    def _mistakes_of_following(self) -> Iterator[tuple[str, Location]]:
+        seen: set[tuple[str, str]] = set()
+        for index, one in enumerate(self.follow):
+            if (one.endpoint, one.service) in seen:
+                yield f"{one.service} at endpoint {one.endpoint!r} is followed twice", ("follow", index, "service")
+            seen.add((one.endpoint, one.service))
+            service = AccessPattern.parse(one.service)  # a publisher of our own host may have a history
+            if (service.authority, service.address.ue_id) == (self.authority, ENTITY):
+                yield f"{one.service} is this streamer itself", ("follow", index, "service")
+        for index, endpoint in enumerate(self.endpoint):
+            if endpoint.followed_by and AccessPattern.parse(endpoint.followed_by).authority == self.authority:
+                what = f"endpoint {endpoint.name!r}: followed_by names this streamer itself"
+                yield what, ("endpoint", index, "followed_by")
+            elif endpoint.followed_by and any(endpoint.followed_by == one.followed_by for one in self.endpoint[:index]):
+                what = f"{endpoint.followed_by} follows at one endpoint: it is named as followed_by at two"
+                yield what, ("endpoint", index, "followed_by")
 
     @property
     def authority(self) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -25,6 +26,7 @@ import structlog
 
 from history.chunk import Chunk, Scan
 from history.log import Log, Passed
+from history.stream import is_publish
 from streamer.blocked import Aside, Item, key_of
 from streamer.blocked import Key as StreamKey
 from streamer.dead_letter import DeadLetters
@@ -134,6 +136,9 @@ class Pump:
         self.gaps = 0  # records that were lost to retention or damage before the peer got them
         self.trouble = ""  # why reading or sending does not go on
         self._flow, self._on_gap, self._pace = flow, on_gap, pace
+        self.is_followed = False  # the peer takes the publishes by itself (handover.py)
+        self._pushed_to = 0  # while they were pushed again from further back: up to here all else has left
+        self._between: deque[tuple[Callable[[], int], asyncio.Future[int]]] = deque()  # to be done while nothing leaves
         # how long the peer has been away, while the streamer ran
         self.absent_ms, self._absent_ms_max = 0, absent_ms_max
         self._letters_left = PASSED_LETTERS_MAX
@@ -229,8 +234,71 @@ class Pump:
             self._flights.drop()
         raise end
 
+    # The publishes, handed over and taken back
+
+    async def stop_publishes(self) -> int:
+        """Send no publish any more; up to which seq they all have left. Raises UNAVAILABLE while somebody may yet turn
+        up for one, or has paused it: such a topic has a place of its own."""
+        return await self._do_between(self._stop_publishes)
+
+    async def resume_publishes(self, seq: int) -> None:
+        """Send those again that have a greater seq, and all that come."""
+        await self._do_between(lambda: self._resume_publishes(seq))
+
+    def go_back(self, seq: int) -> None:
+        """Before it runs: publishes after `seq` are pushed (again)."""
+        self._resume_publishes(seq)
+
+    async def _do_between(self, what: Callable[[], int]) -> int:
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._between.append((what, done))
+        self.wake()
+        return await done
+
+    async def _change_publishes(self) -> None:
+        await self._flights.answered()
+        await self._land()
+        self._heed()
+        while self._between:
+            what, done = self._between.popleft()
+            try:
+                result = what()
+            except UStatusError as error:
+                if not done.done():
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(result)
+
+    def _is_publish(self, stream: int) -> bool:
+        return self.log.knows_stream(stream) and is_publish(self.log.stream(stream))
+
+    def _stop_publishes(self) -> int:
+        if any(map(self._is_publish, chain(self.parking, self._back.targets))):
+            what = (
+                f"topics wait for endpoint {self.peer.name!r}, paused or undecided: nothing can be handed over before"
+            )
+            raise UStatusError(UCode.UNAVAILABLE, f"{what} they have left")
+        waiting = self.aside.known_streams.union(item[2] for item in self._queue)
+        held = set(filter(self._is_publish, waiting))
+        unsent = self.aside.take_out(held) + self._queue.take_out(held)
+        self.is_followed = True
+        self._plans.clear()
+        return min([self._read, *(item[0] - 1 for item in unsent)])
+
+    def _resume_publishes(self, seq: int) -> int:
+        self.is_followed = False
+        self._plans.clear()
+        if seq < self._read:
+            self._pushed_to, self._read = self._read, max(seq, self.log.floor_seq)
+            self.cursor = min(self.cursor, self._read)
+            self._save()
+        return self._read
+
     async def _step(self) -> None:
         self._wake.clear()
+        if self._between:
+            await self._change_publishes()
         before, at_the_end = self.trouble, False
         try:
             at_the_end = await self._fill()
@@ -364,6 +432,8 @@ class Pump:
         if not self.log.knows_stream(stream_id):  # retention has passed it since it was read
             return (), False
         stream = self.log.stream(stream_id)
+        if self.is_followed and is_publish(stream):
+            return (), False
         return self._mine(self._view.decide(stream.source, stream.sink, self.log))
 
     def _mine(self, decision: Decision) -> tuple[tuple[Target, ...], bool]:
@@ -395,6 +465,8 @@ class Pump:
             whole = Readdressed(stream.source, None)
         thinned = all(target.period_ms for target in targets)
         since = min(target.since for target in targets)
+        if not is_publish(stream):
+            since = max(since, self._pushed_to)
         as_is = not (copies or whole or thinned or park)
         return Plan(targets, since, as_is, copies, whole, park)
 

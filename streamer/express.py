@@ -1,4 +1,5 @@
-"""The express way: requests and responses, in memory, by priority, gone at their ttl. One queue and one pump per peer.
+"""The express way: requests, responses, and frames of histories, in memory, by priority, gone at their ttl. One queue
+and one pump per peer.
 
 ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
@@ -81,6 +82,9 @@ class Express:
         entry = Entry(message.ByteSize(), message, _accounts(message.stamp.attributes))
         full = self.queues[peer.name].put(entry)
         if full is None:
+            return
+        if message.stamp.type == attrs.NOTIFICATION:
+            peer.dropped["frames"] += 1  # they are polled
             return
         limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
         whose = " of this caller or authority" if full.is_of_one else ""
@@ -179,7 +183,10 @@ class ExpressQueue:
 
     def _end(self, entry: Entry, code: UCode.ValueType, reason: str) -> None:
         self._count(entry, -1)
-        self._express.fail(entry.message, code, reason, self.peer)
+        if entry.message.stamp.type == attrs.NOTIFICATION:
+            self.peer.dropped["frames"] += 1
+        else:
+            self._express.fail(entry.message, code, reason, self.peer)
 
     async def run(self) -> None:
         """Pump until cancelled."""

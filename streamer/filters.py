@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from streamer.endpoint import Endpoint
+from streamer.following import PUBLISHERS
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.status import RETRYABLE, UStatusError
@@ -119,7 +120,7 @@ class Filters:
             return fixed
         sources = {
             uris.key(source): source
-            for pattern in ([uris.ANY] if all_publishes else self._dispatch.logs.record)
+            for pattern in ([uris.ANY] if all_publishes else [*self._dispatch.logs.record, PUBLISHERS])
             for source in self._at_home(pattern)
         }
         self._covers = {key: None for key in sources if uris.shape(key) != uris.EXACT}
@@ -134,11 +135,8 @@ class Filters:
             authorities = frozenset([pattern.authority_name])
         elif any(map(uris.is_pattern, authorities)):
             return [pattern]
-        return [
-            uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
-            for authority in sorted(authorities)
-            if endpoints.owner(authority) is self._endpoint
-        ]
+        owned = (authority for authority in sorted(authorities) if endpoints.owner(authority) is self._endpoint)
+        return [uris.of_authority(pattern, authority) for authority in owned]
 
     def _is_covered(self, source: Key) -> bool:
         masks = (uris.masked(source, shape) for shape in self._shapes)

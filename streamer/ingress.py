@@ -20,6 +20,7 @@ from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.filters import Filters
 from streamer.flow import Appender, Flow
+from streamer.following import PUBLISHERS, Follows
 from streamer.hosted import HostedTransport
 from streamer.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
 from streamer.names import may_carry_addresses
@@ -29,6 +30,7 @@ from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.cache import streams_max
+from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
@@ -60,6 +62,14 @@ class Verdict:
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
     found_no_room: bool = False  # as one more topic
+    # who else hears of each, and says True if it is a copy of what is followed, so that nothing of it is kept
+    rung: Callable[[EncodedMessage], bool] | None = None
+
+
+def is_fleeting(source: UUri) -> bool:
+    """Of a history, a frame or an announcement: what does not arrive is polled, or comes again, so nobody keeps it."""
+    service = (source.ue_id & 0xFFFF, source.ue_version_major)
+    return service == (ENTITY, VERSION) and source.resource_id in (FRAMES, ANNOUNCEMENTS)
 
 
 class IdWindow:
@@ -121,6 +131,7 @@ class Dispatch:
     hosted: HostedTransport
     window: IdWindow
     ledger: Ledger
+    follows: Follows
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
 
@@ -181,6 +192,8 @@ class Ingress(EncodedListener):
                 continue
             if verdict.inside is not None:
                 message = verdict.inside(message)
+            if verdict.rung is not None and verdict.rung(message):
+                continue
             log, peer = verdict.log, verdict.peer
             if log is None and peer is None and not verdict.is_hosted:
                 self._drop(verdict, message)
@@ -215,6 +228,10 @@ class Ingress(EncodedListener):
         if not pending:
             return None
         return pending[0] if len(pending) == 1 else all_of(pending)
+
+    async def settled(self) -> None:
+        """Of all that has been taken here by now it is known whether it is in a log."""
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
         """By the log: it is not acknowledged, and whoever can will send it again."""
@@ -269,6 +286,12 @@ class Ingress(EncodedListener):
                 del refused[authority], self._refused[authority]
 
     # Where it goes
+
+    def verdict_of(self, message: EncodedMessage) -> Verdict:
+        """What would become of it if it had been published here."""
+        if self._dispatch.view.version != self._verdicts_version:
+            self._forget_changed()
+        return self._verdicts.get(message.stamp.address) or self._judge(message)
 
     def forget_verdicts(self) -> None:
         """Decide anew: something has changed that `View.version` does not tell."""
@@ -365,14 +388,21 @@ class Ingress(EncodedListener):
         address = sink if type == attrs.REQUEST else source
         if not self._trusted and (rule is None or not rule.allows(address)):
             return Verdict(reason="denied")
-        if type in (attrs.REQUEST, attrs.RESPONSE):
+        if type in (attrs.REQUEST, attrs.RESPONSE) or is_fleeting(source):
             return Verdict(peer=peer)
         target = self._dispatch.logs.of(source)
         return Verdict(target, target.stream_id(source, sink))
 
     def _decide_published(self, source: UUri) -> Verdict:
-        target = self._dispatch.logs.of(source)
-        if self._dispatch.view.decide(source, None, target) or self._dispatch.logs.is_recorded(source):
-            is_named = self._dispatch.view.names(source) or self._dispatch.logs.names(source)
-            return Verdict(target, target.stream_id(source, None, wanted=is_named))
-        return Verdict()  # nobody wants it
+        dispatch, target = self._dispatch, self._dispatch.logs.of(source)
+        followed = None if self._trusted else dispatch.follows.of(self.endpoint, source)
+        verdict = Verdict()  # nobody wants it
+        is_taken = dispatch.view.decide(source, None, target) or dispatch.logs.is_recorded(source)
+        if is_taken or (followed is not None and followed.records(source)):
+            is_named = dispatch.view.names(source) or dispatch.logs.names(source)
+            verdict = Verdict(target, target.stream_id(source, None, wanted=is_named))
+        if followed is not None and not followed.is_gateway:
+            verdict.rung = followed.rung_by
+        elif uris.matches(PUBLISHERS, source) and not self._trusted:
+            verdict.rung = dispatch.follows.heard
+        return verdict

@@ -58,6 +58,11 @@ class Limits:
         return self.memory_bytes // 4 // SUBSCRIPTION_BYTES
 
     @property
+    def followed_topics_max(self) -> int:
+        """That followers of the history have named, some 500 bytes each."""
+        return self.memory_bytes // 16 // 512
+
+    @property
     def express_bytes_max(self) -> int:
         """Of requests and responses that wait for one endpoint."""
         return max(2 * self.message_bytes_max, self.memory_bytes // 32)

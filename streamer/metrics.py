@@ -65,12 +65,20 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "dead_letters_limited": (COUNTER, "", "Dead letters that were counted only: too many of one kind in a minute"),
     "dead_letters_damaged": (COUNTER, "", "Stores of dead letters that were moved aside"),
     "history": (COUNTER, "what", "What callers asked of the history, and were given or refused"),
+    "followers": (GAUGE, "", "Those that follow this history, by name and lease"),
+    "followers_topics": (GAUGE, "", "Topics and patterns that they follow, in all"),
+    "pushes": (GAUGE, "", "Followers to whom frames are pushed"),
+    "follower_backlog": (GAUGE, "endpoint log", "Records that who has taken over has not said to be safe"),
+    "followed": (GAUGE, "endpoint state", "Histories that are followed at an endpoint, by how it goes"),
+    "followed_records": (COUNTER, "endpoint what", "What became of records that were followed, and copies of them"),
     "consumers": (GAUGE, "", "Names of consumers that have an owner"),
     "gaps": (COUNTER, "", "Gaps that were told"),
     "ready": (GAUGE, "", "1 if everything works"),
     "interest_version": (GAUGE, "", "Rises with every change of a subscription"),
 }
+STATES: Final = ("handed_over", "beside_copies", "away")  # of what is followed
 ASKED_OF_HISTORY: Final = ("polls", "describes", "records", "gaps", "refused", "denied", "withheld")
+ASKED_BY_FOLLOWERS: Final = ("commands", "frames", "expired")
 
 Value = tuple[str, tuple[str, ...], float]  # of which family, the labels' values, the value
 
@@ -86,7 +94,7 @@ class StreamerCollector(Collector):
             name: kind(f"up_streamer_{name}", says, labels=labels.split())
             for name, (kind, labels, says) in FAMILIES.items()
         }
-        for read in (_of_endpoints, _of_peers, _of_logs, _of_authorities, _of_services):
+        for read in (_of_endpoints, _of_peers, _of_followed, _of_logs, _of_authorities, _of_services):
             for name, labels, value in read(self._streamer):
                 families[name].add_metric(labels, value)
         yield from families.values()
@@ -118,6 +126,17 @@ def _of_peers(streamer: Streamer) -> Iterator[Value]:
     for waits in streamer.claims.unclaimed:
         yield "unclaimed_records", (waits.endpoint, waits.log.name), waits.records
     yield from _each("paused", (), Counter(one.peer for one in streamer.paused))
+
+
+def _of_followed(streamer: Streamer) -> Iterator[Value]:
+    for name, log, records in streamer.handovers.backlog():
+        yield "follower_backlog", (name, "durable" if log.durable else "volatile"), records
+    for endpoint in streamer.endpoints:
+        there = [one for one in streamer.follows if one.endpoint is endpoint]
+        states = Counter(one.state for one in there)
+        yield from _each("followed", (endpoint.name,), {state: states[state] for state in STATES if there})
+        became = sum((one.counts for one in there), Counter[str]())
+        yield from _each("followed_records", (endpoint.name,), became)
 
 
 def _of_logs(streamer: Streamer) -> Iterator[Value]:
@@ -162,6 +181,12 @@ def _of_services(streamer: Streamer) -> Iterator[Value]:
     yield "dead_letters_limited", (), letters.limited
     yield "dead_letters_damaged", (), letters.damaged
     yield from _each("history", (), {what: history.counts[what] for what in ASKED_OF_HISTORY})
+    yield from _each(
+        "history", (), {what: history.followers.counts[what] for what in ("commands", "frames", "expired")}
+    )
+    yield "followers", (), len(history.followers)
+    yield "followers_topics", (), history.followers.topic_count
+    yield "pushes", (), history.followers.push_count
     yield "consumers", (), len(history.consumers)
     yield "gaps", (), streamer.gaps.total
     yield "ready", (), not streamer.problems()

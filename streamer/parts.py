@@ -16,8 +16,9 @@ import structlog
 from history.log import Log
 from storage.runtime import Runtime
 from streamer.access import Entry, Pattern
-from streamer.config import AccessSection, Config, EndpointSection, RuleSection, patterns
+from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.endpoint import Endpoint, Endpoints
+from streamer.followed import Follow
 from streamer.hosted import HostedTransport
 from streamer.ingress import IdWindow, Logs
 from streamer.limits import Limits
@@ -186,6 +187,11 @@ def limits_of(config: Config) -> Limits:
 
 def rule_of(section: RuleSection) -> Rule:
     return Rule(section.from_, section.to, patterns(section.allow), patterns(section.deny))
+
+
+def follow_of(section: FollowSection, endpoints: Endpoints) -> Follow:
+    service = Pattern.parse(section.service)
+    return Follow(endpoints[section.endpoint], service, tuple(patterns(section.topics)), section.mode)
 
 
 def entry_of(section: AccessSection) -> Entry:

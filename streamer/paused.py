@@ -98,6 +98,7 @@ class Paused:
         self._patterns: dict[Pause, UUri] = {}
         self._turn = asyncio.Lock()  # one change after the other
         self._callbacks: list[Callable[[], None]] = []
+        self._checks: list[Callable[[Endpoint], None]] = []
         self.version = 0
         self.trouble = ""  # why what was paused is not known any more
 
@@ -121,6 +122,19 @@ class Paused:
     def on_change(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
+    def before_pause(self, check: Callable[[Endpoint], None]) -> None:
+        """`check(peer)` raises UStatusError if nothing may be paused toward somebody there."""
+        self._checks.append(check)
+
+    def toward(self, peer: Endpoint) -> list[Pause]:
+        """All that may hold something back from somebody there."""
+        return [pause for pause in self._patterns if self._endpoint_of(pause.peer) is peer]
+
+    def _endpoint_of(self, peer: str) -> Endpoint | None:
+        """Of a peer that is an endpoint, or an authority behind one."""
+        named = (endpoint for endpoint in self._endpoints if endpoint.name == peer)
+        return next(named, None) or self._endpoints.owner(peer)
+
     def holds(self, peer: Endpoint, authority: str, source: UUri) -> bool:
         """True if what comes from `source` does not go to `authority` at `peer` now."""
         return any(
@@ -137,15 +151,17 @@ class Paused:
 
     def is_peer(self, name: str) -> bool:
         """True for an endpoint, and for an authority behind one."""
-        return any(endpoint.name == name for endpoint in self._endpoints) or self._endpoints.owner(name) is not None
+        return self._endpoint_of(name) is not None
 
     async def pause(self, topic: UUri, peer: str) -> None:
         """Hold what matches `topic` back from `peer`. Again: nothing changes.
 
-        Raises INVALID_ARGUMENT, NOT_FOUND (no such peer), RESOURCE_EXHAUSTED, UNAVAILABLE (the disk).
+        Raises INVALID_ARGUMENT, NOT_FOUND (no such peer), FAILED_PRECONDITION (it follows, and is pushed nothing),
+        RESOURCE_EXHAUSTED, UNAVAILABLE (the disk).
         """
         pattern = pattern_of(topic, self._own)
-        if not peer or len(peer) > PEER_LENGTH_MAX or not self.is_peer(peer):
+        endpoint = self._endpoint_of(peer) if 0 < len(peer) <= PEER_LENGTH_MAX else None
+        if endpoint is None:
             known = ", ".join(endpoint.name for endpoint in self._endpoints)
             raise UStatusError(
                 UCode.NOT_FOUND,
@@ -153,6 +169,8 @@ class Paused:
                 f"are {known}",
             )
         async with self._turn:
+            for check in self._checks:
+                check(endpoint)
             await self._change(added(self, pattern, peer))
 
     async def resume(self, topic: UUri, peer: str) -> int:

@@ -442,6 +442,11 @@ class Interest:
         return all(source.can_list for source in self.sources)
 
     @property
+    def complete(self) -> bool:
+        """Every source that can list has given its first complete answer."""
+        return all(source.complete for source in self.sources if source.can_list)
+
+    @property
     def healthy(self) -> bool:
         return not self.unhealthy
 

@@ -374,7 +374,7 @@ def test_what_is_seen_of_topics_that_are_alike_is_what_is_seen_of_each(
         async with await Log.open(None, name="ring") as log:
             for source, names_a_sink in streams:
                 log.stream_id(source, uris.pattern("cloud") if names_a_sink else None)
-            match = Match(log, [], sight)
+            match = Match(log, [uris.ANY], sight)
             await match.complete()
             assert match.ids == {one.id for one in log.streams() if sight.sees(one.source, one.sink)}
             assert match.withheld == log.stream_count - len(match.ids)

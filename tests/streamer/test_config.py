@@ -12,6 +12,8 @@ from streamer.config import load, loads
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
+BY = 'followed_by = "//hub/4/1/0"'
+FOLLOW = '[[follow]]\nendpoint = "{}"\nservice = "{}"\n'
 TWO = """\
 [streamer]
 data_dir = "data"
@@ -49,6 +51,11 @@ def test_defaults_make_a_gateway_of_two_endpoints() -> None:
 def test_the_fleet_side_is_asked_nothing() -> None:
     config = loads(TWO.replace('["cloud", "backend"]', '["*"]'))
     assert config.usubscription_of(config.endpoint[1]) == "none"
+
+
+def test_a_publisher_on_our_own_host_may_be_followed() -> None:
+    (follow,) = loads(TWO + FOLLOW.format("vehicle", "//vehicle1/80010004/1/0")).follow
+    assert follow.mode == "auto"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +106,12 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> No
             "belongs to both",
         ),
         (TWO.replace("[streamer]", "[streamer]\nauthority = 'mars'"), 2, "'mars' is not an authority of any endpoint"),
+        (TWO + FOLLOW.format("moon", "//hub/4/1/0"), 15, "endpoint 'moon', which there is not"),
+        (TWO + FOLLOW.format("cloud", "//hub/4/1/0") * 2, 19, "is followed twice"),
+        (TWO + FOLLOW.format("cloud", "//vehicle1/4/1/0"), 16, "is this streamer itself"),
+        (TWO + FOLLOW.format("cloud", "//hub/8001/1/8001"), 16, "//hub/8001/1/8001"),
+        (TWO.replace('name = "cloud"', f'name = "cloud"\n{BY}'.replace("hub", "vehicle1")), 11, "names this streamer"),
+        (TWO.replace('name = "', f'{BY}\nname = "'), 11, "it is named as followed_by at two"),
         (TWO + '[[rule]]\nfrom = "vehicle"\nto = "moon"\n', 16, "endpoint 'moon', which there is not"),
         (TWO + RULE + '[[rule]]\nfrom = "moon"\nto = "cloud"\n', 18, "endpoint 'moon', which there is not"),
         (TWO + RULE + '[[rule]]\nto = "vehicle"\nfrom = "vehicle"\n', 18, "in a circle"),

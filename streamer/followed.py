@@ -1,0 +1,518 @@
+"""One history that is followed into ours: what is in it is in our log exactly once, and in order.
+
+answer -> Acceptor -> what is wanted: the verdicts of the ingress, ids -> one append: records, origins, place
+             |            '- of an authority that it does not speak for: dropped, "spoofed"
+             '- gaps: told                            '- refused by the log: back to the place that is committed
+
+The place in the other log and the records up to it are one transaction, so a kill on either side, or a link that is cut
+at any moment, loses nothing and doubles nothing. A gateway that has handed over pushes no publish; until then nothing
+of it is followed. A publisher goes on with its plain copies. Each is a doorbell: it makes us ask now, and is not stored
+if it was made after we had a place. So what was published before it is followed is taken as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from history.acceptor import Accepted, Acceptor, Places, Record
+from history.chunk import Origin
+from history.follow import Following, Mode
+from history.log import Log
+from history.writer import Followed as Notes
+from streamer.access import Pattern
+from streamer.endpoint import Endpoint
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer import ids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    FollowedPlaces,
+    HandOver,
+    PollRequest,
+)
+from uprotocol.encoded import EncodedMessage
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+if TYPE_CHECKING:
+    from streamer.following import Follows
+
+PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service; and one answer beside it
+# rung for so long without an answer: plain copies count again until the history answers
+DEAF_S: Final = 60.0
+RING_S: Final = 0.25  # after a doorbell without an answer we ask anew
+# what can't be followed, and will not be soon: until then plain copies count
+REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
+WINDOW_BYTES: Final = 4 << 20
+DENIED_TOLD_MAX: Final = 100  # lines of a log about topics that may not be read
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Follow:
+    """One of [[follow]]. `topics`: none: what is wanted here."""
+
+    endpoint: Endpoint
+    service: Pattern
+    topics: Sequence[UUri] = ()
+    mode: Mode = "auto"
+
+    @property
+    def is_wide(self) -> bool:
+        return uris.is_pattern(self.service.authority)
+
+    def names(self, service: UUri, endpoint: Endpoint) -> bool:
+        is_there = endpoint is self.endpoint and uris.is_one_of(service.authority_name, {self.service.authority})
+        return is_there and (service.ue_id, service.ue_version_major) == (
+            self.service.address.ue_id,
+            self.service.address.ue_version_major,
+        )
+
+
+def family_of(authority: str) -> str:
+    """What stands behind the first dot; "": nothing does."""
+    return authority.partition(".")[2]
+
+
+def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
+    """Whether a history may have records of a topic. A publisher's own: of its type on its host. A gateway's: of its
+    host, and of the family of that; `is_named`, by our configuration: of whatever lives on its network."""
+    if service.ue_id >> 16:
+        return ids.covers(service, topic)
+    authority, family = topic.authority_name, family_of(service.authority_name)
+    return is_named or authority == service.authority_name or (bool(family) and family_of(authority) == family)
+
+
+@dataclass
+class Pending:
+    """Accepted, and not yet in a log."""
+
+    records: list[Record] = field(default_factory=list)
+    bytes: int = 0
+    places: Places = field(default_factory=Places)
+    has_moved: bool = False
+
+
+class _Sorted(NamedTuple):
+    """Where a record goes."""
+
+    target: Log
+    stream: int
+    message: EncodedMessage
+    key: bytes  # in the window of ids
+    origin: Origin
+
+
+class _RestartedError(UStatusError):
+    """The other side knows nothing of us any more."""
+
+
+class Followed:
+    """One history that is followed. `counts`: records (that came), stored, duplicate, unwanted, loop, spoofed,
+    unreadable, refused (appends), doorbells, gaps, denied (topics that we may not read there)."""
+
+    def __init__(self, follows: Follows, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
+        self.service, self.endpoint, self.follow = service, endpoint, follow
+        self.key = f"{endpoint.name}:{uris.format(service)}"
+        self._follows, self._log = follows, follows.logs.durable
+        self.is_named = follow is not None and not follow.is_wide  # so it may have whatever lives on its network
+        self._pending = Pending()
+        self._room = asyncio.Event()
+        self._came = asyncio.Event()
+        # plain copies that were made later than this, by the clock of who publishes, are of what is followed
+        self._has_place = self._log.place(self.key) is not None  # on disk
+        self._copies_since = 0 if self._has_place else math.inf
+        self._unseen: set[uris.Key] = set()  # topics that we may not read there
+        self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
+        self._kept_copies = False  # plain ones were stored since the last records
+        self._rung_at: float | None = None  # loop time of the first doorbell since there was an answer
+        self._following: Following | None = None
+        self._acceptor: Acceptor | None = None  # while it is followed
+        self._appending: set[asyncio.Task[None]] = set()
+        self._backoff = follows.backoff()
+        self.is_handed_over = False
+        self._is_deaf = False
+        self.trouble = ""
+        self.counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Followed({self.key}, {self._following}, {dict(self.counts)})"
+
+    @property
+    def connected(self) -> bool:
+        return self._following is not None and self._following.connected
+
+    @property
+    def state(self) -> Literal["handed_over", "beside_copies", "away"]:
+        if not self.connected:
+            return "away"
+        return "handed_over" if self.is_handed_over else "beside_copies"
+
+    # -- what is followed
+
+    def speaks_for(self, source: UUri) -> bool:
+        return speaks_for(self.service, source, is_named=self.is_named)
+
+    def records(self, source: UUri) -> bool:
+        """It is followed whether or not somebody wants it."""
+        return self.follow is not None and any(uris.matches(pattern, source) for pattern in self.follow.topics)
+
+    @property
+    def is_gateway(self) -> bool:
+        """Not a publisher that keeps what it publishes."""
+        return not self.service.ue_id >> 16
+
+    def listen_for(self, topic: UUri) -> None:
+        """It may be wanted now, or no more."""
+        following = self._following
+        if following is None:
+            return
+        is_wanted = self._follows.is_wanted(self.endpoint, topic)
+        for narrowed in self._narrowed(topic):
+            if is_wanted:
+                self._follow_more(following, narrowed)
+            elif uris.key(narrowed) not in self._fixed:
+                following.unfollow(narrowed)
+
+    def listen_anew(self) -> None:
+        """Anything may be wanted now, or no more."""
+        following = self._following
+        if following is None:
+            return
+        named = self.follow.topics if self.follow is not None else ()
+        fixed = [*named, *chain.from_iterable(map(self._narrowed, self._follows.always_wanted()))]
+        self._fixed = {uris.key(topic): topic for topic in fixed}
+        wanted = chain.from_iterable(map(self._narrowed, self._follows.wanted_of(self)))
+        all = self._fixed | {uris.key(topic): topic for topic in wanted}
+        followed = {uris.key(topic): topic for topic in following.topics}
+        for key in all.keys() - followed.keys():  # ahead of the others: what takes the place of a pattern has no hole
+            self._follow_more(following, all[key])
+        for key in followed.keys() - all.keys():
+            following.unfollow(followed[key])
+
+    def _follow_more(self, following: Following, topic: UUri) -> None:
+        following.follow(topic)
+        if self._acceptor is not None:
+            self._acceptor.begin_here()
+
+    def _narrowed(self, pattern: UUri) -> list[UUri]:
+        """To what it may have."""
+        if not self.is_gateway:
+            narrowed = ids.narrowed(self.service, pattern)
+            return [] if narrowed is None else [narrowed]
+        if pattern.authority_name != uris.WILDCARD_AUTHORITY:
+            return [pattern] if self.speaks_for(pattern) else []
+        there = self.endpoint.authorities if self.is_named else [self.service.authority_name]
+        if any(map(uris.is_pattern, there)):
+            return [pattern]
+        return [uris.of_authority(pattern, one) for one in sorted(there)]
+
+    def rung_by(self, message: EncodedMessage) -> bool:
+        """A plain copy has come, so there is something to ask for. True: it is not to be kept."""
+        self.counts["doorbells"] += 1
+        now = asyncio.get_running_loop().time()
+        if self._rung_at is None:
+            self._rung_at = now
+            self._backoff.wake()
+            asyncio.get_running_loop().call_later(RING_S, self._still_rung, now)
+        elif now - self._rung_at > DEAF_S:
+            self._become_deaf()
+        if not self._is_deaf and self._is_copy(message):
+            return True
+        self._kept_copies = True
+        return False
+
+    def _is_copy(self, message: EncodedMessage) -> bool:
+        if message.created_ms <= self._copies_since:
+            return False
+        return not self._unseen or uris.key(message.stamp.attributes.source) not in self._unseen
+
+    def _become_deaf(self) -> None:
+        if not self._is_deaf:
+            self._is_deaf = True
+            what = "a history that is followed does not answer: until it does, plain copies count again"
+            log.warning(what, service=self.key)
+
+    def _still_rung(self, since: float) -> None:
+        """There was no answer since: the one we wait for may never come."""
+        if self._rung_at == since and self._following is not None:
+            self._following.ring()
+
+    def announced(self) -> None:
+        """It is there (again), and may hand over by now; a call that waits for it may wait for one of before."""
+        self._backoff.wake()
+        if self._following is not None:
+            self._following.ring()
+
+    def _answered(self) -> None:
+        self._rung_at = None
+        if self._is_deaf:
+            self._is_deaf = False
+        self._backoff.reset()
+        self.trouble = ""
+
+    # -- the conversation
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        while True:
+            try:
+                await self._converse()
+            except _RestartedError:
+                pass
+            except UStatusError as error:
+                if self.trouble != str(error):
+                    log.warning("a history can't be followed; trying again", service=self.key, why=str(error))
+                self.trouble = str(error)
+                if error.code in REFUSALS:
+                    self._become_deaf()
+            except Exception as error:  # a fault of ours must not end it without a word
+                log.exception("a history can't be followed; trying again", service=self.key)
+                self.trouble = f"a fault of this program: {error!r}"
+            await self._backoff.wait()
+
+    async def _converse(self) -> None:
+        places = self._committed()
+        # where we have a place, a log that we don't know is a new one: nothing of it was ours before
+        start = PollRequest(earliest=True) if places.positions else PollRequest(latest=True)
+        client = self._follows.client(self.service)
+        try:
+            async with Following(
+                client,
+                mode=self.follow.mode if self.follow is not None else "auto",
+                start=start,
+                acks=True,
+                window_bytes=WINDOW_BYTES,
+                on_denied=self._denied,
+                on_forgotten=self._forgotten,
+                on_told=lambda _, ms: self._told(ms),
+                rng=self._follows.rng,
+            ) as following:
+                self._following, self._fixed = following, {}
+                if self.is_gateway:
+                    await self._take_over(following, places)
+                if not places.positions:
+                    places = await self._find_place(following)
+                self.listen_anew()
+                await self._pull(following, places)
+        finally:
+            self._following, self._acceptor, self.is_handed_over = None, None, False
+            self._copies_since = 0 if self._has_place else math.inf
+            self._unseen.clear()
+            await client.close()
+
+    def _forgotten(self) -> None:
+        """It was restarted, and may have another log, of which all is new to us; and whether it pushes."""
+        raise _RestartedError(UCode.ABORTED, f"{self.key} was restarted")
+
+    def _denied(self, topic: UUri) -> None:
+        self.counts["denied"] += 1
+        self._unseen.add(uris.key(topic))
+        if self.counts["denied"] <= DENIED_TOLD_MAX:
+            what = "a topic can't be followed: we may not read it there"
+            log.warning(what, service=self.key, topic=uris.format(topic))
+
+    async def _take_over(self, following: Following, places: Places) -> None:
+        """Ask that no publish is pushed to us any more. Raises what it answers: then all are, and nothing is
+        followed."""
+        for position in await following.hand_over(HandOver(take=True)):
+            # what we have had is safe here; what is behind us there has been pushed, or was ours before
+            known = places.positions.get(position.incarnation, position.seq)
+            if known < position.seq:
+                what = "following further on: what lies between was pushed"
+                log.info(what, service=self.key, after=known, begin=position.seq)
+            places.positions[position.incarnation] = max(known, position.seq)
+            if position.in_memory:
+                places.idle.add(position.incarnation)
+        self.is_handed_over = True
+
+    async def _find_place(self, following: Following) -> Places:
+        """Where its logs end, and ours says so on disk: what comes later is followed. When that is, by its clock, the
+        answer to the next command tells."""
+        acceptor = Acceptor(read=self._follows.read)
+        while not acceptor.places.positions:
+            answer = await following.next(acceptor.places)
+            if answer is not None:
+                acceptor.accept(answer)
+        self._log.keep_place(self.key, _stored(acceptor.places))
+        await self._log.saved()
+        self._has_place = True
+        return acceptor.places
+
+    def _told(self, ms: int) -> None:
+        if self._has_place:
+            self._copies_since = min(self._copies_since, ms)
+
+    async def _pull(self, following: Following, places: Places) -> None:
+        """Accept, while what was accepted before is committed."""
+        acceptor = self._acceptor = Acceptor(places=places, read=self._follows.read)
+        self._pending = Pending(places=acceptor.places.copy())
+        self._came.clear()
+        acked = dict(places.positions)
+        storing = asyncio.create_task(self._store_on(acked), name=f"store {self.key}")
+        storing.add_done_callback(lambda _: following.ring())
+        try:
+            while True:
+                while self._pending.bytes > PENDING_BYTES_MAX and not storing.done():
+                    self._room.clear()
+                    await self._room.wait()
+                if storing.done():
+                    storing.result()
+                answer = await following.next(acceptor.places, acked)
+                if answer is None:
+                    continue
+                self._answered()
+                self._take(acceptor.accept(answer), sum(batch.ByteSize() for batch in answer.batches))
+        finally:
+            storing.cancel()
+            # what was handed to the log is committed or refused by now: else it would come a second time
+            await asyncio.gather(storing, *self._appending, return_exceptions=True)
+
+    def _take(self, accepted: Accepted, bytes: int) -> None:
+        for gap in accepted.gaps:
+            self.counts["gaps"] += 1
+            self._follows.on_gap(self, gap)
+        pending = self._pending
+        pending.has_moved = pending.has_moved or pending.places != accepted.places
+        pending.places = accepted.places
+        pending.records += accepted.records
+        pending.bytes += bytes
+        if pending.has_moved:
+            self._came.set()
+
+    # -- into the log
+
+    async def _store_on(self, acked: dict[bytes, int]) -> None:
+        """What is pending, all of it at once, again and again; `acked` follows. Raises what the log answers."""
+        while True:
+            await self._came.wait()
+            self._came.clear()
+            pending, self._pending = self._pending, Pending(places=self._pending.places)
+            if not pending.has_moved:
+                continue
+            try:
+                await self._store(pending)
+            except BaseException:
+                self.counts["refused"] += 1
+                raise
+            finally:
+                self._room.set()
+            acked.clear()
+            acked.update(pending.places.positions)
+
+    async def _store(self, pending: Pending) -> None:
+        """Records and place, in one transaction."""
+        if self._kept_copies:  # of which one may be the first of two, and not in a log yet, or never
+            self._kept_copies = False
+            await self._follows.ingress(self.endpoint).settled()
+        appending = asyncio.create_task(self._append(pending), name=f"append {self.key}")
+        self._appending.add(appending)
+        appending.add_done_callback(self._appending.discard)
+        await asyncio.shield(appending)
+
+    async def _append(self, pending: Pending) -> None:
+        place = _stored(pending.places)
+        shares: dict[Log, list[_Sorted]] = {}
+        for record in pending.records:
+            found = self._sort(record)
+            if found is not None:
+                shares.setdefault(found.target, []).append(found)
+        self.counts["records"] += len(pending.records)
+        is_kept = False
+        # what is in memory first: the place stands for both
+        for target in sorted(shares, key=lambda one: one.durable):
+            share = shares.pop(target)
+            notes = Notes([one.origin for one in share], self.key, place)
+            try:
+                streams, messages = [one.stream for one in share], [one.message for one in share]
+                await self._follows.append(target, streams, messages, notes)
+            except BaseException:
+                for one in (*share, *chain.from_iterable(shares.values())):
+                    self._follows.dispatch.window.forget(one.key)
+                raise
+            self.counts["stored"] += len(share)
+            is_kept = target is self._log
+        if not is_kept:
+            self._log.keep_place(self.key, place)
+
+    def _sort(self, record: Record) -> _Sorted | None:
+        """Where it goes; None: it is not for us."""
+        message, dispatch = record.message, self._follows.dispatch
+        assert isinstance(message, EncodedMessage), "as it was read"
+        origin = record.origin or Origin(record.incarnation, record.seq)
+        if origin.incarnation in self._follows.own_incarnations:
+            self.counts["loop"] += 1
+            return None
+        attributes = message.stamp.attributes
+        if attributes.type != attrs.PUBLISH or not self._is_valid(message):
+            self.counts["unreadable"] += 1
+            return None
+        if not self._follows.lives_there(self.endpoint, attributes.source):
+            self.counts["unwanted"] += 1
+            return None
+        if not self.speaks_for(attributes.source):
+            self.counts["spoofed"] += 1
+            self.endpoint.dropped["spoofed"] += 1
+            return None
+        verdict = self._follows.ingress(self.endpoint).verdict_of(message)
+        verdict.account.messages += 1
+        verdict.account.bytes += len(message.payload)
+        if verdict.inside is not None:
+            message = verdict.inside(message)
+        if verdict.log is None:
+            self.counts["unwanted"] += 1
+            if verdict.reason:
+                self.endpoint.dropped[verdict.reason] += 1
+            return None
+        key = message.id_key + verdict.source
+        if not dispatch.window.take(key):
+            self.counts["duplicate"] += 1
+            return None
+        return _Sorted(verdict.log, verdict.stream, message, key, origin)
+
+    def _is_valid(self, message: EncodedMessage) -> bool:
+        """By its attributes, but for the id those of many."""
+        known = self._follows.valid
+        if message.stamp.is_shared and message.stamp.suffix in known:
+            return True
+        try:
+            attrs.validate(message.attributes)
+        except (UStatusError, DecodeError):
+            return False
+        if message.stamp.is_shared:
+            known[message.stamp.suffix] = True
+        return True
+
+    def _committed(self) -> Places:
+        """Where we are, as far as our log says."""
+        places, stored = Places(), self._log.place(self.key)
+        if stored is not None:
+            for position in FollowedPlaces.FromString(stored).positions:
+                places.positions[position.incarnation] = position.seq
+                if position.in_memory:
+                    places.idle.add(position.incarnation)
+                places.learn([position])
+        return places
+
+    async def end(self) -> None:
+        """Tell the other side to push again, from where we are. Raises UStatusError."""
+        client = self._follows.client(self.service)
+        async with Following(client, mode="poll", rng=self._follows.rng) as following:
+            await following.hand_over(HandOver(end=True, positions=self._committed().request()))
+
+
+def _stored(places: Places) -> bytes:
+    positions = places.request()
+    for position in positions:
+        position.in_memory = position.incarnation in places.idle
+    return FollowedPlaces(positions=positions).SerializeToString()

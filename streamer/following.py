@@ -1,0 +1,337 @@
+"""Which histories are followed into ours, and for which topics.
+
+[[follow]], announcements, places in our log -> Follows -> Followed: one conversation each (followed.py)
+interest, what is recorded ----------------------^  '- a gateway's: once it has handed over, a publisher's: at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from history.client import Frames, HistoryClient
+from history.log import Log
+from history.writer import Followed as Notes
+from storage.runtime import Runtime
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.hosted import HostedTransport
+from uprotocol import uri as uris
+from uprotocol.cache import Cache
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer import ids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    Announcement,
+    Gap,
+)
+from uprotocol.core.usubscription.wire import to_uri
+from uprotocol.encoded import EncodedMessage, Stamps
+from uprotocol.message import UPayload
+from uprotocol.pacing import Backoff
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UListener
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client.interest import Interest
+from usubscription_client.table import Topics
+
+if TYPE_CHECKING:
+    from streamer.ingress import Dispatch, Ingress
+
+from streamer.followed import Follow, Followed, family_of
+
+FOLLOWED_MAX: Final = 4_096  # services; a fleet behind one gateway, and its tasks and places
+# of one authority that are found by announcements: a vehicle has some publishers with a history of their own
+PUBLISHERS_OF_ONE_MAX: Final = 64
+
+GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
+PUBLISHERS: Final = ids.of_publisher(uris.ANY, ids.ANNOUNCEMENTS)  # of any that has a history of its own
+
+log = structlog.get_logger()
+
+
+class Follows(UListener):
+    """All that are followed: those of `follows`, and publishers and gateways that announce themselves."""
+
+    def __init__(
+        self,
+        follows: Sequence[Follow],
+        endpoints: Endpoints,
+        hosted: HostedTransport,
+        local: LocalUriProvider,
+        interest: Interest,
+        runtime: Runtime,
+        on_gap: Callable[[Followed, Gap], None],
+        backoff: Callable[[], Backoff],
+    ) -> None:
+        """`on_gap` is told what can never be had."""
+        self._configured, self._endpoints, self._hosted, self._local = follows, endpoints, hosted, local
+        self._interest, self.on_gap = interest, on_gap
+        self.rng, self.now_ms = runtime.rng, runtime.now_ms
+        self.backoff = backoff
+        self._rpc = InMemoryRpcClient(hosted, local)
+        self._frames = Frames(hosted, local)
+        self._stamps = Stamps()
+        self.valid = Cache[bytes, bool]()  # what follows the id in attributes that are valid
+        self._followed: dict[str, Followed] = {}
+        # by their authority and the family of that; and those that may have anything
+        self._by_name: dict[str, list[Followed]] = {}
+        self._named: list[Followed] = []
+        self._wants_all = False  # somebody may yet want anything
+        # what is subscribed to, by the same names
+        self._topics: dict[str, dict[uris.Key, UUri]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_running = False
+        self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
+        self._refused = 0  # announced, and no room
+
+    def attach(self, dispatch: Dispatch, ingresses: Mapping[str, Ingress]) -> None:
+        """Where followed records go; before `start`."""
+        self.dispatch, self._ingresses = dispatch, ingresses
+        self.logs = dispatch.logs
+        self.own_incarnations = frozenset(one.incarnation for one in dispatch.logs)
+
+    def __repr__(self) -> str:
+        return f"Follows({list(self._followed)})"
+
+    def __iter__(self) -> Iterator[Followed]:
+        return iter(self._followed.values())
+
+    # -- life
+
+    def load(self) -> None:
+        """Who is followed, before anything comes from there."""
+        for follow in self._configured:
+            if not follow.is_wide:
+                self._follow(self._address(follow), follow.endpoint, follow)
+        for key in self.logs.durable.places():
+            self._resume(key)
+
+    async def start(self) -> None:
+        """Raises what the hosted transport says."""
+        await self._rpc.open()
+        await self._hosted.register_listener(GATEWAYS, self, self._local.get_source())
+        self._interest.on_change(self._interest_changed)
+        self._interest_changed(None)
+        self._is_running = True
+        for key, run in self._to_run.items():
+            self._tasks[key] = asyncio.create_task(run(), name=f"follow {key}")
+        self._to_run.clear()
+
+    async def stop(self) -> None:
+        """May be called twice."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._frames.close()
+        await self._rpc.close()
+
+    def _address(self, follow: Follow) -> UUri:
+        address = follow.service.address
+        return uris.uri(follow.service.authority, address.ue_id, address.ue_version_major)
+
+    def _resume(self, key: str) -> None:
+        """Who was followed before the restart is, whether it announces itself or not. Who is not to be any more is told
+        to push again."""
+        name, _, address = key.partition(":")
+        endpoint = next((one for one in self._endpoints if one.name == name), None)
+        if endpoint is None:
+            log.warning("a history was followed at an endpoint that is not configured", service=key)
+            return
+        service = uris.parse(address)
+        follow = self._follow_for(service, endpoint)
+        if follow is not None or service.ue_id >> 16:
+            self._follow(service, endpoint, follow)
+        else:
+            self._run(key, functools.partial(self._end, key, service, endpoint))
+
+    async def _end(self, key: str, service: UUri, endpoint: Endpoint) -> None:
+        """Of a history that is not followed any more: have it pushed again, whenever that can be said."""
+        backoff = self.backoff()
+        while True:
+            try:
+                await Followed(self, service, endpoint, None).end()
+            except UStatusError as error:
+                if error.code not in (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED):
+                    await backoff.wait()
+                    continue
+            self.logs.durable.keep_place(key, None)
+            log.info("a history is not followed any more", service=key)
+            return
+
+    def _run(self, key: str, run: Callable[[], Coroutine[None, None, None]]) -> None:
+        if self._is_running:
+            self._tasks[key] = asyncio.create_task(run(), name=f"follow {key}")
+        else:
+            self._to_run[key] = run
+
+    def _follow_for(self, service: UUri, endpoint: Endpoint) -> Follow | None:
+        """Those that name it before those that name many."""
+        found = [one for one in self._configured if one.names(service, endpoint)]
+        return min(found, key=lambda one: one.is_wide, default=None)
+
+    def _follow(self, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
+        followed = Followed(self, service, endpoint, follow)
+        if followed.key in self._followed:
+            return
+        if len(self._followed) >= FOLLOWED_MAX:
+            self._refused += 1
+            if self._refused == 1:
+                log.error("no more histories can be followed", limit=FOLLOWED_MAX, service=followed.key)
+            return
+        self._followed[followed.key] = followed
+        for name in {service.authority_name, family_of(service.authority_name)} - {""}:
+            self._by_name.setdefault(name, []).append(followed)
+        if followed.is_named:
+            self._named.append(followed)
+        self._run(followed.key, followed.run)
+        self._ingresses[endpoint.name].forget_verdicts()  # a plain copy of what it has means something else now
+
+    # -- announcements
+
+    def on_receive(self, message: UMessage) -> None:
+        """A gateway tells us, by whom it may be followed, that it is there."""
+        self.announced(message)
+
+    def heard(self, message: EncodedMessage) -> bool:
+        """A publisher announces its history."""
+        self.announced(message.decoded())
+        return False
+
+    def announced(self, message: UMessage) -> None:
+        """From the network; whose address it is has been looked at."""
+        try:
+            announcement = UPayload.of(message).unpack(Announcement)
+        except UStatusError:
+            return
+        source = message.attributes.source
+        service = uris.uri(source.authority_name, source.ue_id, source.ue_version_major)
+        endpoint = self._endpoints.owner(source.authority_name)
+        if endpoint is None or not self.own_incarnations.isdisjoint(announcement.incarnations):
+            return
+        follow = self._follow_for(service, endpoint)
+        known = self._followed.get(f"{endpoint.name}:{uris.format(service)}")
+        if known is not None:
+            known.announced()
+        elif follow is not None or (service.ue_id >> 16 and self._has_room(endpoint, service)):
+            self._follow(service, endpoint, follow)
+
+    def _has_room(self, endpoint: Endpoint, service: UUri) -> bool:
+        """For one more publisher: it has something that is wanted, and its host not too many."""
+        authority = service.authority_name
+        there = (one for one in self._by_name.get(authority, ()) if one.service.authority_name == authority)
+        if sum(not one.is_gateway for one in there) >= PUBLISHERS_OF_ONE_MAX:
+            return False
+        of_it = (one for one in self._of_names(service.authority_name) if self.is_wanted(endpoint, one))
+        return any(ids.narrowed(service, one) is not None for one in chain(self.always_wanted(), of_it))
+
+    # -- what is wanted
+
+    def wanted_of(self, followed: Followed) -> Iterator[UUri]:
+        """Topics and patterns that it may have, and that somebody elsewhere wants."""
+        names = self._topics if followed.is_named else (followed.service.authority_name,)
+        topics = chain.from_iterable(map(self._of_names, names))
+        return (topic for topic in topics if self.is_wanted(followed.endpoint, topic))
+
+    def _of_names(self, authority: str) -> Iterable[UUri]:
+        """Of an authority and its family."""
+        names = {authority, family_of(authority)} - {""} | {uris.WILDCARD_AUTHORITY}
+        return chain.from_iterable(self._topics[name].values() for name in names if name in self._topics)
+
+    def always_wanted(self) -> Iterator[UUri]:
+        """What is recorded; everything, while it is not known yet who wants what."""
+        yield from [uris.ANY] if self._wants_all else self.logs.record
+
+    def lives_there(self, endpoint: Endpoint, topic: UUri) -> bool:
+        return self._endpoints.owner(topic.authority_name) is endpoint
+
+    def is_wanted(self, endpoint: Endpoint, topic: UUri) -> bool:
+        return self.dispatch.view.leaves(endpoint, topic)
+
+    def _interest_changed(self, topics: Topics) -> None:
+        wants_all = not (self._interest.complete and self._interest.can_list)
+        if topics is None:
+            self._topics.clear()
+            for topic in self._interest.topics():
+                self._note(topic, is_there=True)
+        for key in topics or ():
+            topic = to_uri(key)
+            self._note(topic, is_there=bool(self._interest.wants_by_name(topic)))
+        if topics is None or wants_all != self._wants_all:
+            self._wants_all = wants_all
+            for followed in self._followed.values():
+                followed.listen_anew()
+            return
+        for topic in map(to_uri, topics):
+            for followed in self._about(topic):
+                followed.listen_for(topic)
+
+    def _note(self, topic: UUri, *, is_there: bool) -> None:
+        key, authority = uris.key(topic), topic.authority_name
+        for name in {authority, family_of(authority)} - {""}:
+            if is_there:
+                self._topics.setdefault(name, {})[key] = topic
+            elif (of_name := self._topics.get(name)) is not None:
+                of_name.pop(key, None)
+                if not of_name:
+                    del self._topics[name]
+
+    # -- for the ingress
+
+    def of(self, endpoint: Endpoint, source: UUri) -> Followed | None:
+        """Whose history has this topic."""
+        there = (one for one in self._about(source) if one.endpoint is endpoint and one.speaks_for(source))
+        return min(there, key=lambda one: one.is_gateway, default=None)
+
+    def _about(self, topic: UUri) -> Iterator[Followed]:
+        """Those that may have it, and few others."""
+        authority = topic.authority_name
+        names = {authority, family_of(authority)} if authority != uris.WILDCARD_AUTHORITY else self._by_name
+        found = (one for name in names for one in self._by_name.get(name, ()))
+        return iter({one.key: one for one in chain(found, self._named)}.values())
+
+    def ingress(self, endpoint: Endpoint) -> Ingress:
+        return self._ingresses[endpoint.name]
+
+    async def append(self, target: Log, streams: list[int], messages: list[EncodedMessage], notes: Notes) -> None:
+        """Into a log, when its flow lets it. Raises UStatusError."""
+
+        def offer(answer: asyncio.Future[int]) -> None:
+            target.append(streams, messages, notes).add_done_callback(functools.partial(_settle, answer))
+
+        await self.dispatch.flows[target].append(len(messages), offer)
+
+    # -- for conversations
+
+    def client(self, service: UUri) -> HistoryClient:
+        return HistoryClient(self._rpc, service, frames=self._frames)
+
+    def read(self, data: bytes) -> EncodedMessage:
+        return self._stamps.read(data)
+
+    # -- how it is
+
+    def problems(self) -> Iterator[str]:
+        for followed in self._followed.values():
+            if followed.trouble and followed.follow is not None:
+                what = f"{uris.format(followed.service)} can't be followed: {followed.trouble}"
+                yield f"endpoint {followed.endpoint.name}: {what}"
+        if self._refused:
+            yield f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit"
+
+
+def _settle(answer: asyncio.Future[int], taken: asyncio.Future[int]) -> None:
+    if answer.done():
+        return
+    if taken.cancelled():
+        answer.cancel()
+    elif (error := taken.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(taken.result())

@@ -1,0 +1,234 @@
+"""Handing over: whether publishes are pushed to the gateway behind an endpoint, or it follows our history instead.
+
+HandOver take -> is it named in `followed_by`? -> pumps: send no publish any more -> S: where its following begins
+acked         -> cursor `followed:ENDPOINT`: retention keeps what comes after it   (kept: also over a restart)
+HandOver end, or `followed_by` is gone -> pumps: push again, what comes after the place named, or the cursor
+
+Not leased: whoever is away for a month finds everything where it was, as far as the retention by size reaches.
+Notifications, requests and responses are pushed as ever. An announcement tells the follower that we are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+import structlog
+
+from history.log import Log
+from streamer.egress import Pump
+from streamer.endpoint import Endpoint
+from streamer.paused import Paused
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, HandOver, Position
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+FOLLOWED_PREFIX: Final = "followed:"
+# between announcements to a follower that has not taken over, and to one that has: it may have been restarted
+ANNOUNCE_S: Final = 5.0
+ANNOUNCE_TAKEN_S: Final = 60.0
+WARNING: Final = 0.9  # of how long it may be silent: from then on readiness says so
+SAVE_MS: Final = 600_000  # between notes on disk of how long a follower has been silent
+
+log = structlog.get_logger()
+
+
+class HandOvers:
+    """Owns the cursors `followed:ENDPOINT`."""
+
+    def __init__(
+        self,
+        followed_by: Mapping[str, UUri],
+        endpoints: Iterable[Endpoint],
+        pumps: Sequence[Pump],
+        logs: Sequence[Log],
+        paused: Paused,
+        announce: Callable[[UUri, Announcement], Awaitable[None]],
+        absent_ms_max: int,
+    ) -> None:
+        """`followed_by`: the service of the follower behind an endpoint, by the endpoint's name. `announce(to, it)`
+        sends an announcement, and raises UStatusError. Retention by age waits for a follower until it has been silent
+        for `absent_ms_max` in all."""
+        self._followed_by = dict(followed_by)
+        self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
+        self._pumps = {name: [pump for pump in pumps if pump.peer.name == name] for name in self._endpoints}
+        self._logs, self._paused, self._announce = logs, paused, announce
+        paused.before_pause(self._check_pause)
+        self._turn = asyncio.Lock()
+        self.refusals: dict[str, str] = {}  # why an endpoint was not handed over, when it was asked for
+        self._taken: set[str] = set()  # endpoints whose publishes are followed
+        self._absent_ms_max = absent_ms_max
+        self._silent_ms: dict[str, float] = {}  # for how long those followers have been, and ...
+        self._saved_ms: dict[str, float] = {}  # ... what of it is on disk
+
+    def __repr__(self) -> str:
+        return f"HandOvers({self._followed_by.keys() - self._taken} push, {self._taken} are followed)"
+
+    @property
+    def followed(self) -> frozenset[str]:
+        """Endpoints to which no publish is pushed."""
+        return frozenset(self._taken)
+
+    def backlog(self) -> Iterator[tuple[str, Log, int]]:
+        """Endpoint, log, and how many of its records the follower has not said to be safe."""
+        for name in self._taken:
+            for source in self._logs:
+                if (seq := source.cursor(FOLLOWED_PREFIX + name)) is not None:
+                    yield name, source, source.newest_seq - seq
+
+    def load(self) -> None:
+        """Go on as before the restart; behind the pumps' `begin`. An endpoint that names no follower any more is pushed
+        to again."""
+        for name, pumps in self._pumps.items():
+            held = [row for pump in pumps if (row := pump.log.cursor_row(FOLLOWED_PREFIX + name)) is not None]
+            if not held:
+                continue
+            if name in self._followed_by:
+                self._taken.add(name)
+                self._silent_ms[name] = self._saved_ms[name] = held[0].absent_ms
+            else:
+                log.warning("an endpoint names no follower any more: publishes are pushed again", endpoint=name)
+            for pump in pumps:
+                seq = pump.log.cursor(FOLLOWED_PREFIX + name)
+                if name in self._followed_by:
+                    pump.is_followed = True
+                    if seq is None:  # of a log in memory
+                        self._hold(name, pump.log, pump.cursor)
+                elif seq is not None:
+                    pump.go_back(seq)
+                    pump.log.drop_cursor(FOLLOWED_PREFIX + name)
+
+    def _hold(self, name: str, source: Log, seq: int) -> None:
+        silent_ms = self._silent_ms.get(name, 0)
+        holds = silent_ms < self._absent_ms_max
+        source.set_cursor(FOLLOWED_PREFIX + name, seq, holds=holds, absent_ms=int(silent_ms))
+
+    def _heard(self, name: str) -> None:
+        if self._silent_ms.pop(name, 0) >= SAVE_MS:
+            self._save(name)
+
+    def _passed(self, ms: float) -> None:
+        for name in self._taken:
+            self._silent_ms[name] = self._silent_ms.get(name, 0) + ms
+            if self._silent_ms[name] - self._saved_ms.get(name, 0) >= SAVE_MS:
+                self._save(name)
+
+    def _save(self, name: str) -> None:
+        self._saved_ms[name] = self._silent_ms.get(name, 0)
+        for pump in self._pumps[name]:
+            if (seq := pump.log.cursor(FOLLOWED_PREFIX + name)) is not None:
+                self._hold(name, pump.log, seq)
+
+    def _check_pause(self, peer: Endpoint) -> None:
+        if peer.name in self._taken:
+            what = f"{uris.format(self._followed_by[peer.name])} follows, so nothing is pushed there that could be held"
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: pause there, or have it stop following")
+
+    def problems(self) -> Iterator[str]:
+        for name in self._taken:
+            if pauses := self._paused.toward(self._endpoints[name]):
+                what = f"the pause of {pauses[0].topic} holds no publish back, for they are followed"
+                yield f"endpoint {name}: {what}; resume it"
+            if self._silent_ms.get(name, 0) >= self._absent_ms_max * WARNING:
+                hours = self._silent_ms[name] / 3_600_000
+                what = f"{uris.format(self._followed_by[name])} has not followed for {hours:.0f} hours"
+                yield f"endpoint {name}: {what}; retention by age will soon delete what it has not had"
+
+    # -- what the follower says
+
+    async def asked(self, caller: UUri, asked: HandOver) -> list[Position]:
+        """Raises PERMISSION_DENIED, INVALID_ARGUMENT, UNAVAILABLE (try again)."""
+        name = self._endpoint_of(caller)
+        which = asked.WhichOneof("do")
+        async with self._turn:
+            if which == "take" and asked.take:
+                return await self._take_told(name)
+            if which == "end" and asked.end:
+                return await self._end(name, {one.incarnation: one.seq for one in asked.positions})
+        raise invalid("a hand-over takes or ends")
+
+    def _endpoint_of(self, caller: UUri) -> str:
+        for name, service in self._followed_by.items():
+            if uris.key(service)[:3] == uris.key(caller)[:3]:
+                return name
+        what = "no endpoint here names it as followed_by: publishes are pushed as ever"
+        raise UStatusError(UCode.PERMISSION_DENIED, f"{uris.format(caller)} takes nothing over: {what}")
+
+    async def _take_told(self, name: str) -> list[Position]:
+        try:
+            positions = await self._take(name)
+        except UStatusError as error:
+            if self.refusals.get(name) != error.message:
+                log.warning("publishes are still pushed", endpoint=name, why=error.message)
+            self.refusals[name] = error.message
+            raise
+        self.refusals.pop(name, None)
+        return positions
+
+    async def _take(self, name: str) -> list[Position]:
+        if name not in self._taken and (pauses := self._paused.toward(self._endpoints[name])):
+            what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
+            raise UStatusError(UCode.UNAVAILABLE, what)
+        for pump in self._pumps[name]:
+            if not pump.is_followed:
+                self._hold(name, pump.log, await pump.stop_publishes())
+        if name not in self._taken:
+            self._taken.add(name)
+            log.info("publishes are not pushed any more, but followed", endpoint=name)
+        return [self._position(name, pump.log) for pump in self._pumps[name]]
+
+    def _position(self, name: str, source: Log) -> Position:
+        seq = source.cursor(FOLLOWED_PREFIX + name)
+        assert seq is not None, "it was set when it was handed over"
+        return Position(incarnation=source.incarnation, seq=seq, in_memory=not source.durable)
+
+    async def _end(self, name: str, positions: Mapping[bytes, int]) -> list[Position]:
+        ended: list[Position] = []
+        for pump in self._pumps[name]:
+            seq = pump.log.cursor(FOLLOWED_PREFIX + name)
+            if seq is None:
+                continue
+            seq = min(max(seq, positions.get(pump.log.incarnation, 0)), pump.log.newest_seq)
+            await pump.resume_publishes(seq)
+            pump.log.drop_cursor(FOLLOWED_PREFIX + name)
+            ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
+        if name in self._taken:
+            self._taken.discard(name)
+            log.info("publishes are pushed again", endpoint=name)
+        return ended
+
+    def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
+        """All up to here is safe with this caller; nothing happens if it follows for no endpoint."""
+        for name in self._taken:
+            if uris.key(self._followed_by[name])[:3] != uris.key(caller)[:3]:
+                continue
+            self._heard(name)
+            for source in self._logs:
+                seq, known = positions.get(source.incarnation, 0), source.cursor(FOLLOWED_PREFIX + name)
+                if known is not None and known < seq <= source.newest_seq:
+                    self._hold(name, source, seq)
+
+    # -- announcements
+
+    async def run(self) -> None:
+        """Announce ourselves to each follower, until cancelled."""
+        told: dict[str, float] = {}
+        time = asyncio.get_running_loop().time
+        while self._followed_by:
+            for name, service in self._followed_by.items():
+                every = ANNOUNCE_TAKEN_S if name in self._taken else ANNOUNCE_S
+                if self._endpoints[name].connected and time() - told.get(name, -every) >= every:
+                    told[name] = time()
+                    await self._tell(service)
+            before = time()
+            await asyncio.sleep(ANNOUNCE_S)
+            self._passed((time() - before) * 1_000)
+
+    async def _tell(self, service: UUri) -> None:
+        try:
+            await self._announce(service, Announcement(incarnations=[one.incarnation for one in self._logs]))
+        except UStatusError as error:
+            log.debug("an announcement could not be sent", to=uris.format(service), error=str(error))
