@@ -36,6 +36,7 @@ SUMMED: Final = (
     "acked",
     "delivered",
     "lost",
+    "doubled",
     "duplicated",
     "reordered",
     "told",
@@ -79,6 +80,7 @@ def _one(name: str, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
         return dataclasses.asdict(Verdict(skipped=1, notes=[f"skipped: {reason}"]))
     folder.mkdir()
     command = [
+        *(machine.NAMESPACE if campaigns.is_apart(name) else ()),
         sys.executable,
         "-m",
         "chaos",
@@ -161,7 +163,7 @@ def main() -> int:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
     print(text)
     total = summary["total"]
-    return 1 if any(total[key] for key in ("lost", "reordered", "wrong", "untold", "problems")) else 0
+    return 1 if any(total[key] for key in ("lost", "doubled", "reordered", "wrong", "untold", "problems")) else 0
 
 
 if __name__ == "__main__":

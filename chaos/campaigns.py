@@ -27,6 +27,16 @@ def no_mosquitto() -> str:
 
 
 _KILLS: Final = {"kill_gateway": 4, "kill_gateway_early": 3, "stop_gateway": 1, "pause_gateway": 1}
+# ten cuts for a kill
+_FOLLOWING: Final = {
+    "net_burst": 8,
+    "net_cut": 1,
+    "kill_gateway": 3,
+    "kill_gateway_early": 1,
+    "kill_all": 1,
+    "stop_gateway": 1,
+    "pause_gateway": 1,
+}
 _BROKER: Final = (no_mosquitto,)
 
 PLANS: Final[dict[str, Plan]] = {
@@ -55,6 +65,50 @@ PLANS: Final[dict[str, Plan]] = {
     # As in examples/vehicle-cloud: a gateway in the vehicle, one in the cloud, each with its uSubscription, and a
     # broker between them.
     "two-gateways": Plan(_KILLS | {"kill_all": 2}, interest="embedded", two=True, record=True, needs=_BROKER),
+    # The cloud's gateway follows the vehicle's, or a gateway follows a publisher; the link between them is cut.
+    "following-mqtt": Plan(
+        _FOLLOWING | {"net_stall": 1, "net_half_close": 1},
+        interest="embedded",
+        two=True,
+        follows="up",
+        record=True,
+        needs=_BROKER,
+    ),
+    "following-zenoh": Plan(
+        _FOLLOWING | {"net_stall": 1, "net_half_close": 1},
+        interest="embedded",
+        two=True,
+        road="zenoh",
+        follows="both",
+        record=True,
+        needs=_BROKER,
+    ),
+    "following-dds": Plan(
+        _FOLLOWING,
+        interest="embedded",
+        two=True,
+        road="dds",
+        follows="both",
+        record=True,
+        needs=(*_BROKER, machine.no_namespace),
+    ),
+    "following-publisher": Plan(
+        _FOLLOWING
+        | {"net_stall": 1, "net_half_close": 1, "kill_publisher": 3, "stop_publisher": 1, "pause_publisher": 1},
+        vehicle="zenoh",
+        interest="embedded",
+        follows="publisher",
+        record=True,
+        needs=_BROKER,
+    ),
+    # Nothing is recorded: what is followed changes with each subscription, while it is published.
+    "following-wanted": Plan(
+        _FOLLOWING | {"kill_publisher": 3, "stop_publisher": 1, "pause_publisher": 1},
+        vehicle="zenoh",
+        interest="embedded",
+        follows="publisher",
+        needs=_BROKER,
+    ),
     "brokers": Plan(
         {"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", needs=_BROKER
     ),
@@ -78,6 +132,11 @@ PLANS: Final[dict[str, Plan]] = {
 
 
 NAMES: Final = (*PLANS, *damage.KINDS)
+
+
+def is_apart(name: str) -> bool:
+    """It needs a network namespace of its own."""
+    return name in PLANS and PLANS[name].road == "dds"
 
 
 def share(name: str) -> float:
@@ -125,6 +184,9 @@ def _hurt(world: World, deadline: float) -> None:
         time.sleep(world.rng.uniform(0, PAUSE_S_MAX))
         world.note_ends()
         world.gateway = world.rng.choice(world.gateways)
-        FAULTS[world.rng.choices(names, weights)[0]](world)
+        fault = world.rng.choices(names, weights)[0]
+        world.log(f"{fault} {world.gateway.name}")
+        FAULTS[fault](world)
+        world.log("over")
         for gateway in world.gateways:
             gateway.metrics()  # gaps that were told, before the next kill takes the counters

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from chaos.judges import MqttSender
+from chaos.judges import MqttSender, PublisherSender
 from chaos.ledger import Verdict
-from chaos.plan import UP
+from chaos.plan import CLOUD, UP, VEHICLE
 from chaos.world import World
 
 READY_S: Final = 90.0  # after the last fault, for each thing that has to come back
@@ -42,6 +42,8 @@ def finish(world: World) -> Verdict:
         world.ledger.gap_records += int(gateway.gap_records)
         _read_letters(world, str(gateway.data_dir))
     _check_reader(world)
+    if world.plan.follows:
+        _check_followed(world)
     _note(world)
     verdict = world.verdict
     world.ledger.judge(verdict)
@@ -66,19 +68,21 @@ def _problems(world: World) -> list[str]:
 
 
 def _unacked(world: World) -> int:
-    return sum(one.link.unacked for one in world.senders.values() if isinstance(one, MqttSender))
+    senders = world.senders.values()
+    mqtt = sum(one.link.unacked for one in senders if isinstance(one, MqttSender))
+    return mqtt + sum(one.unacked for one in senders if isinstance(one, PublisherSender))
 
 
 def _await_history(world: World) -> None:
     """Poll has shown what there is now."""
-    poller, now = world.poller, time.monotonic()
-    assert poller is not None
-    _await(
-        world,
-        "an end of the history for Poll",
-        lambda: poller.caught_up_at >= now,
-        lambda: f"{poller.failed} polls failed",
-    )
+    now = time.monotonic()
+    for poller in world.pollers:
+        _await(
+            world,
+            "an end of the history for Poll",
+            lambda poller=poller: poller.caught_up_at >= now,  # type: ignore[misc]
+            lambda poller=poller: f"{poller.failed} polls failed",  # type: ignore[misc]
+        )
 
 
 def _drain(world: World) -> None:
@@ -119,6 +123,35 @@ def _check_reader(world: World) -> None:
     world.tally["records read by the reader"] = len(have)
 
 
+def _is_of(authority: str, flow: str) -> bool:
+    return flow.startswith(f"up://{authority}/")
+
+
+def _check_followed(world: World) -> None:
+    """What is followed: in the log of who follows, exactly once and in order; heard behind it, once but for those
+    copies that a kill makes between a delivery and its note. Nothing is told as lost: nothing was."""
+    verdict, ledger, is_followed = world.verdict, world.ledger, world.plan.is_followed
+    hub = world.gateways[-1]
+    for side, gateway in ((VEHICLE, hub), (CLOUD, world.gateways[0])):
+        ledger.judge_copies(lambda flow, side=side: is_followed(flow) and _is_of(side, flow), gateway.deaths)  # type: ignore[misc]
+    lost = {entry.id for entry in ledger.missing()}  # counted as such anyway
+    unlogged = [entry for entry in ledger.unlogged(is_followed) if _is_of(VEHICLE, entry.flow)]
+    missing = [entry for entry in unlogged if entry.id not in lost]
+    if missing:
+        verdict.lost += len(missing)
+        verdict.examples += [f"lost: not in the log of who follows: {entry}" for entry in missing[:3]]
+    if ledger.gap_records or any(poller.gaps for poller in world.pollers):
+        verdict.problems.append("a gap was told, though nothing is ever lost where a history is followed")
+    became = {
+        name.partition('what="')[2][:-2]: int(value)
+        for name, value in hub.metrics().items()
+        if "followed_records" in name
+    }
+    verdict.notes.append(f"since its last start {hub.name} has followed: {became}")
+    if not any(became.values()):
+        verdict.problems.append(f"{hub.name} has followed nothing since its last start")
+
+
 def _read_letters(world: World, data_dir: str) -> None:
     """What became a dead letter is told; read by the command line, as a person would."""
     command = [
@@ -145,9 +178,9 @@ def _read_letters(world: World, data_dir: str) -> None:
 def _note(world: World) -> None:
     """What a person should know, though nothing is lost."""
     notes = world.verdict.notes
-    assert world.poller is not None
-    if world.poller.gaps:
-        notes.append(f"Poll told {len(world.poller.gaps)} gaps: {world.poller.gaps[:5]}")
+    for poller in world.pollers:
+        if poller.gaps:
+            notes.append(f"Poll told {len(poller.gaps)} gaps: {poller.gaps[:5]}")
     notes += [f"/readyz of {gateway.name} told: {told}" for gateway in world.gateways for told in sorted(gateway.told)]
     for process in world.processes:
         notes += process.notes

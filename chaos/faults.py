@@ -19,6 +19,8 @@ from chaos.world import World
 # with 7 days of retention none of these alone ages a record
 LEAPS_S: Final = (-30 * 86_400, -86_400, -3_600, -30, 30, 3_600, 86_400)
 BACK_S_MAX: Final = 60.0  # for gateways to find a broker that is back
+BURST: Final = (5, 20)  # cuts in a row
+PASS_S_MAX: Final = 3.0  # for something to come behind a link that was mended
 ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EROFS)
 
 
@@ -98,7 +100,8 @@ def kill_reader(world: World) -> None:
 
 def kill_all(world: World) -> None:
     """Everything of ours at once, as when the power goes."""
-    ours = [one for one in (*world.gateways, world.service, world.reader) if one is not None]
+    parts = (*world.gateways, world.service, world.reader, world.publisher)
+    ours = [one for one in parts if one is not None]
     for process in ours:
         process.kill()
     _sleep(world, 0, 1)
@@ -203,6 +206,45 @@ def net_half_close(world: World) -> None:
     _proxy(world, "half_close")
 
 
+def net_burst(world: World) -> None:
+    """Cut as soon as something has passed again, some times in a row."""
+    for _ in range(world.rng.randint(*BURST)):
+        side = world.rng.choice(sorted(world.proxies))
+        before, deadline = world.ledger.arrivals, time.monotonic() + PASS_S_MAX
+        while world.ledger.arrivals == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        world.tally[f"cut {side}" if world.ledger.arrivals > before else f"cut {side} while nothing came"] += 1
+        _sleep(world, 0, 0.1)
+        world.proxies[side].cut()
+        _sleep(world, 0.01, 0.15)
+        world.proxies[side].mend()
+
+
+# Publishers with a history of their own
+
+
+def kill_publisher(world: World) -> None:
+    assert world.publisher is not None
+    world.publisher.kill()
+    if world.rng.random() < 0.3:
+        world.gateway.kill()
+        world.gateway.start()
+    _again(world, world.publisher)
+
+
+def stop_publisher(world: World) -> None:
+    assert world.publisher is not None
+    world.publisher.stop()
+    _again(world, world.publisher)
+
+
+def pause_publisher(world: World) -> None:
+    assert world.publisher is not None
+    world.publisher.pause()
+    _sleep(world, 0.2, 3)
+    world.publisher.resume()
+
+
 # Disk and clock
 
 
@@ -301,6 +343,10 @@ FAULTS: Final[dict[str, Callable[[World], None]]] = {
         net_cut,
         net_stall,
         net_half_close,
+        net_burst,
+        kill_publisher,
+        stop_publisher,
+        pause_publisher,
         disk_full,
         disk_read_only,
         io_error,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -240,6 +241,60 @@ class ZenohSender(Sender):
         self._link.close()
 
 
+class PublisherSender(Sender):
+    """Has a process of ours publish (chaos/publishing.py), which answers when `publish` has returned. What it had not
+    answered when it was killed was not promised."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        self._link: socket.socket | None = None
+        self._asked: dict[bytes, bytes] = {}  # of this link: what it was asked to publish, by the message's name
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def publish(self, source: Uri, sink: Uri | None, payload: bytes) -> None:
+        message = Message(new_id(), PUBLISH, source, sink, payload)
+        named = message.id + payload  # the publisher gives it another id
+        self._ledger.sent(message.id, flow_of(message), named)
+        self._asked[message.id] = named
+        self.send(Message(message.id, PUBLISH, source, sink, named))
+
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # it was killed just now
+            self._link.sendall(f"{message.source.resource:X} {message.payload.hex()}\n".encode())  # type: ignore[union-attr]
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                link, _ = self._listening.accept()
+            except OSError:  # closed
+                return
+            self._asked.clear()
+            self._link = link
+            with link, link.makefile("rb") as answers, contextlib.suppress(OSError):
+                for line in answers:
+                    id = bytes.fromhex(line.decode())
+                    if self._asked.pop(id, None) is not None:
+                        self._ledger.acked(id)
+            self._link = None
+
+    def busy(self) -> bool:
+        return self._link is None or len(self._asked) >= UNACKED_MAX
+
+    @property
+    def unacked(self) -> int:
+        return 0 if self._link is None else len(self._asked)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def name_in(payload: bytes) -> bytes:
+    """What a PublisherSender calls the message that has this payload."""
+    return payload[:16]
+
+
 class Caller:
     """Requests by hand, on either network; an answer that does not come in time is None."""
 
@@ -301,8 +356,20 @@ class Poller(threading.Thread):
     """Reads the history at `authority` from its beginning for ever, over a Caller, and tells the ledger what it
     shows."""
 
-    def __init__(self, ledger: Ledger, caller: Caller, authority: str, pulled: set[str]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        caller: Caller,
+        authority: str,
+        pulled: set[str],
+        *,
+        followed: Callable[[str], bool] = lambda _: False,
+        key: Callable[[Message], bytes] = lambda message: message.id,
+    ) -> None:
+        """`pulled`: flows that may arrive this way. `followed`: those which that history follows. `key`: what a message
+        is called in the ledger."""
         super().__init__(daemon=True)
+        self._followed, self._key = followed, key
         self._ledger, self._caller, self._method, self._pulled = ledger, caller, Uri(authority, 4, 1, 2), pulled
         self._positions: list[bytes] = []
         self._newest: dict[bytes, int] = {}
@@ -346,9 +413,12 @@ class Poller(threading.Thread):
             assert isinstance(data, bytes)
             message = Message.of_umessage(data)
             flow = flow_of(message)
-            self._ledger.shown(message.id)
+            id = self._key(message)
+            self._ledger.shown(id)
             if flow in self._pulled:
-                self._ledger.arrived("poll", message.id, flow, message.payload)
+                self._ledger.arrived("poll", id, flow, message.payload)
+            if message.type == PUBLISH and self._followed(flow):
+                self._ledger.logged(id, flow, message.payload)
 
     def _gap(self, gap: Fields) -> None:
         reason, after, before = number(gap, 1), number(gap, 3), number(gap, 4)

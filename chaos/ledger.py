@@ -29,6 +29,7 @@ class Entry:
     acked_at: float = 0.0  # 0: never
     shown_at: float = 0.0  # in the history, by Poll
     arrived_at: float = 0.0
+    heard_at: float = 0.0  # by the one who is pushed to
     copies: int = 0
     unheard: bool = False  # acknowledged, though nobody was subscribed
     excluded: bool = False
@@ -41,7 +42,7 @@ class Entry:
 
 @dataclass
 class Verdict:
-    """Counts of one campaign. `lost`, `reordered`, `wrong` and `untold` must be 0."""
+    """Counts of one campaign. `lost`, `doubled`, `reordered`, `wrong` and `untold` must be 0."""
 
     kills: int = 0
     acked: int = 0
@@ -53,6 +54,7 @@ class Verdict:
     excluded: int = 0
     wrong: int = 0  # never sent, or with another payload or source than sent
     untold: int = 0  # damage that nobody was told of
+    doubled: int = 0  # of what is followed: twice in the log of who follows, or heard twice though that one lived
     skipped: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
@@ -63,7 +65,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        return not (self.lost or self.reordered or self.wrong or self.untold or self.problems)
+        return not (self.lost or self.doubled or self.reordered or self.wrong or self.untold or self.problems)
 
 
 class Ledger:
@@ -79,6 +81,9 @@ class Ledger:
         self._reordered: set[bytes] = set()
         self._examples: dict[str, list[str]] = {}
         self._wrong = 0
+        self._logged: set[bytes] = set()  # by who follows
+        self._doubled: set[bytes] = set()
+        self._copies: list[tuple[Entry, float, float]] = []  # of what is followed: when it was heard, and when again
         self._settled = 0  # entries from before it counted
         self._unknown_until: dict[str, float] = {}  # flows of which their broker may not have known until then
         self.arrivals = 0
@@ -90,6 +95,7 @@ class Ledger:
             for entry in self._entries.values():
                 entry.excluded = True
                 entry.copies = min(entry.copies, 1)
+            self._copies.clear()
             self._settled = len(self._entries)
             self._examples.clear()
 
@@ -143,8 +149,11 @@ class Ledger:
             if channel == "push":
                 entry.copies += 1
                 if entry.copies > 1:
+                    self._copies.append((entry, entry.heard_at, self.now()))
                     return
-            entry.arrived_at = entry.arrived_at or self.now()
+                entry.heard_at = self.now()
+            if channel != "log":
+                entry.arrived_at = entry.arrived_at or self.now()
             highest = self._highest.get((channel, flow))
             if highest is not None and entry.index < highest.index:
                 if id not in self._reordered:
@@ -174,6 +183,31 @@ class Ledger:
     def _excuse(self, entry: Entry) -> None:
         if entry.unheard and entry.sent_at <= self._unknown_until.get(entry.flow, 0.0):
             entry.excluded = True
+
+    def logged(self, id: bytes, flow: str, payload: bytes) -> None:
+        """It is in the log of who follows: there each is once, and in order."""
+        self.arrived("log", id, flow, payload)
+        with self._lock:
+            if id in self._logged and id not in self._doubled:
+                self._doubled.add(id)
+                self.example("doubled", f"in the log of who follows: {self._entries.get(id)}")
+            self._logged.add(id)
+
+    def unlogged(self, flows: Callable[[str], bool]) -> list[Entry]:
+        """Owed, of `flows`, and not in the log of who follows."""
+        with self._lock:
+            return [e for e in self._entries.values() if _owed(e) and e.id not in self._logged and flows(e.flow)]
+
+    def judge_copies(self, flows: Callable[[str], bool], deaths: Iterable[float]) -> None:
+        """Who follows sends each message on once, unless it died (time.monotonic()) before it could note that."""
+        died = [death - self._began for death in deaths]
+        with self._lock:
+            for entry, heard_at, again_at in self._copies:
+                # what a dead one has sent may be heard late, on a busy machine
+                excused = any(entry.sent_at <= death <= again_at for death in died)
+                if flows(entry.flow) and not entry.excluded and not excused and entry.id not in self._doubled:
+                    self._doubled.add(entry.id)
+                    self.example("doubled", f"heard at {heard_at:.2f} and again at {again_at:.2f}: {entry}")
 
     def tell(self, ids: Iterable[bytes]) -> None:
         with self._lock:
@@ -209,6 +243,7 @@ class Ledger:
         verdict.reordered += len(self._reordered)
         verdict.excluded += sum(1 for e in entries[self._settled :] if e.excluded and not e.arrived_at)
         verdict.wrong += self._wrong
+        verdict.doubled += len(self._doubled)
         for entry in lost[told_by_gap:][:EXAMPLES_MAX]:
             self.example("lost", str(entry))
         for examples in self._examples.values():

@@ -24,6 +24,8 @@ FAKETIME_PATHS: Final = (
     "/usr/local/lib/faketime/libfaketimeMT.so.1",
 )
 _CONTROL: Final = struct.Struct("<iiii")  # error, skip, times, hits: struct control of faultio.c
+# before a command: it gets a network of its own, which is a loopback interface
+NAMESPACE: Final = ("unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 DIE: Final = -1  # as an error: write half, then die
 
 
@@ -66,6 +68,17 @@ def no_tmpfs() -> str:
             return f"a tmpfs can't be mounted: {error.stderr.decode(errors='replace').strip()}"
         unmount_below(Path(folder))
     return ""
+
+
+@cache
+def no_namespace() -> str:
+    """Why a campaign has no network of its own, whose datagrams it may drop; empty: it has."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return "there is no unshare or no ip command"
+    rule = ("ip", "rule", "add", "ipproto", "udp", "blackhole", "pref", "50")
+    done = subprocess.run([*NAMESPACE, *rule], check=False, capture_output=True)
+    said = done.stderr.decode(errors="replace").strip()
+    return f"a network of its own is not to be had: {said}" if done.returncode else ""
 
 
 @cache

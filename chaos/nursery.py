@@ -30,6 +30,7 @@ LOADED: Final = (
     "transports.mqtt5",
     "usubscription.__main__",
     "history.subscriber",
+    "history.publisher",
     "streamer.commands.cli",
 )
 

@@ -12,7 +12,8 @@ from typing import Final, Literal, NamedTuple
 
 from chaos.wire import Uri
 
-VEHICLE, CLOUD, ROAD = "vehicle1", "cloud", "road"  # two authorities, and the broker between two gateways
+VEHICLE, CLOUD, ROAD = "vehicle1", "cloud", "road"  # two authorities, and what is between two gateways
+TO_ROAD, TO_CLOUD = "vehicle to road", "road to cloud"  # the two halves of that, where a broker is in the middle
 UP: Final = [Uri(VEHICLE, 0x8001, 1, 0x8001 + place) for place in range(4)]
 DOWN: Final = [Uri(CLOUD, 0x8001, 1, 0x8001 + place) for place in range(2)]
 LATE: Final = [Uri(VEHICLE, 0x8001, 1, 0xA001 + place) for place in range(200)]  # subscribed to while things are hurt
@@ -20,6 +21,10 @@ LATE_APP: Final = Uri(CLOUD, 0x9003, 1, 0)
 CLOUD_APP, VEHICLE_APP = Uri(CLOUD, 0x9001, 1, 0), Uri(VEHICLE, 0x9001, 1, 0)
 UP_NOTE, DOWN_NOTE = Uri(VEHICLE, 0x8001, 1, 0x9001), Uri(CLOUD, 0x8001, 1, 0x9001)  # sources of notifications
 SESSION: Final = "session_expiry_s = 86400"
+# as it is cut so often
+ZENOH_RETRY: Final = {"connect/retry": {"period_init_ms": 50, "period_max_ms": 400, "period_increase_factor": 2}}
+DDS: Final = 'interface = "lo", multicast = false, peers = ["127.0.0.1"], lease_ms = 1000, domain_id = 7'
+PUBLISHER: Final = Uri(VEHICLE, 0x8001, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,11 @@ class Plan:
     faults: dict[str, int]
     vehicle: Literal["mqtt5", "zenoh"] = "mqtt5"
     interest: Literal["static", "embedded", "remote"] = "static"
-    two: bool = False  # a gateway in the cloud, too, and a broker between them
+    two: bool = False  # a gateway in the cloud, too, and a link between them
+    road: Literal["mqtt5", "zenoh", "dds"] = "mqtt5"  # that link: a broker, or from one to the other
+    # who is followed: the vehicle's gateway by the cloud's; both by one another; or a publisher that has a history of
+    # its own, in place of the vehicle's raw client, by the gateway. What is followed arrives exactly once.
+    follows: Literal["", "up", "both", "publisher"] = ""
     record: bool = False
     reader: bool = False
     proxies: bool = False
@@ -42,7 +51,20 @@ class Plan:
 
     @property
     def brokers(self) -> list[str]:
-        return [*([VEHICLE] if self.vehicle == "mqtt5" else []), *([ROAD] if self.two else []), CLOUD]
+        road = [ROAD] if self.two and self.road == "mqtt5" else []
+        return [*([VEHICLE] if self.vehicle == "mqtt5" else []), *road, CLOUD]
+
+    @property
+    def proxied(self) -> list[str]:
+        """Links with a proxy: of a network whose name it is, or of one gateway to the road."""
+        if not self.follows:
+            return self.brokers if self.proxies else []
+        return [TO_ROAD, TO_CLOUD] if self.road == "mqtt5" and self.two else [ROAD]
+
+    def is_followed(self, flow: str) -> bool:
+        """What arrives exactly once."""
+        senders = {"": (), "up": (VEHICLE,), "both": (VEHICLE, CLOUD), "publisher": (VEHICLE,)}[self.follows]
+        return " > " not in flow and Uri.of(flow).authority in senders and Uri.of(flow).entity == UP[0].entity
 
     @property
     def service(self) -> str | None:
@@ -60,7 +82,7 @@ class Plan:
     def flows(self) -> list[Flow]:
         down_sink = None if self.two else Uri.any_of(VEHICLE)  # on an off-vehicle broker the sender says for whom it is
         found = [Flow(VEHICLE, topic, None) for topic in UP] + [Flow(CLOUD, topic, down_sink) for topic in DOWN]
-        if self.vehicle == "mqtt5":
+        if self.vehicle == "mqtt5" and self.road == "mqtt5":  # other networks lose notifications while they are cut
             found += [Flow(VEHICLE, UP_NOTE, CLOUD_APP), Flow(CLOUD, DOWN_NOTE, VEHICLE_APP)]
         return found
 
@@ -85,6 +107,7 @@ class Places(NamedTuple):
     ports: dict[str, int]  # of the brokers, as it reaches them
     zenoh_port: int
     static_file: Path
+    road_port: int = 0  # as this gateway reaches the road, or where it listens
 
 
 def vehicle_config(plan: Plan, at: Places) -> str:
@@ -95,11 +118,15 @@ def vehicle_config(plan: Plan, at: Places) -> str:
     home = "none" if plan.interest == "static" else "embedded"
     away = "remote" if plan.interest == "remote" else "none"
     network = mqtt if plan.vehicle == "mqtt5" else zenoh
+    by = f'followed_by = "//{CLOUD}/4/1/0"\n' if plan.two and plan.follows else ""
     parts = [
         _head(at),
         f'[[endpoint]]\nname = "vehicle"\nauthorities = ["{VEHICLE}"]\n{network}\nusubscription = "{home}"',
-        f'[[endpoint]]\nname = "cloud"\nauthorities = ["{CLOUD}"]\nusubscription = "{away}"\n{_off_vehicle(plan, at)}',
+        f'[[endpoint]]\nname = "cloud"\nauthorities = ["{CLOUD}"]\nusubscription = "{away}"\n{by}'
+        + _road(plan, at, "cloud"),
     ]
+    if plan.follows == "both":
+        parts.append(f'[[follow]]\nendpoint = "cloud"\nservice = "//{CLOUD}/4/1/0"')
     if plan.record:
         parts.append(f'[history]\nrecord = ["//{VEHICLE}/FFFFFFFF/FF/FFFF"]')
     if plan.interest == "static":
@@ -112,11 +139,16 @@ def cloud_config(plan: Plan, at: Places) -> str:
     cloud = (
         f'transport = "mqtt5"\nsettings = {{ port = {at.ports[CLOUD]}, client_id = "gateway-cloud-home", {SESSION} }}'
     )
+    by = f'followed_by = "//{VEHICLE}/4/1/0"\n' if plan.follows == "both" else ""
     parts = [
         _head(at),
         f'[[endpoint]]\nname = "cloud"\nauthorities = ["{CLOUD}"]\n{cloud}\nusubscription = "embedded"',
-        f'[[endpoint]]\nname = "fleet"\nauthorities = ["*"]\n{_off_vehicle(plan, at, "fleet")}',
+        f'[[endpoint]]\nname = "fleet"\nauthorities = ["*"]\n{by}{_road(plan, at, "fleet")}',
     ]
+    if plan.follows:
+        # of the fleet, or of one that is named
+        who = "*" if plan.follows == "up" else VEHICLE
+        parts.append(f'[[follow]]\nendpoint = "fleet"\nservice = "//{who}/4/1/0"')
     return "\n".join(parts) + "\n"
 
 
@@ -125,6 +157,20 @@ def _head(at: Places) -> str:
         f'[streamer]\ndata_dir = "{at.data_dir}"\nadmin = "127.0.0.1:{at.admin_port}"\nlog_level = '
         '"warning"\n[egress]\nretry_max_ms = 500'
     )
+
+
+def _road(plan: Plan, at: Places, name: str) -> str:
+    """To the other gateway, or to the cloud's broker. The one at the `fleet` endpoint is the one that listens."""
+    if plan.road == "dds":
+        return f'transport = "dds"\nsettings = {{ {DDS} }}'
+    if plan.road == "mqtt5":
+        return _off_vehicle(plan, at, name)
+    place = f'["tcp/127.0.0.1:{at.road_port}"]'
+    if name == "fleet":
+        return f'transport = "zenoh"\nsettings = {{ mode = "router", listen = {place} }}'
+    retry = ", ".join(f"{key} = {value}" for key, value in ZENOH_RETRY["connect/retry"].items())
+    settings = f'mode = "peer", connect = {place}, settings = {{ "connect/retry" = {{ {retry} }} }}'
+    return f'transport = "zenoh"\nsettings = {{ {settings} }}'
 
 
 def _off_vehicle(plan: Plan, at: Places, name: str = "cloud") -> str:

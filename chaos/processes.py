@@ -55,6 +55,7 @@ class Process:
         self._is_usual = False  # this start is one of many: the first one also loads everything
         self.notes: list[str] = []
         self.exits = 0  # starts that ended by themselves
+        self.deaths: list[float] = []  # time.monotonic() of each kill
 
     def start(self) -> None:
         assert self._process is None, f"{self.name} runs already"
@@ -128,6 +129,7 @@ class Process:
         self._process = None
         if alive:
             self._tally[f"kill {self.name}"] += 1
+            self.deaths.append(time.monotonic())
 
     def stop(self) -> None:
         """SIGTERM; one that does not hear it is killed, and noted."""
@@ -296,3 +298,8 @@ def service(folder: Path, authority: str, port: int, tally: Counter[str]) -> Pro
 def reader(folder: Path, options: dict[str, Any], tally: Counter[str]) -> Process:
     """chaos.reader: follows a history with a cursor in a file."""
     return Process("reader", [sys.executable, "-m", "chaos.reader", json.dumps(options)], folder, tally)
+
+
+def publisher(folder: Path, options: dict[str, Any], tally: Counter[str]) -> Process:
+    """chaos.publishing: a publisher with a history of its own in a file."""
+    return Process("publisher", [sys.executable, "-m", "chaos.publishing", json.dumps(options)], folder, tally)

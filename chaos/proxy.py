@@ -1,12 +1,24 @@
-"""The TCP proxy of the conformance suite on a thread of its own: the campaigns have no event loop."""
+"""Links that are cut: the TCP proxy of the conformance suite on a thread of its own, as the campaigns have no event
+loop; and the UDP of a machine, for DDS.
+
+Proxy.cut: connections are reset, and refused        Datagrams.cut: the kernel drops every datagram, until `mend`
+"""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from transports.conformance.proxy import TcpProxy
+
+
+class Link(Protocol):
+    def cut(self) -> None: ...
+
+    def mend(self) -> None: ...
 
 
 class Proxy:
@@ -37,3 +49,29 @@ class Proxy:
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._proxy.stop(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class Datagrams:
+    """Those of the network namespace that we are in, which is our own: see machine.no_namespace. Brokers and raw
+    clients, which talk TCP, don't notice."""
+
+    DROP = ("ipproto", "udp", "blackhole", "pref", "0")
+
+    def __init__(self) -> None:
+        for command in (
+            # it comes first by itself, and nothing can be put before it
+            ("rule", "add", "lookup", "local", "pref", "100"),
+            ("rule", "del", "lookup", "local", "pref", "0"),
+        ):
+            subprocess.run(["ip", *command], check=True, capture_output=True)
+        self._is_cut = False
+
+    def cut(self) -> None:
+        if not self._is_cut:
+            subprocess.run(["ip", "rule", "add", *self.DROP], check=True, capture_output=True)
+        self._is_cut = True
+
+    def mend(self) -> None:
+        if self._is_cut:
+            subprocess.run(["ip", "rule", "del", *self.DROP], check=True, capture_output=True)
+        self._is_cut = False

@@ -25,11 +25,13 @@ from chaos.judges import (
     MqttLink,
     MqttSender,
     Poller,
+    PublisherSender,
     Sender,
     ZenohLink,
     ZenohSender,
     flow_of,
     mqtt_caller,
+    name_in,
     subscribe,
     zenoh_caller,
 )
@@ -40,17 +42,22 @@ from chaos.plan import (
     DOWN,
     LATE,
     LATE_APP,
+    PUBLISHER,
+    ROAD,
+    TO_CLOUD,
+    TO_ROAD,
     UP,
     VEHICLE,
     VEHICLE_APP,
+    ZENOH_RETRY,
     Flow,
     Places,
     Plan,
     cloud_config,
     vehicle_config,
 )
-from chaos.processes import Broker, ChaosError, Gateway, Process, reader, service
-from chaos.proxy import Proxy
+from chaos.processes import Broker, ChaosError, Gateway, Process, publisher, reader, service
+from chaos.proxy import Datagrams, Link, Proxy
 from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri
 from streamer.demo.processes import free_port
 
@@ -72,14 +79,16 @@ class World:
         self.brokers: dict[str, Broker] = {}
         self.gateways: list[Gateway] = []
         self.gateway: Gateway  # whose turn it is to be hurt
-        self.proxies: dict[str, Proxy] = {}
+        self.proxies: dict[str, Link] = {}
         self.service: Process | None = None
         self.reader: Process | None = None
+        self.publisher: Process | None = None
         self.poller: Poller | None = None
+        self.follower: Poller | None = None  # of the log that gets what is followed, if that is another one
         self._closers: list[Callable[[], None]] = []
         self._talking = threading.Event()
         self.data_dir = self.folder / "data"
-        self.zenoh_port = free_port()
+        self.zenoh_port, self.road_port = free_port(), free_port()
         self.io: machine.IoFault | None = None
         self.clock: machine.Clock | None = None
         self.senders: dict[str, Sender] = {}
@@ -94,18 +103,48 @@ class World:
             self.brokers[side] = broker = Broker(f"{side}-broker", self.folder, self.tally)
             broker.start()
             broker.wait_ready()
-            if self.plan.proxies:
-                self.proxies[side] = Proxy(broker.port)
+        for name in self.plan.proxied:
+            self.proxies[name] = self._link(name)
         self._make_gateways()
         if self.plan.interest == "remote":
             self.service = service(self.folder, CLOUD, self.brokers[CLOUD].port, self.tally)
         for process in (*self.gateways, *([self.service] if self.service is not None else [])):
             process.start()
+        if self.plan.follows == "publisher":
+            self._start_publisher()
         for process in self.processes:
             process.wait_ready()
         self._join()
         self._subscribe()
         self._settle()
+
+    def _link(self, name: str) -> Link:
+        if self.plan.road == "dds":
+            return Datagrams()
+        if name in self.brokers:
+            return Proxy(self.brokers[name].port)
+        if ROAD in self.brokers:
+            return Proxy(self.brokers[ROAD].port)
+        return Proxy(self.road_port if self.plan.two else self.zenoh_port)
+
+    def _start_publisher(self) -> None:
+        sender = self.senders[VEHICLE] = PublisherSender(self.ledger)
+        link = self.proxies[ROAD]
+        assert isinstance(link, Proxy)
+        options = {
+            "settings": {"mode": "peer", "connect": [f"tcp/127.0.0.1:{link.port}"], "settings": ZENOH_RETRY},
+            "authority": PUBLISHER.authority,
+            "entity": PUBLISHER.entity,
+            "log": str(self.folder / "publisher.db"),
+            "port": sender.port,
+        }
+        self.publisher = publisher(self.folder, options, self.tally)
+        self.publisher.start()
+
+    def _ports(self, to_road: str) -> dict[str, int]:
+        """Of the brokers, as the gateway reaches them that goes to the road by this way."""
+        links = {side: self.proxies.get(to_road if side == ROAD else side) for side in self.brokers}
+        return {side: link.port if isinstance(link, Proxy) else self.brokers[side].port for side, link in links.items()}
 
     def _make_gateways(self) -> None:
         plan = self.plan
@@ -119,17 +158,22 @@ class World:
         if plan.clock:
             self.clock = machine.Clock(self.folder)
             environment |= self.clock.environment
-        ports = {
-            side: self.proxies[side].port if side in self.proxies else broker.port
-            for side, broker in self.brokers.items()
-        }
         static_file = self.folder / "subscriptions.json"
         listed = {str(topic): [str(CLOUD_APP)] for topic in UP} | {str(topic): [str(VEHICLE_APP)] for topic in DOWN}
         static_file.write_text(json.dumps(listed))
-        places = Places(self.data_dir, free_port(), ports, self.zenoh_port, static_file)
+        road = self.proxies.get(ROAD)
+        road_port = road.port if isinstance(road, Proxy) else 0
+        places = Places(
+            self.data_dir, free_port(), self._ports(TO_ROAD), self.zenoh_port, static_file, road_port=road_port
+        )
         self._add_gateway("gateway", vehicle_config(plan, places), places, environment)
         if plan.two:
-            places = places._replace(data_dir=self.folder / "cloud-data", admin_port=free_port())
+            places = places._replace(
+                data_dir=self.folder / "cloud-data",
+                admin_port=free_port(),
+                ports=self._ports(TO_CLOUD),
+                road_port=self.road_port,
+            )
             self._add_gateway("cloud-gateway", cloud_config(plan, places), places, {})
 
     def _add_gateway(self, name: str, config: str, places: Places, environment: dict[str, str]) -> None:
@@ -144,7 +188,7 @@ class World:
 
         def hears(message: Message) -> None:
             if message.type in (PUBLISH, NOTIFICATION) and message.source.entity == UP[0].entity:
-                self.ledger.arrived("push", message.id, flow_of(message), message.payload)
+                self.ledger.arrived("push", self._key(message), flow_of(message), message.payload)
 
         filters = (f"+/{CLOUD}",) if off_vehicle else (f"{VEHICLE}/#",)
         self.hearers[CLOUD] = MqttLink(cloud, "judge-cloud", filters=filters, heard=hears)
@@ -155,14 +199,28 @@ class World:
             self.senders[VEHICLE] = MqttSender(self.ledger, vehicle, "sender-vehicle", off_vehicle=False)
         else:
             self.hearers[VEHICLE] = ZenohLink(self.zenoh_port, (f"up/{CLOUD}/**",), hears)
-            self.senders[VEHICLE] = ZenohSender(self.ledger, self.zenoh_port)
+            if self.publisher is None:
+                self.senders[VEHICLE] = ZenohSender(self.ledger, self.zenoh_port)
         self._closers += [one.close for one in (*self.hearers.values(), *self.senders.values())]
         for link in self.hearers.values():
             if isinstance(link, MqttLink) and not link.subscribed.wait(SETTLE_S_MAX):
                 raise ChaosError("a judge could not subscribe")
         # Zenoh keeps nothing for who is away: what was missed there is pulled.
         pulled = {str(topic) for topic in DOWN} if self.plan.vehicle == "zenoh" else set()
-        self.poller = Poller(self.ledger, self._caller(Uri(VEHICLE, 0x9101, 1, 0)), VEHICLE, pulled)
+        followed = self.plan.is_followed if self.publisher is not None else (lambda _: False)
+        caller = self._caller(Uri(VEHICLE, 0x9101, 1, 0))
+        self.poller = Poller(self.ledger, caller, VEHICLE, pulled, followed=followed, key=self._key)
+        if self.plan.two and self.plan.follows:
+            caller = self._caller(Uri(CLOUD, 0x9101, 1, 0))
+            self.follower = Poller(self.ledger, caller, CLOUD, set(), followed=self._is_from_vehicle)
+
+    def _is_from_vehicle(self, flow: str) -> bool:
+        return flow.startswith(f"up://{VEHICLE}/") and self.plan.is_followed(flow)
+
+    def _key(self, message: Message) -> bytes:
+        """What the ledger calls it."""
+        is_publishers = self.publisher is not None and message.source._replace(resource=0) == PUBLISHER
+        return name_in(message.payload) if is_publishers and message.type == PUBLISH else message.id
 
     def _caller(self, me: Uri) -> Caller:
         """Somebody who calls, on the network of its authority."""
@@ -192,7 +250,8 @@ class World:
     def _settle(self) -> None:
         """Everything passes, again and again until it does; then what is sent counts."""
         assert self.poller is not None
-        self.poller.start()
+        for poller in self.pollers:
+            poller.start()
         deadline = time.monotonic() + SETTLE_S_MAX
         while True:
             for flow in self.plan.flows:
@@ -231,6 +290,11 @@ class World:
         self.reader = reader(self.folder, options, self.tally)
         self.reader.start()
         self.reader.wait_ready()
+
+    def log(self, text: str) -> None:
+        """For who looks for the reason of a failure: the times are those of the examples."""
+        with (self.folder / "faults.log").open("a") as log:
+            log.write(f"{self.ledger.now():.2f} {text}\n")
 
     # Talking
 
@@ -281,10 +345,14 @@ class World:
         self._talker.join()
 
     @property
+    def pollers(self) -> list[Poller]:
+        return [one for one in (self.poller, self.follower) if one is not None]
+
+    @property
     def processes(self) -> list[Process]:
         return [
             *self.brokers.values(),
-            *(one for one in (self.service, *self.gateways, self.reader) if one is not None),
+            *(one for one in (self.service, *self.gateways, self.reader, self.publisher) if one is not None),
         ]
 
     def links_of(self, side: str) -> list[MqttLink]:
@@ -321,8 +389,8 @@ class World:
     def close(self) -> None:
         """End everything, however far it came."""
         self._talking.clear()
-        if self.poller is not None:
-            self.poller.end()
+        for poller in self.pollers:
+            poller.end()
         for process in self.processes:
             process.close()
         for close in self._closers:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos import campaigns, damage, wire
+from chaos.campaigns import PLANS
 from chaos.ledger import Ledger, Verdict
-from chaos.machine import DIE, IoFault, no_preload
+from chaos.machine import DIE, NAMESPACE, IoFault, no_namespace, no_preload
+from chaos.plan import Places, cloud_config, vehicle_config
+from streamer.config import loads
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import uri as uris
@@ -176,6 +180,85 @@ def test_what_was_under_way_when_a_broker_was_killed_does_not_count() -> None:
     assert under_way != elsewhere
 
 
+def test_what_is_followed_is_once_in_the_log_of_who_follows() -> None:
+    ledger = Ledger()
+    once, twice, missing = sent(ledger, 3)
+    other = sent(ledger, 1, flow="other")[0]
+    for id in (once, twice, twice):
+        ledger.logged(id, "flow", id)
+    verdict = judged(ledger)
+    assert (verdict.doubled, verdict.good) == (1, False)
+    assert twice.hex() in verdict.examples[0]
+    assert [entry.id for entry in ledger.unlogged(lambda flow: flow == "flow")] == [missing]
+    assert verdict.lost == 4  # that it is in a log is no delivery
+    assert other not in {entry.id for entry in ledger.unlogged(lambda flow: flow == "flow")}
+
+
+def test_a_copy_of_what_is_followed_is_excused_only_by_a_kill_before_it() -> None:
+    def heard_twice(*deaths: float) -> int:
+        ledger = Ledger()
+        (id,) = sent(ledger, 1)
+        died = [time.monotonic() + death for death in deaths]
+        for _ in range(2):
+            ledger.arrived("push", id, "flow", id)
+        ledger.judge_copies(lambda _: True, died)
+        return judged(ledger).doubled
+
+    assert heard_twice() == 1
+    assert heard_twice(-60.0, 60.0) == 1
+    assert heard_twice(0.0) == 0
+
+
+def test_what_is_followed_are_the_publishes_of_who_is_followed() -> None:
+    up, down, note = (flow.name for flow in (PLANS["following-mqtt"].flows[at] for at in (0, 4, 6)))
+    followed = {name: PLANS[name].is_followed for name in ("following-mqtt", "following-zenoh", "two-gateways")}
+    assert [followed["following-mqtt"](flow) for flow in (up, down, note)] == [True, False, False]
+    assert [followed["following-zenoh"](flow) for flow in (up, down, note)] == [True, True, False]
+    assert not followed["two-gateways"](up)
+    assert not followed["following-zenoh"]("up://vehicle1/0/3/8000")  # its uSubscription's
+
+
+@pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.follows])
+def test_who_follows_is_named_by_who_is_followed(name: str, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    at = Places(tmp_path, 1_001, dict.fromkeys(plan.brokers, 1_883), 7_447, tmp_path / "none.json", road_port=7_448)
+    vehicle, cloud = loads(vehicle_config(plan, at)), loads(cloud_config(plan, at)) if plan.two else None
+    if cloud is None:  # a publisher announces itself
+        assert vehicle.follow == []
+        return
+    asked = [(one.service, {"up": "//*/4/1/0"}.get(plan.follows, "//vehicle1/4/1/0")) for one in cloud.follow]
+    assert [there == expected for there, expected in asked] == [True]
+    assert [one.followed_by for one in vehicle.endpoint] == [None, "//cloud/4/1/0"]
+    mutual = plan.follows == "both"
+    assert [one.service for one in vehicle.follow] == (["//cloud/4/1/0"] if mutual else [])
+    assert [one.followed_by for one in cloud.endpoint] == [None, "//vehicle1/4/1/0" if mutual else None]
+
+
+DATAGRAMS = """
+import socket
+from chaos.proxy import Datagrams
+link, here = Datagrams(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server = socket.create_server(("127.0.0.1", 0))
+here.bind(("127.0.0.1", 0))
+for do in (link.mend, link.cut, link.cut, link.mend):
+    do()
+    socket.create_connection(server.getsockname()).close()
+    try:
+        here.sendto(b"x", here.getsockname())
+        print("passes")
+    except OSError:
+        print("cut")
+"""
+
+
+@pytest.mark.skipif(bool(no_namespace()), reason=no_namespace())
+def test_datagrams_are_cut_in_a_network_of_their_own_and_connections_are_not() -> None:
+    run = subprocess.run(
+        [*NAMESPACE, sys.executable, "-c", DATAGRAMS], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (run.returncode, run.stdout.split()) == (0, ["passes", "cut", "cut", "passes"]), run.stderr
+
+
 def damaged(**seen: object) -> list[str]:
     """What the judge says of a log of three records, of which the cloud has not had the last two."""
     records = {seq: (bytes([seq]) * 16, b"topic", b"payload") for seq in (1, 2, 3)}
@@ -240,8 +323,9 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
 @pytest.mark.broker
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "chaos", "--minutes", "0.1", "--only", "kill-record", "--seed", "1"]
+@pytest.mark.parametrize("name", ["kill-record", "following-mqtt", "following-publisher"])
+def test_a_short_campaign_loses_nothing(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "chaos", "--minutes", "0.1", "--only", name, "--seed", "1"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "result.json")], capture_output=True, text=True, check=False
     )
@@ -249,6 +333,7 @@ def test_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert done.returncode == 0, done.stderr
     total = result["total"]
-    assert total["kills"] > 0
+    assert sum(result["faults"].values()) > 0
+    assert name != "kill-record" or total["kills"] > 0
     assert total["acked"] > 100
-    assert (total["lost"], total["reordered"], total["wrong"], total["untold"]) == (0, 0, 0, 0)
+    assert [total[key] for key in ("lost", "doubled", "reordered", "wrong", "untold")] == [0] * 5
