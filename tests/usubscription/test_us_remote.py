@@ -230,6 +230,28 @@ async def _no_links(service: Any) -> bool:
     return not await links(service)
 
 
+async def test_who_watches_the_topic_where_it_is_published_and_who_subscribes_second_are_told_of_each_step(
+    world: Any,
+) -> None:
+    for name in "ab":
+        await world.service(name)
+    first, second, watcher = await world.raw("a", 0x10), await world.raw("a", 0x11), await world.raw("b", 0x99)
+    await watcher.call(3, 6, v3.NotificationsRequest(topic=B_TOPIC))
+    await first.call(3, 1, subscribe(3, B_TOPIC))
+    await first.notified[3].count(2)
+    assert told(3, await watcher.notified[3].count(1)) == [Status.SUBSCRIBED]
+    await second.call(3, 1, subscribe(3, B_TOPIC))
+    assert told(3, await second.notified[3].count(1)) == [Status.SUBSCRIBED]
+    for one in (first, second):
+        await one.call(3, 2, unsubscribe(3, B_TOPIC))
+    assert told(3, await first.notified[3].count(3))[-1] is Status.UNSUBSCRIBED
+    assert told(3, await watcher.notified[3].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
+    await watcher.call(3, 7, v3.NotificationsRequest(topic=B_TOPIC))
+    await first.call(3, 1, subscribe(3, B_TOPIC))
+    await first.notified[3].count(5)
+    assert len(watcher.notified[3].heard) == 2
+
+
 async def test_registrants_hear_of_the_pending_subscription_before_the_remote_request_leaves(world: Any) -> None:
     await world.service("b")
     service = await world.service("a")

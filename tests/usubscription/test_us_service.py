@@ -133,6 +133,17 @@ async def test_v3_subscribe_again_answers_the_status_and_changes_nothing(world: 
     assert len(await raw.notified[3].until(lambda heard: UPayload.of(heard[-1]).unpack(v3.Update).topic == OTHER)) == 2
 
 
+async def test_v3_another_major_version_is_another_topic(world: Any) -> None:
+    await world.service()
+    raw = await world.raw()
+    await subscribe3(raw, TOPIC)
+    newer = uris.uri(TOPIC.authority_name, TOPIC.ue_id, TOPIC.ue_version_major + 1, TOPIC.resource_id)
+    assert await subscribers(raw, newer) == ([], False)
+    await subscribe3(raw, newer)
+    await unsubscribe3(raw, TOPIC)
+    assert await subscribers(raw, newer) == ([raw.local.get_source()], False)
+
+
 async def test_v3_an_empty_authority_is_the_local_one(world: Any) -> None:
     await world.service()
     raw = await world.raw()
