@@ -89,9 +89,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 )
 def test_files_that_are_named_are_there(page: Path) -> None:
     """Names with a folder of ours before them, as code or in the text. (DDS topics and keys of Zenoh begin with
-    uprotocol/, too.)"""
+    uprotocol/, too.) Not those in rows of what is planned."""
     folders = "|".join(name for name in (*FOLDERS, *PRODUCT) if name != "uprotocol")
-    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"^\|.*\| planned: .*\|$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for name in set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*\w)", text)):
         assert (ROOT / name).exists() or (page.parent / name).exists(), f"{page.name} names {name}, which there is not"
 
@@ -127,6 +127,39 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("benchmarks", '"Flat" is # times', 1, ["bench.targets:FLAT"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.flow:HOLD_S"]),
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
+    ("following", "At most # histories are followed", 1, ["streamer.following:FOLLOWED_MAX"]),
+    ("following", "for # s, doubling to # s, after three misses", 1, [
+        "history.follow:REST_S_MIN", "history.follow:REST_S_MAX",
+    ]),
+    ("following", "(# to # s, # s at first)", 1, [
+        "history.follow:QUIET_S_MIN", "history.follow:QUIET_S_MAX", "history.follow:QUIET_S_FIRST",
+    ]),
+    ("following", "long poll outstanding for up to # topics", 1, ["history.feed:TOPICS_MAX"]),
+    ("following", "at most # of them and some # MiB", 1, [
+        "history.publisher:QUEUE_MESSAGES_MAX", "history.publisher:TAIL_BYTES_MAX/2097152",
+    ]),
+    ("following", "reaches back (# MiB or # days", 1, [
+        "history.publisher:RETENTION_BYTES/1048576", "history.log:RETENTION_MS/86400000",
+    ]),
+    ("following", "at most # publishers of one authority", 1, ["streamer.following:PUBLISHERS_OF_ONE_MAX"]),
+    ("following", "has answered nothing for # s", 1, ["streamer.followed:DEAF_S"]),
+    ("following", "At the start, and every # s or so", 1, ["history.publisher:ANNOUNCE_S"]),
+    ("following", "every # s until it has taken over, every # s then", 1, [
+        "streamer.handover:ANNOUNCE_S", "streamer.handover:ANNOUNCE_TAKEN_S",
+    ]),
+    ("following", "# random bytes, the name by which", 1, ["history.followers:FOLLOWER_BYTES"]),
+    ("following", "at most # in one Command", 1, ["history.asked:PATTERNS_MAX"]),
+    ("following", "# s to # days; 0: # s. A poll", 1_000, [
+        "history.followers:LEASE_MS_MIN", "history.asked:LEASE_MS_MAX/86400", "history.followers:LEASE_MS_DEFAULT",
+    ]),
+    ("following", "What it waits is the service's (# s)", 1_000, ["history.pushing:PUSH_WAIT_MS"]),
+    ("following", "at most # MiB, and # frames", 1, [
+        "history.pushing:WINDOW_BYTES_MAX/1048576", "history.pushing:WINDOW_FRAMES_MAX",
+    ]),
+    ("following", "a notification with a ttl of # s", 1_000, ["history.pushing:FRAME_TTL_MS"]),
+    ("following", "| followers | # | a quarter |", 1, ["history.followers:FOLLOWERS_MAX"]),
+    ("following", "| # with 512 MiB | a quarter |", 1, ["history.followers:TOPICS_MAX"]),
+    ("following", "of one follower | # |", 1, ["history.asked:WILDCARD_PATTERNS_MAX"]),
     ("history", "without a record for # minutes", 60, ["history.streams:FORGET_AFTER_S"]),
     ("history", "looked for every # s", 1, ["history.streams:SWEEP_S"]),
     ("history", "An eighth of the room (1/#)", 1, ["history.streams:RESERVE_SHARE"]),
@@ -159,9 +192,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "refusals have # places", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
     ("history", "one per # topics, of which # may have wildcards", 1, [
-        "history.feed:FEEDS_MAX", "history.asked:WILDCARD_PATTERNS_MAX",
+        "history.feed:TOPICS_MAX", "history.asked:WILDCARD_PATTERNS_MAX",
     ]),
-    ("history", "cut to # ms", 1, ["history.feed:JOIN_WAIT_MS"]),
     ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
     ("history", "a file above # MiB is not checked whole", MIB, ["history.rows:CHECK_BYTES_MAX"]),
     ("history", "Written every # chunks (or # MiB of them, or # rows of it)", 1, [
@@ -313,10 +345,18 @@ EXAMPLES: list[tuple[str, str]] = [
         "docs/mqtt5.md",
         HOME + textwrap.dedent(re.findall(r"(?:^    .*\n)+", (ROOT / "docs/mqtt5.md").read_text(), re.MULTILINE)[0]),
     ),
+    *zip(
+        ("docs/following.md: the origin", "docs/following.md: the follower"),
+        (
+            HOME + blocks("docs/following.md")[0],
+            HOME.replace("vehicle1", "hub") + HOME.replace("home", "vehicles") + blocks("docs/following.md")[1],
+        ),
+        strict=True,
+    ),
     ("docs/dds-mapping.md", HOME.replace('"local"', '"dds"') + blocks("docs/dds-mapping.md")[0]),
     *[
         (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
-        for folder in ("deploy", "examples/vehicle-cloud")
+        for folder in ("deploy", "examples/vehicle-cloud", "examples/following")
         for path in sorted((ROOT / folder).rglob("*.toml"))
     ],
 ]
@@ -325,6 +365,10 @@ EXAMPLES: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("where", "text"), EXAMPLES, ids=[where for where, _ in EXAMPLES])
 def test_an_example_is_a_configuration(where: str, text: str) -> None:
     assert loads(text, where).authority
+
+
+def test_followers_have_the_room_that_the_page_says() -> None:
+    assert Limits(512 << 20).followed_topics_max == importlib.import_module("history.followers").TOPICS_MAX
 
 
 def test_the_example_of_the_service_is_one() -> None:

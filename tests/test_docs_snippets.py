@@ -1,5 +1,5 @@
-"""The programs of docs/history.md and docs/usubscription.md run as they stand, against the services that they speak
-to."""
+"""The programs of docs/history.md, docs/following.md and docs/usubscription.md run as they stand, against the services
+that they speak to."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from history.client import Frames
 from history.feed import HistoryFeed
 from history.log import Log
 from history.service import HistoryService
@@ -94,6 +95,32 @@ async def test_a_gapless_subscriber(transport: LocalTransport, tmp_path: Path, m
         with pytest.raises(Heard):
             await run(snippet.replace('"gateway"', '"vehicle1"'), rpc_client=client, report=print, **names)
     assert heard == [b"kept"]
+
+
+async def test_one_that_is_pushed_to(
+    transport: LocalTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet = next(one for one in snippets("following.md") if "GaplessSubscriber" in one)
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+    names = {
+        "InMemoryRpcClient": InMemoryRpcClient,
+        "GaplessSubscriber": GaplessSubscriber,
+        "HistoryClient": HistoryClient,
+        "Frames": Frames,
+        "uri": uris.uri,
+        "transport": transport,
+        "local": LOCAL,
+        "topic": TOPIC,
+        "report": print,
+        "handle": lambda message: heard.put_nowait(message.payload),
+    }
+    running = asyncio.create_task(run(snippet.replace('"gateway"', '"vehicle1"'), **names))
+    try:
+        assert await heard.get() == b"kept"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_subscription_and_one_with_a_past(
