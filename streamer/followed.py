@@ -52,7 +52,7 @@ DEAF_S: Final = 60.0
 RING_S: Final = 0.25  # after a doorbell without an answer we ask anew
 # what can't be followed, and will not be soon: until then plain copies count
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
-WINDOW_BYTES: Final = 4 << 20
+WINDOW_BYTES_MIN: Final = 64 << 10  # of what may be under way to us from one history, if many are followed
 DENIED_TOLD_MAX: Final = 100  # lines of a log about topics that may not be read
 
 log = structlog.get_logger()
@@ -292,7 +292,7 @@ class Followed:
                 mode=self.follow.mode if self.follow is not None else "auto",
                 start=start,
                 acks=True,
-                window_bytes=WINDOW_BYTES,
+                window_bytes=max(WINDOW_BYTES_MIN, self._follows.window_bytes),
                 on_denied=self._denied,
                 on_forgotten=self._forgotten,
                 on_told=lambda _, ms: self._told(ms),

@@ -16,6 +16,7 @@ import structlog
 
 from history.client import Frames, HistoryClient
 from history.log import Log
+from history.pushing import WINDOW_BYTES_MAX
 from history.writer import Followed as Notes
 from storage.runtime import Runtime
 from streamer.endpoint import Endpoint, Endpoints
@@ -48,6 +49,7 @@ from streamer.followed import Follow, Followed, family_of
 FOLLOWED_MAX: Final = 4_096  # services; a fleet behind one gateway, and its tasks and places
 # of one authority that are found by announcements: a vehicle has some publishers with a history of their own
 PUBLISHERS_OF_ONE_MAX: Final = 64
+WINDOWS_BYTES_MAX: Final = 64 << 20  # of what is under way to us, from all of them; a share is asked for of each
 
 GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
 PUBLISHERS: Final = ids.of_publisher(uris.ANY, ids.ANNOUNCEMENTS)  # of any that has a history of its own
@@ -308,6 +310,11 @@ class Follows(UListener):
         await self.dispatch.flows[target].append(len(messages), offer)
 
     # -- for conversations
+
+    @property
+    def window_bytes(self) -> int:
+        """The share of one. Over a link of 200 ms there and back, 8 MiB are some 40 MB/s."""
+        return min(WINDOW_BYTES_MAX, WINDOWS_BYTES_MAX // max(1, len(self._followed)))
 
     def client(self, service: UUri) -> HistoryClient:
         return HistoryClient(self._rpc, service, frames=self._frames)
