@@ -50,15 +50,15 @@ def settings(address: Address) -> dict[str, object]:
     return {"domain_id": address.number, "cyclone_xml": networks.DDS_LOOPBACK}
 
 
-def _keys(head: str, values: Mapping[str, Any]) -> str:
+def keys(head: str, values: Mapping[str, Any]) -> str:
     """A table of the file; JSON's texts, numbers and lists are TOML's."""
     return "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
 
 
-def _endpoint(name: str, authority: str, address: Address, usubscription: str, more: Mapping[str, Any]) -> str:
+def endpoint(name: str, authority: str, address: Address, usubscription: str, more: Mapping[str, Any]) -> str:
     transport = address.network.replace("mqtt", "mqtt5")
     values = {"name": name, "transport": transport, "authorities": [authority], "usubscription": usubscription}
-    return "\n".join([_keys("[[endpoint]]", values), _keys("[endpoint.settings]", {**settings(address), **more})])
+    return "\n".join([keys("[[endpoint]]", values), keys("[endpoint.settings]", {**settings(address), **more})])
 
 
 def write_interest(path: Path, scene: Scene, destinations: int = 1) -> Path:
@@ -90,10 +90,10 @@ def write_config(directory: Path, source: Address, *destinations: Address, scene
         tables["usubscription"] = {"static_file": str(path)}
     for name, values in scene.sections.items():
         tables[name] = {**tables.get(name, {}), **values}
-    texts = [_keys(f"[{name}]", values) for name, values in tables.items() if values]
-    texts.append(_endpoint("in", wire.INGRESS_AUTHORITY, source, mode, {}))
+    texts = [keys(f"[{name}]", values) for name, values in tables.items() if values]
+    texts.append(endpoint("in", wire.INGRESS_AUTHORITY, source, mode, {}))
     for number, (name, address) in enumerate(zip(outs, destinations, strict=True)):
-        texts.append(_endpoint(name, authority(number), address, "none", scene.out_settings))
+        texts.append(endpoint(name, authority(number), address, "none", scene.out_settings))
         texts.append(f"[[rule]]\nfrom = 'in'\nto = '{name}'")
     config = directory / "up-streamer.toml"
     config.write_text("\n\n".join(texts) + "\n")

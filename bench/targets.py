@@ -186,6 +186,16 @@ def _brokers() -> list[Target]:
     ]
 
 
+def _following() -> list[Target]:
+    polls, road = ("costs", "following_polls"), ("costs", "following")
+    far, near = (at(*road, "follow_push", trip, "per_s") for trip in ("200", "0"))
+    most, one = (at(*polls, topics, "bytes") for topics in ("10000", "1"))
+    return [
+        Target("followed over a link of 200 ms there and back, over one of 0", over(far, near), 0.8, "", at_least=True),
+        Target("bytes of a poll that follows 10,000 topics, over those of one", over(most, one), 1, ""),
+    ]
+
+
 def targets(compiled: bool) -> list[Target]:
     """All rows; speeds depend on whether the core is compiled."""
     disk = [
@@ -197,7 +207,7 @@ def targets(compiled: bool) -> list[Target]:
         )
         for rate, bound in ((10, 12), (100, 8), (1_000, 2))
     ]
-    return [*disk, *_paced(), *_topics(), *_changes(), *_brokers(), *_speeds(compiled)]
+    return [*disk, *_paced(), *_topics(), *_changes(), *_brokers(), *_following(), *_speeds(compiled)]
 
 
 def rows(figures: Figures, compiled: bool) -> list[dict[str, Any]]:

@@ -4,12 +4,13 @@ common.py       setting, points, metrics      topics.py       many topics on Zen
 disk.py         bytes written per message     subscribing.py  one subscription more, start, notifications
 describing.py   Describe                      brokers.py      a far, a small, a synchronous MQTT
 slow.py         a slow processor              elsewhere.py    a fleet, DDS
+following.py    a gateway that follows another one
 """
 
 from collections.abc import Callable
 from typing import Final
 
-from bench.costs import brokers, describing, disk, elsewhere, slow, subscribing, topics
+from bench.costs import brokers, describing, disk, elsewhere, following, slow, subscribing, topics
 from bench.costs.common import Figures, Setting
 
 COSTS: Final[dict[str, Callable[[Setting], Figures]]] = {
@@ -27,4 +28,6 @@ COSTS: Final[dict[str, Callable[[Setting], Figures]]] = {
     "slow_processor": slow.measure,
     "fleet": elsewhere.fleet,
     "dds_new_topics": elsewhere.dds,
+    "following": following.road,
+    "following_polls": following.polls,
 }
