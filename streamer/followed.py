@@ -325,6 +325,8 @@ class Followed:
     async def _take_over(self, following: Following, places: Places) -> None:
         """Ask that no publish is pushed to us any more. Raises what it answers: then all are, and nothing is
         followed."""
+        if not self._has_place:  # on disk before we ask: else nobody would know whom to tell when we are not to follow
+            await self._keep_first(places)
         for position in await following.hand_over(HandOver(take=True)):
             # what we have had is safe here; what is behind us there has been pushed, or was ours before
             known = places.positions.get(position.incarnation, position.seq)
@@ -344,10 +346,13 @@ class Followed:
             answer = await following.next(acceptor.places)
             if answer is not None:
                 acceptor.accept(answer)
-        self._log.keep_place(self.key, _stored(acceptor.places))
+        await self._keep_first(acceptor.places)
+        return acceptor.places
+
+    async def _keep_first(self, places: Places) -> None:
+        self._log.keep_place(self.key, _stored(places))
         await self._log.saved()
         self._has_place = True
-        return acceptor.places
 
     def _told(self, ms: int) -> None:
         if self._has_place:

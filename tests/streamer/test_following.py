@@ -182,10 +182,11 @@ async def test_without_a_hand_over_nothing_is_followed_and_what_is_pushed_counts
     assert pair.followed.counts["stored"] == 50
 
 
-async def test_what_is_not_followed_any_more_is_pushed_again_from_where_we_were(pair: Pair, publish: Publish) -> None:
+@pytest.mark.parametrize("had", [30, 0])
+async def test_what_is_not_followed_any_more_is_pushed_again_from_where_we_were(pair: Pair, had: int) -> None:
     await pair.begin()
     await pair.handed_over()
-    await pair.publish(30)
+    await pair.publish(had)
     await pair.expect_all()
     await pair.hub.stop()
     await pair.publish(30)  # nobody follows, and nothing is pushed
