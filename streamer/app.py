@@ -469,7 +469,8 @@ class Streamer:
             f"paused: {one.topic} to {one.peer}; {held if self.paused.is_peer(one.peer) else idle}"
             for one in sorted(self.paused)
         ]
-        return [*self.endpoints.notes(), *self.ledger.notes(), *paused]
+        following = parts.notes_of(self.config, self.endpoints, self.rules)
+        return [*self.endpoints.notes(), *following, *self.ledger.notes(), *paused]
 
     def topics_of(self, authority: str) -> int:
         """How many topics of it the logs know."""

@@ -28,6 +28,7 @@ from streamer.ledger import UNITS_PER_S
 from streamer.limits import MEMORY_MIB
 from transports import plugin as plugins
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import ENTITY, VERSION
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import MESSAGE_BYTES_MAX
@@ -112,11 +113,14 @@ def _service(text: str) -> str:
         )
     if address.resource_id:
         raise ValueError("the address of a service has resource 0")
+    if address.ue_id >> 16 == uris.WILDCARD_ENTITY_INSTANCE:
+        raise ValueError("publishers are followed type by type, such as //vehicle1/80010004/1/0 for the type 8001")
     return text
 
 
 def _one_service(text: str) -> str:
-    if uris.is_pattern(AccessPattern.parse(_valid(AccessPattern.parse)(text)).authority):
+    service = AccessPattern.parse(_valid(AccessPattern.parse)(text))
+    if uris.is_pattern(service.authority) or service.address.ue_id >> 16:
         raise ValueError(f"expected the history service of one gateway, such as //hub/4/1/0, got {text!r}")
     return _service(text)
 
@@ -424,21 +428,59 @@ class Config(_Section):
                 yield f"{who} names endpoint {name!r}, which there is not; known are {', '.join(names)}", place
 
     def _mistakes_of_following(self) -> Iterator[tuple[str, Location]]:
+        """What would be followed for nothing is a mistake, too."""
+        if all(uris.is_pattern(one) for endpoint in self.endpoint for one in endpoint.authorities):
+            return  # told already: nobody is us
         seen: set[tuple[str, str]] = set()
         for index, one in enumerate(self.follow):
-            if (one.endpoint, one.service) in seen:
-                yield f"{one.service} at endpoint {one.endpoint!r} is followed twice", ("follow", index, "service")
-            seen.add((one.endpoint, one.service))
+            place = ("follow", index, "service")
             service = AccessPattern.parse(one.service)  # a publisher of our own host may have a history
-            if (service.authority, service.address.ue_id) == (self.authority, ENTITY):
-                yield f"{one.service} is this streamer itself", ("follow", index, "service")
+            if (one.endpoint, one.service) in seen:
+                yield f"{one.service} at endpoint {one.endpoint!r} is followed twice", place
+            elif (service.authority, service.address.ue_id) == (self.authority, ENTITY):
+                yield f"{one.service} is this streamer itself", place
+            elif not self._may_be_at(service, one.endpoint):
+                yield f"{one.service} can't be followed: nobody else of that name lives at {one.endpoint!r}", place
+            for topic in one.topics:
+                if not self._may_have(one, service, uris.parse(topic)):
+                    what = f"the history {one.service} at endpoint {one.endpoint!r} never has {topic}"
+                    yield what, ("follow", index, "topics")
+            seen.add((one.endpoint, one.service))
         for index, endpoint in enumerate(self.endpoint):
-            if endpoint.followed_by and AccessPattern.parse(endpoint.followed_by).authority == self.authority:
+            authority = AccessPattern.parse(endpoint.followed_by).authority if endpoint.followed_by else ""
+            if authority == self.authority:
                 what = f"endpoint {endpoint.name!r}: followed_by names this streamer itself"
                 yield what, ("endpoint", index, "followed_by")
-            elif endpoint.followed_by and any(endpoint.followed_by == one.followed_by for one in self.endpoint[:index]):
-                what = f"{endpoint.followed_by} follows at one endpoint: it is named as followed_by at two"
+            elif authority and self._owner(authority) is not endpoint:
+                what = f"endpoint {endpoint.name!r}: {authority!r}, which followed_by names, does not live there"
                 yield what, ("endpoint", index, "followed_by")
+
+    def _owner(self, authority: str) -> EndpointSection | None:
+        """As Endpoints.owner; of a family as well."""
+        named = {name: endpoint for endpoint in self.endpoint for name in endpoint.authorities}
+        return next((named[one] for one in uris.owners(authority) if one in named), None)
+
+    def _may_be_at(self, service: AccessPattern, name: str) -> bool:
+        """One that is not our own; True for an endpoint that there is not, which is told already."""
+        for endpoint in self.endpoint:
+            if endpoint.name == name:
+                there = {one for one in endpoint.authorities if uris.is_one_of(one, {service.authority})}
+                if service.address.ue_id == ENTITY:
+                    there.discard(self.authority)
+                return bool(there) or self._owner(service.authority) is endpoint
+        return True
+
+    def _may_have(self, follow: FollowSection, service: AccessPattern, topic: UUri) -> bool:
+        """Whether records of `topic` may be in what is followed, and are taken from there."""
+        authority = topic.authority_name
+        if authority != uris.WILDCARD_AUTHORITY:
+            owner = self._owner(authority)
+            if owner is None or owner.name != follow.endpoint:
+                return False
+        if topic.resource_id < uris.RESOURCE_TOPIC_MIN or not service.address.ue_id >> 16:
+            return topic.resource_id >= uris.RESOURCE_TOPIC_MIN
+        is_there = authority == uris.WILDCARD_AUTHORITY or uris.is_one_of(authority, {service.authority})
+        return is_there and ids.narrowed(uris.of_authority(service.address, authority), topic) is not None
 
     @property
     def authority(self) -> str:

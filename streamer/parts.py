@@ -7,7 +7,7 @@ Config -> endpoints_of -> usubscription_of -> interest_sources_of
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -192,6 +192,41 @@ def rule_of(section: RuleSection) -> Rule:
 def follow_of(section: FollowSection, endpoints: Endpoints) -> Follow:
     service = Pattern.parse(section.service)
     return Follow(endpoints[section.endpoint], service, tuple(patterns(section.topics)), section.mode)
+
+
+def notes_of(config: Config, endpoints: Endpoints, rules: Iterable[Rule]) -> Iterator[str]:
+    """What can be followed only for nothing as long as it is configured so, in plain sentences."""
+    ways = list(rules)
+    asks = [config.usubscription_of(one) for one in config.endpoint if config.usubscription_of(one) != "none"]
+    keeps_nothing = ""
+    if not config.history.record and not asks and config.usubscription.static_file is None:
+        keeps_nothing = "no uSubscription says what is wanted, and [history] record names nothing"
+    for section in config.follow:
+        what = f"endpoint {section.endpoint}: of {section.service} nothing is taken"
+        if not config.history.record and not section.topics:
+            if keeps_nothing:
+                yield f"{what}: {keeps_nothing}"
+            elif not any(rule.ingress == section.endpoint for rule in ways):
+                yield f"{what}: no rule lets anything from there go on, and no topics or [history] record are set"
+        service = Pattern.parse(section.service)
+        if (
+            service.address.ue_id >> 16
+            and uris.is_pattern(service.authority)
+            and endpoints[section.endpoint].needs_sink
+        ):
+            yield f"{what}: no announcement is heard there; name each publisher, as //vehicle1/80010004/1/0"
+    for endpoint in config.endpoint:
+        if endpoint.followed_by is None:
+            continue
+        what = f"endpoint {endpoint.name}: {endpoint.followed_by} has nothing to follow"
+        may_read = any(entry.allow and entry.endpoint in (None, endpoint.name) for entry in config.access)
+        if keeps_nothing:
+            yield f"{what}: {keeps_nothing}"
+        elif not may_read and not any(rule.egress == endpoint.name for rule in ways):
+            yield f"{what}: no rule lets anything go there, and no [[access]] allows it"
+        if endpoint.name == config.home.name:
+            what = f"once {endpoint.followed_by} has taken over, who has subscribed on our own network gets no publish"
+            yield f"endpoint {endpoint.name}: {what} of other networks from us"
 
 
 def entry_of(section: AccessSection) -> Entry:

@@ -33,7 +33,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
     """
-    from streamer.parts import endpoints_of
+    from streamer.parts import endpoints_of, notes_of, rule_of
 
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
@@ -41,7 +41,9 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     if wrong := [f"{config}:{one.line}: {one.what}" for one in found if one.fatal]:
         raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
     made = asyncio.run(_make_transports(loaded))
-    notes = [*(f"{config}:{one.line}: {one.what}" for one in found), *endpoints_of(loaded, made).notes()]
+    endpoints = endpoints_of(loaded, made)
+    following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
+    notes = [*(f"{config}:{one.line}: {one.what}" for one in found), *endpoints.notes(), *following]
     paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
     if as_json:
         print(json.dumps(_as_dict(loaded, notes, paused)))
@@ -53,6 +55,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     ]
     columns = ("endpoint", "transport", "authorities", "uSubscription")
     terminal.show(f"{config}: authority {loaded.authority}", columns, rows)
+    _show_following(loaded)
     for rule in loaded.rules:
         limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
         terminal.out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
@@ -65,10 +68,26 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         terminal.out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
 
 
+def _show_following(config: Config) -> None:
+    """Whom we follow, and who follows us."""
+    if config.follow:
+        rows = [
+            (one.endpoint, one.service, one.mode, ", ".join(["what is wanted here", *one.topics]))
+            for one in config.follow
+        ]
+        terminal.show("followed here", ("endpoint", "service", "mode", "topics"), rows)
+    if by := [one for one in config.endpoint if one.followed_by]:
+        told = [
+            (one.name, one.followed_by, f"not to {', '.join(one.authorities)} any more, once it has taken over")
+            for one in by
+        ]
+        terminal.show("followed by", ("endpoint", "service", "publishes are pushed"), told)
+
+
 def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> dict[str, object]:
     endpoints = [
         {
-            **one.model_dump(include={"name", "transport", "authorities"}),
+            **one.model_dump(include={"name", "transport", "authorities", "followed_by"}),
             "usubscription": config.usubscription_of(one),
             "home": one.name == config.home.name,
         }
@@ -79,6 +98,7 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
         "authority": config.authority,
         "endpoints": endpoints,
         "rules": [rule.model_dump(by_alias=True, exclude={"delivery"}) for rule in config.rules],
+        "follow": [one.model_dump() for one in config.follow],
         "unclaimed": _unclaimed(config),
         "notes": notes,
         "paused": [one._asdict() for one in paused],

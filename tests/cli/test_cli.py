@@ -327,16 +327,98 @@ def test_check_prints_what_it_understood(invoke: Invoke, tmp_path: Path) -> None
                     "name": "v",
                     "transport": "local",
                     "authorities": ["vehicle1"],
+                    "followed_by": None,
                     "usubscription": "embedded",
                     "home": True,
                 },
             ],
             "rules": [],
+            "follow": [],
             "unclaimed": {},
             "notes": [],
             "paused": [],
         }
     ]
+
+
+FOLLOWING = (
+    ONE
+    + """
+[[endpoint]]
+name = "up"
+transport = "{transport}"
+authorities = ["hub", "office"]
+usubscription = "none"
+followed_by = "//hub/4/1/0"
+settings = {settings}
+[[follow]]
+endpoint = "up"
+service = "//{of}/1/0"
+"""
+)
+TOPICS = 'topics = ["//hub/8001/1/FFFF"]'
+OFF = '{ host = "127.0.0.1", mode = "off-vehicle" }'
+
+
+def following(folder: Path, *more: str, transport: str = "local", settings: str = "{}", of: str = "hub/4") -> str:
+    (folder / "one.toml").write_text(
+        "\n".join([FOLLOWING.format(folder=folder, transport=transport, settings=settings, of=of), *more])
+    )
+    return "one.toml"
+
+
+def test_check_shows_who_follows_whom(invoke: Invoke, tmp_path: Path) -> None:
+    file = following(tmp_path, 'mode = "poll"', TOPICS, '[history]\nrecord = ["//hub/9/1/8009"]')
+    shown = [" ".join(re.findall(r"[^\s│]+", line)) for line in invoke("check", "-c", file).stdout.splitlines()]
+    assert "up //hub/4/1/0 poll what is wanted here, //hub/8001/1/FFFF" in shown
+    assert "up //hub/4/1/0 not to hub, office any more, once it has taken over" in shown
+    (told,) = lines_of(invoke("check", "-c", file, "--json"))
+    assert [one["followed_by"] for one in told["endpoints"]] == [None, "//hub/4/1/0"]
+    (follow,) = told["follow"]
+    assert follow == {"endpoint": "up", "service": "//hub/4/1/0", "topics": ["//hub/8001/1/FFFF"], "mode": "poll"}
+    assert told["notes"] == []
+
+
+ONE_WAY = '[[rule]]\nfrom = "{}"\nto = "{}"'
+UNASKED = "no uSubscription says what is wanted, and [history] record names nothing"
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "notes"),
+    [
+        ([ONE_WAY.format("up", "v")], {}, ["//hub/4/1/0 has nothing to follow: no rule lets anything go there"]),
+        ([ONE_WAY.format("up", "v"), '[[access]]\nendpoint = "up"\nallow = ["//*/8001/1/FFFF"]'], {}, []),
+        ([ONE_WAY.format("v", "up")], {}, ["of //hub/4/1/0 nothing is taken: no rule lets anything from there go on"]),
+        ([TOPICS, ONE_WAY.format("v", "up")], {}, []),
+        ([ONE_WAY.format("v", "up"), '[history]\nrecord = ["//hub/8001/1/FFFF"]'], {}, []),
+        ([], {"transport": "mqtt5", "settings": OFF, "of": "*/80010004"}, ["name each publisher"]),
+        ([], {"of": "*/80010004"}, []),
+    ],
+)
+def test_what_is_followed_for_nothing_is_told(
+    invoke: Invoke, tmp_path: Path, more: list[str], given: dict[str, str], notes: list[str]
+) -> None:
+    (told,) = lines_of(invoke("check", "-c", following(tmp_path, *more, **given), "--json"))
+    about = [note for note in told["notes"] if "follow" in note or "nothing is taken" in note]
+    assert len(about) == len(notes), about
+    for note, words in zip(about, notes, strict=True):
+        assert note.startswith("endpoint up: ")
+        assert words in note
+
+
+def test_following_of_which_nobody_says_what_is_told(invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / following(tmp_path)
+    file.write_text(file.read_text().replace('"local"\n', '"local"\nusubscription = "none"\n', 1))
+    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    assert [note.endswith(UNASKED) for note in told["notes"]] == [True, True]
+
+
+def test_a_follower_on_our_own_network_is_told_what_that_means(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(
+        ONE.format(folder=tmp_path).replace('["vehicle1"]', '["vehicle1", "hub"]\nfollowed_by = "//hub/4/1/0"')
+    )
+    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    assert any("who has subscribed on our own network gets no publish" in note for note in told["notes"])
 
 
 def test_publish_prints_what_it_sent(invoke: Invoke, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ authorities = ["cloud", "backend"]
 settings = { network = "other" }
 """
 
+FLEET = '[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\n'
 RULE = '[[rule]]\nfrom = "vehicle"\nto = "cloud"\n'
 
 
@@ -56,6 +57,24 @@ def test_the_fleet_side_is_asked_nothing() -> None:
 def test_a_publisher_on_our_own_host_may_be_followed() -> None:
     (follow,) = loads(TWO + FOLLOW.format("vehicle", "//vehicle1/80010004/1/0")).follow
     assert follow.mode == "auto"
+
+
+@pytest.mark.parametrize(
+    ("authorities", "service", "topics"),
+    [
+        ('"cloud", "hub"', "//hub/4/1/0", ["//cloud/8001/1/FFFF"]),
+        ('"*"', "//hub/4/1/0", ["//*/FFFF8001/1/8001", "//moon/8001/1/8001"]),
+        ('"*"', "//*/4/1/0", []),
+        ('"*"', "//*.depot/4/1/0", ["//bus.depot/8001/1/8001"]),
+        ('"*.eu.depot"', "//*.depot/4/1/0", []),
+        ('"*.depot"', "//*.eu.depot/4/1/0", []),
+        ('"bus.depot"', "//*.depot/80010004/1/0", ["//bus.depot/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"]),
+        ('"hub"', "//*/80010004/1/0", ["//hub/10008001/1/8001"]),
+    ],
+)
+def test_what_may_live_at_an_endpoint_may_be_followed_there(authorities: str, service: str, topics: list[str]) -> None:
+    config = loads(TWO.replace('"cloud", "backend"', authorities) + FOLLOW.format("cloud", service) + f"{topics = }\n")
+    assert config.follow[0].topics == topics
 
 
 @pytest.mark.parametrize(
@@ -107,11 +126,44 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> No
         ),
         (TWO.replace("[streamer]", "[streamer]\nauthority = 'mars'"), 2, "'mars' is not an authority of any endpoint"),
         (TWO + FOLLOW.format("moon", "//hub/4/1/0"), 15, "endpoint 'moon', which there is not"),
-        (TWO + FOLLOW.format("cloud", "//hub/4/1/0") * 2, 19, "is followed twice"),
+        (TWO + FOLLOW.format("cloud", "//cloud/4/1/0") * 2, 19, "is followed twice"),
         (TWO + FOLLOW.format("cloud", "//vehicle1/4/1/0"), 16, "is this streamer itself"),
         (TWO + FOLLOW.format("cloud", "//hub/8001/1/8001"), 16, "//hub/8001/1/8001"),
         (TWO.replace('name = "cloud"', f'name = "cloud"\n{BY}'.replace("hub", "vehicle1")), 11, "names this streamer"),
-        (TWO.replace('name = "', f'{BY}\nname = "'), 11, "it is named as followed_by at two"),
+        (
+            TWO.replace('name = "cloud"', f'name = "cloud"\n{BY}'),
+            11,
+            "'hub', which followed_by names, does not live there",
+        ),
+        (TWO.replace('"vehicle"', f'"vehicle"\n{BY}'.replace("hub", "cloud")), 6, "'cloud', which followed_by names"),
+        (
+            TWO.replace('name = "cloud"', f'name = "cloud"\n{BY}'.replace("//hub/4", "//cloud/80010004")),
+            11,
+            "one gateway",
+        ),
+        (TWO + FOLLOW.format("cloud", "//hub/4/1/0"), 16, "nobody else of that name lives at 'cloud'"),
+        (TWO + FOLLOW.format("vehicle", "//cloud/4/1/0"), 16, "nobody else of that name lives at 'vehicle'"),
+        (TWO + FOLLOW.format("vehicle", "//*/4/1/0"), 16, "nobody else of that name lives at 'vehicle'"),
+        (TWO + FOLLOW.format("cloud", "//*.depot/4/1/0"), 16, "nobody else of that name lives at 'cloud'"),
+        (TWO + FOLLOW.format("cloud", "//cloud/FFFF0004/1/0"), 16, "type by type"),
+        (
+            TWO + FOLLOW.format("cloud", "//cloud/4/1/0") + 'topics = ["//vehicle1/8001/1/8001"]\n',
+            17,
+            "never has //vehicle1",
+        ),
+        (TWO + FOLLOW.format("cloud", "//cloud/4/1/0") + 'topics = ["/8001/1/8001"]\n', 17, "never has /8001/1/8001"),
+        (TWO + FOLLOW.format("cloud", "//cloud/4/1/0") + 'topics = ["//cloud/8001/1/1"]\n', 17, "never has //cloud"),
+        (
+            TWO + FOLLOW.format("cloud", "//cloud/80010004/1/0") + 'topics = ["//*/8002/1/8001"]\n',
+            17,
+            "never has //*/8002",
+        ),
+        (
+            TWO + FOLLOW.format("cloud", "//cloud/80010004/1/0") + 'topics = ["//backend/8001/1/8001"]\n',
+            17,
+            "never has",
+        ),
+        (FLEET + FOLLOW.format("fleet", "//*/4/1/0"), 4, "at least one endpoint must name an authority"),
         (TWO + '[[rule]]\nfrom = "vehicle"\nto = "moon"\n', 16, "endpoint 'moon', which there is not"),
         (TWO + RULE + '[[rule]]\nfrom = "moon"\nto = "cloud"\n', 18, "endpoint 'moon', which there is not"),
         (TWO + RULE + '[[rule]]\nto = "vehicle"\nfrom = "vehicle"\n', 18, "in a circle"),
@@ -121,7 +173,7 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> No
             "only endpoint 'vehicle' can have it",
         ),
         (
-            '[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\n',
+            FLEET,
             4,
             "at least one endpoint must name an authority",
         ),
