@@ -127,6 +127,7 @@ class Follows(UListener):
 
     async def stop(self) -> None:
         """May be called twice."""
+        self._is_running = False  # who announces itself now is met after the next start
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
