@@ -4,6 +4,7 @@ and one pump per peer.
 ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
              +--------- fail ----------+--> a request's originator gets a response that says why; a dead letter
+                                       '--> frames and answers of histories: counted, for who follows asks again
 
 A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator is
 told at once.
@@ -30,6 +31,7 @@ from streamer.priority_queue import PriorityQueue
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares
+from uprotocol.core.ustreamer import ids
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import error_response
 from uprotocol.pacing import Backoff
@@ -41,6 +43,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 BATCH_MAX: Final = 256  # messages sent at once; small, so that an urgent one need not wait long
 BATCH_BYTES_MAX: Final = 4 << 20  # ... and of them at least one: a transport holds copies of all that it is sending
 ANSWERS_MAX: Final = 1_024  # of ours that wait for one endpoint, and a quarter of the queue's bytes beside it
+ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history
 
 
 class Entry(NamedTuple):
@@ -53,6 +56,17 @@ class Entry(NamedTuple):
 def _accounts(attributes: UAttributes) -> tuple[Hashable, Hashable]:
     caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
     return (caller.authority_name, caller.ue_id), attributes.source.authority_name
+
+
+def _asked_again(message: EncodedMessage) -> str:
+    """As what it counts, if whoever waits for it asks the history again, and would not take it any more: it is not
+    worth a letter. Followers that are away would have some written at each cut, and push out those of others."""
+    if message.stamp.type == attrs.NOTIFICATION:
+        return "frames"
+    method = message.stamp.attributes.source  # of a response
+    is_of_history = (method.ue_id & 0xFFFF, method.ue_version_major) == (ids.ENTITY, ids.VERSION)
+    is_answer = message.stamp.type == attrs.RESPONSE and is_of_history and method.resource_id in ASKED_AGAIN
+    return "history_answers" if is_answer else ""
 
 
 class Express:
@@ -83,8 +97,8 @@ class Express:
         full = self.queues[peer.name].put(entry)
         if full is None:
             return
-        if message.stamp.type == attrs.NOTIFICATION:
-            peer.dropped["frames"] += 1  # they are polled
+        if dropped := _asked_again(message):
+            peer.dropped[dropped] += 1
             return
         limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
         whose = " of this caller or authority" if full.is_of_one else ""
@@ -183,8 +197,8 @@ class ExpressQueue:
 
     def _end(self, entry: Entry, code: UCode.ValueType, reason: str) -> None:
         self._count(entry, -1)
-        if entry.message.stamp.type == attrs.NOTIFICATION:
-            self.peer.dropped["frames"] += 1
+        if dropped := _asked_again(entry.message):
+            self.peer.dropped[dropped] += 1
         else:
             self._express.fail(entry.message, code, reason, self.peer)
 

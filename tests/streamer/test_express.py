@@ -167,6 +167,40 @@ async def test_a_response_that_cannot_be_dispatched_is_a_dead_letter_and_answers
     assert [code for _, code in letters] == [UCode.RESOURCE_EXHAUSTED] * 2
 
 
+def answer_of(method: str, ttl_ms: int) -> UMessage:
+    asked = UMessageBuilder.request(uris.parse("//cloud/4/1/0"), uris.parse(method), ttl_ms).build()
+    return UMessageBuilder.response_for_request(asked.attributes).build()
+
+
+OTHERS = ["//vehicle1/4/1/5", "//vehicle1/4/2/2", "//vehicle1/8001/1/2"]  # Pause; another version; an application
+
+
+@pytest.mark.parametrize(
+    "method", ["//vehicle1/4/1/1", "//vehicle1/4/1/2", "//vehicle1/4/1/3", "//vehicle1/80010004/1/2"]
+)
+async def test_an_answer_of_a_history_that_nobody_waits_for_any_more_is_counted_and_no_dead_letter(method: str) -> None:
+    """Who follows asks again, from where it is, and takes no answer to a question of before."""
+    lanes, endpoints, _, letters = express(100)
+    cloud, queue = endpoints["cloud"], lanes.queues["cloud"]
+    for one in (method, *OTHERS):
+        put(lanes, cloud, answer_of(one, 1))
+    running = asyncio.create_task(queue.run())
+    async with asyncio.timeout(20):
+        while len(queue):  # noqa: ASYNC110 - the queues tell nobody
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert [uris.format(message.attributes.source) for message, _ in letters] == [f"up:{one}" for one in OTHERS]
+    assert cloud.dropped == {"history_answers": 1}
+
+
+async def test_an_answer_of_a_history_for_which_there_is_no_room_is_counted_and_no_dead_letter() -> None:
+    lanes, endpoints, _, letters = express(1)
+    for _ in range(3):
+        put(lanes, endpoints["cloud"], answer_of("//vehicle1/4/1/2", 60_000))
+    assert (letters, endpoints["cloud"].dropped) == ([], {"history_answers": 2})
+
+
 async def test_a_request_from_inside_is_answered_and_is_no_dead_letter() -> None:
     """While a network is away for a day, what the streamer itself asks there must not push out the letters of
     others."""
