@@ -198,6 +198,8 @@ class HandOvers:
         if name in self._taken:
             self._taken.discard(name)
             log.info("publishes are pushed again", endpoint=name)
+        for source in self._logs:  # else a restart could bring it back, and who ended it will not say so again
+            await source.saved()
         return ended
 
     def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:

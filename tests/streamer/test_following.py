@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,7 +198,19 @@ async def test_what_is_not_followed_any_more_is_pushed_again_from_where_we_were(
     await pair.publish(30)
     await pair.expect_all()
     assert pair.vehicle.streamer.handovers.followed == frozenset()
-    assert pair.hub.streamer.logs.durable.places() == {}
+    await pair.hub.until(lambda: not pair.hub.streamer.logs.durable.places())
+
+
+async def test_an_end_is_answered_when_it_is_on_disk(pair: Pair) -> None:
+    """Else whoever is killed then comes back as if it were followed, and who ended that has forgotten it."""
+    await pair.begin()
+    await pair.handed_over()
+    await pair.hub.stop()
+    pair.hub.config = pair.hub.config.model_copy(update={"follow": []})
+    await pair.hub.start()
+    await pair.hub.until(lambda: not pair.hub.streamer.logs.durable.places())
+    with contextlib.closing(sqlite3.connect(pair.vehicle.config.streamer.data_dir / "history.db")) as db:
+        assert db.execute("SELECT name FROM cursor WHERE name = 'followed:link'").fetchall() == []
 
 
 async def test_who_names_no_follower_any_more_pushes_again(pair: Pair) -> None:
