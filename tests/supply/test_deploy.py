@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from streamer import config as configs
+from streamer import parts
 from streamer.commands.terminal import EXIT_CONFIG
 from streamer.demo.processes import free_port
 from transports import plugin
@@ -37,6 +38,9 @@ CLOUD: Final = tomllib.loads((DEPLOY / "docker/cloud.toml").read_text())
 MOSQUITTO: Final = [
     line.split(maxsplit=1) for line in (DEPLOY / "mosquitto/mosquitto.conf").read_text().splitlines() if line.strip()
 ]
+EXAMPLES: Final = sorted(
+    path for name in ("vehicle-cloud", "following") for path in (ROOT / "examples" / name).rglob("*.toml")
+)
 UNIT: Final = DEPLOY / "systemd/up-streamer.service"
 EXPOSURE_MAX: Final = 2.0
 DEADLINE_S: Final = 60
@@ -60,12 +64,42 @@ def test_nobody_unknown_reaches_what_the_containers_publish() -> None:
     assert zenoh["tls"]["mutual"] is True
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*DEPLOY.rglob("*.toml"), *(ROOT / "examples/vehicle-cloud").rglob("*.toml")]), ids=lambda p: p.name
-)
+def name_of(path: Path) -> str:
+    return "/".join(path.parts[-2:])
+
+
+@pytest.mark.parametrize("path", sorted([*DEPLOY.rglob("*.toml"), *EXAMPLES]), ids=name_of)
 def test_an_admin_port_is_for_its_own_machine(path: Path) -> None:
     admin = tomllib.loads(path.read_text())["streamer"].get("admin", "127.0.0.1:0")
     assert admin.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_an_example_listens_to_its_own_machine_alone(path: Path) -> None:
+    """It has no certificates: who tries it lets nobody in."""
+    settings = [one.get("settings", {}) for one in tomllib.loads(path.read_text())["endpoint"]]
+    listening = [address for one in settings for address in one.get("listen", [])]
+    assert all(address.startswith("tcp/127.0.0.1:") for address in listening), listening
+    # without an address to listen at, a Zenoh peer or router listens at every one of the machine
+    modes = [(one["mode"], bool(one.get("listen"))) for one in settings if "mode" in one and "host" not in one]
+    assert all(mode == "client" or listens for mode, listens in modes), modes
+
+
+# Who follows whom
+
+
+def test_the_gateways_that_follow_name_each_other_and_meet() -> None:
+    """Each file is right by itself; what they say of each other is not looked at when one is read."""
+    hub, vehicle = (configs.load(ROOT / f"examples/following/{name}.toml") for name in ("hub", "vehicle"))
+    (follow,) = hub.follow
+    (link,) = (one for one in hub.endpoint if one.name == follow.endpoint)
+    (uplink,) = (one for one in vehicle.endpoint if one.followed_by)
+    assert follow.service == f"//{vehicle.authority}/4/1/0"
+    assert uplink.followed_by == f"//{hub.authority}/4/1/0"
+    assert uplink.settings["connect"] == link.settings["listen"]
+    for config in (hub, vehicle):
+        followed_for_nothing = parts.notes_of(config, parts.endpoints_of(config), map(parts.rule_of, config.rules))
+        assert list(followed_for_nothing) == []
 
 
 def test_no_container_runs_as_root_or_with_rights_to_spare() -> None:
