@@ -64,7 +64,8 @@ class HistoryPublisher(Publisher):
     else. **Anybody on the network may read it**: no rule hides any of it, as none hides the plain copies. About every
     `announce_s` it says that it is there.
 
-    The transport is its owner's: open before, and closed after it.
+    The transport is its owner's: open before, and closed after it. No transport hears itself, so who shares it can
+    neither hear this publisher nor poll it.
 
     `counts`, since the start: published; refused (publishes that have raised); sent, unsent (plain copies, and those
     that the network did not take), dropped (those that waited for it too long); announced.

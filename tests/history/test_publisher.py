@@ -418,6 +418,21 @@ async def test_a_gapless_subscriber_gets_all_of_it_once(world: World) -> None:
             assert (taken, subscriber.gaps) == ([b"1", b"2"], 0)
 
 
+async def test_a_transport_of_its_own_is_needed_to_poll_a_publisher_of_the_same_process(world: World) -> None:
+    """No transport hears what it has sent itself (the conformance suite asks all of them), so a call does not come to a
+    service on the transport that it leaves by."""
+    service = ids.of_publisher(DOOR.get_source())
+    async with world.publisher() as publisher, LocalTransport.on(world.network, SEAT) as beside:
+        await publisher.publish(TOPIC, text(1))
+        async with InMemoryRpcClient(world.transport, SEAT) as rpc:
+            with pytest.raises(UStatusError) as caught:
+                await HistoryClient(rpc, service, timeout_ms=50).logs()
+            assert caught.value.code == UCode.DEADLINE_EXCEEDED
+        async with InMemoryRpcClient(beside, SEAT) as rpc:
+            (state,) = await HistoryClient(rpc, service, timeout_ms=20_000).logs()
+            assert state.newest_seq == 1
+
+
 async def test_two_of_one_host_have_each_a_history_of_its_own(world: World, tmp_path: Path) -> None:
     async with world.publisher() as door, world.publisher(SEAT, path=tmp_path / "seat.db") as seat:
         await asyncio.gather(door.publish(TOPIC, text(1)), seat.publish(TOPIC, text(2)))
