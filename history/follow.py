@@ -40,6 +40,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
 
 LEASE_MS: Final = 120_000  # of the service's memory of us
 ALIVE_SHARE: Final = 4  # of it: so often we say something, though nothing comes
@@ -68,8 +69,8 @@ class Following:
     `counts`: commands, retold (the service had forgotten us), polls, frames, stale (of an ended push), repeated, missed
     (frames of which one before was missing), quiet (looks), pushes, unreadable, overrun.
     `on_denied(topic)` is called for what we may not see, `on_forgotten()` if the service was restarted, or our lease
-    was over: what they raise ends us. Else everything is told again. `on_told(topics, ms)`: what is published later
-    than `ms` after the epoch, by the service's clock, is followed, or not any more.
+    was over: what they raise ends us. Else everything is told again. `on_told(topics, done)`: what is published there
+    under a later id than this is followed, or not any more.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Following:
         on_connected: Callable[[bool], None] | None = None,
         on_denied: Callable[[UUri], None] = lambda _: None,
         on_forgotten: Callable[[], None] = lambda: None,
-        on_told: Callable[[Sequence[UUri], int], None] = lambda *_: None,
+        on_told: Callable[[Sequence[UUri], UUID], None] = lambda *_: None,
         rng: random.Random | None = None,
     ) -> None:
         """`start`: a PollRequest of which only `start` is read, for logs that `next` is not told a place of. `plain`:
@@ -345,7 +346,7 @@ class Following:
                 self._on_denied(changes[place])
         if answer.lease_ms:
             self._lease_ms = answer.lease_ms
-        self._on_told(changes, answer.done_ms)
+        self._on_told(changes, answer.done)
         if not self._untold:
             self._told.set()
 

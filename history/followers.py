@@ -254,9 +254,8 @@ class Followers:
                 self._forget(follower)
             raise
         follower.number, follower.lease_ms = asked.number, _lease_ms(asked)
-        # not the clock, which may go back, while ids of messages never do
-        done_ms = uuids.time_ms(uuids.new())
-        follower.answer = CommandResponse(lease_ms=follower.lease_ms, denied=sorted(denied), done_ms=done_ms)
+        # an id and no time: the clock may go back, or stand still between this and a message
+        follower.answer = CommandResponse(lease_ms=follower.lease_ms, denied=sorted(denied), done=uuids.new())
         self._touch(follower)
         if changes:
             follower.cut()

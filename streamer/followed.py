@@ -13,7 +13,6 @@ if it was made after we had a place. So what was published before it is followed
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from streamer.access import Pattern
 from streamer.endpoint import Endpoint
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     FollowedPlaces,
@@ -42,6 +42,7 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
 
 if TYPE_CHECKING:
     from streamer.following import Follows
@@ -129,9 +130,10 @@ class Followed:
         self._pending = Pending()
         self._room = asyncio.Event()
         self._came = asyncio.Event()
-        # plain copies that were made later than this, by the clock of who publishes, are of what is followed
-        self._has_place = self._log.place(self.key) is not None  # on disk
-        self._copies_since = 0 if self._has_place else math.inf
+        stored = self._log.place(self.key)
+        self._has_place = stored is not None  # on disk
+        # plain messages with later ids are copies of what is followed; None: not known yet
+        self._copies_since = _since(stored) if stored is not None else None
         self._unseen: set[uris.Key] = set()  # topics that we may not read there
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
         self._kept_copies = False  # plain ones were stored since the last records
@@ -233,7 +235,7 @@ class Followed:
         return False
 
     def _is_copy(self, message: EncodedMessage) -> bool:
-        if message.created_ms <= self._copies_since:
+        if self._copies_since is None or message.id_bytes <= self._copies_since:
             return False
         return not self._unseen or uris.key(message.stamp.attributes.source) not in self._unseen
 
@@ -295,7 +297,7 @@ class Followed:
                 window_bytes=max(WINDOW_BYTES_MIN, self._follows.window_bytes),
                 on_denied=self._denied,
                 on_forgotten=self._forgotten,
-                on_told=lambda _, ms: self._told(ms),
+                on_told=lambda _, done: self._told(done),
                 rng=self._follows.rng,
             ) as following:
                 self._following, self._fixed = following, {}
@@ -307,7 +309,6 @@ class Followed:
                 await self._pull(following, places)
         finally:
             self._following, self._acceptor, self.is_handed_over = None, None, False
-            self._copies_since = 0 if self._has_place else math.inf
             self._unseen.clear()
             await client.close()
 
@@ -339,8 +340,8 @@ class Followed:
         self.is_handed_over = True
 
     async def _find_place(self, following: Following) -> Places:
-        """Where its logs end, and ours says so on disk: what comes later is followed. When that is, by its clock, the
-        answer to the next command tells."""
+        """Where its logs end, and ours says so on disk: what comes later is followed. Which ids that has, the answer to
+        the next command tells."""
         acceptor = Acceptor(read=self._follows.read)
         while not acceptor.places.positions:
             answer = await following.next(acceptor.places)
@@ -350,13 +351,18 @@ class Followed:
         return acceptor.places
 
     async def _keep_first(self, places: Places) -> None:
-        self._log.keep_place(self.key, _stored(places))
+        self._log.keep_place(self.key, self._stored(places))
         await self._log.saved()
         self._has_place = True
 
-    def _told(self, ms: int) -> None:
-        if self._has_place:
-            self._copies_since = min(self._copies_since, ms)
+    def _told(self, done: UUID) -> None:
+        if not self._has_place or not uuids.is_v7(done):
+            return
+        id = uuids.to_bytes(done)
+        if self._copies_since is None:
+            self._copies_since = id
+        elif id < self._copies_since:  # the clock of who publishes went back over a restart
+            self._copies_since = b""
 
     async def _pull(self, following: Following, places: Places) -> None:
         """Accept, while what was accepted before is committed."""
@@ -426,7 +432,7 @@ class Followed:
         await asyncio.shield(appending)
 
     async def _append(self, pending: Pending) -> None:
-        place = _stored(pending.places)
+        place = self._stored(pending.places)
         shares: dict[Log, list[_Sorted]] = {}
         for record in pending.records:
             found = self._sort(record)
@@ -509,6 +515,15 @@ class Followed:
                 places.learn([position])
         return places
 
+    def _stored(self, places: Places) -> bytes:
+        positions = places.request()
+        for position in positions:
+            position.in_memory = position.incarnation in places.idle
+        stored = FollowedPlaces(positions=positions)
+        if self._copies_since:
+            stored.since.CopyFrom(uuids.from_bytes(self._copies_since))
+        return stored.SerializeToString()
+
     async def end(self) -> None:
         """Tell the other side to push again, from where we are. Raises UStatusError."""
         client = self._follows.client(self.service)
@@ -516,8 +531,6 @@ class Followed:
             await following.hand_over(HandOver(end=True, positions=self._committed().request()))
 
 
-def _stored(places: Places) -> bytes:
-    positions = places.request()
-    for position in positions:
-        position.in_memory = position.incarnation in places.idle
-    return FollowedPlaces(positions=positions).SerializeToString()
+def _since(stored: bytes) -> bytes | None:
+    places = FollowedPlaces.FromString(stored)
+    return uuids.to_bytes(places.since) if places.HasField("since") else None

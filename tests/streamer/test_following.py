@@ -21,6 +21,7 @@ from streamer.metrics import expose
 from tests.streamer.conftest import Hearer, MakeWorld, World, endpoints, text
 from transports.local import Faults
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -398,6 +399,45 @@ async def test_nothing_is_missed_or_doubled_while_a_publisher_is_found(
     assert [int(one) for one in heard.texts] == list(range(sent))
     (followed,) = world.streamer.follows
     assert followed.counts["doorbells"] > followed.counts["duplicate"]
+
+
+async def test_what_was_published_before_it_was_followed_counts_whenever_it_comes(
+    make_world: MakeWorld, publish: Publish, tmp_path: Path
+) -> None:
+    """A broker may keep it for long, while the gateway and the publisher are restarted."""
+    world: World = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
+    heard = await world.hear(await world.node("cloud", "cloud", 0x9001), uris.pattern("vehicle1"))
+    node = await world.node("vehicle", "vehicle1", 0x8001)
+    early = [publish(SPEED, f"early {number}") for number in range(3)]
+    for life, message in enumerate(early):
+        async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=0.05) as publisher:
+            await world.until(lambda: [one for one in world.streamer.follows if one.connected])
+            await publisher.publish(0x8001, text(f"followed {life}"))
+            await world.until(lambda: [one for one in world.streamer.follows if one.counts["records"]])
+            await node.send(message)
+            await heard.expect(2 * (life + 1))
+        await world.restart()
+    assert sorted(heard.texts) == [f"early {n}" for n in range(3)] + [f"followed {n}" for n in range(3)]
+
+
+async def test_a_clock_that_stands_still_makes_no_copy_a_message(make_world: MakeWorld, tmp_path: Path) -> None:
+    """As it seems to where it was set back: ids only rise."""
+    world: World = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
+    heard = await world.hear(await world.node("cloud", "cloud", 0x9001), uris.pattern("vehicle1"))
+    node = await world.node("vehicle", "vehicle1", 0x8001)
+    stopped_ms = uuids.now_ms()
+    ids = uuids.UUIDGenerator(lambda: stopped_ms)
+    with uuids.simulated(lambda: stopped_ms * 1_000_000, ids):
+        async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=0.05) as publisher:
+            await world.until(lambda: [one for one in world.streamer.follows if one.connected])
+            await publisher.publish(0x8001, text("0"))
+            await world.until(lambda: [one for one in world.streamer.follows if one.counts["records"]])
+            for number in range(1, 20):
+                await publisher.publish(0x8001, text(str(number)))
+            await heard.expect(20)
+    (followed,) = world.streamer.follows
+    assert followed.counts["stored"] >= 19
+    assert followed.counts["duplicate"] <= 1
 
 
 async def test_a_publisher_with_a_history_is_found_and_followed(

@@ -14,6 +14,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from uprotocol.v1 import ucode_pb2 as _ucode_pb2
 from uprotocol.v1 import umessage_pb2 as _umessage_pb2
 from uprotocol.v1 import uri_pb2 as _uri_pb2
+from uprotocol.v1 import uuid_pb2 as _uuid_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -574,11 +575,9 @@ class CommandResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     DENIED_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
-    DONE_MS_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """granted"""
-    done_ms: _builtins.int
-    """when the changes were made, as in the id of a message: what was published later is followed"""
     @_builtins.property
     def denied(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """places in `changes`, from 0, of topics that the caller may not see; they are not followed"""
@@ -587,17 +586,21 @@ class CommandResponse(_message.Message):
     def handed_over(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
         """of a HandOver that takes: where the follower begins"""
 
+    @_builtins.property
+    def done(self) -> _uuid_pb2.UUID:
+        """made when the changes were: what is published there under a later id is followed"""
+
     def __init__(
         self,
         *,
         lease_ms: _builtins.int = ...,
         denied: _abc.Iterable[_builtins.int] | None = ...,
         handed_over: _abc.Iterable[Global___Position] | None = ...,
-        done_ms: _builtins.int = ...,
+        done: _uuid_pb2.UUID | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "done_ms", b"done_ms", "handed_over", b"handed_over", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "done", b"done", "handed_over", b"handed_over", "lease_ms", b"lease_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -743,16 +746,22 @@ class FollowedPlaces(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITIONS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
+    @_builtins.property
+    def since(self) -> _uuid_pb2.UUID:
+        """plain messages with a later id are copies of what is followed; none: not known yet"""
+
     def __init__(
         self,
         *,
         positions: _abc.Iterable[Global___Position] | None = ...,
+        since: _uuid_pb2.UUID | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
