@@ -132,8 +132,8 @@ class Followed:
         self._came = asyncio.Event()
         stored = self._log.place(self.key)
         self._has_place = stored is not None  # on disk
-        # plain messages with later ids are copies of what is followed; None: not known yet
-        self._copies_since = _since(stored) if stored is not None else None
+        # plain messages with later ids are copies of what is followed; None: not known yet. As told, and as on disk
+        self._told_since = self._copies_since = _since(stored) if stored is not None else None
         self._unseen: set[uris.Key] = set()  # topics that we may not read there
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
         self._kept_copies = False  # plain ones were stored since the last records
@@ -359,16 +359,16 @@ class Followed:
         if not self._has_place or not uuids.is_v7(done):
             return
         id = uuids.to_bytes(done)
-        if self._copies_since is None:
-            self._copies_since = id
-        elif id < self._copies_since:  # the clock of who publishes went back over a restart
-            self._copies_since = b""
+        if self._told_since is None or id < self._told_since:  # lower: the clock of who publishes went back
+            self._told_since = id
+            self._pending.has_moved = True
+            self._came.set()
 
     async def _pull(self, following: Following, places: Places) -> None:
         """Accept, while what was accepted before is committed."""
         acceptor = self._acceptor = Acceptor(places=places, read=self._follows.read)
-        self._pending = Pending(places=acceptor.places.copy())
-        self._came.clear()
+        self._pending = Pending(places=acceptor.places.copy(), has_moved=self._told_since != self._copies_since)
+        self._came.set()
         acked = dict(places.positions)
         storing = asyncio.create_task(self._store_on(acked), name=f"store {self.key}")
         storing.add_done_callback(lambda _: following.ring())
@@ -432,7 +432,7 @@ class Followed:
         await asyncio.shield(appending)
 
     async def _append(self, pending: Pending) -> None:
-        place = self._stored(pending.places)
+        place, since = self._stored(pending.places), self._told_since
         shares: dict[Log, list[_Sorted]] = {}
         for record in pending.records:
             found = self._sort(record)
@@ -455,6 +455,10 @@ class Followed:
             is_kept = target is self._log
         if not is_kept:
             self._log.keep_place(self.key, place)
+        if since != self._copies_since:  # on disk before a copy is not stored: a restart must know which are
+            if not is_kept:
+                await self._log.saved()
+            self._copies_since = since
 
     def _sort(self, record: Record) -> _Sorted | None:
         """Where it goes; None: it is not for us."""
@@ -520,8 +524,8 @@ class Followed:
         for position in positions:
             position.in_memory = position.incarnation in places.idle
         stored = FollowedPlaces(positions=positions)
-        if self._copies_since:
-            stored.since.CopyFrom(uuids.from_bytes(self._copies_since))
+        if self._told_since is not None:
+            stored.since.CopyFrom(uuids.from_bytes(self._told_since))
         return stored.SerializeToString()
 
     async def end(self) -> None:
