@@ -295,6 +295,7 @@ class Log(Streams):
         for _ in range(2 if self.durable else 0):  # the first may have begun without them
             waiting: asyncio.Future[None] = self._loop.create_future()
             self._saving.add(waiting)
+            self._storage.save(lambda writer: writer.save_moved(), at_once=False)
             self._storage.flush_soon(0)
             try:
                 await waiting
@@ -326,7 +327,7 @@ class Log(Streams):
     def set_cursor(
         self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0
     ) -> None:
-        """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved, and not far, within
+        """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved on, and not far, within
         writer.CURSORS_IDLE_S, and sooner while messages come.
 
         What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms`
@@ -354,6 +355,8 @@ class Log(Streams):
 
     def _has_only_moved(self, known: Cursor, cursor: Cursor) -> bool:
         """And what is on disk of it holds at least until this will be."""
+        if cursor.seq < known.seq:  # back: what is on disk would lose what lies between
+            return False
         if known.lease_until_ms is None or cursor.lease_until_ms is None:
             return (known.holds, known.lease_until_ms) == (cursor.holds, cursor.lease_until_ms)
         return known.lease_until_ms - self._now_ms() >= LEASE_LEFT_MS

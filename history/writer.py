@@ -223,6 +223,11 @@ class Writer:
                 self._begin_moving()
                 self._kept[FOLLOWED_PREFIX + key] = place
 
+    def save_moved(self) -> None:
+        """With the next transaction, whatever has only moved."""
+        with self._shared:
+            self._next_cursors = 0.0
+
     def _begin_moving(self) -> None:
         if not (self._moved or self._kept):
             self._moved_since, self._moved_by = self._monotonic(), 0

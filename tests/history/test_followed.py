@@ -73,6 +73,11 @@ def of_there(*seqs: int) -> list[tuple[int, Origin | None]]:
     return [(seq, Origin(OTHER, seq)) for seq in seqs]
 
 
+def cursors_on_disk(path: Path) -> dict[str, int]:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        return dict(db.execute("SELECT name, seq FROM cursor").fetchall())
+
+
 def on_disk(path: Path) -> dict[str, bytes]:
     with contextlib.closing(sqlite3.connect(path)) as db:
         return dict(db.execute("SELECT substr(key, 10), value FROM meta WHERE key LIKE 'followed:%'"))
@@ -289,6 +294,26 @@ async def test_it_rides_with_a_commit_or_is_written_after_a_while(path: Path) ->
                 await asyncio.sleep(0.02)
         log.keep_place("other", b"at 7")
     assert on_disk(path) == {"other": b"at 7"}
+
+
+async def test_all_that_has_moved_is_on_disk_when_that_is_asked_for(path: Path) -> None:
+    async with await open_log(path, Clock()) as log:
+        for number in (1, 2, 3):
+            log.keep_place("other", b"at %d" % number)
+            log.set_cursor("egress", number)
+            await log.saved()
+            assert on_disk(path) == {"other": b"at %d" % number}
+            assert cursors_on_disk(path) == {"egress": number}
+
+
+async def test_a_cursor_that_goes_back_does_so_with_the_next_commit(path: Path) -> None:
+    """Later it would come too late: who is killed before would pass over what lies between."""
+    async with await open_log(path, Clock()) as log:
+        for seq in (1, 9, 4):
+            await append(log, *range(5))
+            log.set_cursor("egress", seq)
+            await append(log, seq)
+            assert cursors_on_disk(path) == {"egress": seq}
 
 
 async def test_it_never_takes_back_what_came_with_records_after_it(path: Path) -> None:
