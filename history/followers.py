@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from history.asked import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, Poll, pattern_of
@@ -177,6 +177,9 @@ class Followers:
         self._topics = Shares[str](topics_max, share=share)
         self._sweeping: asyncio.TimerHandle | None = None
         self.counts: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._followers.values())
 
     def __len__(self) -> int:
         return len(self._followers)

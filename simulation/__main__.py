@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +15,9 @@ from simulation.plan import KNOWN_FAULTS
 from simulation.pool import HASH_SEED, broken_by, outcomes, prepare, run_seed
 
 
-def _command(seed: int) -> str:
-    return f"python -m simulation --seed {seed} -v"
+def _command(seed: int, kinds: Sequence[str]) -> str:
+    of_kinds = f" --kinds {','.join(kinds)}" if kinds else ""
+    return f"python -m simulation --seed {seed}{of_kinds} -v"
 
 
 def _many(arguments: argparse.Namespace) -> int:
@@ -24,7 +26,8 @@ def _many(arguments: argparse.Namespace) -> int:
     seeds = range(arguments.start, arguments.start + arguments.seeds)
     if not arguments.json:
         print(f"seeds {seeds.start} to {seeds.stop - 1}, {arguments.jobs} processes", flush=True)
-    for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=arguments.without), 1):
+    kinds = arguments.kinds
+    for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=arguments.without, kinds=kinds), 1):
         virtual_s += outcome.virtual_s
         digests.append(outcome.digest)
         if outcome.violations:
@@ -33,7 +36,7 @@ def _many(arguments: argparse.Namespace) -> int:
                 kind, text = outcome.violations[0]
                 more = f" (and {len(outcome.violations) - 1} more)" if len(outcome.violations) > 1 else ""
                 print(
-                    f"seed {outcome.seed} ({outcome.kind}): {kind}: {text}{more}\n    {_command(outcome.seed)}",
+                    f"seed {outcome.seed} ({outcome.kind}): {kind}: {text}{more}\n    {_command(outcome.seed, kinds)}",
                     flush=True,
                 )
         if number % 500 == 0 and not arguments.json:
@@ -58,7 +61,7 @@ def _many(arguments: argparse.Namespace) -> int:
 def _one(arguments: argparse.Namespace) -> int:
     prepare()
     with broken_by(arguments.broken):
-        outcome = run_seed(arguments.seed, verbose=arguments.verbose, without=arguments.without)
+        outcome = run_seed(arguments.seed, verbose=arguments.verbose, without=arguments.without, kinds=arguments.kinds)
     print(f"seed {outcome.seed} ({outcome.kind}), {outcome.virtual_s:.1f} s of virtual time, digest {outcome.digest}")
     for kind, text in outcome.violations:
         print(f"{kind}: {text}")
@@ -71,12 +74,14 @@ def _breaks(arguments: argparse.Namespace) -> int:
     from simulation.breaks import BREAKS
 
     rows: list[dict[str, Any]] = []
-    for name, known in BREAKS.items():
+    chosen = {name: known for name, known in BREAKS.items() if arguments.broken in ("", name)}
+    for name, known in chosen.items():
         without = arguments.without - {known.needs}
         row: dict[str, Any] = {"break": name, "seeds": None, "seed": None, "message": "not found"}
         seeds = range(arguments.start, arguments.start + arguments.seeds)
-        for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=without, broken=name), 1):
-            if outcome.violations and not run_seed(outcome.seed, without=without).violations:
+        kinds = known.kinds
+        for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=without, broken=name, kinds=kinds), 1):
+            if outcome.violations and not run_seed(outcome.seed, without=without, kinds=kinds).violations:
                 row |= {"seeds": number, "seed": outcome.seed, "message": ": ".join(outcome.violations[0])}
                 break
         rows.append(row)
@@ -104,7 +109,10 @@ def main() -> int:
         default=KNOWN_FAULTS,
         help="names of plan.py that must not happen",
     )
-    parser.add_argument("--broken", default="", help="with --seed: put this break of breaks.py in")
+    parser.add_argument(
+        "--kinds", type=lambda text: tuple(text.split(",")), default=(), help="only worlds of these kinds (world.py)"
+    )
+    parser.add_argument("--broken", default="", help="with --seed: put this break of breaks.py in; with --breaks: only")
     parser.add_argument("--breaks", action="store_true", help="put each break of breaks.py in, and look for it")
     parser.add_argument("--all", action="store_true", help="with --json: the digest of each run")
     parser.add_argument("--json", action="store_true", help="one line of JSON in the end, and nothing else")

@@ -14,7 +14,9 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
-from history.subscriber import GaplessSubscriber, HistoryClient
+from history.client import Frames, HistoryClient
+from history.follow import Mode
+from history.subscriber import GaplessSubscriber
 from simulation.network import CALM
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import attributes as attrs
@@ -291,11 +293,19 @@ class Foreign:
 
 
 class HistoryReader:
-    """Reads everything on `topics`, now and then from its cursor file in a new life."""
+    """Reads everything on `topics`, now and then from its cursor file in a new life, and in another of `modes`."""
 
     def __init__(
-        self, world: Any, transport: LocalTransport, service: UUri, topics: Sequence[UUri], cursor: Path
+        self,
+        world: Any,
+        transport: LocalTransport,
+        service: UUri,
+        topics: Sequence[UUri],
+        cursor: Path,
+        modes: Sequence[Mode] = (),
     ) -> None:
+        """`modes`: none: polled by a client that can't be pushed to."""
+        self._modes = modes
         self._world, self._transport, self._service, self.topics, self._cursor = (
             world,
             transport,
@@ -314,13 +324,18 @@ class HistoryReader:
 
     async def _live(self, batches: int) -> None:
         async with InMemoryRpcClient(self._transport, self._transport.local) as rpc:
-            client = HistoryClient(rpc, self._service, timeout_ms=3_000)
+            frames = Frames(self._transport, self._transport.local) if self._modes else None
+            client = HistoryClient(rpc, self._service, timeout_ms=3_000, frames=frames)
             reader = GaplessSubscriber(
                 client, self.topics, cursor_path=self._cursor, wait_ms_max=4_000, on_gap=self._gap, rng=self._world.dice
             )
+            if self._modes:
+                reader.mode = self._world.dice.choice(self._modes)
             self._world.checker.reader_starts()
             async with reader:
                 for _ in range(batches):
+                    if self._modes and self._world.dice.random() < 0.2:
+                        reader.mode = self._world.dice.choice(self._modes)
                     for record in await reader.next_batch():
                         self._world.checker.read(record.incarnation, record.seq, record.message)
                 with contextlib.suppress(UStatusError):

@@ -15,6 +15,7 @@ class Break:
     # of what, which attribute, by what; imported only when it is asked for
     patches: Callable[[], list[tuple[Any, str, Any]]]
     needs: str = ""  # the name in plan.py of what must happen
+    kinds: tuple[str, ...] = ("chain", "foreign", "static")  # of worlds in which it is looked for
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -105,6 +106,77 @@ def _held_back() -> Patches:
     return [(Parking, "hold", hold)]
 
 
+def _place_ahead() -> Patches:
+    from streamer.followed import Followed, Pending
+
+    store = Followed._store
+
+    async def place_first(self: Followed, pending: Pending) -> None:
+        self._log.keep_place(self.key, self._stored(pending.places))
+        await self._log.saved()
+        await store(self, pending)
+
+    return [(Followed, "_store", place_first)]
+
+
+def _frames_with_holes() -> Patches:
+    from history import follow
+
+    return [(follow, "follows", lambda begin, positions: True)]
+
+
+def _new_log_from_its_end() -> Patches:
+    from streamer import followed
+    from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest
+
+    return [(followed, "PollRequest", lambda **_: PollRequest(latest=True))]
+
+
+def _copies_before_a_place() -> Patches:
+    from streamer.followed import Followed
+
+    return [(Followed, "_is_copy", lambda self, message: True)]
+
+
+def _handed_over_where_it_was_read() -> Patches:
+    from streamer.egress import Pump
+
+    stop = Pump._stop_publishes
+
+    def stop_here(self: Pump) -> int:
+        stop(self)
+        return self.log.newest_seq
+
+    return [(Pump, "_stop_publishes", stop_here)]
+
+
+def _pushed_again_from_the_end() -> Patches:
+    from streamer.egress import Pump
+
+    resume = Pump._resume_publishes
+    return [(Pump, "_resume_publishes", lambda self, seq: resume(self, self.log.newest_seq))]
+
+
+def _never_pushed_again() -> Patches:
+    from streamer.following import Follows
+
+    async def end(self: Follows, *_: Any) -> None:
+        pass
+
+    return [(Follows, "_end", end)]
+
+
+def _a_follower_holds_nothing() -> Patches:
+    from streamer.handover import FOLLOWED_PREFIX, HandOvers
+
+    def hold(self: HandOvers, name: str, source: Any, seq: int) -> None:
+        source.set_cursor(FOLLOWED_PREFIX + name, seq, holds=False, absent_ms=0)
+
+    return [(HandOvers, "_hold", hold)]
+
+
+FOLLOWED: Final = ("follow", "keeper")
+
 BREAKS: Final[dict[str, Break]] = {
     "restart that records": Break(
         "what came while a gateway that records was away counts as from before the subscriptions", _restart_that_records
@@ -122,5 +194,33 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "held back at a pause": Break(
         "what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"
+    ),
+    "place ahead of its records": Break(
+        "how far a log was followed is on disk before what was followed is", _place_ahead, kinds=FOLLOWED
+    ),
+    "frames with holes": Break("a frame is taken though one before it was lost", _frames_with_holes, kinds=FOLLOWED),
+    "new log from its end": Break(
+        "of a log that is new where we follow we take what comes, not what is in it",
+        _new_log_from_its_end,
+        kinds=FOLLOWED,
+    ),
+    "copies before a place": Break(
+        "plain messages are not stored though what they are copies of is not followed yet",
+        _copies_before_a_place,
+        kinds=FOLLOWED,
+    ),
+    "handed over where it was read": Break(
+        "following begins at the newest record, though some before it were not sent",
+        _handed_over_where_it_was_read,
+        kinds=FOLLOWED,
+    ),
+    "pushed again from the end": Break(
+        "who ends following is pushed what comes, not what it has not had", _pushed_again_from_the_end, kinds=FOLLOWED
+    ),
+    "never pushed again": Break(
+        "who is configured to follow no more says so to nobody", _never_pushed_again, kinds=FOLLOWED
+    ),
+    "a follower holds nothing": Break(
+        "retention by age takes what a follower has not had", _a_follower_holds_nothing, kinds=FOLLOWED
     ),
 }

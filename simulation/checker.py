@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from history.chunk import Origin
 from simulation.apps import is_application
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -43,6 +44,7 @@ class Sent:
     heard: dict[str, int] = field(default_factory=dict)
     promised: set[str] = field(default_factory=set)  # hearers to whom it was owed at any time
     lost: bool = False  # by a network that acknowledges nothing
+    is_kept: bool = False  # by its publisher, whose history is followed: no network can lose it
 
     @property
     def topic(self) -> Key:
@@ -116,7 +118,7 @@ class Checker:
         self.recorded: dict[str, list[UUri]] = {}
         self.volatile: list[UUri] = []
         self.era = 0
-        self.disturbances: list[tuple[float, float]] = []
+        self.disturbances: list[tuple[float, float, str]] = []
         self._open_disturbances: dict[str, float] = {}
         self._last: dict[tuple[str, Any], int] = {}
         self._numbers = 0
@@ -137,6 +139,9 @@ class Checker:
         self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine
         self._maybe_told: set[Id] = set()
+        self.followed: dict[str, FollowedLog] = {}  # by machine, since its log was whole
+        self._followed_gaps: list[Gap] = []
+        self._in_memory: set[bytes] = set()  # incarnations of logs that end with their process
 
     @property
     def now(self) -> float:
@@ -152,10 +157,10 @@ class Checker:
 
     # -- publishing and hearing
 
-    def publishes(self, message: UMessage) -> Sent:
+    def publishes(self, message: UMessage, *, is_kept: bool = False) -> Sent:
         self._numbers += 1
         id = uuids.to_bytes(message.attributes.id)
-        sent = self.sent[id] = Sent(self, id, self._numbers, message, self.now, self.era)
+        sent = self.sent[id] = Sent(self, id, self._numbers, message, self.now, self.era, is_kept=is_kept)
         return sent
 
     def acknowledged(self, sent: Sent) -> None:
@@ -182,7 +187,7 @@ class Checker:
     def lost(self, id: Id) -> None:
         """A network that acknowledges nothing has lost it, here or there: nobody can be blamed."""
         sent = self.sent.get(id)
-        if sent is not None:
+        if sent is not None and not sent.is_kept:
             sent.lost = True
             self._owed_to_reader.pop(id, None)
             for owed in self.owed.values():
@@ -210,7 +215,7 @@ class Checker:
         self.owed[hearer].pop(id, None)
         times = sent.heard[hearer] = sent.heard.get(hearer, 0) + 1
         if times > 1:
-            if not self._is_disturbed(sent.at, self.now):
+            if not self._is_disturbed(sent.at, self.now, hearer):
                 self.fail("unexplained duplicate", f"{hearer} heard {sent} {times} times")
             return
         last = self._last.get((hearer, sent.stream), 0)
@@ -226,7 +231,7 @@ class Checker:
 
     def disturbed(self, why: str) -> None:
         """Something happened at this moment after which a message may come twice."""
-        self.disturbances.append((self.now, self.now))
+        self.disturbances.append((self.now, self.now, why))
 
     def disturbed_from(self, why: str) -> None:
         self._open_disturbances.setdefault(why, self.now)
@@ -234,10 +239,14 @@ class Checker:
     def disturbed_until(self, why: str) -> None:
         begin = self._open_disturbances.pop(why, None)
         if begin is not None:
-            self.disturbances.append((begin, self.now))
+            self.disturbances.append((begin, self.now, why))
 
-    def _is_disturbed(self, begin: float, end: float) -> bool:
-        return bool(self._open_disturbances) or any(low <= end and begin <= high for low, high in self.disturbances)
+    def _is_disturbed(self, begin: float, end: float, hearer: str) -> bool:
+        """By anything that excuses that `hearer` gets something twice."""
+        excuses = self.world.excuses
+        return any(excuses(hearer, why) for why in self._open_disturbances) or any(
+            low <= end and begin <= high and excuses(hearer, why) for low, high, why in self.disturbances
+        )
 
     # -- wants
 
@@ -328,25 +337,58 @@ class Checker:
                 owed.clear()
             self._owed_to_reader.clear()
             self._on_reader.clear()
+            self.followed.pop(machine, None)
 
-    def appended(self, machine: str, incarnation: bytes, durable: bool, seq: int, carried: Any) -> None:
+    def appended(
+        self, machine: str, incarnation: bytes, durable: bool, seq: int, carried: Any, origin: Origin | None = None
+    ) -> None:
         message = decoded(carried)
         id = uuids.to_bytes(message.attributes.id)
         known = self._seqs.setdefault((incarnation, seq), id)
-        self.note("appended", machine, seq)
+        self.note("appended", machine, seq, f"from {origin.seq}" if origin is not None else "")
         if known != id:
             self.fail(
                 "a seq that names two records",
                 f"{machine}: seq {seq} is {message.payload!r}, and was another one before",
             )
         self.places[id].append((machine, incarnation, seq))
+        if machine in self.world.machines:
+            followed = self.followed.setdefault(machine, FollowedLog(self, machine))
+            followed.take(incarnation, message, origin)
         if machine == "V" and id in self.sent:
             self.sent[id].era = self.era
         if durable:
             self.newest[machine] = seq
+        else:
+            self._in_memory.add(incarnation)
         published = durable and not message.attributes.HasField("sink")
         if machine == "V" and published and _matches(self.reader_topics, message.attributes.source):
             self._on_reader[incarnation, seq] = id
+
+    # -- what is followed
+
+    def followed_gap(self, machine: str, gap: Gap) -> None:
+        self.note("followed gap", machine, Gap.Reason.Name(gap.reason), gap.after_seq, gap.before_seq)
+        if not self.allowed_gaps and gap.incarnation not in self._in_memory:
+            what = f"{machine} tells a gap from {gap.after_seq} to {gap.before_seq} ({Gap.Reason.Name(gap.reason)})"
+            self.fail("a gap that nothing explains", what)
+        self._followed_gaps.append(gap)
+
+    def is_record(self, origin: Origin, id: Id) -> bool:
+        """As far as we know of that log."""
+        return self._seqs.setdefault((origin.incarnation, origin.seq), id) == id
+
+    def torn(self, machine: str) -> None:
+        """What it had followed may be gone with the end of its log, and comes again."""
+        self.followed.pop(machine, None)
+
+    def _in_followed_gap(self, incarnation: bytes, seq: int) -> bool:
+        return any(
+            gap.incarnation == incarnation
+            and gap.after_seq < seq
+            and (gap.reason == Gap.REASON_INCARNATION or seq < gap.before_seq)
+            for gap in self._followed_gaps
+        )
 
     # -- the history
 
@@ -415,7 +457,8 @@ class Checker:
             return
         for owed in self.owed.values():
             for id in list(owed):
-                if any(self._in_gap(machine, seq) for machine, _, seq in self.places.get(id, ())):
+                places = self.places.get(id, ())
+                if any(self._in_gap(machine, seq) or self._in_followed_gap(of, seq) for machine, of, seq in places):
                     del owed[id]
 
     def _is_unclaimed(self, id: Id) -> bool:
@@ -449,6 +492,42 @@ class Checker:
                 "neither delivered nor told",
                 f"the history reader never got seq {lacks[0][1]}, and no gap ({len(lacks)} such records)",
             )
+
+
+class FollowedLog:
+    """What one gateway's logs have got from others: each record once, and those of a topic in their order there."""
+
+    def __init__(self, checker: Checker, machine: str) -> None:
+        self._checker, self._machine = checker, machine
+        self._own: set[bytes] = set()  # incarnations
+        self._ids: dict[Id, Origin | None] = {}
+        self._origins: dict[Origin, Id] = {}
+        self._last: dict[tuple[bytes, Key], int] = {}
+
+    def take(self, incarnation: bytes, message: UMessage, origin: Origin | None) -> None:
+        """One record more."""
+        attributes = message.attributes
+        id, fail = uuids.to_bytes(attributes.id), self._checker.fail
+        self._own.add(incarnation)
+        known = self._ids.setdefault(id, origin)
+        if origin is None:
+            if known is not None:
+                what = f"{self._machine} has stored {message.payload!r}, which it had followed from seq {known.seq}"
+                fail("a plain copy beside what was followed", what)
+            return
+        what = f"{self._machine} has {message.payload!r} from seq {origin.seq}"
+        if origin.incarnation in self._own:
+            fail("a loop", f"{what} of its own log")
+        if not self._checker.is_record(origin, id):
+            fail("an origin that is another record", what)
+        if self._origins.setdefault(origin, id) != id:
+            fail("an origin that is two records", what)
+        elif known is not origin:
+            fail("a record that was followed twice", f"{what}, and had it from {known}")
+        topic = (origin.incarnation, uris.key(attributes.source))
+        if origin.seq <= self._last.get(topic, 0):
+            fail("reordered", f"{what}, behind seq {self._last[topic]} of the same topic")
+        self._last[topic] = origin.seq
 
 
 def _matches(patterns: Iterable[UUri], address: UUri) -> bool:

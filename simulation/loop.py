@@ -96,8 +96,9 @@ class _Clock:
         loop = self._loop
         if timeout is None:
             raise DeadlockError("every task waits for something that nothing will bring about")
-        if timeout > 0:
-            loop.now = max(loop.now, loop._scheduled[0]._when)
+        first = loop._scheduled[0]._when if loop._scheduled else loop.now
+        if timeout > 0 or first < loop.now + loop._clock_resolution:  # which runs now: it must not find itself early
+            loop.now = max(loop.now, first)
         return []
 
     def close(self) -> None:

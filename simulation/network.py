@@ -2,16 +2,20 @@
 
 send -> lost? (a network without acknowledgement) -> refused with any UCode?
      -> a request for a uSubscription: short of something? -> LocalNetwork.carry: fail, unsure, duplicate, late
+     -> of a history that is followed: lost, late (behind what was sent after it), or twice, per member
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from transports.local import NO_FAULTS, Faults, LocalNetwork, LocalTransport
 from uprotocol import attributes as attrs
+from uprotocol.core.ustreamer import ids
 from uprotocol.message import error_response
 from uprotocol.status import OK
 from uprotocol.v1.ucode_pb2 import UCode
@@ -20,6 +24,8 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 USUBSCRIPTION = 0  # its ue_id
 COMMANDS = frozenset({1, 2})  # Subscribe, Unsubscribe: the resources of both versions
+KEEPER = 0x8004  # the ue_id of the publisher that keeps its own history
+LATE_S_MAX = 3.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,9 @@ class Weather:
     # per Subscribe or Unsubscribe to a uSubscription service: answered with one of `short_codes` at once
     short: float = 0.0
     short_codes: tuple[int, ...] = ()
+    # per message and member, of what must bear it: of a conversation with a history, or a plain copy of what is kept
+    lose_followed: float = 0.0
+    late_followed: float = 0.0  # by up to LATE_S_MAX; every other one comes at once as well
 
 
 CALM = Weather()
@@ -46,7 +55,9 @@ class SimulatedNetwork(LocalNetwork):
         LocalNetwork._named[name] = self
         self._dice = random.Random(seed)
         self._told = told
+        self._context = contextvars.copy_context()  # of nobody who could be killed
         self.weather = CALM
+        self.keeps = name.endswith("/vehicle")  # a publisher that keeps its own history is here
 
     def set_weather(self, weather: Weather) -> None:
         self.weather = weather
@@ -72,21 +83,47 @@ class SimulatedNetwork(LocalNetwork):
             return OK
         if weather.lose:
             return self._carry_with_loss(sender, message, weather.lose)
+        if (weather.lose_followed or weather.late_followed) and is_followed(message, keeps=self.keeps):
+            return self._carry_followed(sender, message, weather)
         return super().carry(sender, message)
 
     def _hits(self, chance: float) -> bool:
         return chance > 0 and self._dice.random() < chance
 
     def _carry_with_loss(self, sender: LocalTransport, message: UMessage, lose: float) -> UStatus:
-        members = self.members
-        lost = [member for member in members if member is not sender and self._hits(lose)]
+        lost = [member for member in self.members if member is not sender and self._hits(lose)]
         for member in lost:
             self._told("lost", message, member)
-        self.members = [member for member in members if member not in lost]
+        return self._carry_but_to(lost, sender, message)
+
+    def _carry_but_to(self, others: list[LocalTransport], sender: LocalTransport, message: UMessage) -> UStatus:
+        members = self.members
+        self.members = [member for member in members if member not in others]
         try:
             return super().carry(sender, message)
         finally:
             self.members = members
+
+    def _carry_followed(self, sender: LocalTransport, message: UMessage, weather: Weather) -> UStatus:
+        others = []
+        for member in self.members:
+            if member is sender:
+                continue
+            if self._hits(weather.lose_followed):
+                others.append(member)
+                self._told("lost", message, member)
+            elif self._hits(weather.late_followed):
+                if self._hits(0.5):
+                    others.append(member)
+                late_s = self._dice.random() ** 2 * LATE_S_MAX
+                loop = asyncio.get_running_loop()
+                loop.call_later(late_s, self._arrive_late, member, message, context=self._context)
+        return self._carry_but_to(others, sender, message)
+
+    def _arrive_late(self, member: LocalTransport, message: UMessage) -> None:
+        if member.is_open and member.connected:
+            self._told("late", message, member)
+            member.arrive(message)
 
     def _answer_short(self, asker: LocalTransport, request: UMessage, code: int) -> None:
         """As a service does that is short of something just now: the command was not taken."""
@@ -94,3 +131,10 @@ class SimulatedNetwork(LocalNetwork):
         status = UStatus(code=code, message="short of something (the simulation wants it so)")  # type: ignore[arg-type]
         response = error_response(request.attributes, status)
         asker.arrive(response)
+
+
+def is_followed(message: UMessage, *, keeps: bool) -> bool:
+    """Of a conversation with a history, or a plain copy of what a publisher of this network `keeps` itself."""
+    attributes = message.attributes
+    entities = {attributes.source.ue_id & 0xFFFF, attributes.sink.ue_id & 0xFFFF if attributes.HasField("sink") else -1}
+    return ids.ENTITY in entities or (keeps and attributes.source.ue_id == KEEPER)

@@ -60,19 +60,23 @@ class Plan:
         self.tasks.append(self._world.loop.create_task(work))
 
     async def run(self) -> None:
+        from simulation.world import KEPT_STATIC, KEPT_WISHED
+
         dice, world = self._dice, self._world
         history: dict[str, Any] = self._v.config["history"]
         if dice.random() < 0.5 and "record" not in world.without:
             history["record"] = ["//vin1/8001/1/FFFF"]
         if dice.random() < 0.5:
             history["retention_hours"] = 24.0
-        if dice.random() < 0.1:
+        if dice.random() < (0.3 if world.follows else 0.1):
             history["volatile"] = ["//vin1/8001/1/8002"]
             world.checker.volatile = [uris.parse("//vin1/8001/1/8002")]
         self._base = {name: copy.deepcopy(machine.config) for name, machine in world.machines.items()}
         world.note("kind", world.kind, history)
-        for machine in world.machines.values():
+        for machine in world.all_machines:
             machine.start()
+        if world.follows:
+            world.tasks.append(world.loop.create_task(world.watch()))
         if "record" in history and dice.random() < 0.5:
             await world.add_reader([uris.parse("//vin1/8001/1/8001"), uris.parse("//vin1/8001/1/8003")])
         if dice.random() < 0.8:
@@ -81,9 +85,13 @@ class Plan:
         for publisher in world.publishers:
             count = 5 + dice.randrange(30)
             self._spawn(publisher.run(count, 2 * length_s / count))
+        if world.keeper is not None:
+            topics = [uris.parse(one) for one in (*KEPT_STATIC, *KEPT_WISHED)]
+            count = 5 + dice.randrange(30)
+            self._spawn(world.keeper.run(topics, count, 2 * length_s / count))
         for hearer in world.subscribers:
             self._spawn(self._wishes(hearer, length_s))
-        actions = self._actions()
+        actions = self._follow_actions() if world.follows else self._actions()
         for _ in range(1 + dice.randrange(5)):
             await asyncio.sleep(dice.random() * length_s / 3)
             action = dice.choices([action for _, action in actions], [weight for weight, _ in actions])[0]
@@ -113,6 +121,36 @@ class Plan:
             found.append((3, self._shortage))
         if self._world.kind == "foreign":
             found += [(4, self._silence), (1, self._foreign_wish)]
+        return self._allowed(found)
+
+    def _follow_actions(self) -> list[tuple[float, Action]]:
+        found: list[tuple[float, Action]] = [
+            (3, self._bad_link),
+            (3, self._cuts),
+            (1, self._weather),
+            (1, self._partition),
+            (1, self._break_network),
+            (4, self._kill),
+            (2, self._kill_both),
+            (2, self._restart),
+            (1, self._power_cut),
+            (1, self._bad_disk),
+            (1, self._origin_gone_and_bad_disk),
+            (0.5, self._tear),
+            (1, self._clock),
+            (1, self._long_absence),
+            (2, self._follow_not),
+            (2, self._followed_by_nobody),
+            (1, self._follow_otherwise),
+            (1, self._rule_gone),
+            (1, self._record_or_not),
+            (1, self._shortage),
+        ]
+        if self._world.keeper is not None:
+            found += [(4, self._kill_keeper), (3, self._bad_copies)]
+        return self._allowed(found)
+
+    def _allowed(self, found: list[tuple[float, Action]]) -> list[tuple[float, Action]]:
         return [(weight, action) for weight, action in found if action.__name__.strip("_") not in self._world.without]
 
     # -- background
@@ -169,19 +207,21 @@ class Plan:
             return
         endpoint = self._dice.choice(list(streamer.endpoints))
         transport: Any = endpoint.transport
-        self._world.checker.disturbed_from("partition")
+        why = f"partition {machine.name} {endpoint.name}"
+        self._world.checker.disturbed_from(why)
         transport.disconnect()
         await self._some(8.0)
         transport.reconnect()
-        self._world.checker.disturbed_until("partition")
+        self._world.checker.disturbed_until(why)
 
     async def _break_network(self) -> None:
-        network = self._world.networks[self._dice.choice(list(self._world.networks))]
-        self._world.checker.disturbed_from("break")
+        name = self._dice.choice(list(self._world.networks))
+        network = self._world.networks[name]
+        self._world.checker.disturbed_from(f"break {name}")
         network.break_()
         await self._some(5.0)
         network.heal()
-        self._world.checker.disturbed_until("break")
+        self._world.checker.disturbed_until(f"break {name}")
 
     async def _kill(self) -> None:
         machine = self._machine()
@@ -249,11 +289,13 @@ class Plan:
 
     async def _tear(self) -> None:
         """A kill after which the write-ahead log of the history is found cut."""
+        machine = self._machine() if self._world.follows else self._v
         self._world.checker.allowed_gaps = True
-        self._v.had_disk_faults = True
-        self._v.kill(tear="" if not self._v.was_closed and "tear_young" in self._world.without else "history")
+        machine.had_disk_faults = True
+        machine.kill(tear="" if not machine.was_closed and "tear_young" in self._world.without else "history")
+        self._world.checker.torn(machine.name)
         await self._some(2.0)
-        self._start(self._v)
+        self._start(machine)
 
     async def _clock(self) -> None:
         jump = self._dice.choice((-2 * HOUR_MS, -1_000, 1_000, HOUR_MS, 3 * HOUR_MS))
@@ -368,13 +410,16 @@ class Plan:
         codes = tuple(self._dice.choice(SHORTAGES) for _ in range(2))
         network = self._world.networks["cloud"]
         network.set_weather(Weather(short=self._dice.choice((0.5, 1.0)), short_codes=codes))
+        self._wish_otherwise()
+        await self._some(4.0)
+        self._calm("cloud")
+
+    def _wish_otherwise(self) -> None:
         for hearer, (subscriber, topics, _) in self._world.subscribers.items():
             if self._dice.random() < 0.7:
                 topic = self._dice.choice(topics)
                 want = self._world.checker.wants.get((hearer, uris.key(topic)))
                 self._spawn(subscriber.wish(topic, want is None or not want.wanted))
-        await self._some(4.0)
-        self._calm("cloud")
 
     async def _silence(self) -> None:
         """The foreign service says nothing for a while."""
@@ -412,6 +457,121 @@ class Plan:
         if await world.until(known, 60.0):
             world.checker.want("L", key, world.hops("L", key), confirmed=True)
 
+    # -- things that go wrong between who follows and who is followed
+
+    async def _bad_link(self) -> None:
+        """What is said over the cloud gets lost, comes twice, or late and behind what was said after it."""
+        late = self._dice.choice((0.0, 0.1, 0.4))
+        await self._unsound("cloud", late, wishes=self._dice.random() < 0.5)
+
+    async def _bad_copies(self) -> None:
+        """The same where the publisher is that keeps its history; late only once its plain copies are of no use."""
+        late = self._dice.choice((0.0, 0.1, 0.4)) if self._world.keeper_is_followed() else 0.0
+        await self._unsound("vehicle", late)
+
+    async def _unsound(self, name: str, late: float, *, wishes: bool = False) -> None:
+        weather = Weather(lose_followed=self._dice.choice((0.0, 0.1, 0.4)), late_followed=late)
+        if wishes:
+            self._wish_otherwise()
+            await self._some(1.0)
+        self._world.checker.disturbed_from(f"weather {name}")
+        self._world.networks[name].set_weather(weather)
+        for _ in range(2):
+            if wishes:
+                self._wish_otherwise()
+            await self._some(4.0)
+        self._calm(name)
+
+    async def _cuts(self) -> None:
+        """One side of the link is cut off, again and again."""
+        name = self._dice.choice(("V", "C"))
+        self._world.checker.disturbed_from(f"partition {name} cloud")
+        for _ in range(1 + self._dice.randrange(12)):
+            streamer = self._world.machines[name].streamer
+            if streamer is not None:
+                transport: Any = next(one.transport for one in streamer.endpoints if one.name == "cloud")
+                transport.disconnect()
+                await self._some(0.5)
+                transport.reconnect()
+            await self._some(0.5)
+        self._world.checker.disturbed_until(f"partition {name} cloud")
+
+    async def _kill_both(self) -> None:
+        machines = self._world.machines.values()
+        for machine in machines:
+            machine.kill_after(self._dice.randrange(600))
+        await self._world.until(lambda: not any(machine.running for machine in machines), 3.0, 0.05)
+        for machine in machines:
+            machine.kill()
+        for machine in machines:
+            await self._some(3.0)
+            self._start(machine)
+
+    async def _kill_keeper(self) -> None:
+        keeper = self._world.keeper
+        assert keeper is not None
+        if self._dice.random() < 0.3:
+            await keeper.stop()
+        else:
+            keeper.kill_after(self._dice.randrange(200))
+            await self._world.until(lambda: not keeper.running, 3.0, 0.05)
+            keeper.kill()
+        if self._dice.random() < 0.2:  # its flash is another one: what nobody had followed is lost, and that is told
+            self._world.checker.allowed_gaps = True
+            keeper.lose_disk()
+        await self._some(4.0)
+        self._start(keeper)
+
+    async def _origin_gone_and_bad_disk(self) -> None:
+        """Conversations end while what they brought is on its way to a disk that may refuse it."""
+        dice, world = self._dice, self._world
+        follower, origin = world.machines["C"], self._v
+        if world.keeper is not None and dice.random() < 0.7:
+            follower, origin = self._v, world.keeper
+        follower.had_disk_faults = True
+        world.checker.disturbed_from(f"disk {follower.name}")
+        for _ in range(1 + dice.randrange(4)):
+            follower.set_disk(DiskFaults(dice.choice((0.3, 1.0)), 0.0, 0.0), "history")
+            await self._some(0.5)
+            origin.kill()
+            self._start(origin)
+            await self._some(1.0)
+            follower.set_disk(DiskFaults(), "")
+            await self._some(1.0)
+        self._good_disk(follower)
+
+    async def _follow_not(self) -> None:
+        """The hub follows nobody for a while, or no more."""
+        hub = self._world.machines["C"]
+        if self._dice.random() < 0.3:
+            self._base["C"]["follow"] = []
+        await self._for_a_while(hub, hub.config | {"follow": []})
+
+    async def _followed_by_nobody(self) -> None:
+        """The vehicle's gateway names no follower for a while."""
+        config = copy.deepcopy(self._v.config)
+        config["endpoint"][2].pop("followed_by", None)
+        await self._for_a_while(self._v, config)
+
+    async def _for_a_while(self, machine: Machine, config: dict[str, Any]) -> None:
+        before = machine.config
+        await self._restart(config, machine)
+        await self._some(8.0)
+        if (
+            self._dice.random() < 0.7 and machine.config != self._base[machine.name]
+        ):  # else it ends with everything else
+            await self._restart(before, machine, 2.0)
+
+    async def _follow_otherwise(self) -> None:
+        """In another way, or something else as well."""
+        hub, dice = self._world.machines["C"], self._dice
+        topics = dice.choice(([], ["//vin1/8001/1/8002"]))
+        named = [uris.format(self._world.named("cloud", uris.parse(one))).removeprefix("up:") for one in topics]
+        follow = [
+            one | {"mode": dice.choice(("auto", "poll", "push")), "topics": named} for one in hub.config["follow"]
+        ]
+        await self._restart(hub.config | {"follow": follow}, hub, 2.0)
+
     # -- and back to normal
 
     async def heal(self) -> None:
@@ -423,6 +583,10 @@ class Plan:
             world.foreign.speaking.set()
         for network in world.networks.values():
             network.heal()
+        if world.keeper is not None:
+            if world.keeper.process is not None:
+                world.keeper.process.kill_at = None
+            self._start(world.keeper)
         for machine in world.machines.values():
             self._good_disk(machine)
             self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)

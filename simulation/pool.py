@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 HASH_SEED = "0"  # the order of sets must be the same in every process, or a seed would not give the same run
@@ -25,19 +25,21 @@ class Outcome:
     violations: tuple[tuple[str, str], ...]
 
 
-def run_seed(seed: int, *, verbose: bool = False, without: frozenset[str] = frozenset()) -> Outcome:
+def run_seed(
+    seed: int, *, verbose: bool = False, without: frozenset[str] = frozenset(), kinds: Sequence[str] = ()
+) -> Outcome:
     """One world, from its beginning to its end."""
     from simulation.world import World
 
-    world = World(seed, verbose=verbose, without=without)
+    world = World(seed, verbose=verbose, without=without, kinds=kinds)
     world.run()
     return Outcome(seed, world.kind, world.digest, round(world.loop.now, 3), tuple(world.checker.violations))
 
 
-def _work(arguments: tuple[int, frozenset[str], str]) -> Outcome:
-    seed, without, broken = arguments
+def _work(arguments: tuple[int, frozenset[str], str, Sequence[str]]) -> Outcome:
+    seed, without, broken, kinds = arguments
     with broken_by(broken):
-        return run_seed(seed, without=without)
+        return run_seed(seed, without=without, kinds=kinds)
 
 
 def broken_by(name: str) -> contextlib.AbstractContextManager[None]:
@@ -56,9 +58,16 @@ def prepare() -> None:
     gc.disable()  # a world collects once, at its end: when it would do so by itself is not the seed's to say
 
 
-def outcomes(seeds: range, jobs: int, *, without: frozenset[str] = frozenset(), broken: str = "") -> Iterator[Outcome]:
+def outcomes(
+    seeds: range,
+    jobs: int,
+    *,
+    without: frozenset[str] = frozenset(),
+    broken: str = "",
+    kinds: Sequence[str] = (),
+) -> Iterator[Outcome]:
     """In the order of the seeds."""
-    work = ((seed, without, broken) for seed in seeds)
+    work = ((seed, without, broken, kinds) for seed in seeds)
     if jobs == 1:
         prepare()
         yield from map(_work, work)

@@ -5,6 +5,9 @@
    M, P, S  mcu -------+                     C (gateway, kind "chain") --- hub   H, P
              '--- a uSubscription service without a gateway, for S
 
+kind "follow": as "chain", but C follows V over the cloud, and V follows C in some    "keeper": V follows K on the
+vehicle's network as well, a publisher that keeps its own history
+
 plan (drawn from the seed): weather, partitions, kills, restarts, other configurations, clocks, disks, wishes
     -> everything heals -> what is owed must have come, or been told -> everything stops -> nothing may be left
 """
@@ -23,25 +26,28 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
 from history import streams
-from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, node
-from simulation.checker import Checker, Hop, Key
+from history.follow import Mode
+from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, is_application, node
+from simulation.checker import Checker, FollowedLog, Hop, Key
 from simulation.disk import SimulatedDisk
-from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, SimulatedWorker, VirtualLoop
-from simulation.machine import GatewayProcess, Machine, named
+from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
+from simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
 from simulation.network import SimulatedNetwork
 from simulation.plan import Plan
-from storage.runtime import Runtime, Used
 from transports import plugin as plugins
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import decoded
+from uprotocol.transport import UListener
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
@@ -52,8 +58,13 @@ FAR_ANSWER_S: Final = 0.1  # of the cloud's network, in every other world: pumps
 OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks off the vehicle
 SUFFIX, SUFFIX_SHARE = "x1", 0.3
 KINDS: Final = ("static", "static", "chain", "foreign")
+FOLLOW_KINDS: Final = ("follow", "keeper")
+FOLLOW_SHARE: Final = 0.4
+MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
+WATCH_S: Final = 0.2
+PUSHED_S_MAX: Final = 2.0  # what was sent before a hand-over has arrived by then
 QUIET_S: Final = 3.0  # after all is there, for what should not come any more
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
@@ -70,6 +81,11 @@ WISHED_VIN: Final = ("//vin1/8001/1/8003", "//vin1/8001/1/8004")
 WISHED_HUB: Final = ("//hub/8003/1/8001", "//hub/8003/1/8002")
 LONE: Final = ("//mcu1/8002/1/8009", "//mcu1/8002/1/800A")  # nobody publishes these: only who subscribed to them counts
 SINK: Final = "//hub/9001/1/0"
+KEPT_STATIC: Final = {"//vin1/8004/1/8001": ("hub", "mcu"), "//vin1/8004/1/8002": ("hub",)}
+KEPT_WISHED: Final = ("//vin1/8004/1/8003",)
+KEPT_YEARS_MS: Final = 10 * 365 * 86_400_000  # nobody holds its retention by age: clocks leap, and that is no hole
+EXCUSES: Final = frozenset({"C", "weather hub", "break hub", "disk C", "partition C hub", "rename"})
+"""What may give who is behind the follower something twice: what befalls the follower, and the network there."""
 
 plugins.names = functools.cache(plugins.names)  # type: ignore[assignment]  # else each start of a gateway reads all of site-packages
 
@@ -83,9 +99,16 @@ class World:
     current: World | None = None
 
     def __init__(
-        self, seed: int, *, verbose: bool = False, out: Any = None, without: frozenset[str] = frozenset()
+        self,
+        seed: int,
+        *,
+        verbose: bool = False,
+        out: Any = None,
+        without: frozenset[str] = frozenset(),
+        kinds: Sequence[str] = (),
     ) -> None:
-        """`without` names what must not befall this world (see plan.py), to look behind a fault that is known."""
+        """`without` names what must not befall this world (see plan.py), to look behind a fault that is known. `kinds`:
+        it is one of these; none: of any kind."""
         self.seed, self._verbose, self._out, self.without = seed, verbose, out or sys.stdout, without
         self.loop = VirtualLoop(seed)
         self.dice = random.Random(seed)
@@ -94,7 +117,8 @@ class World:
         self.offset_ms = 0
         self.ids = uuids.UUIDGenerator(self.wall_ms, random.Random(seed ^ 0x5EED).randbytes)
         self.networks: dict[str, SimulatedNetwork] = {}
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, Machine] = {}  # with gateways
+        self.keeper: Keeper | None = None
         self.given_up = False
         self.publishers: list[Publisher] = []
         # by hearer, with the topics and the machine of its service
@@ -105,11 +129,39 @@ class World:
         self.notes = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=SHM if SHM.is_dir() else None))
-        self.kind = self.dice.choice(KINDS)
+        own = random.Random(seed ^ 0xF0110)  # so that worlds of the other kinds are what they were
+        kind, follow_kind = self.dice.choice(KINDS), own.choice(FOLLOW_KINDS)
+        self.kind = follow_kind if own.random() < FOLLOW_SHARE else kind
+        if kinds and self.kind not in kinds:
+            self.kind = next((one for one in (kind, follow_kind) if one in kinds), None) or own.choice(sorted(kinds))
+        self.follows = self.kind in FOLLOW_KINDS
+        self.has_hub = self.follows or self.kind == "chain"  # a gateway behind the cloud, and a network behind that
         self.tasks: list[asyncio.Task[Any]] = []
         # no draw of the others' dice
         has_suffix = random.Random(seed ^ 0x5FF1).random() < SUFFIX_SHARE and "suffix" not in without
         self.suffix = SUFFIX if has_suffix else ""  # behind the vehicle's names, out there
+        self._keeper_was_followed = False
+        self.handed_over_since: float | None = None  # publishes to the cloud, by a process of V that lives
+        if self.follows:
+            self._draw_following()
+        else:
+            self.static, self.wished_vin = STATIC, WISHED_VIN
+
+    def _draw_following(self) -> None:
+        dice = self.dice
+        self.mode: Mode = dice.choice(MODES)
+        self.is_fleet, self.is_mutual = dice.random() < 0.3, dice.random() < 0.35
+        of_fleet = {"//mcu1/8002/1/8001"} if self.is_fleet and not self.suffix else set()  # what it may not speak for
+        self.static = {
+            topic: tuple("hub" if one == "cloud" else one for one in places if one != "cloud" or topic not in of_fleet)
+            for topic, places in STATIC.items()
+        }
+        self.wished_vin = WISHED_VIN
+        if self.kind == "keeper":
+            self.static |= KEPT_STATIC
+            self.wished_vin += KEPT_WISHED
+        named = ["//vin1/8001/1/8001"], ["//vin1/8001/1/FFFF", "//vin1/8004/1/8002"]
+        self.followed_topics: list[str] = dice.choice(([], [], *named))
 
     # -- time, notes
 
@@ -145,7 +197,7 @@ class World:
     def hops(self, hearer: str, topic: Key) -> tuple[Hop, ...]:
         if hearer == "S":
             return ()
-        origin = {"vin1": "vehicle", "mcu1": "mcu", "hub": "hub" if self.kind == "chain" else "cloud"}[topic[0]]
+        origin = {"vin1": "vehicle", "mcu1": "mcu", "hub": "hub" if self.has_hub else "cloud"}[topic[0]]
         target = next(network for network, name in HEARERS.items() if name == hearer)
         if target == "hub":
             return (("V", origin, "cloud"), ("C", "cloud", "hub"))
@@ -154,7 +206,8 @@ class World:
         return (("V", origin, target),)
 
     def passes(self, machine: Machine) -> set[tuple[str, str]]:
-        roles = {one["name"]: one["settings"]["network"].split("/")[1] for one in machine.config["endpoint"]}
+        endpoints = machine.config.get("endpoint", ())
+        roles = {one["name"]: one["settings"]["network"].split("/")[1] for one in endpoints}
         if "rule" in machine.config:
             return {(roles[rule["from"]], roles[rule["to"]]) for rule in machine.config["rule"]}
         return {(a, b) for a in roles.values() for b in roles.values() if a != b}
@@ -163,25 +216,57 @@ class World:
         return [uris.parse(text) for text in machine.config.get("history", {}).get("record", [])]
 
     def disk_troubled(self, name: str) -> bool:
-        machine = self.machines[name]
+        machine = self.machines.get(name, self.keeper)
+        assert machine is not None
         return bool(machine.disk_faults) or machine.torn or machine.had_disk_faults
+
+    @property
+    def all_machines(self) -> list[Machine]:
+        return [*self.machines.values(), *([self.keeper] if self.keeper is not None else [])]
+
+    def excuses(self, hearer: str, why: str) -> bool:
+        """Whether what happened may give a hearer something twice."""
+        return not self.follows or hearer != "H" or why in EXCUSES
+
+    def keeper_is_followed(self) -> bool:
+        """What it keeps from now on can't get lost any more."""
+        if not self._keeper_was_followed:
+            streamer = self.machines["V"].streamer
+            all = streamer.follows if streamer is not None else ()
+            self._keeper_was_followed = any(not one.is_gateway and one.counts["stored"] for one in all)
+        return self._keeper_was_followed
 
     # -- making it
 
     async def build(self) -> None:
-        for name in ("vehicle", "mcu", "cloud", "hub") if self.kind == "chain" else ("vehicle", "mcu", "cloud"):
+        for name in ("vehicle", "mcu", "cloud", "hub") if self.has_hub else ("vehicle", "mcu", "cloud"):
             self.networks[name] = SimulatedNetwork(f"{self.seed}/{name}", self.dice.getrandbits(32), self._on_the_way)
         self.networks["cloud"].answer_s = FAR_ANSWER_S * (self.seed % 2)
         self.machines["V"] = Machine(self, "V", self.folder / "V", self.vehicle_config())
-        if self.kind == "chain":
+        if self.has_hub:
             self.machines["C"] = Machine(self, "C", self.folder / "C", self.hub_config())
+        if self.kind == "keeper":
+            options = {"announce_s": self.dice.choice((1.0, 5.0)), "retention_ms": KEPT_YEARS_MS}
+            self.keeper = Keeper(self, "K", self.folder / "K", options)
         static: dict[str, list[str]] = {}
-        for topic, places in STATIC.items():
+        for topic, places in self.static.items():
             static[topic] = [f"//{AUTHORITIES[place]}/9001/1/0" for place in places]
         (self.folder / "static.json").write_text(json.dumps(static))
+        if self.follows:
+            there = {self._text(topic): [SINK] for topic, places in self.static.items() if "hub" in places}
+            (self.folder / "static-hub.json").write_text(json.dumps(there))
         await self._populate()
-        self.machines["V"].on_ready.append(lambda: self._static(confirmed=True))
+        for machine in self.machines.values():
+            machine.on_ready.append(lambda: self._static(confirmed=self._all_started()))
         self._static(confirmed=False)
+
+    def _all_started(self) -> bool:
+        """Whoever is the follower must have been there once, with its listeners."""
+        return self.machines["V"].ready and (not self.follows or self.machines["C"].ready)
+
+    def _text(self, topic: str) -> str:
+        """As who is on the cloud writes it."""
+        return uris.format(self.named("cloud", uris.parse(topic))).removeprefix("up:")
 
     def vehicle_config(self) -> dict[str, Any]:
         def endpoint(network: str, mode: str, name: str = "") -> dict[str, Any]:
@@ -195,12 +280,15 @@ class World:
             }
 
         remote = "none" if self.kind == "static" else "remote"
+        follow = {"endpoint": "cloud", "service": "//hub/4/1/0", "mode": self.mode} if self.follows else {}
+        followed_by = {"followed_by": "//hub/4/1/0"} if self.follows else {}
         return {
+            "follow": [follow] if self.follows and self.is_mutual else [],
             "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
             "endpoint": [
                 endpoint("vehicle", "embedded"),
                 endpoint("mcu", "none"),
-                endpoint("cloud", remote) | {"suffix": self.suffix},
+                endpoint("cloud", remote) | {"suffix": self.suffix} | followed_by,
             ],
             "history": {},
             "usubscription": {"static_file": str(self.folder / "static.json")},
@@ -219,9 +307,17 @@ class World:
             }
 
         vehicles = [self.named("cloud", uris.uri(name)).authority_name for name in ("vin1", "mcu1")]
-        return {
+        cloud, following = endpoint("cloud", vehicles, "none"), {}
+        if self.follows:
+            service = f"//{'*' if self.is_fleet else vehicles[0]}/4/1/0"
+            topics = [self._text(topic) for topic in self.followed_topics]
+            following["follow"] = [{"endpoint": "cloud", "service": service, "mode": self.mode, "topics": topics}]
+            following["usubscription"] = {"static_file": str(self.folder / "static-hub.json")}  # type: ignore[assignment]
+            if self.is_mutual:
+                cloud["followed_by"] = f"//{vehicles[0]}/4/1/0"
+        return following | {
             "streamer": {"authority": "hub", "data_dir": str(self.folder / "C")},
-            "endpoint": [endpoint("hub", ["hub"], "embedded"), endpoint("cloud", vehicles, "none")],
+            "endpoint": [endpoint("hub", ["hub"], "embedded"), cloud],
             "history": {},
             "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
         }
@@ -237,7 +333,7 @@ class World:
         mcu = await node(self, "mcu", "mcu1", 0x8002)
         self.publishers.append(Publisher(self, mcu, "mcu", [uris.parse("//mcu1/8002/1/8001")], sinks, ttl_share))
         if self.kind != "static":
-            hub = await node(self, "hub" if self.kind == "chain" else "cloud", "hub", 0x8003)
+            hub = await node(self, "hub" if self.has_hub else "cloud", "hub", 0x8003)
             self.publishers.append(Publisher(self, hub, "hub", [uris.parse(one) for one in WISHED_HUB], [], ttl_share))
         for network in self.networks:
             await self._hearer(network)
@@ -248,23 +344,26 @@ class World:
     async def _hearer(self, network: str) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9001)
         hearer = Hearer(self, HEARERS[network])
-        topics = [topic for topic, places in STATIC.items() if network in places]
+        topics = [topic for topic, places in self.static.items() if network in places]
         if network in ("cloud", "hub"):
-            topics += [] if network == "cloud" and self.kind == "chain" else WISHED_VIN
+            topics += [] if network == "cloud" and self.has_hub else self.wished_vin
         if network == "vehicle" and self.kind != "static":
             topics += WISHED_HUB
         for topic in topics:
             await transport.register_listener(self.named(network, uris.parse(topic)), hearer)
         if network == "cloud":
             await transport.register_listener(uris.ANY, hearer, uris.parse(SINK))
+        if network == "cloud" and self.follows:
+            for topic in (*self.static, *self.wished_vin):
+                await transport.register_listener(self.named(network, uris.parse(topic)), Spy(self))
 
     async def _subscribe(self) -> None:
         """Who makes wishes, with which service."""
         version = self.dice.choice((3, 4))
         if self.kind == "static":
             await self._subscriber("L", "cloud", "vin1", version, WISHED_VIN, "V")
-        elif self.kind == "chain":
-            await self._subscriber("H", "hub", "hub", version, WISHED_VIN, "C")
+        elif self.has_hub:
+            await self._subscriber("H", "hub", "hub", version, self.wished_vin, "C")
             await self._subscriber("A", "vehicle", "vin1", self.dice.choice((3, 4)), WISHED_HUB, "V")
         else:
             transport = await node(self, "cloud", "hub", 0, 3)
@@ -280,14 +379,8 @@ class World:
         """One that listens to the network itself, as `python -m usubscription` does, and is never killed."""
         transport = await node(self, "mcu", "mcu1", 0)
         (self.folder / "lone").mkdir()
-        runtime = Runtime(
-            disk=SimulatedDisk(random.Random(self.seed), lambda what: None),
-            worker=SimulatedWorker,  # type: ignore[arg-type]
-            monotonic=self.loop.time,
-            busy_s=lambda: 0.0,
-            used=lambda: Used(0.0, 0.0, 0.0),
-            rng=random.Random(self.seed),
-        )
+        disk = SimulatedDisk(random.Random(self.seed), lambda what: None)
+        runtime = runtime_of(self, disk, random.Random(self.seed))
         self.lone = USubscriptionService(transport, "mcu1", self.folder / "lone" / "usubscription.db", runtime=runtime)
         await self.lone.start()
         await self._subscriber("S", "mcu", "mcu1", self.dice.choice((3, 4)), LONE, "")
@@ -304,13 +397,14 @@ class World:
     async def add_reader(self, topics: list[UUri]) -> None:
         transport = await node(self, "vehicle", "vin1", 0x9200)
         self.checker.reader_topics = topics
-        self.reader = HistoryReader(self, transport, uris.parse("//vin1/4/1/0"), topics, self.folder / "reader.json")
+        service, modes = uris.parse("//vin1/4/1/0"), MODES if self.follows else ()
+        self.reader = HistoryReader(self, transport, service, topics, self.folder / "reader.json", modes)
         self.tasks.append(self.loop.create_task(self.reader.run()))
 
     # -- when something is sure
 
     def _static(self, *, confirmed: bool) -> None:
-        for topic, places in STATIC.items():
+        for topic, places in self.static.items():
             for place in places:
                 key = uris.key(uris.parse(topic))
                 self.checker.want(HEARERS[place], key, self.hops(HEARERS[place], key), confirmed=confirmed)
@@ -336,6 +430,25 @@ class World:
         if what == "lost":
             self.checker.lost(uuids.to_bytes(message.attributes.id))
 
+    async def watch(self) -> None:
+        """What must hold at every moment, of services and who follows."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            handed_over = False
+            for machine in self.machines.values():
+                streamer = machine.streamer
+                if streamer is None or not machine.ready:
+                    continue
+                handed_over = handed_over or (machine.name == "V" and "cloud" in streamer.handovers.followed)
+                for follower in streamer.history.followers:
+                    waiting = sum(not poll.is_pushed and not poll.is_cut for poll in follower.polls)
+                    if waiting > 1:
+                        self.checker.fail("more than one poll", f"{machine.name} holds {waiting} polls of {follower}")
+            if not handed_over:
+                self.handed_over_since = None
+            elif self.handed_over_since is None:
+                self.handed_over_since = self.loop.now
+
     # -- running it
 
     def run(self) -> None:
@@ -348,11 +461,11 @@ class World:
                     self.loop.run_until_complete(self._live())
                 except DeadlockError as error:
                     self.checker.fail("a task that never ends", str(error))
-                for machine in self.machines.values():
+                for machine in self.all_machines:
                     for process in machine.processes:
                         process.disk.power_lost()
         finally:
-            processes: list[Process] = [process for machine in self.machines.values() for process in machine.processes]
+            processes: list[Process] = [process for machine in self.all_machines for process in machine.processes]
             with _captured(self):
                 self.loop.finish(processes)
             World.current = None
@@ -361,7 +474,7 @@ class World:
 
     def _new_id(self) -> UUID:
         process = PROCESS.get()
-        return process.ids() if isinstance(process, GatewayProcess) else self.ids()
+        return process.ids() if isinstance(process, MachineProcess) else self.ids()
 
     async def _live(self) -> None:
         await self.build()
@@ -389,17 +502,24 @@ class World:
             left = [named(task) for task in plan.tasks if not task.done()]
             checker.fail("a task that never ends", f"somebody outside waits for ever: {left[:3]}")
         await self._check_subscriptions()
+        if self.follows:
+            await self._check_following()
         self._look_at_unclaimed(plan)
         for publisher in self.publishers:
             for topic in publisher._topics:
                 await publisher.publish(topic)
+        if self.keeper is not None:
+            for text in (*KEPT_STATIC, *KEPT_WISHED):
+                self.keeper.publish(uris.parse(text))
         await self.until(lambda: checker.outstanding == 0, SETTLE_S_MAX)
         await asyncio.sleep(QUIET_S)
+        if self.follows:
+            await self._check_followed()
         self.given_up = True
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        for machine in self.machines.values():
+        for machine in self.all_machines:
             await machine.stop()
         assert self.lone is not None
         await self.lone.stop()
@@ -426,6 +546,46 @@ class World:
                     found.append((uuids.to_bytes(UMessage.FromString(message).attributes.id), endpoint))
                 db.close()
         return found
+
+    # -- what is followed, in the end
+
+    def _unfollowed(self) -> list[str]:
+        """Why what is to be followed is not, or not up to its end."""
+        found = []
+        for machine in self.machines.values():
+            streamer = machine.streamer
+            if streamer is None:
+                return [f"{machine.name} does not run"]
+            is_follower = bool(machine.config["follow"])
+            if is_follower and not any(one.is_gateway and one.state == "handed_over" for one in streamer.follows):
+                found.append(f"{machine.name} follows {list(streamer.follows)}")
+            of_publishers = [one for one in streamer.follows if not one.is_gateway and one.connected]
+            if self.keeper is not None and machine.name == "V" and not of_publishers:
+                found.append(f"V does not follow the publisher: {list(streamer.follows)}")
+            for name, log, records in streamer.handovers.backlog():
+                if records > 0:
+                    found.append(f"{machine.name} holds {records} records of {log} for {name}")
+            left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its lives before
+            if left > most:
+                found.append(f"{machine.name} knows {left} followers")
+        return found
+
+    async def _check_following(self) -> None:
+        if not await self.until(lambda: not self._unfollowed(), SETTLE_S_MAX, 1.0) and not self.checker.violations:
+            self.checker.fail("never settles", "; ".join(self._unfollowed()))
+
+    async def _check_followed(self) -> None:
+        """In the logs themselves, as nobody is killed any more."""
+        for machine in self.machines.values():
+            if machine.streamer is None:
+                continue
+            log, after = machine.streamer.logs.durable, 0
+            followed = FollowedLog(self.checker, machine.name)
+            while chunks := await log.read(after):
+                for chunk in chunks:
+                    for message, origin in zip(chunk.messages, chunk.origins or repeat(None), strict=False):
+                        followed.take(log.incarnation, decoded(message), origin)
+                after = chunks[-1].last_seq
 
     # -- the subscriptions in the end
 
@@ -502,6 +662,21 @@ def problems_of(machine: Machine) -> list[str]:
     ]
 
 
+class Spy(UListener):
+    """On the way between two gateways, one of which follows: no publish may be pushed there."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def on_receive(self, message: UMessage) -> None:
+        world, since = self._world, self._world.handed_over_since
+        streamer = world.machines["V"].streamer
+        if streamer is None or not all(pump.is_followed for pump in streamer.pumps if pump.peer.name == "cloud"):
+            return  # an end is under way: one log after the other is pushed again
+        if is_application(message) and since is not None and world.loop.now - since > PUSHED_S_MAX:
+            world.checker.fail("pushed, though it is followed", f"{message.payload!r}, handed over at {since:.3f} s")
+
+
 @contextlib.contextmanager
 def _forgetful() -> Iterator[None]:
     """Topics whose records are gone are forgotten soon: a world is over in minutes."""
@@ -521,7 +696,7 @@ def _captured(world: World) -> Any:
         if event.get("exc_info"):
             error = sys.exc_info()[1]
             event["exception"] = repr(error)
-        if isinstance(process, GatewayProcess) and process.alive:
+        if isinstance(process, MachineProcess) and process.alive:
             world.note(
                 "log",
                 process.machine.name,
