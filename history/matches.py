@@ -1,7 +1,7 @@
 """Which streams of a log a question means: its patterns, and what its caller may see.
 
 patterns, sight -> Match -- advance: some streams at a time --> ids, kept, and grown as streams come
-     | named topics and authorities: those streams alone are looked at, by the log's index
+     | named topics: theirs alone are looked up; named authorities: the streams of those alone are looked at
      |-- wildcards: each kind of topic (all of an address but its authority) is compared once, and looked at once for
      |   all authorities of which the caller sees alike
      '-- a pattern that names but an authority, or a caller who sees all of one: nothing is compared
@@ -15,6 +15,7 @@ import asyncio
 import functools
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from itertools import chain
 from typing import Final, NamedTuple
 
 from history.log import Log, Stream
@@ -121,6 +122,11 @@ class Match:
         # of more than a few: the newest record of theirs among those up to `_counted_seq`
         self._newest_seq, self._counted_seq = 0, log.newest_seq
         self._is_doubtful = False  # it may be of a stream that was forgotten
+        if not wild:  # there is an index of these
+            for stream in chain.from_iterable(map(log.publishes_from, patterns)):
+                if stream.id not in self.ids:
+                    self._take(stream)
+            self._seen = log.newest_stream_id
 
     def __repr__(self) -> str:
         return f"Match({len(self.ids)} streams of {self._log.name}, seen={self._seen}, withheld={self.withheld})"
