@@ -226,6 +226,29 @@ class Patience:
         self.ms = min(2 * self.ms, PATIENCE_MS_MAX)
 
 
+class Steps:
+    """Of one reader: pauses where one answer after the other comes at once and brings it no further."""
+
+    def __init__(self) -> None:
+        self._before: dict[bytes, int] = {}  # where it was when it asked last, and ...
+        self._asked_at, self._stuck = 0.0, 0  # ... when that was; how often it was no further soon after
+
+    async def hold_back(self, positions: dict[bytes, int]) -> None:
+        """Before it asks for what is behind `positions`."""
+        loop = asyncio.get_running_loop()
+        before, self._before = self._before, positions
+        steps = [seq - before[one] for one, seq in positions.items() if one in before]
+        if max(steps, default=0) > 0 and min(steps) >= 0:
+            self._stuck = max(0, self._stuck - 1)
+        elif loop.time() - self._asked_at > 2 * PAUSE_MS / 1000:
+            self._stuck = 0
+        else:
+            self._stuck = min(self._stuck + 2, STUCK_MAX)
+        if self._stuck > STUCK_MAX // 2:
+            await asyncio.sleep(PAUSE_MS / 1000)
+        self._asked_at = loop.time()
+
+
 class Poller:
     """Polls as long as the network bears, and while the service is away asks again, with growing, random pauses."""
 
@@ -243,9 +266,7 @@ class Poller:
         self.wait_ms = min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
         self.connected = False
         self.patience = Patience()
-        # where we were when we asked last, and when that was; how often we were no further soon after
-        self._before: dict[bytes, int] = {}
-        self._asked_at, self._stuck = 0.0, 0
+        self._steps = Steps()
 
     async def command(self, request: CommandRequest) -> CommandResponse:
         """As HistoryClient.command; its answer is waited for as long as others take."""
@@ -260,12 +281,14 @@ class Poller:
         self.patience.answered((loop.time() - began) * 1000)
         return answer
 
-    async def poll(self, request: PollRequest, *, at_once: bool = False) -> PollResponse | None:
-        """The answer, or None after a pause if there was none; `at_once`: it does not wait for records. Raises
-        UStatusError if the service refuses."""
+    async def poll(
+        self, request: PollRequest, *, at_once: bool = False, steps: Steps | None = None
+    ) -> PollResponse | None:
+        """The answer, or None after a pause if there was none; `at_once`: it does not wait for records. `steps`: of who
+        asks, where several do. Raises UStatusError if the service refuses."""
         loop = asyncio.get_running_loop()
-        await self._hold_back({one.incarnation: one.seq for one in request.positions})
-        began = self._asked_at = loop.time()
+        await (steps or self._steps).hold_back({one.incarnation: one.seq for one in request.positions})
+        began = loop.time()
         request.wait_ms = 0 if at_once else self.wait_ms
         try:
             response = await self._client.poll(request, patience_ms=self.patience.ms)
@@ -291,19 +314,6 @@ class Poller:
                 await asyncio.sleep(PAUSE_MS / 1000)
             self.wait_ms = min(request.wait_ms * 2, self._wait_ms_max)
         return response
-
-    async def _hold_back(self, positions: dict[bytes, int]) -> None:
-        """Pause where one answer after the other comes at once and brings us no further."""
-        before, self._before = self._before, positions
-        steps = [seq - before[one] for one, seq in positions.items() if one in before]
-        if max(steps, default=0) > 0 and min(steps) >= 0:
-            self._stuck = max(0, self._stuck - 1)
-        elif asyncio.get_running_loop().time() - self._asked_at > 2 * PAUSE_MS / 1000:
-            self._stuck = 0
-        else:
-            self._stuck = min(self._stuck + 2, STUCK_MAX)
-        if self._stuck > STUCK_MAX // 2:
-            await asyncio.sleep(PAUSE_MS / 1000)
 
     def wake(self) -> None:
         """Ask again now, if we pause."""

@@ -15,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
+from itertools import chain
 from typing import Any, Final, Self
 
 import structlog
 
 from history.acceptor import Acceptor, Places, Positions, Record, Verdict, decode
 from history.asked import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
-from history.client import HistoryClient, Poller
+from history.client import HistoryClient, Poller, Steps
 from history.follow import Following
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -142,7 +143,9 @@ class _Shared:
         self._joining: dict[_Feed, None] = {}
         self._topics: Counter[Any] = Counter()  # how many feeds have each
         self._wildcards = 0
-        self._wanting = Cache[Any, list[_Feed]](SOURCES_MAX)  # by source, as they come
+        self._exact: dict[Any, dict[_Feed, None]] = {}  # by topic, and those with wildcards ...
+        self._wild: dict[_Feed, None] = {}
+        self._wild_of = Cache[Any, list[_Feed]](SOURCES_MAX)  # ... by source, as they come
         self._task: asyncio.Task[None] | None = None
 
     def has_room(self, feed: _Feed) -> bool:
@@ -173,8 +176,8 @@ class _Shared:
         if feed not in self._feeds and feed not in self._joining:
             return
         self._joining.pop(feed, None)
-        self._feeds.pop(feed, None)
-        self._wanting.clear()
+        if feed in self._feeds:
+            self._expel(feed)
         feed.fall_out()
         self._topics[feed.key] -= 1
         if not self._topics[feed.key]:
@@ -210,13 +213,11 @@ class _Shared:
     def _denied(self, topic: UUri) -> None:
         """Each of them learns it by a poll of its own, and is told."""
         key = uris.key(topic)
-        for feed in [one for one in (*self._feeds, *self._joining) if one.key == key]:
+        for feed in [*self._exact.get(key, ()), *(one for one in (*self._wild, *self._joining) if one.key == key)]:
             self.leave(feed)
 
     def _admit(self) -> None:
         """Those whose topics are followed by now."""
-        if self._joining:
-            self._wanting.clear()
         for feed in list(self._joining):
             mine, theirs = self._places.positions, feed.acceptor.positions
             if not self._feeds:
@@ -232,6 +233,22 @@ class _Shared:
                 mine.update({incarnation: min(seq, theirs[incarnation]) for incarnation, seq in mine.items()})
             del self._joining[feed]
             self._feeds[feed] = None
+            if feed.is_wildcard:
+                self._wild[feed] = None
+                self._wild_of.clear()
+            else:
+                self._exact.setdefault(feed.key, {})[feed] = None
+
+    def _expel(self, feed: _Feed) -> None:
+        del self._feeds[feed]
+        if feed.is_wildcard:
+            del self._wild[feed]
+            self._wild_of.clear()
+            return
+        others = self._exact[feed.key]
+        del others[feed]
+        if not others:
+            del self._exact[feed.key]
 
     def _deliver(self, response: PollResponse) -> None:
         """What is not simple is left to each feed's own poll, whose answer is about its topic alone."""
@@ -254,16 +271,15 @@ class _Shared:
         self._places.positions.update(following)
         self._places.learn(response.next)
 
-    def _wanted_by(self, source: UUri) -> list[_Feed]:
+    def _wanted_by(self, source: UUri) -> Iterable[_Feed]:
         key = uris.key(source)
-        found = self._wanting.get(key)
+        exact = self._exact.get(key, ())
+        if not self._wild:
+            return exact
+        found = self._wild_of.get(key)
         if found is None:
-            found = self._wanting[key] = [
-                feed
-                for feed in self._feeds
-                if (uris.matches(feed.topic, source) if feed.is_wildcard else feed.key == key)
-            ]
-        return found
+            found = self._wild_of[key] = [feed for feed in self._wild if uris.matches(feed.topic, source)]
+        return chain(exact, found)
 
     def _scatter(self) -> None:
         for feed in list(self._feeds):
@@ -364,12 +380,12 @@ class HistoryFeed:
 
     async def _catch_up(self, feed: _Feed) -> None:
         """Until the listener has all there was a moment ago. Raises UStatusError if the history refuses."""
-        time, acceptor = asyncio.get_running_loop().time, feed.acceptor
+        time, acceptor, steps = asyncio.get_running_loop().time, feed.acceptor, Steps()
         while True:
             response = None
             async with self._catching_up:
                 while response is None:
-                    response = await self._poller.poll(feed.request())
+                    response = await self._poller.poll(feed.request(), steps=steps)
             polled = time()
             accepted = acceptor.accept(response)
             for gap in accepted.gaps:

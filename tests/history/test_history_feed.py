@@ -13,6 +13,7 @@ import pytest
 
 from history import client as client_module
 from history import feed as feeds
+from history.asked import POLL_BYTES_MAX
 from history.feed import HistoryFeed
 from history.log import Log
 from history.subscriber import HistoryClient
@@ -24,7 +25,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-LISTENERS = 600
+LISTENERS, TOPICS = 1_000, 10_000
 
 
 def topic(number: int) -> UUri:
@@ -36,7 +37,7 @@ class Client(HistoryClient):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.polls = self.in_flight = self.in_flight_max = 0
+        self.polls = self.in_flight = self.in_flight_max = self.asked_bytes = self.answer_bytes = 0
         self.waiting: list[int] = []  # topics of each long poll that is under way
         self.followed: dict[bytes, set[bytes]] = {}  # by follower
         self.spoil: Callable[[PollRequest, PollResponse], None] = lambda request, response: None
@@ -46,12 +47,14 @@ class Client(HistoryClient):
         self.polls += 1
         self.in_flight += 1
         self.in_flight_max = max(self.in_flight_max, self.in_flight)
+        self.asked_bytes = max(self.asked_bytes, request.ByteSize())
         topics = len(self.followed.get(request.follower, ())) if request.follower else len(request.topics)
         if request.wait_ms:
             self.waiting.append(topics)
         try:
             response = await super().poll(request)
             self.spoil(request, response)
+            self.answer_bytes = max(self.answer_bytes, response.ByteSize())
             return response
         finally:
             self.in_flight -= 1
@@ -131,23 +134,27 @@ class Listener:
             await self._taking()
 
 
-async def test_one_long_poll_feeds_600_listeners(world: World) -> None:
+async def test_one_long_poll_feeds_1000_listeners_of_10000_topics(world: World) -> None:
     listeners = [Listener() for _ in range(LISTENERS)]
-    everyone = range(LISTENERS)
-    await world.append(0, *everyone)
-    for begin in range(0, LISTENERS, 50):  # each asks the service before it returns
-        await asyncio.gather(
-            *(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in everyone[begin : begin + 50])
-        )
-    await until(lambda: all(listener.numbers == [0] for listener in listeners))
-    await world.caught_up(LISTENERS)
-    world.client.polls = world.client.in_flight_max = 0
-    for number in range(1, 11):
-        await world.append(number, *everyone)
-        await until(lambda number=number: all(listener.numbers[-1] == number for listener in listeners))  # type: ignore[misc]
-    assert all(listener.numbers == list(range(11)) for listener in listeners)
-    assert world.client.in_flight_max == 1
-    assert world.client.polls <= 10 * 4, "an answer has room for some of them, and not one poll is for one listener"
+    client, each = world.client, TOPICS // LISTENERS
+    await world.append(0, *range(TOPICS))
+    await world.feed.subscribe_since(topic(0), 0, listeners[0])
+    await world.caught_up(1)
+    asked_bytes = client.asked_bytes
+    for begin in range(1, TOPICS, 200):  # each asks the service before it returns
+        some = range(begin, min(begin + 200, TOPICS))
+        await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one // each]) for one in some))
+    await until(lambda: all(listener.numbers == [0] * each for listener in listeners))
+    await world.caught_up(TOPICS)
+    client.polls = client.in_flight_max = client.asked_bytes = client.answer_bytes = 0
+    for number in range(1, 4):
+        await world.append(number, *range(TOPICS))
+        await until(lambda number=number: all(listener.numbers[-each:] == [number] * each for listener in listeners))  # type: ignore[misc]
+    assert all(listener.numbers == sorted([0, 1, 2, 3] * each) for listener in listeners)
+    assert client.in_flight_max == 1
+    assert 0 < client.asked_bytes < 2 * asked_bytes, "a few witnesses more, and no topic"
+    assert client.answer_bytes <= POLL_BYTES_MAX
+    assert client.polls <= 3 * TOPICS // 200, "not one poll is for one listener"
     assert not world.gaps
 
 
