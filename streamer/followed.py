@@ -140,7 +140,7 @@ class Followed:
         self._rung_at: float | None = None  # loop time of the first doorbell since there was an answer
         self._following: Following | None = None
         self._acceptor: Acceptor | None = None  # while it is followed
-        self._appending: set[asyncio.Task[None]] = set()
+        self._appending: set[asyncio.Task[bool]] = set()
         self._backoff = follows.backoff()
         self.is_handed_over = False
         self._is_deaf = False
@@ -429,10 +429,16 @@ class Followed:
         appending = asyncio.create_task(self._append(pending), name=f"append {self.key}")
         self._appending.add(appending)
         appending.add_done_callback(self._appending.discard)
-        await asyncio.shield(appending)
+        since = self._told_since
+        is_kept = await asyncio.shield(appending)
+        if since != self._copies_since:  # on disk before a copy is not stored: a restart must know which are
+            if not is_kept:
+                await self._log.saved()
+            self._copies_since = since
 
-    async def _append(self, pending: Pending) -> None:
-        place, since = self._stored(pending.places), self._told_since
+    async def _append(self, pending: Pending) -> bool:
+        """True: the place is on disk, with records."""
+        place = self._stored(pending.places)
         shares: dict[Log, list[_Sorted]] = {}
         for record in pending.records:
             found = self._sort(record)
@@ -455,10 +461,7 @@ class Followed:
             is_kept = target is self._log
         if not is_kept:
             self._log.keep_place(self.key, place)
-        if since != self._copies_since:  # on disk before a copy is not stored: a restart must know which are
-            if not is_kept:
-                await self._log.saved()
-            self._copies_since = since
+        return is_kept
 
     def _sort(self, record: Record) -> _Sorted | None:
         """Where it goes; None: it is not for us."""
