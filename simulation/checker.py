@@ -279,6 +279,7 @@ class Checker:
                 hearer, key, self.world.hops(hearer, key), confirmed=False
             )
             self.unwant(hearer, key)
+        want.refused = ""  # that was an earlier one
         return Wish(self, want, self._wish_numbers)
 
     def told(self, hearer: str, topic: UUri, status: Status) -> None:

@@ -8,6 +8,7 @@ arrived batch -> known address? -> own authority? -> taken before? -+-> log (one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ from uprotocol.v1.uri_pb2 import UUri
 TELL_FULL_S: Final = 60.0  # between two lines about topics for which there is no room; the counters have all of them
 # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 WINDOW_IDS_MAX: Final = 131_072
+MISSING_MAX: Final = 16_384  # refused messages that are waited for
 
 log = structlog.get_logger()
 
@@ -151,8 +153,11 @@ class Ingress(EncodedListener):
         # by what the network calls them: nothing of theirs need be read until the next turn of the ledger
         self._refused: dict[str, Account] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
+        # what a log has refused and the network will bring again, as in the window of ids; set when all of it has come
+        self._missing: set[bytes] = set()
+        self._missing_came = asyncio.Event()
         self.filters = Filters(endpoint, dispatch, self)
-        redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
+        redelivers = self._redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
         self._appenders = {
             log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
             for log, flow in dispatch.flows.items()
@@ -171,6 +176,7 @@ class Ingress(EncodedListener):
         """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is
         committed."""
         endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
+        missing = self._missing
         endpoint.received += len(messages)
         version = dispatch.view.version
         if version != self._verdicts_version:
@@ -198,9 +204,12 @@ class Ingress(EncodedListener):
             if log is None and peer is None and not verdict.is_hosted:
                 self._drop(verdict, message)
                 continue
-            if not take(message.id_key + verdict.source):
+            key = message.id_key + verdict.source
+            if not take(key):
                 duplicates += 1
                 continue
+            if missing:
+                self._found(key)
             if verdict.is_answer:
                 endpoint.twins.answered(message.attributes)
             if log is not None:
@@ -233,12 +242,34 @@ class Ingress(EncodedListener):
         """Of all that has been taken here by now it is known whether it is in a log."""
         await asyncio.gather(*self._in_flight, return_exceptions=True)
 
+    async def caught_up(self, seconds: float) -> None:
+        """What a log has refused has come again and is in one, as far as that happens within `seconds`."""
+        time = asyncio.get_running_loop().time
+        end = time() + seconds
+        while True:
+            await self.settled()
+            if not self._missing or time() >= end:
+                break
+            self._missing_came.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(end):
+                    await self._missing_came.wait()
+        self._missing.clear()  # the rest has expired
+
+    def _found(self, key: bytes) -> None:
+        self._missing.discard(key)
+        if not self._missing:
+            self._missing_came.set()
+
     def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
         """By the log: it is not acknowledged, and whoever can will send it again."""
         self.endpoint.dropped["refused"] += len(batch)
         for message in batch:
             source = to_uri(uris.key(message.stamp.attributes.source)).SerializeToString()  # as in the verdict
-            self._dispatch.window.forget(message.id_key + source)
+            key = message.id_key + source
+            self._dispatch.window.forget(key)
+            if self._redelivers and len(self._missing) < MISSING_MAX:
+                self._missing.add(key)
 
     def close(self) -> None:
         """What the log refuses is not tried again; called when the network is closed."""

@@ -103,6 +103,14 @@ class Pair:
         assert [int(text) for text in self.heard.texts] == list(range(self.sent))
 
 
+def followed_by_hub(vehicle: World) -> Any:
+    endpoints = [
+        one.model_copy(update={"followed_by": "//hub/4/1/0"}) if one.name == "link" else one
+        for one in vehicle.config.endpoint
+    ]
+    return vehicle.config.model_copy(update={"endpoint": endpoints})
+
+
 @pytest.fixture
 async def pair(make_world: MakeWorld, publish: Publish) -> Pair:
     return Pair(make_world, publish)
@@ -173,16 +181,44 @@ async def test_without_a_hand_over_nothing_is_followed_and_what_is_pushed_counts
     assert pair.followed.counts["stored"] == 0
     assert any("can't be followed" in problem for problem in pair.hub.streamer.problems())
     await pair.vehicle.stop()
-    endpoints = [
-        one.model_copy(update={"followed_by": "//hub/4/1/0"}) if one.name == "link" else one
-        for one in pair.vehicle.config.endpoint
-    ]
-    pair.vehicle.config = pair.vehicle.config.model_copy(update={"endpoint": endpoints})
+    pair.vehicle.config = followed_by_hub(pair.vehicle)
     await pair.vehicle.start()
     await pair.handed_over()
     await pair.publish(50)
     await pair.expect_all()
     assert pair.followed.counts["stored"] == 50
+
+
+async def test_what_was_pushed_before_a_hand_over_comes_before_what_is_followed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower's log has refused it, and the network brings it again."""
+    await pair.begin(followed_by=False)
+    await pair.hub.until(lambda: pair.followed.trouble)
+    durable, refusals, refuses = pair.hub.streamer.logs.durable, 0, True
+    append = durable.append
+
+    def refusing(streams: list[int], messages: list[Any], notes: Any = None) -> asyncio.Future[int]:
+        nonlocal refusals
+        if notes is not None or not refuses:
+            return append(streams, messages, notes)
+        refusals += 1
+        refused = asyncio.get_running_loop().create_future()
+        refused.set_exception(UStatusError(UCode.UNAVAILABLE, "this disk is full"))
+        return refused
+
+    monkeypatch.setattr(durable, "append", refusing)
+    await pair.publish(1)
+    await pair.hub.until(lambda: refusals)
+    await pair.vehicle.stop()
+    pair.vehicle.config = followed_by_hub(pair.vehicle)
+    await pair.vehicle.start()
+    await pair.vehicle.until(lambda: pair.vehicle.streamer.handovers.followed)
+    await pair.publish(1)
+    before = refusals
+    await pair.hub.until(lambda: refusals >= before + 5)
+    refuses = False
+    await pair.expect_all()
 
 
 @pytest.mark.parametrize("had", [30, 0])
