@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
+from typing import Literal, get_args
 
 import pytest
 
@@ -14,10 +15,12 @@ from history.log import Log
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from transports.local import LocalTransport
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, Frame, PollRequest, Position
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 
 THERE = LocalUriProvider("cloud", 0x30, 1)
 TOPIC = uris.uri("vcu.vin", 0x10, 1, 0x8000)
@@ -27,7 +30,10 @@ ALL = 1 << 62
 
 class World(HistoryWorld):
     async def begin(self) -> None:
-        await self.open(await Log.open(None, name="test"))
+        self.now_ms = 1_800_000_000_000  # of the log
+        self.messages: list[UMessage] = []
+        self.times_ms: list[int] = []
+        await self.open(await Log.open(None, name="test", now_ms=lambda: self.now_ms))
         self.there = LocalTransport.on(self.network, THERE)
         await self.there.open()
         self.frames = Frames(self.there, THERE)
@@ -51,7 +57,10 @@ class World(HistoryWorld):
         await self.say(changes=asked.changes, push=asked.push)
 
     async def append(self, *sizes: int) -> None:
-        await self.append_all(self.logs[0], [publishes([TOPIC], b"x" * size)[0] for size in sizes])
+        messages = [publishes([TOPIC], b"x" * size)[0] for size in sizes]
+        self.messages += messages
+        self.times_ms += [self.now_ms] * len(messages)
+        await self.append_all(self.logs[0], messages)
 
     async def close(self) -> None:
         await self.client.close()
@@ -84,28 +93,72 @@ def test_never_more_is_under_way_than_the_window(seed: int) -> None:
     virtually(run(), seed)
 
 
+Since = Literal["place", "time", "id", "unknown id", "earliest", "latest"]
+
+
+def since(world: World, how: Since, rng: random.Random) -> tuple[PollRequest, int]:
+    """A start within what there is, and the seq it means; of `latest` what that is at least."""
+    log = world.logs[0]
+    seq = rng.randint(1, log.newest_seq)
+    match how:
+        case "place":
+            return PollRequest(positions=[Position(incarnation=log.incarnation, seq=seq)]), seq
+        case "time":
+            poll = PollRequest()
+            poll.after_time.FromMilliseconds(world.times_ms[seq - 1])
+            return poll, max(
+                place for place, time_ms in enumerate(world.times_ms, 1) if time_ms <= world.times_ms[seq - 1]
+            )
+        case "id":
+            return PollRequest(after_message_id=uuids.to_bytes(world.messages[seq - 1].attributes.id)), seq
+        case "unknown id":  # then its time counts
+            made_ms = world.times_ms[seq - 1]
+            id = made_ms.to_bytes(6, "big") + b"\x70\x00\x80" + rng.randbytes(7)
+            return PollRequest(after_message_id=id), max(
+                place for place, time_ms in enumerate(world.times_ms, 1) if time_ms <= made_ms
+            )
+        case "earliest":
+            return PollRequest(earliest=True), 0
+        case "latest":
+            return PollRequest(latest=True), log.newest_seq
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_replay_becomes_live_without_hole_or_double(seed: int) -> None:
+@pytest.mark.parametrize("how", get_args(Since))
+def test_replay_becomes_live_without_hole_or_double(how: Since, seed: int) -> None:
+    """Wherever it begins: what comes while the command is being answered comes once, and so does what comes right
+    after the answer."""
+
     async def run() -> None:
         world, rng = World(), random.Random(seed)
         await world.begin()
-        await world.append(*[10] * 50)
+        log = world.logs[0]
+        for _ in range(10):
+            await world.append(*[10] * 5)
+            world.now_ms += rng.randrange(3)
 
         async def publish() -> None:
             for _ in range(50):
                 await world.append(10)
+                world.now_ms += rng.randrange(3)
                 await asyncio.sleep(rng.choice([0, 0, 0.001]))
 
         publishing = asyncio.create_task(publish())
         for _ in range(rng.randrange(30)):
             await asyncio.sleep(0)
-        since = rng.randint(0, world.logs[0].newest_seq)
-        place = Position(incarnation=world.logs[0].incarnation, seq=since)
-        await world.push(poll=PollRequest(positions=[place], max_records=rng.randint(1, 20)))
+        poll, first = since(world, how, rng)
+        poll.max_records = rng.randint(1, 20)
+        await world.push(poll=poll)
+        answered = log.newest_seq
+        await world.append(10)  # right after the answer
         await publishing
         await asyncio.sleep(1)
+        assert [frame.number for frame, _ in world.came] == list(range(1, len(world.came) + 1)), f"{seed=}"
+        (begin,) = world.came[0][0].answer.begin
+        assert first <= begin.seq <= (answered if how == "latest" else first), f"{seed=}: it begins at {begin.seq}"
         seqs = [seq for frame, _ in world.came for batch in frame.answer.batches for seq in batch.seq]
-        assert seqs == list(range(since + 1, 101)), f"{seed=}"
+        assert seqs == list(range(begin.seq + 1, 102)), f"{seed=}"
+        assert not any(frame.answer.gaps for frame, _ in world.came), f"{seed=}"
         await world.close()
 
     virtually(run(), seed)
@@ -194,7 +247,7 @@ def test_a_sample_period_gives_the_first_record_of_each(seed: int) -> None:
         for _ in range(60):
             await world.append(*[1] * rng.randint(1, 3))
             if rng.random() < 0.3:
-                await asyncio.sleep(0.002)
+                world.now_ms += 2
         asked = CommandRequest()
         asked.changes.add().follow.topic.CopyFrom(TOPIC)
         asked.changes[0].follow.sample_period_ms = period
