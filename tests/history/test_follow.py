@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +14,7 @@ from history.acceptor import Acceptor
 from history.client import Frames, HistoryClient
 from history.follow import Following, Mode
 from history.log import Log
+from history.matches import Access, Sight
 from history.subscriber import GaplessSubscriber
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from transports.local import LocalTransport
@@ -32,6 +33,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 HERE = LocalUriProvider("cloud", 0x30, 1)
 TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(5)]
@@ -60,11 +62,12 @@ class Client(HistoryClient):
         super().__init__(*args, **more)
         self.rng, self.faults, self.calls = random.Random(seed), 0.0, 0
         self.delay_s = 0.0  # of calls, and of answers, at most
+        self.lost: set[str] = set()  # methods of which no call arrives
         self.old: list[CommandRequest] = []
 
     async def poll(self, request: PollRequest | None = None, *, patience_ms: int | None = None) -> PollResponse:
         self.calls += 1
-        self._lose()
+        self._lose("poll")
         answer = await super().poll(request, patience_ms=patience_ms)
         await asyncio.sleep(self.rng.random() * self.delay_s)
         self._lose()
@@ -72,7 +75,7 @@ class Client(HistoryClient):
 
     async def command(self, request: CommandRequest, *, patience_ms: int | None = None) -> CommandResponse:
         self.calls += 1
-        self._lose()
+        self._lose("command")
         if self.old and self.rng.random() < self.faults:
             with contextlib.suppress(UStatusError):  # it is too old
                 await super().command(self.rng.choice(self.old))
@@ -82,14 +85,24 @@ class Client(HistoryClient):
         self._lose()
         return answer
 
-    def _lose(self) -> None:
-        if self.rng.random() < self.faults:
+    def _lose(self, method: str = "") -> None:
+        if method in self.lost or self.rng.random() < self.faults:
             raise UStatusError(UCode.UNAVAILABLE, "lost on the way")
+
+
+class Door(Access):
+    is_closed = False
+
+    def of(self, caller: UUri) -> Sight:
+        if self.is_closed:
+            raise UStatusError(UCode.PERMISSION_DENIED, "not any more")
+        return super().of(caller)
 
 
 class World(HistoryWorld):
     async def begin(self, seed: int = 0) -> None:
-        await self.open(await Log.open(None, name="test"))
+        self.access = Door()
+        await self.open(await Log.open(None, name="test"), access=self.access)
         self.there = LocalTransport.on(self.network, HERE)
         await self.there.open()
         self.frames = Spoiled(self.there, HERE)
@@ -225,6 +238,128 @@ def test_frames_of_every_kind_do_no_harm(how: str, mode: Mode) -> None:
         await world.close()
 
     virtually(run())
+
+
+def subscription(message: UMessage) -> int:
+    return Frame.FromString(message.payload).subscription
+
+
+Stop = Callable[[World], Coroutine[Any, Any, None]]
+
+
+async def no_window(world: World) -> None:
+    """What we have taken is not heard of."""
+    world.client.lost = {"command"}
+    await asyncio.sleep(40)
+    assert world.service.followers.push_count == 1, "it waits for its window"
+
+
+async def lease_over(world: World) -> None:
+    world.client.lost = {"command", "poll"}
+    await asyncio.sleep(40)
+    assert not len(world.service.followers)
+
+
+async def closed(world: World) -> None:
+    await world.service.followers.close()
+
+
+async def shut_down(world: World) -> None:
+    await world.service.stop()
+    await asyncio.sleep(5)
+    await world.serve()
+
+
+async def refused(world: World) -> None:
+    """While we don't ask."""
+    world.access.is_closed = True
+    async with asyncio.timeout(60):
+        while world.service.followers.push_count:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    world.access.is_closed = False
+
+
+STOPS: dict[str, tuple[Stop, dict[str, Any]]] = {
+    "no window": (no_window, {"window_bytes": 2_000}),
+    "lease over": (lease_over, {"lease_ms": 4_000}),
+    "closed": (closed, {}),
+    "shut down": (shut_down, {}),
+    "refused": (refused, {}),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("how", STOPS)
+def test_a_push_that_the_service_ends_is_gone_on_with_by_poll(how: str, seed: int) -> None:
+    """Whenever it does: nothing is missed or doubled, and what comes late of the old push is ignored."""
+
+    async def run() -> None:
+        world, rng = World(), random.Random(seed)
+        await world.begin(seed)
+        stop, more = STOPS[how]
+        old: list[UMessage] = []
+        world.frames.change = lambda message: old.append(message) or [(0, message)]  # type: ignore[func-returns-value]
+        acceptor, seen = Acceptor(), list[int]()
+        async with Following(world.client, rng=random.Random(seed), **more) as following:
+
+            async def read() -> None:
+                while True:
+                    answer = await following.next(acceptor.places)
+                    if answer is not None:
+                        accepted = acceptor.accept(answer)
+                        assert not accepted.gaps, f"{seed=}"
+                        seen.extend(int(one.message.payload) for one in accepted.records)
+
+            async def feed(first: int, count: int) -> None:
+                for number in range(first, first + count):
+                    await world.append(number, 1)
+                    await asyncio.sleep(rng.random() / 5)
+
+            async def has(count: int) -> None:
+                async with asyncio.timeout(3_600):
+                    while len(seen) < count and not reading.done():  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                if reading.done():
+                    reading.result()
+
+            reading = asyncio.create_task(read())
+            for one in TOPICS:
+                following.follow(one)
+            await feed(0, 50)
+            await has(50)
+            ended, polls = subscription(old[-1]), following.counts["polls"]
+            feeding = asyncio.create_task(feed(50, 250))
+            await asyncio.sleep(rng.random() * 3)
+            await stop(world)
+            await feeding
+            if "poll" not in world.client.lost:
+                await has(300)
+            world.client.lost = set()
+            await has(300)
+            assert following.counts["polls"] > polls, f"{seed=}"
+            count = 300
+            async with asyncio.timeout(3_600):
+                while subscription(old[-1]) == ended:
+                    await feed(count, 1)
+                    count += 1
+                    await has(count)
+                    await asyncio.sleep(1)
+            stale = [one for one in old if subscription(one) == ended]
+            frames, dropped = following.counts["frames"], world.frames.dropped["stale"]
+            for message in stale:
+                for late in (message, changed(message, number=1_000_000)):
+                    Frames.on_receive(world.frames, late)
+            assert world.frames.dropped["stale"] == dropped + 2 * len(stale)
+            assert following.counts["frames"] == frames
+            await feed(count, 5)
+            await has(count + 5)
+            reading.cancel()
+        assert sorted(seen) == list(range(count + 5)), f"{seed=}"
+        for topic in range(5):
+            assert [one for one in seen if one % 5 == topic] == list(range(topic, count + 5, 5)), f"{seed=}"
+        await world.close()
+
+    virtually(run(), seed)
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
