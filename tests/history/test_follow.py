@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Coroutine
-from typing import Any, get_args
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final, Self, get_args
 
 import pytest
 
@@ -16,13 +16,17 @@ from history.follow import Following, Mode
 from history.log import Log
 from history.matches import Access, Sight
 from history.subscriber import GaplessSubscriber
+from simulation.loop import EPOCH_S
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from transports.local import LocalTransport
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandRequest,
     CommandResponse,
     Frame,
+    Gap,
     HandOver,
     PollRequest,
     PollResponse,
@@ -102,11 +106,22 @@ class Door(Access):
 class World(HistoryWorld):
     async def begin(self, seed: int = 0) -> None:
         self.access = Door()
-        await self.open(await Log.open(None, name="test"), access=self.access)
+        await self.open(await self.log(), access=self.access)
         self.there = LocalTransport.on(self.network, HERE)
         await self.there.open()
         self.frames = Spoiled(self.there, HERE)
         self.client = Client(self.rpc, SERVICE, timeout_ms=2_000, frames=self.frames, seed=seed)
+
+    @staticmethod
+    async def log() -> Log:
+        return await Log.open(None, name="test", now_ms=uuids.now_ms)
+
+    async def lose_log(self) -> None:
+        """The service is restarted with another one; what is under way comes to that."""
+        lost, self.logs[0] = self.logs[0], await self.log()
+        await self.service.stop()
+        await self.serve()
+        await lost.close()
 
     async def append(self, first: int, count: int) -> None:
         messages = [
@@ -436,40 +451,104 @@ def test_a_service_that_lies_is_not_asked_without_end(mode: Mode, lie: str, monk
     virtually(run())
 
 
+class Resource:
+    """Served at the publisher of TOPICS[0]. It carries what its last message was: the id alone, or its place, too."""
+
+    METHOD: Final = uris.uri("vcu.vin", 0x10, 1, 1)
+
+    def __init__(self, world: World, *, has_place: bool) -> None:
+        self._world, self._has_place = world, has_place
+        self._local = LocalUriProvider("vcu.vin", 0x10, 1)
+        self.transport = LocalTransport.on(world.network, self._local)
+        self._server = InMemoryRpcServer(self.transport, self._local)
+        self._last = PollRequest()
+        self.changed: list[tuple[bytes, bytes]] = []  # log and id of each change
+
+    async def __aenter__(self) -> Self:
+        await self.transport.open()
+        await self._server.register_request_handler(self.METHOD.resource_id, lambda _: self._last)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.close()
+        await self.transport.close()
+
+    async def change(self) -> None:
+        (message,) = publishes([TOPICS[0]], str(len(self.changed)).encode())
+        log = self._world.logs[0]
+        seq = await log.append([log.stream_id(TOPICS[0])], [message])
+        self._last = PollRequest(after_message_id=id_of(message))
+        if self._has_place:
+            self._last.positions.add(incarnation=log.incarnation, seq=seq)
+        self.changed.append((log.incarnation, id_of(message)))
+
+    async def read(self) -> PollRequest:
+        """Its content, which says where to begin."""
+        return (await self._world.rpc.invoke_method(self.METHOD)).unpack(PollRequest)
+
+
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("mode", get_args(Mode))
-def test_what_changes_between_a_read_and_the_subscription_is_not_missed(seed: int, mode: Mode) -> None:
-    """A resource carries its last message's id: it is read, changes while we think, and is subscribed to after that."""
+@pytest.mark.parametrize("has_place", [False, True], ids=["id", "place"])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["kept", "lost"])
+def test_what_changes_between_a_read_and_the_subscription_is_not_missed(
+    seed: int, mode: Mode, has_place: bool, is_lost: bool
+) -> None:
+    """A resource carries its last message's id: it is read, changes while we think, and is subscribed to after that.
+    Where the log is lost meanwhile, all of the new one comes, and who knows the place is told of the gap."""
 
     async def run() -> None:
-        world = World()
+        world, rng, gaps = World(), random.Random(seed), list[Gap]()
         await world.begin(seed)
-        rng = random.Random(seed)
-        resource = b""
+        async with Resource(world, has_place=has_place) as resource:
 
-        async def change() -> None:
-            nonlocal resource
-            for number in range(40):
-                (message,) = publishes([TOPICS[0]], str(number).encode())
-                await world.append_all(world.logs[0], [message])
-                resource = id_of(message)
-                await asyncio.sleep(rng.random() / 10)
+            async def change() -> None:
+                for _ in range(40):
+                    await resource.change()
+                    await asyncio.sleep(rng.choice([0, 0, rng.random() / 5]))
 
-        changing = asyncio.create_task(change())
-        await asyncio.sleep(rng.random() * 3)
-        read = resource
-        log = world.logs[0]
-        had = await log.seq_of_id(read)
-        assert had is not None
-        await asyncio.sleep(rng.random() / 5)  # we think
-        start = PollRequest(after_message_id=read)
-        async with GaplessSubscriber(world.client, TOPICS[:1], mode=mode, start=start, rng=rng) as subscriber:
-            assert await numbers(subscriber, 40 - had) == list(range(had, 40)), f"{seed=}"
-            assert subscriber.gaps == 0
-        await changing
+            await resource.change()
+            changing = asyncio.create_task(change())
+            await asyncio.sleep(rng.random())
+            read = await resource.read()
+            lost = world.logs[0].incarnation
+            await asyncio.sleep(rng.choice([0, rng.random() / 5]))  # we think
+            if is_lost:
+                await world.lose_log()
+                await asyncio.sleep(rng.choice([0, rng.random() / 5]))
+            start = PollRequest(after_message_id=read.after_message_id)
+            positions = {one.incarnation: one.seq for one in read.positions}
+            async with GaplessSubscriber(
+                world.client, TOPICS[:1], mode=mode, start=start, positions=positions, on_gap=gaps.append, rng=rng
+            ) as subscriber:
+                await changing
+                await resource.change()
+                ids = [id for _, id in resource.changed]
+                after = [number for number, (log, _) in enumerate(resource.changed) if log != lost]
+                expected = after if is_lost else list(range(ids.index(read.after_message_id) + 1, len(ids)))
+                assert await numbers(subscriber, len(expected)) == expected, f"{seed=}"
+                assert subscriber.gaps == len(gaps) == (is_lost and has_place), f"{seed=}"
+                for gap in gaps:
+                    assert gap.reason == Gap.REASON_INCARNATION
+                    assert {gap.incarnation: gap.after_seq} == positions
+                await resource.change()
+                assert await numbers(subscriber, 1) == [len(ids)], f"{seed=}: and nothing twice"
         await world.close()
 
-    virtually(run(), seed)
+    with on_the_loops_clock():
+        virtually(run(), seed)
+
+
+@contextlib.contextmanager
+def on_the_loops_clock() -> Iterator[None]:
+    """Ids, and the times of logs that ask `uuids`, hold virtual time."""
+
+    def time_ns() -> int:
+        return int((EPOCH_S + asyncio.get_running_loop().time()) * 1e9)
+
+    generate = uuids.UUIDGenerator(lambda: time_ns() // 1_000_000)
+    with uuids.simulated(time_ns, generate):
+        yield
 
 
 def id_of(message: UMessage) -> bytes:
