@@ -280,8 +280,9 @@ class HistoryService:
             found = await log.seq_of_id(asked.after_message_id)
             if found is not None and await self._sees_record(log, found, poll):
                 return found
-            # Not in this log, or no longer: whatever was appended after the id was made is at least what follows it.
-            seq = await log.seq_before_time(int.from_bytes(asked.after_message_id[:6], "big"))
+            # Not in this log, or no longer: whatever was appended after the id was made, and be it in the same
+            # millisecond, is at least what follows it.
+            seq = await log.seq_before_time(int.from_bytes(asked.after_message_id[:6], "big") - 1)
         else:
             return log.floor_seq
         if seq <= log.floor_seq and log.floor_seq:

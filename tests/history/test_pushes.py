@@ -106,17 +106,13 @@ def since(world: World, how: Since, rng: random.Random) -> tuple[PollRequest, in
         case "time":
             poll = PollRequest()
             poll.after_time.FromMilliseconds(world.times_ms[seq - 1])
-            return poll, max(
-                place for place, time_ms in enumerate(world.times_ms, 1) if time_ms <= world.times_ms[seq - 1]
-            )
+            return poll, sum(time_ms <= world.times_ms[seq - 1] for time_ms in world.times_ms)
         case "id":
             return PollRequest(after_message_id=uuids.to_bytes(world.messages[seq - 1].attributes.id)), seq
-        case "unknown id":  # then its time counts
+        case "unknown id":  # then its time counts: what was appended in that very millisecond may have come after it
             made_ms = world.times_ms[seq - 1]
             id = made_ms.to_bytes(6, "big") + b"\x70\x00\x80" + rng.randbytes(7)
-            return PollRequest(after_message_id=id), max(
-                place for place, time_ms in enumerate(world.times_ms, 1) if time_ms <= made_ms
-            )
+            return PollRequest(after_message_id=id), sum(time_ms < made_ms for time_ms in world.times_ms)
         case "earliest":
             return PollRequest(earliest=True), 0
         case "latest":
