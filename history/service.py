@@ -353,6 +353,8 @@ class HistoryService:
             complete = await self._read_all(poll)
             del response.next[:]
             response.next.extend(await _told(poll))
+            if not poll.positions:
+                response.made.CopyFrom(uuids.new())
         return bool(response.batches or response.gaps or not complete)
 
     async def _read_all(self, poll: Poll) -> bool:

@@ -343,29 +343,35 @@ class Followed:
         self.is_handed_over = True
 
     async def _find_place(self, following: Following) -> Places:
-        """Where its logs end, and ours says so on disk: what comes later is followed. Which ids that has, the answer to
-        the next command tells."""
+        """Where its logs end, and ours says so on disk: what comes later is followed. Which ids that has, the same
+        answer tells."""
         acceptor = Acceptor(read=self._follows.read)
         while not acceptor.places.positions:
             answer = await following.next(acceptor.places)
             if answer is not None:
                 acceptor.accept(answer)
+                self._told_since = uuids.to_bytes(answer.made) if uuids.is_v7(answer.made) else None
         await self._keep_first(acceptor.places)
         return acceptor.places
 
     async def _keep_first(self, places: Places) -> None:
+        since = self._told_since
         self._log.keep_place(self.key, self._stored(places))
         await self._log.saved()
-        self._has_place = True
+        self._has_place, self._copies_since = True, since
 
     def _told(self, done: UUID) -> None:
         if not self._has_place or not uuids.is_v7(done):
             return
         id = uuids.to_bytes(done)
-        if self._told_since is None or id < self._told_since:  # lower: the clock of who publishes went back
+        if self._told_since is None:
             self._told_since = id
-            self._pending.has_moved = True
-            self._came.set()
+        elif id < self._told_since:  # the clock of who publishes went back
+            self._told_since = self._copies_since = id
+        else:
+            return
+        self._pending.has_moved = True
+        self._came.set()
 
     async def _pull(self, following: Following, places: Places) -> None:
         """Accept, while what was accepted before is committed."""

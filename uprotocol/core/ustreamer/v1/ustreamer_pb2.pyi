@@ -356,6 +356,7 @@ class PollResponse(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
+    MADE_FIELD_NUMBER: _builtins.int
     more: _builtins.bool
     """true: there is more at hand right now"""
     lease_ms: _builtins.int
@@ -376,6 +377,10 @@ class PollResponse(_message.Message):
     def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
         """where this answer begins to read each log: what `start` came to, where it was asked for"""
 
+    @_builtins.property
+    def made(self) -> _uuid_pb2.UUID:
+        """of a poll without positions: what is published there under a later id comes after `next`"""
+
     def __init__(
         self,
         *,
@@ -385,10 +390,11 @@ class PollResponse(_message.Message):
         more: _builtins.bool = ...,
         lease_ms: _builtins.int = ...,
         begin: _abc.Iterable[Global___Position] | None = ...,
+        made: _uuid_pb2.UUID | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "gaps", b"gaps", "lease_ms", b"lease_ms", "more", b"more", "next", b"next"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "gaps", b"gaps", "lease_ms", b"lease_ms", "made", b"made", "more", b"more", "next", b"next"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
