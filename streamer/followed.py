@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service; and one answer beside it
 # rung for so long without an answer: plain copies count again until the history answers
 DEAF_S: Final = 60.0
-CAUGHT_UP_S: Final = 30.0  # at most, for what was pushed before a hand-over and the log has refused
+CAUGHT_UP_S: Final = 30.0  # at most, for what came before anything was followed, and the log has refused
 RING_S: Final = 0.25  # after a doorbell without an answer we ask anew
 # what can't be followed, and will not be soon: until then plain copies count
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
@@ -307,6 +307,8 @@ class Followed:
                 if not places.positions:
                     places = await self._find_place(following)
                 self.listen_anew()
+                # what came by itself up to there is stored before what is followed
+                await self._follows.ingress(self.endpoint).caught_up(CAUGHT_UP_S)
                 await self._pull(following, places)
         finally:
             self._following, self._acceptor, self.is_handed_over = None, None, False
@@ -338,8 +340,6 @@ class Followed:
             places.positions[position.incarnation] = max(known, position.seq)
             if position.in_memory:
                 places.idle.add(position.incarnation)
-        # what was pushed up to there comes before what is followed
-        await self._follows.ingress(self.endpoint).caught_up(CAUGHT_UP_S)
         self.is_handed_over = True
 
     async def _find_place(self, following: Following) -> Places:
