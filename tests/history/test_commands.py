@@ -79,7 +79,8 @@ async def test_a_poll_of_a_follower_answers_as_one_that_names_the_topics(world: 
         assert world.service.followers.topic_count == len(wanted)
         if wanted:  # a poll without topics means all of them
             named = await world.client.poll(PollRequest(topics=list(wanted.values())))
-            assert await world.client.poll(PollRequest(follower=NAME)) == named, f"{seed=} {number=}"
+            followed = await world.client.poll(PollRequest(follower=NAME))
+            assert list(followed.batches) == list(named.batches), f"{seed=} {number=}"
         else:
             assert not (await world.client.poll(PollRequest(follower=NAME))).batches
 
