@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 
 import transports.mqtt5
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, packets, wire
-from transports.mqtt5.connection import Connection
+from transports.mqtt5.connection import Connection, Dialler
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -441,3 +442,20 @@ def test_of_paho_only_what_is_public() -> None:
                 assert node.module in allowed, f"{file.name}: {node.module}"
             if isinstance(node, ast.Import):
                 assert not any(name.name.startswith("paho") for name in node.names), file.name
+
+
+async def test_what_is_written_behind_something_small_leaves_at_once() -> None:
+    """Nagle's algorithm would keep a request behind a PUBACK until the broker's kernel has acknowledged that: 40 ms."""
+
+    class User(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.set_result(transport)
+
+    made: asyncio.Future[asyncio.BaseTransport] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        dialler = Dialler("127.0.0.1", server.sockets[0].getsockname()[1])
+        await dialler.dial(User(), None, DEADLINE_S)  # type: ignore[arg-type]
+        transport = await made
+        assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        transport.close()
