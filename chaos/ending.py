@@ -16,6 +16,7 @@ from typing import Final
 from chaos.judges import MqttSender, PublisherSender
 from chaos.ledger import Verdict
 from chaos.plan import CLOUD, UP, VEHICLE
+from chaos.processes import Gateway
 from chaos.world import World
 
 READY_S: Final = 90.0  # after the last fault, for each thing that has to come back
@@ -32,6 +33,9 @@ def finish(world: World) -> Verdict:
         process.wait_ready()
     world.await_links(READY_S)
     _await(world, "everything ready", lambda: not _problems(world), lambda: str(_problems(world)))
+    if world.plan.follows:  # senders send until it has, so that something is judged
+        hub = world.gateways[-1]
+        _await(world, f"anything that {hub.name} has followed", lambda: any(_followed(hub).values()), lambda: "nothing")
     world.hush()
     _await(world, "a PUBACK for each message", lambda: not _unacked(world), lambda: f"{_unacked(world)} are missing")
     _await_history(world)
@@ -142,14 +146,16 @@ def _check_followed(world: World) -> None:
         verdict.examples += [f"lost: not in the log of who follows: {entry}" for entry in missing[:3]]
     if ledger.gap_records or any(poller.gaps for poller in world.pollers):
         verdict.problems.append("a gap was told, though nothing is ever lost where a history is followed")
-    became = {
+    verdict.notes.append(f"since its last start {hub.name} has followed: {_followed(hub)}")
+
+
+def _followed(gateway: Gateway) -> dict[str, int]:
+    """Records since its start, by what became of them."""
+    return {
         name.partition('what="')[2][:-2]: int(value)
-        for name, value in hub.metrics().items()
+        for name, value in gateway.metrics().items()
         if "followed_records" in name
     }
-    verdict.notes.append(f"since its last start {hub.name} has followed: {became}")
-    if not any(became.values()):
-        verdict.problems.append(f"{hub.name} has followed nothing since its last start")
 
 
 def _read_letters(world: World, data_dir: str) -> None:
