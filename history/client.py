@@ -217,9 +217,11 @@ class Patience:
 
     def __init__(self) -> None:
         self.ms = PATIENCE_MS_MIN
+        self.usual_ms = 0.0  # what answers take
 
     def answered(self, ms: float) -> None:
         """It took so long."""
+        self.usual_ms += (ms - self.usual_ms) / 4
         self.ms = max(PATIENCE_MS_MIN, self.ms // 2 if ms * PATIENCE_TIMES < self.ms else self.ms)
 
     def lost(self) -> None:

@@ -44,9 +44,9 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 LEASE_MS: Final = 120_000  # of the service's memory of us
 ALIVE_SHARE: Final = 4  # of it: so often we say something, though nothing comes
-ACK_SHARE: Final = 4  # of the window: what is taken is told when it is so much
 FRAMES_HELD_MAX: Final = 2_048  # that we have not looked at, and twice the bytes of the window: more nobody may send
-# how long nothing may come until we look whether something was missed: four times what is usual, within these
+# how long nothing may come until we look whether something was missed: four times what is usual between frames, or for
+# a call to be answered, within these
 QUIET_S_MIN: Final = 0.25
 QUIET_S_MAX: Final = 30.0
 QUIET_TIMES: Final = 4
@@ -132,7 +132,7 @@ class Following:
         self._came = asyncio.Event()
         self._rung = asyncio.Event()
         self._asks = 0  # how often more was wanted
-        self._taken = self._taken_bytes = self._told_taken = 0
+        self._taken = 0  # the number of the last frame
         self._quiet_s, self._usual_s, self._came_at = QUIET_S_FIRST, 0.0, 0.0
         self._misses, self._rest_s, self._rests_until = 0, REST_S_MIN, 0.0
         self.counts: Counter[str] = Counter()
@@ -332,7 +332,6 @@ class Following:
             self._push = None
         elif self._subscription:
             asked.frames_taken = self._taken
-            self._told_taken, self._taken_bytes = self._taken, 0
         asked.acked.extend(Position(incarnation=one, seq=seq) for one, seq in self._acked.items())
         if self._hand_over and changes:  # it may be refused, and they not
             self._say.set()
@@ -447,7 +446,7 @@ class Following:
         asked.push.subscription, asked.push.window_bytes = self._subscription, self._window
         asked.push.poll.CopyFrom(self._request(places))
         self._push = asked
-        self._taken = self._taken_bytes = self._told_taken = 0
+        self._taken = 0
         self._came_at = asyncio.get_running_loop().time()
         self._say.set()
 
@@ -469,7 +468,8 @@ class Following:
             return
         now = asyncio.get_running_loop().time()
         self._usual_s += (now - self._came_at - self._usual_s) / 8
-        self._quiet_s = min(QUIET_S_MAX, max(QUIET_S_MIN, QUIET_TIMES * self._usual_s))
+        usual_s = max(self._usual_s, self._poller.patience.usual_ms / 1_000)
+        self._quiet_s = min(QUIET_S_MAX, max(QUIET_S_MIN, QUIET_TIMES * usual_s))
         self._came_at = now
         self._frames.append((frame, bytes))
         self._frames_bytes += bytes
@@ -487,7 +487,7 @@ class Following:
                 if not follows(frame.answer.begin, places.positions) or any(map(is_of_log, frame.answer.gaps)):
                     self.counts["missed"] += 1
                     return await self._recover(places)
-                self._take(frame, bytes)
+                self._take(frame)
                 if is_behind(frame.answer.next, places.positions):
                     self.counts["repeated"] += 1
                     continue
@@ -505,12 +505,10 @@ class Following:
             if self._rung.is_set() and not self._frames:
                 return await self._look(places)
 
-    def _take(self, frame: Frame, bytes: int) -> None:
+    def _take(self, frame: Frame) -> None:
         self._misses, self._rest_s = 0, REST_S_MIN
         self._taken = max(self._taken, frame.number)
-        self._taken_bytes += bytes
-        is_much = self._taken_bytes * ACK_SHARE >= self._window
-        if is_much or (self._taken - self._told_taken) * ACK_SHARE >= FRAMES_HELD_MAX // 2:
+        if frame.tell:
             self._say.set()
 
     async def _look(self, places: Places) -> PollResponse | None:

@@ -26,7 +26,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 WINDOW_BYTES_MAX: Final = 8 << 20  # under way to one follower: 20 MB/s over a network of 200 ms there and back
+WINDOW_BYTES_MIN: Final = 64 << 10  # of each, if there are many
 WINDOW_FRAMES_MAX: Final = 1_024  # the same, where there is little in each
+TELL_SHARE: Final = 4  # a follower is asked to tell what it has taken for each quarter of the window
 PUSH_WAIT_MS: Final = 10_000  # where nothing comes a frame says so now and then
 FRAME_TTL_MS: Final = 10_000  # one that is older has been polled by now
 AGAIN_S: Final = 1.0  # after a refusal that will pass
@@ -64,19 +66,27 @@ class Pushing:
         topic: UUri,
         answer: Callable[[Poll], Awaitable[None]],
         post: Callable[[UMessage], None],
+        window_bytes_max: Callable[[], int] = lambda: WINDOW_BYTES_MAX,
     ) -> None:
-        """`asked` is checked. `answer` fills a poll's response, and raises UStatusError; `topic` is the frames'."""
+        """`asked` is checked. `answer` fills a poll's response, and raises UStatusError; `topic` is the frames'.
+        `window_bytes_max`: what the way there has room for now, while its network takes nothing."""
         self._asked, self._caller, self._topic, self._answer, self._post = asked, caller, topic, answer, post
         self._request = PollRequest()
         self._request.CopyFrom(asked.poll)
-        self._window = min(asked.window_bytes or WINDOW_BYTES_MAX, WINDOW_BYTES_MAX)
+        self._window_max = window_bytes_max
         self._under_way: deque[tuple[int, int]] = deque()  # number and bytes
         self._bytes = self.frames = 0
+        self._to_tell = 0  # the last frame that asks to tell, and how much has been sent since
+        self._untold_bytes = 0
         self._opened = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="push")
 
     def __repr__(self) -> str:
         return f"Pushing({self.frames} frames, {self._bytes} bytes under way)"
+
+    @property
+    def _window(self) -> int:
+        return min(self._asked.window_bytes or WINDOW_BYTES_MAX, self._window_max())
 
     @property
     def is_over(self) -> bool:
@@ -103,6 +113,9 @@ class Pushing:
     async def _run(self) -> None:
         while True:
             while self._under_way and (self._bytes >= self._window or len(self._under_way) >= WINDOW_FRAMES_MAX):
+                if self._under_way[0][0] > self._to_tell:  # the window is smaller than it was
+                    here = self._request.positions
+                    self._send(PollResponse(begin=here, next=here), tell=True)
                 self._opened.clear()
                 await self._opened.wait()
             try:
@@ -124,11 +137,20 @@ class Pushing:
         self._request.positions.extend(poll.response.next)
         return poll.response
 
-    def _send(self, answer: PollResponse) -> None:
+    def _send(self, answer: PollResponse, *, tell: bool = False) -> None:
         self.frames += 1
         frame = Frame(subscription=self._asked.subscription, number=self.frames, answer=answer)
+        frame.tell = self._is_to_tell(frame.ByteSize(), tell)
         builder = UMessageBuilder.notification(self._topic, self._asked.sink).with_ttl(FRAME_TTL_MS)
         message = builder.pack(frame)
         self._under_way.append((self.frames, len(message.payload)))
         self._bytes += len(message.payload)
         self._post(message)
+
+    def _is_to_tell(self, bytes: int, now: bool) -> bool:
+        self._untold_bytes += bytes
+        are_many = (self.frames - self._to_tell) * TELL_SHARE >= WINDOW_FRAMES_MAX
+        if not (now or are_many or self._untold_bytes * TELL_SHARE >= self._window):
+            return False
+        self._to_tell, self._untold_bytes = self.frames, 0
+        return True

@@ -23,6 +23,7 @@ from history.describe import Listing, describe
 from history.followers import TOPICS_MAX, Followers
 from history.log import Log
 from history.matches import EVERYTHING, Access, Matches
+from history.pushing import WINDOW_BYTES_MAX
 from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
@@ -91,8 +92,11 @@ class HistoryService:
         share: int = CALLERS_SHARE,
         drain_ms_max: int = DRAIN_MS_MAX,
         followed_max: int = TOPICS_MAX,
+        window_bytes_max: int | None = None,
         handing_over: HandingOver | None = None,
     ) -> None:
+        """`window_bytes_max`: pushed to one follower and not taken; None: as much as waits here for one authority, less
+        an answer."""
         own = LocalUriProvider(local.get_authority(), entity, VERSION)
         self._server = InMemoryRpcServer(
             transport,
@@ -112,6 +116,8 @@ class HistoryService:
         self._turns = Turns(reply_bytes_max, self._server.responses.has_room, SEATS_MAX, share)
         self._server.responses.on_taken(self._turns.look)
         self._handing_over = handing_over
+        if window_bytes_max is None:
+            window_bytes_max = max(0, replies_bytes_max // share - reply_bytes_max)
         self.followers = Followers(
             self._matches,
             self._access.of,
@@ -120,6 +126,7 @@ class HistoryService:
             own.get_resource(FRAMES),
             share=share,
             topics_max=followed_max,
+            window_bytes_max=min(window_bytes_max, WINDOW_BYTES_MAX),
         )
         self.consumers = Consumers(self._logs, uuids.now_ms, share=share)
         self._seen: dict[Log, int] = {}

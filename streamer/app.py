@@ -201,6 +201,7 @@ class Streamer:
             share=CALLERS_SHARE,
             drain_ms_max=DRAIN_MS_MAX,
             followed_max=self.limits.followed_topics_max,
+            window_bytes_max=self.limits.window_bytes_max,
             handing_over=self.handovers,
         )
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)

@@ -129,7 +129,7 @@ class Pump:
         self._due_ms: dict[int, dict[str, int]] = {}
         self._sending: list[Item] = []  # taken from the queue, and neither under way nor settled
         self._wake = asyncio.Event()
-        self._flights = Flights(peer, self._wake.set)
+        self._flights: Flights[Item] = Flights(peer, self._wake.set)
         self._read = 0  # last seq read
         self.cursor = 0  # last seq confirmed
         self.retries = 0
@@ -330,10 +330,8 @@ class Pump:
             return self._queue.messages > 0 or (
                 bool(self.aside) and self.aside.due_at <= asyncio.get_running_loop().time()
             )
-        if not self._queue.messages or not self._flights.have_room:
-            return False
         is_full = self._queue.messages >= BATCH_MESSAGES_MAX or self._queue.bytes >= WINDOW_BYTES_MAX
-        return is_full or self._flights.next_at <= asyncio.get_running_loop().time()
+        return self._queue.messages > 0 and self._flights.may_leave(is_full=is_full)
 
     @property
     def _next_at(self) -> float | None:
@@ -689,7 +687,7 @@ class Pump:
         if self._flights.have_failed:  # while we waited: what has to leave again comes first
             self._put_back(batch)
         elif self._flights or (self.peer.in_flight_messages and not self._failing and not self.aside):
-            self._flights.begin(batch)
+            self._flights.begin(batch, [message for _, message, _ in batch], min([seq for seq, _, _ in batch]))
         else:  # a trial: others would only fail behind it
             statuses = await self.peer.send_batch([message for _, message, _ in batch])
             self._sending = []

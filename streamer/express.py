@@ -13,18 +13,21 @@ A queue is bounded in messages and bytes. So that one who floods a stalled peer 
 - a caller (the uEntity that is the source of a request, or the sink of a response: it has caused both) has at most a
   quarter,
 - the uEntities of one source authority together have at most a half, since their numbers may be made up,
-- our own answers have a room of their own: whoever is refused is told.
-What is being sent counts until the network has taken it.
+- our own answers have a room of their own: whoever is refused is told,
+- and so have frames of histories, of which one follower has at most a half.
+What is being sent counts until the network has taken it. A network far away has several batches under way (flights.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
 from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
 from streamer.endpoint import Endpoint, Endpoints
+from streamer.flights import Flights
 from streamer.hosted import HostedTransport
 from streamer.limits import SENDERS_SHARE
 from streamer.priority_queue import PriorityQueue
@@ -49,13 +52,7 @@ ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods
 class Entry(NamedTuple):
     size: int
     message: EncodedMessage
-    # whose it is: its caller's, and the authority's that sends it; None: our answer
-    accounts: tuple[Hashable, Hashable] | None
-
-
-def _accounts(attributes: UAttributes) -> tuple[Hashable, Hashable]:
-    caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
-    return (caller.authority_name, caller.ue_id), attributes.source.authority_name
+    rooms: list[tuple[Shares[Hashable], Hashable]]  # where it counts, and as whose
 
 
 def _asked_again(message: EncodedMessage) -> str:
@@ -93,8 +90,7 @@ class Express:
 
         What is refused is not parsed: a batch of large ones would be there twice.
         """
-        entry = Entry(message.ByteSize(), message, _accounts(message.stamp.attributes))
-        full = self.queues[peer.name].put(entry)
+        full = self.queues[peer.name].put(message)
         if full is None:
             return
         if dropped := _asked_again(message):
@@ -135,8 +131,7 @@ class Express:
         origin = self._endpoints.owner(response.attributes.sink.authority_name)
         if origin is None:
             return
-        encoded = EncodedMessage.of(response)
-        if self.queues[origin.name].put(Entry(encoded.ByteSize(), encoded, None)) is not None:
+        if self.queues[origin.name].put(EncodedMessage.of(response), is_ours=True) is not None:
             origin.dropped["answers_full"] += 1  # they don't leave: whoever asked isn't listening now
 
 
@@ -150,39 +145,46 @@ class ExpressQueue:
         limits = express.messages_max, express.bytes_max
         self._callers: Shares[Hashable] = Shares(*limits, CALLERS_SHARE)
         self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by authority
-        self._answers: Shares[None] = Shares(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, 1)
-        self._arrived = asyncio.Event()
+        self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
+        self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, 1)
+        self._arrived = asyncio.Event()  # or an answer has
+        self._flights: Flights[Entry] = Flights(peer, self._arrived.set)
+        self._is_failing = False  # the last batch was
 
     def __len__(self) -> int:
         """What waits, and what is being sent."""
-        return self._callers.pieces + self._answers.pieces
+        return self._callers.pieces + self._frames.pieces + self._answers.pieces
 
     def __repr__(self) -> str:
         return f"ExpressQueue({self.peer.name}, waiting={len(self)}, bytes={self.bytes})"
 
     @property
     def bytes(self) -> int:
-        return self._callers.bytes + self._answers.bytes
+        return self._callers.bytes + self._frames.bytes + self._answers.bytes
 
-    def put(self, entry: Entry) -> Full | None:
-        """The limit that leaves no room for it; None: it waits now."""
-        size, _, accounts = entry
-        if accounts is None:
-            full = self._answers.full(None, size)
-        else:
-            full = self._callers.full(accounts[0], size) or self._senders.full(accounts[1], size)
-        if full is None:
-            self._queue.add([entry])
-            self._count(entry, 1)
-            self._arrived.set()
-        return full
+    def put(self, message: EncodedMessage, *, is_ours: bool = False) -> Full | None:
+        """The limit that leaves no room for it; None: it waits now. `is_ours`: our answer to what was refused."""
+        entry = Entry(message.ByteSize(), message, self._rooms(message.stamp.attributes, is_ours))
+        for room, whose in entry.rooms:
+            if (full := room.full(whose, entry.size)) is not None:
+                return full
+        self._queue.add([entry])
+        self._count(entry, 1)
+        self._arrived.set()
+        return None
+
+    def _rooms(self, attributes: UAttributes, is_ours: bool) -> list[tuple[Shares[Hashable], Hashable]]:
+        if is_ours:
+            return [(self._answers, None)]
+        caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
+        account = caller.authority_name, caller.ue_id
+        if attributes.type == attrs.NOTIFICATION:
+            return [(self._frames, account)]
+        return [(self._callers, account), (self._senders, attributes.source.authority_name)]
 
     def _count(self, entry: Entry, sign: int) -> None:
-        if entry.accounts is None:
-            self._answers.add(None, sign, sign * entry.size)
-        else:
-            self._callers.add(entry.accounts[0], sign, sign * entry.size)
-            self._senders.add(entry.accounts[1], sign, sign * entry.size)
+        for room, whose in entry.rooms:
+            room.add(whose, sign, sign * entry.size)
 
     def _take(self) -> list[Entry]:
         """The next batch, highest class first; what has expired is failed instead."""
@@ -204,28 +206,58 @@ class ExpressQueue:
 
     async def run(self) -> None:
         """Pump until cancelled."""
-        while True:
+        try:
+            while True:
+                await self._step()
+        finally:
+            self._flights.drop()
+
+    async def _step(self) -> None:
+        if self._flights.are_answered:
+            if self._flights.have_failed:
+                await self._flights.answered()
+            await self._settle(*self._flights.landed())
+        elif self._may_send:
             batch = self._take()
+            messages = [entry.message for entry in batch]
             if not batch:
-                self._arrived.clear()
-                if not self._queue:
+                return
+            if self._flights or (self.peer.in_flight_messages and not self._is_failing):
+                self._flights.begin(batch, messages)
+            else:  # where the network wants one at a time; or a trial: others would only fail behind it
+                await self._settle(batch, await self.peer.send_batch(messages))
+        else:
+            self._arrived.clear()
+            may_leave_later = self._flights and self._queue.messages and self._flights.have_room
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._flights.next_at if may_leave_later else None):
                     await self._arrived.wait()
-                continue
-            sent, again, refused = settle(batch, await self.peer.send_batch([entry.message for entry in batch]))
-            refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
-            for entry in sent:
-                self._count(entry, -1)
-            for entry, status in refused:
-                what = status.message or code_name(status.code)
-                self._end(entry, status.code, f"endpoint {self.peer.name!r}: {what}")
-            self.peer.forwarded += len(sent)
-            # the ttl is looked at when it is their turn again
-            waiting = [entry for entry, status in again if not is_nobody_listening(status)]
-            if waiting:
-                self._queue.put_back(waiting)
-                await self._backoff.wait(self._soonest_expiry_ms())
-            else:
-                self._backoff.reset()
+
+    @property
+    def _may_send(self) -> bool:
+        if not self._flights:
+            return self._queue.messages > 0
+        is_full = self._queue.messages >= BATCH_MAX or self._queue.bytes >= BATCH_BYTES_MAX
+        return self._queue.messages > 0 and self._flights.may_leave(is_full=is_full)
+
+    async def _settle(self, batch: list[Entry], statuses: list[UStatus]) -> None:
+        """What was taken has left; the rest leaves again after a pause, or is failed."""
+        sent, again, refused = settle(batch, statuses)
+        refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
+        for entry in sent:
+            self._count(entry, -1)
+        for entry, status in refused:
+            what = status.message or code_name(status.code)
+            self._end(entry, status.code, f"endpoint {self.peer.name!r}: {what}")
+        self.peer.forwarded += len(sent)
+        # the ttl is looked at when it is their turn again
+        waiting = [entry for entry, status in again if not is_nobody_listening(status)]
+        self._is_failing = bool(waiting)
+        if waiting:
+            self._queue.put_back(waiting)
+            await self._backoff.wait(self._soonest_expiry_ms())
+        else:
+            self._backoff.reset()
 
     def _soonest_expiry_ms(self) -> int | None:
         """How long until something that waits expires: its originator is told then, not later."""

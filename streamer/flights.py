@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
-from streamer.blocked import Item
 from streamer.endpoint import Endpoint
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE
@@ -30,24 +29,28 @@ BYTES_MAX: Final = 16 << 20
 LAND_S: Final = 0.5
 
 
-class Flight(NamedTuple):
-    items: list[Item]
+T = TypeVar("T")
+
+
+class Flight(NamedTuple, Generic[T]):
+    items: list[T]
     bytes: int  # of payload
     oldest_seq: int
     answer: asyncio.Task[list[UStatus]]
 
 
-class Landed(NamedTuple):
-    items: list[Item]
+class Landed(NamedTuple, Generic[T]):
+    items: list[T]
     statuses: list[UStatus]  # one for each
 
 
-class Flights:
-    """Those of one pump. `on_answer` is called when a batch is answered."""
+class Flights(Generic[T]):
+    """Those of one pump, whose items are messages and what it knows of them. `on_answer` is called when a batch is
+    answered."""
 
     def __init__(self, peer: Endpoint, on_answer: Callable[[], None]) -> None:
         self._peer, self._on_answer = peer, on_answer
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[Flight[T]] = deque()
         self.messages = self.bytes = 0
         self.next_at = 0.0  # loop time from which on one that is not full may leave
         self.have_failed = False  # something of what is under way is to be sent again: nothing leaves before that
@@ -55,7 +58,7 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[T]:
         """What is under way, in the order in which it left."""
         return (item for flight in self._flights for item in flight.items)
 
@@ -69,6 +72,10 @@ class Flights:
             return False
         return self.messages < self._peer.in_flight_messages
 
+    def may_leave(self, *, is_full: bool) -> bool:
+        """The next batch, behind those that are under way; `is_full`: as large as it gets."""
+        return self.have_room and (is_full or self.next_at <= asyncio.get_running_loop().time())
+
     @property
     def are_answered(self) -> bool:
         """The oldest is: `landed` has something to tell."""
@@ -78,12 +85,11 @@ class Flights:
     def oldest_seq(self) -> int | None:
         return min((flight.oldest_seq for flight in self._flights), default=None)
 
-    def begin(self, items: list[Item]) -> None:
-        """Send these behind those that are under way."""
-        messages = [message for _, message, _ in items]
+    def begin(self, items: list[T], messages: list[EncodedMessage], oldest_seq: int = 0) -> None:
+        """Send these behind those that are under way: items, and the message of each."""
         octets = sum([len(message.payload) for message in messages])
         answer = asyncio.create_task(self._fly(messages))
-        self._flights.append(Flight(items, octets, min([seq for seq, _, _ in items]), answer))
+        self._flights.append(Flight(items, octets, oldest_seq, answer))
         self.messages += len(items)
         self.bytes += octets
         self.next_at = asyncio.get_running_loop().time() + SPACING_S
@@ -96,9 +102,9 @@ class Flights:
         self._on_answer()
         return statuses
 
-    def landed(self) -> Landed:
+    def landed(self) -> Landed[T]:
         """What has been answered, up to the first that has not; it is under way no more."""
-        landed = Landed([], [])
+        landed: Landed[T] = Landed([], [])
         while self.are_answered:
             items, octets, _, answer = self._flights.popleft()
             self.messages -= len(items)

@@ -54,7 +54,6 @@ CAUGHT_UP_S: Final = 30.0  # at most, for what came before anything was followed
 RING_S: Final = 0.25  # after a doorbell without an answer we ask anew
 # what can't be followed, and will not be soon: until then plain copies count
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
-WINDOW_BYTES_MIN: Final = 64 << 10  # of what may be under way to us from one history, if many are followed
 DENIED_TOLD_MAX: Final = 100  # lines of a log about topics that may not be read
 
 log = structlog.get_logger()
@@ -295,7 +294,7 @@ class Followed:
                 mode=self.follow.mode if self.follow is not None else "auto",
                 start=start,
                 acks=True,
-                window_bytes=max(WINDOW_BYTES_MIN, self._follows.window_bytes),
+                window_bytes=self._follows.window_bytes,
                 on_denied=self._denied,
                 on_forgotten=self._forgotten,
                 on_told=lambda _, done: self._told(done),

@@ -64,8 +64,13 @@ class Limits:
 
     @property
     def express_bytes_max(self) -> int:
-        """Of requests and responses that wait for one endpoint."""
+        """Of requests and responses that wait for one endpoint, and of frames of histories."""
         return max(2 * self.message_bytes_max, self.memory_bytes // 32)
+
+    @property
+    def window_bytes_max(self) -> int:
+        """Pushed to one follower and not taken: all of it may have to wait for its endpoint."""
+        return self.express_bytes_max // SENDERS_SHARE
 
     @property
     def dead_letter_bytes_max(self) -> int:

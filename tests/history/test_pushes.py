@@ -12,6 +12,7 @@ import pytest
 from history.acceptor import Acceptor
 from history.client import Frames, HistoryClient
 from history.log import Log
+from history.pushing import WINDOW_BYTES_MIN
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -29,11 +30,11 @@ ALL = 1 << 62
 
 
 class World(HistoryWorld):
-    async def begin(self) -> None:
+    async def begin(self, **service: int) -> None:
         self.now_ms = 1_800_000_000_000  # of the log
         self.messages: list[UMessage] = []
         self.times_ms: list[int] = []
-        await self.open(await Log.open(None, name="test", now_ms=lambda: self.now_ms))
+        await self.open(await Log.open(None, name="test", now_ms=lambda: self.now_ms), **service)
         self.there = LocalTransport.on(self.network, THERE)
         await self.there.open()
         self.frames = Frames(self.there, THERE)
@@ -91,6 +92,38 @@ def test_never_more_is_under_way_than_the_window(seed: int) -> None:
         await world.close()
 
     virtually(run(), seed)
+
+
+def test_a_window_that_others_make_smaller_opens_again() -> None:
+    """Though nobody was asked to tell what has been taken when it was larger."""
+
+    async def run() -> None:
+        world = World()
+        await world.begin(window_bytes_max=1 << 20)
+        await world.push()
+        for records in (12, 200):
+            await world.append(*[8_000] * records)
+            await asyncio.sleep(0.1)
+        assert [frame.tell for frame, _ in world.came] == [False, True, False, False], "and the window is full"
+        for number in range(40):
+            other = CommandRequest(follower=bytes([number]) * 16, number=1)
+            other.push.sink.CopyFrom(THERE.get_source())
+            other.push.subscription = 100 + number
+            other.push.poll.earliest = True
+            await world.client.command(other)
+        acceptor, records = Acceptor(), 0
+        while records < 212:
+            await asyncio.sleep(0.1)
+            frames, bytes_of = zip(*world.came, strict=True)
+            world.came.clear()
+            assert sum(bytes_of) <= (WINDOW_BYTES_MIN if records else 1 << 20) + 8_500
+            records += sum(len(acceptor.accept(frame.answer).records) for frame in frames)
+            assert any(frame.tell for frame in frames)
+            await world.say(frames_taken=max(frame.number for frame in frames if frame.tell))
+        assert not acceptor.dropped
+        await world.close()
+
+    virtually(run())
 
 
 Since = Literal["place", "time", "id", "unknown id", "earliest", "latest"]

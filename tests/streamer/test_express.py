@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from streamer import express as expresses
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
-from streamer.limits import CALLERS_SHARE, SENDERS_SHARE
+from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, Stamp
@@ -386,3 +386,78 @@ async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bound
     await asyncio.gather(running, return_exceptions=True)
     assert sum(sizes) == 10
     assert max(sizes) <= 3
+
+
+class Far(Network):
+    """Answers when it is told to, and takes several batches meanwhile."""
+
+    in_flight_messages = 1_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: asyncio.Queue[tuple[Sequence[UMessage], asyncio.Future[list[UStatus]]]] = asyncio.Queue()
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        answer: asyncio.Future[list[UStatus]] = asyncio.get_running_loop().create_future()
+        self.batches.put_nowait((messages, answer))
+        return await answer
+
+
+async def test_a_network_far_away_has_several_batches_under_way_and_after_a_failure_all_leave_again_in_order() -> None:
+    """One batch for each round trip would be 20 requests in a row within a second over 50 ms."""
+    lanes, endpoints, _, letters = express(100)
+    cloud, far = endpoints["cloud"], Far()
+    cloud.transport = far  # type: ignore[assignment]
+    running = asyncio.create_task(lanes.queues["cloud"].run())
+    sent = [answer_of(f"//vehicle1/8001/1/{number}", 60_000) for number in range(1, 4)]
+    under_way = []
+    async with asyncio.timeout(20):
+        for message in sent:  # each leaves though nothing is answered
+            put(lanes, cloud, message)
+            under_way.append(await far.batches.get())
+        assert [[one.attributes for one in batch] for batch, _ in under_way] == [[one.attributes] for one in sent]
+        put(lanes, cloud, answer_of("//vehicle1/8001/1/4", 60_000))
+        under_way[1][1].set_result([UStatus(code=UCode.UNAVAILABLE)])
+        under_way[0][1].set_result([UStatus(code=UCode.OK)])
+        under_way[2][1].set_result([UStatus(code=UCode.UNAVAILABLE)])
+        again: list[int] = []
+        while len(again) < 3:
+            batch, answer = await far.batches.get()
+            again += [one.attributes.source.resource_id for one in batch]
+            answer.set_result([UStatus(code=UCode.OK)] * len(batch))
+        while len(lanes.queues["cloud"]):  # noqa: ASYNC110 - the queues tell nobody
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert (again, letters) == ([2, 3, 4], [])
+    assert (cloud.forwarded, lanes.queues["cloud"].bytes) == (4, 0)
+
+
+def frame(sink: str, bytes: int) -> UMessage:
+    payload = UPayload(b"x" * bytes, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+    return UMessageBuilder.notification(uris.parse("//vehicle1/4/1/8003"), uris.parse(sink)).build_from_upayload(
+        payload
+    )
+
+
+@given(memory_mib=st.integers(32, 4_096))
+def test_what_may_be_under_way_to_one_follower_has_room_while_its_network_takes_nothing(memory_mib: int) -> None:
+    limits = Limits(memory_mib << 20)
+    frames = express(4_096, limits.express_bytes_max)[0].queues["cloud"]._frames
+    assert limits.window_bytes_max <= frames.each_bytes_max
+
+
+def test_frames_leave_room_for_answers_and_for_those_of_other_followers() -> None:
+    lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
+    cloud = endpoints["cloud"]
+    for _ in range(50):
+        put(lanes, cloud, frame("//cloud/1/1/0", 9_500))
+    assert len(lanes.queues["cloud"]) == 100_000 // SENDERS_SHARE // 9_600
+    for _ in range(50):
+        put(lanes, cloud, frame("//cloud/2/1/0", 9_500))
+    assert len(lanes.queues["cloud"]) == 100_000 // 9_600
+    assert cloud.dropped == {"frames": 100 - len(lanes.queues["cloud"])}
+    asked = UMessageBuilder.request(uris.parse("//cloud/1/1/0"), METHOD, 60_000).build()
+    put(lanes, cloud, UMessageBuilder.response_for_request(asked.attributes).build())
+    assert len(lanes.queues["cloud"]) == 100_000 // 9_600 + 1
+    assert letters == []

@@ -625,7 +625,7 @@ class Push(_message.Message):
     subscription: _builtins.int
     """in each frame; choose another one for each push"""
     window_bytes: _builtins.int
-    """of frames that were not taken; 0: the service's limit"""
+    """of frames that were not taken; the service may have less; 0: its limit"""
     @_builtins.property
     def sink(self) -> _uri_pb2.UUri:
         """of the caller's authority, resource 0"""
@@ -661,9 +661,12 @@ class Frame(_message.Message):
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    TELL_FIELD_NUMBER: _builtins.int
     subscription: _builtins.int
     number: _builtins.int
     """1, 2, 3 ..."""
+    tell: _builtins.bool
+    """say in a Command that it was taken: else the window fills up"""
     @_builtins.property
     def answer(self) -> Global___PollResponse:
         """`begin` is always there"""
@@ -674,10 +677,11 @@ class Frame(_message.Message):
         subscription: _builtins.int = ...,
         number: _builtins.int = ...,
         answer: Global___PollResponse | None = ...,
+        tell: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number", "subscription", b"subscription", "tell", b"tell"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
