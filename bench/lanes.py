@@ -138,11 +138,15 @@ def _network(
 ) -> Address:
     """`more` follows the leg's own settings of a broker, since what follows a bridge belongs to it; `unless_set` is for
     a leg that has none."""
+    return new_address(network, stack, (*(leg.broker_settings or unless_set), *more))
+
+
+def new_address(network: str, stack: ExitStack, broker_settings: Sequence[str] = ()) -> Address:
+    """Of a network that nobody else is on, with a broker where it has one, until `stack` ends."""
     if network == "mqtt":
         from transports.mqtt5.broker import Broker
 
-        settings = (*(leg.broker_settings or unless_set), *more)
-        return Address(network, stack.enter_context(Broker(settings=settings)).port)
+        return Address(network, stack.enter_context(Broker(settings=broker_settings)).port)
     return Address(network, free_domain() if network == "dds" else free_port())
 
 

@@ -55,9 +55,18 @@ def keys(head: str, values: Mapping[str, Any]) -> str:
     return "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
 
 
-def endpoint(name: str, authority: str, address: Address, usubscription: str, more: Mapping[str, Any]) -> str:
+def endpoint(
+    name: str,
+    authority: str,
+    address: Address,
+    usubscription: str,
+    more: Mapping[str, Any],
+    followed_by: str | None = None,
+) -> str:
+    """`more`: further settings of its transport; `followed_by`: the streamer that follows, if one does."""
     transport = address.network.replace("mqtt", "mqtt5")
-    values = {"name": name, "transport": transport, "authorities": [authority], "usubscription": usubscription}
+    by = {} if followed_by is None else {"followed_by": followed_by}
+    values = {"name": name, "transport": transport, "authorities": [authority], "usubscription": usubscription, **by}
     return "\n".join([keys("[[endpoint]]", values), keys("[endpoint.settings]", {**settings(address), **more})])
 
 

@@ -188,10 +188,13 @@ def _brokers() -> list[Target]:
 
 def _following() -> list[Target]:
     polls, road = ("costs", "following_polls"), ("costs", "following")
-    far, near = (at(*road, "follow_push", trip, "per_s") for trip in ("200", "0"))
     most, one = (at(*polls, topics, "bytes") for topics in ("10000", "1"))
     return [
-        Target("followed over a link of 200 ms there and back, over one of 0", over(far, near), 0.8, "", at_least=True),
+        *(
+            Target(f"followed over {name} of 200 ms there and back, over 0", over(far, near), 0.8, "", at_least=True)
+            for link, name in (("zenoh", "Zenoh"), ("mqtt", "MQTT"))
+            for far, near in [[at(*road, link, "follow_push", trip, "per_s") for trip in ("200", "0")]]
+        ),
         Target("bytes of a poll that follows 10,000 topics, over those of one", over(most, one), 1, ""),
     ]
 

@@ -1,20 +1,21 @@
 """Following: a gateway that follows another one over a link of some length, and what a poll costs.
 
-publisher -> vehicle gateway == link, TCP through bench.far == hub, which follows -> subscriber       all of it Zenoh
+publisher -- Zenoh -- vehicle gateway == Zenoh or MQTT through bench.far, or DDS == hub -- Zenoh -- subscriber
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from bench import subject, wire
 from bench.costs.common import Figures, Setting, metrics, points
-from bench.lanes import RUN_TIMEOUT_S, Lane
+from bench.lanes import RUN_TIMEOUT_S, Lane, new_address
 from bench.measure import calibrate
 from bench.networks import Address
 from bench.processes import BenchError, Child
@@ -32,7 +33,9 @@ from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 
 WAYS: Final = ("pushed", "follow_push", "follow_poll")  # the first: the vehicle's gateway pushes, nobody follows
-ROUND_TRIPS_MS: Final = (0, 200)
+ROUND_TRIPS_MS: Final = {"zenoh": (0, 200), "mqtt": (0, 200), "dds": (0,)}  # by the link; bench.far delays TCP only
+# further settings of the link: an acknowledgement of a broker takes as long as the way there and back
+MORE: Final[dict[str, dict[str, object]]] = {"mqtt": {"in_flight_max": 4_096}}
 SHORT_S: Final = 3.0
 PACE_PER_S: Final = 200  # of the delays
 TAKEN_OVER_S: Final = 30.0
@@ -43,11 +46,11 @@ NAMED_MAX: Final = 1_000  # topics that one poll may name
 
 
 def road(setting: Setting) -> Figures:
-    """Per second at full speed, and delays at a modest pace, by the way and the round trip of the link."""
+    """Per second at full speed, and delays at a modest pace, by the link, the way and the round trip of the link."""
 
-    def of(way: str) -> Figures:
+    def of(link: str, way: str) -> Figures:
         def at(round_trip_ms: int, directory: Path) -> Figures:
-            with _road(way, round_trip_ms, directory) as one:
+            with _road(link, way, round_trip_ms, directory) as one:
                 seconds = setting.seconds_or(SHORT_S)
                 paced = one.run(int(PACE_PER_S * seconds), PACE_PER_S)
                 return {
@@ -56,20 +59,21 @@ def road(setting: Setting) -> Figures:
                     "p99_ms": round(paced["p99_ms"], 1),
                 }
 
-        setting.say(way)
-        return points(ROUND_TRIPS_MS, Setting(setting.directory / way, setting.say, setting.seconds), at)
+        setting.say(f"{link}, {way}")
+        return points(ROUND_TRIPS_MS[link], replace(setting, directory=setting.directory / link / way), at)
 
-    return {way: of(way) for way in WAYS}
+    return {link: {way: of(link, way) for way in WAYS} for link in ROUND_TRIPS_MS}
 
 
 @contextmanager
-def _road(way: str, round_trip_ms: int, directory: Path) -> Iterator[Lane]:
+def _road(network: str, way: str, round_trip_ms: int, directory: Path) -> Iterator[Lane]:
     directory.mkdir(parents=True)
-    source, link, out = (Address("zenoh", free_port()) for _ in range(3))
+    source, out = (Address("zenoh", free_port()) for _ in range(2))
     with ExitStack() as stack:
-        far = stack.enter_context(
-            Child.module("far", "bench.far", link.number, round_trip_ms / 2, log_dir=directory)
-        ).answer(RUN_TIMEOUT_S)["port"]
+        link = far = new_address(network, stack)
+        if network != "dds":
+            child = Child.module("far", "bench.far", link.number, round_trip_ms / 2, log_dir=directory)
+            far = Address(network, stack.enter_context(child).answer(RUN_TIMEOUT_S)["port"])
         admin = free_port()
         hub = _start(stack, directory, "hub", _hub(way, link, out, admin))
         _start(stack, directory, "vehicle", _vehicle(way, source, far))
@@ -105,30 +109,30 @@ def _authority(name: str) -> str:
     return wire.INGRESS_AUTHORITY if name == "vehicle" else wire.EGRESS_AUTHORITY
 
 
-def _vehicle(way: str, source: Address, far: int) -> list[str]:
-    by = {} if way == "pushed" else {"followed_by": uris.format(ids.at(wire.EGRESS_AUTHORITY)).removeprefix("up:")}
-    link = {"name": "link", "transport": "zenoh", "authorities": [wire.EGRESS_AUTHORITY], "usubscription": "none"}
-    settings = {"mode": "client", "connect": [f"tcp/127.0.0.1:{far}"]}
+def _vehicle(way: str, source: Address, far: Address) -> list[str]:
+    more: Mapping[str, object] = MORE.get(far.network, {})
+    if far.network == "zenoh":
+        more = {"mode": "client", "listen": [], "connect": [f"tcp/127.0.0.1:{far.number}"]}
+    by = None if way == "pushed" else _service(wire.EGRESS_AUTHORITY)
     return [
         subject.endpoint("in", wire.INGRESS_AUTHORITY, source, "none", {}),
-        subject.keys("[[endpoint]]", {**link, "suffix": "", **by})
-        + "\n"
-        + subject.keys("[endpoint.settings]", settings),
+        subject.endpoint("link", wire.EGRESS_AUTHORITY, far, "none", more, by),
     ]
 
 
 def _hub(way: str, link: Address, out: Address, admin: int) -> list[str]:
-    follow = {
-        "endpoint": "link",
-        "service": uris.format(ids.at(wire.INGRESS_AUTHORITY)).removeprefix("up:"),
-        "mode": way.removeprefix("follow_"),
-    }
+    follow = {"endpoint": "link", "service": _service(wire.INGRESS_AUTHORITY), "mode": way.removeprefix("follow_")}
     return [
         f'admin = "127.0.0.1:{admin}"',
         subject.endpoint("out", wire.EGRESS_AUTHORITY, out, "none", {}),
-        subject.endpoint("link", wire.INGRESS_AUTHORITY, link, "none", {}),
+        subject.endpoint("link", wire.INGRESS_AUTHORITY, link, "none", MORE.get(link.network, {})),
         *([] if way == "pushed" else [subject.keys("[[follow]]", follow)]),
     ]
+
+
+def _service(authority: str) -> str:
+    """A gateway, as a configuration names it."""
+    return uris.format(ids.at(authority)).removeprefix("up:")
 
 
 def _wait_for(admin: int) -> None:
