@@ -306,7 +306,8 @@ class ExpressSection(_Section):
 
     messages_max: int = Field(default=4_096, ge=1)
     """requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond it
-    RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half"""
+    RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half. Frames of
+    histories have as much beside it, one follower a half of that"""
 
 
 class LimitsSection(_Section):
