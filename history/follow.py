@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -93,16 +94,18 @@ class Following:
         on_forgotten: Callable[[], None] = lambda: None,
         on_told: Callable[[Sequence[UUri], UUID], None] = lambda *_: None,
         rng: random.Random | None = None,
+        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         """`start`: a PollRequest of which only `start` is read, for logs that `next` is not told a place of. `plain`:
         polls name the topics, and the service keeps nothing of us while it does not push. `acks`: say what is safe with
-        us, though we have no consumer."""
+        us, though we have no consumer. `rng`: for pauses; `random_bytes`: for names that nobody may have again, nor we
+        after a restart, nor a process that is forked from this one."""
         self.mode: Mode = mode
         self._client, self._plain, self._acks = client, plain, acks
         self._on_denied, self._on_forgotten, self._on_told = on_denied, on_forgotten, on_told
-        self._rng = rng if rng is not None else random.Random()
+        self._random_bytes = random_bytes
         waits = {} if wait_ms_max is None else {"wait_ms_max": wait_ms_max}
-        self._poller = Poller(client, on_connected=on_connected, rng=self._rng, **waits)
+        self._poller = Poller(client, on_connected=on_connected, rng=rng, **waits)
         self._base = PollRequest()
         self._base.CopyFrom(start if start is not None else PollRequest(earliest=True))
         for name in ("topics", "positions", "acked", "until"):
@@ -240,7 +243,7 @@ class Following:
 
     def _begin_anew(self) -> None:
         """Under another name: so that no command of before can be taken for one of now."""
-        self._follower, self._number = self._rng.randbytes(16), 0
+        self._follower, self._number = self._random_bytes(16), 0
         self._is_asked = False
         self._untold = dict(self._topics)
         self._told.clear()
@@ -438,7 +441,7 @@ class Following:
     # -- pushes
 
     def _begin_push(self, places: Places) -> None:
-        self._subscription = self._rng.getrandbits(64) or 1
+        self._subscription = int.from_bytes(self._random_bytes(8), "big") or 1
         self._client.expect(self._subscription, self._arrived)
         self.counts["pushes"] += 1
         asked = CommandRequest()

@@ -135,6 +135,7 @@ class GaplessSubscriber:
         on_gap: Callable[[Gap], None] | None = None,
         on_connected: Callable[[bool], None] | None = None,
         rng: random.Random | None = None,
+        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
         self._on_gap = on_gap
@@ -151,6 +152,7 @@ class GaplessSubscriber:
             on_connected=on_connected,
             on_denied=self._on_denied,
             rng=rng,
+            random_bytes=random_bytes,
         )
         for topic in topics or (uris.ANY,):
             self._following.follow(topic, sample_period_ms)

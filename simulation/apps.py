@@ -327,7 +327,13 @@ class HistoryReader:
             frames = Frames(self._transport, self._transport.local) if self._modes else None
             client = HistoryClient(rpc, self._service, timeout_ms=3_000, frames=frames)
             reader = GaplessSubscriber(
-                client, self.topics, cursor_path=self._cursor, wait_ms_max=4_000, on_gap=self._gap, rng=self._world.dice
+                client,
+                self.topics,
+                cursor_path=self._cursor,
+                wait_ms_max=4_000,
+                on_gap=self._gap,
+                rng=self._world.dice,
+                random_bytes=self._world.dice.randbytes,
             )
             if self._modes:
                 reader.mode = self._world.dice.choice(self._modes)

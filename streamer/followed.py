@@ -299,6 +299,7 @@ class Followed:
                 on_forgotten=self._forgotten,
                 on_told=lambda _, done: self._told(done),
                 rng=self._follows.rng,
+                random_bytes=self._follows.random_bytes,
             ) as following:
                 self._following, self._fixed = following, {}
                 if self.is_gateway:
@@ -542,7 +543,8 @@ class Followed:
     async def end(self) -> None:
         """Tell the other side to push again, from where we are. Raises UStatusError."""
         client = self._follows.client(self.service)
-        async with Following(client, mode="poll", rng=self._follows.rng) as following:
+        rng, random_bytes = self._follows.rng, self._follows.random_bytes
+        async with Following(client, mode="poll", rng=rng, random_bytes=random_bytes) as following:
             await following.hand_over(HandOver(end=True, positions=self._committed().request()))
 
 

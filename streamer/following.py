@@ -74,7 +74,7 @@ class Follows(UListener):
         """`on_gap` is told what can never be had."""
         self._configured, self._endpoints, self._hosted, self._local = follows, endpoints, hosted, local
         self._interest, self.on_gap = interest, on_gap
-        self.rng, self.now_ms = runtime.rng, runtime.now_ms
+        self.rng, self.now_ms, self.random_bytes = runtime.rng, runtime.now_ms, runtime.random_bytes
         self.backoff = backoff
         self._rpc = InMemoryRpcClient(hosted, local)
         self._frames = Frames(hosted, local)

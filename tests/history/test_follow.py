@@ -10,7 +10,7 @@ from typing import Any, Final, Self, get_args
 
 import pytest
 
-from history.acceptor import Acceptor
+from history.acceptor import Acceptor, Places
 from history.client import Frames, HistoryClient
 from history.follow import Following, Mode
 from history.log import Log
@@ -387,6 +387,25 @@ def test_a_service_that_knows_no_commands_is_polled(mode: Mode, monkeypatch: pyt
         await world.begin()
         monkeypatch.setattr(world.client, "command", unknown)
         assert not (await whole(world, mode)).counts["commands"]
+        await world.close()
+
+    virtually(run())
+
+
+def test_no_name_is_used_twice_though_chance_repeats_itself() -> None:
+    """As it does in processes that are forked from one. Frames of a push that began before a restart were taken for
+    those of the push of now, which has more topics."""
+
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        for number in range(1, 3):
+            async with Following(world.client, mode="push", rng=random.Random(1)) as following:
+                following.follow(TOPICS[0])
+                await following.next(Places({world.logs[0].incarnation: 0}))
+            assert len(world.service.followers) == number
+        subscriptions = {one.push._asked.subscription for one in world.service.followers if one.push is not None}
+        assert len(subscriptions) == 2
         await world.close()
 
     virtually(run())
