@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from history.asked import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, Poll, pattern_of
 from history.log import Log
 from history.matches import Match, Matches, Sight
-from history.pushing import WINDOW_BYTES_MAX, WINDOW_BYTES_MIN, Pushing, checked_push
+from history.pushing import WINDOW_BYTES_MAX, Pushing, checked_push, window_bytes_of_each
 from history.stream import plain_address
 from history.thinning import Thinning
 from uprotocol import uri as uris
@@ -174,7 +174,7 @@ class Followers:
         self._matches, self._sight_of, self._answer = matches, sight_of, answer
         self._responses, self._frames = responses, service
         self._window_bytes_max = window_bytes_max
-        self._pushes = set[Pushing]()  # until a sweep also those that are over
+        self._pushes = set[Pushing]()  # under way
         self._followers: dict[Key, Follower] = {}
         self._room = Shares[str](FOLLOWERS_MAX, share=share)
         self._topics = Shares[str](topics_max, share=share)
@@ -196,7 +196,7 @@ class Followers:
 
     @property
     def push_count(self) -> int:
-        return sum(not push.is_over for push in self._pushes)
+        return len(self._pushes)
 
     async def close(self) -> None:
         """Nobody is pushed to any more, and nobody known."""
@@ -283,7 +283,9 @@ class Followers:
             follower.stop_push()
         if push is not None:
             answer = functools.partial(self._answer_for, follower)
-            follower.push = Pushing(push, follower.caller, self._frames, answer, self._post, self._window_bytes)
+            follower.push = Pushing(
+                push, follower.caller, self._frames, answer, self._post, self._window_bytes, self._pushes.discard
+            )
             self._pushes.add(follower.push)
         elif follower.push is not None and asked.frames_taken:
             follower.push.taken(asked.frames_taken)
@@ -294,8 +296,7 @@ class Followers:
 
     def _window_bytes(self) -> int:
         """Of each push."""
-        share = 2 * self._window_bytes_max // max(1, len(self._pushes))
-        return max(WINDOW_BYTES_MIN, min(self._window_bytes_max, share))
+        return window_bytes_of_each(len(self._pushes), 2 * self._window_bytes_max, self._window_bytes_max)
 
     def _post(self, frame: UMessage) -> None:
         self.counts["frames"] += 1
@@ -344,7 +345,6 @@ class Followers:
         for follower in [one for one in self._followers.values() if one.ends_at < now and not one.waits]:
             self.counts["expired"] += 1
             self._forget(follower)
-        self._pushes -= {push for push in self._pushes if push.is_over}
         if self._followers:
             self._sweeping = loop.call_later(SWEEP_S, self._sweep)
 

@@ -36,6 +36,11 @@ AGAIN_S: Final = 1.0  # after a refusal that will pass
 log = structlog.get_logger()
 
 
+def window_bytes_of_each(count: int, all: int, most: int = WINDOW_BYTES_MAX) -> int:
+    """The share of `count` that have `all` together."""
+    return max(WINDOW_BYTES_MIN, min(most, all // max(1, count)))
+
+
 def checked_push(asked: PushRequest, attributes: UAttributes) -> PushRequest:
     """Raises INVALID_ARGUMENT, PERMISSION_DENIED."""
     push = PushRequest()
@@ -66,10 +71,12 @@ class Pushing:
         topic: UUri,
         answer: Callable[[Poll], Awaitable[None]],
         post: Callable[[UMessage], None],
-        window_bytes_max: Callable[[], int] = lambda: WINDOW_BYTES_MAX,
+        window_bytes_max: Callable[[], int],
+        on_end: Callable[[Pushing], None],
     ) -> None:
         """`asked` is checked. `answer` fills a poll's response, and raises UStatusError; `topic` is the frames'.
-        `window_bytes_max`: what the way there has room for now, while its network takes nothing."""
+        `window_bytes_max`: what the way there has room for now, while its network takes nothing. `on_end` is called
+        when nothing is pushed any more."""
         self._asked, self._caller, self._topic, self._answer, self._post = asked, caller, topic, answer, post
         self._request = PollRequest()
         self._request.CopyFrom(asked.poll)
@@ -80,6 +87,7 @@ class Pushing:
         self._untold_bytes = 0
         self._opened = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="push")
+        self._task.add_done_callback(lambda _: on_end(self))
 
     def __repr__(self) -> str:
         return f"Pushing({self.frames} frames, {self._bytes} bytes under way)"
@@ -87,10 +95,6 @@ class Pushing:
     @property
     def _window(self) -> int:
         return min(self._asked.window_bytes or WINDOW_BYTES_MAX, self._window_max())
-
-    @property
-    def is_over(self) -> bool:
-        return self._task.done()
 
     @property
     def consumer(self) -> tuple[str, int]:

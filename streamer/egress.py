@@ -338,7 +338,7 @@ class Pump:
         """Loop time from which on something that waits may leave, though nobody wakes us."""
         if not self._flights:
             return self.aside.due_at if self.aside else None
-        return self._flights.next_at if self._queue.messages and self._flights.have_room else None
+        return self._flights.leaves_at(self._queue.messages)
 
     # Reading ahead
 

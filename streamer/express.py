@@ -228,9 +228,8 @@ class ExpressQueue:
                 await self._settle(batch, await self.peer.send_batch(messages))
         else:
             self._arrived.clear()
-            may_leave_later = self._flights and self._queue.messages and self._flights.have_room
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._flights.next_at if may_leave_later else None):
+                async with asyncio.timeout_at(self._flights.leaves_at(self._queue.messages)):
                     await self._arrived.wait()
 
     @property

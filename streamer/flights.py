@@ -76,6 +76,10 @@ class Flights(Generic[T]):
         """The next batch, behind those that are under way; `is_full`: as large as it gets."""
         return self.have_room and (is_full or self.next_at <= asyncio.get_running_loop().time())
 
+    def leaves_at(self, waiting: int) -> float | None:
+        """Loop time from which on so many messages may leave though no batch is full; None: not before an answer."""
+        return self.next_at if waiting and self.have_room else None
+
     @property
     def are_answered(self) -> bool:
         """The oldest is: `landed` has something to tell."""

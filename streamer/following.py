@@ -16,7 +16,7 @@ import structlog
 
 from history.client import Frames, HistoryClient
 from history.log import Log
-from history.pushing import WINDOW_BYTES_MAX, WINDOW_BYTES_MIN
+from history.pushing import window_bytes_of_each
 from history.writer import Followed as Notes
 from storage.runtime import Runtime
 from streamer.endpoint import Endpoint, Endpoints
@@ -315,8 +315,7 @@ class Follows(UListener):
     @property
     def window_bytes(self) -> int:
         """The share of one. Over a link of 200 ms there and back, 8 MiB are some 40 MB/s."""
-        share = WINDOWS_BYTES_MAX // max(1, len(self._followed))
-        return max(WINDOW_BYTES_MIN, min(WINDOW_BYTES_MAX, share))
+        return window_bytes_of_each(len(self._followed), WINDOWS_BYTES_MAX)
 
     def client(self, service: UUri) -> HistoryClient:
         return HistoryClient(self._rpc, service, frames=self._frames)
