@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from history import witness
 from history.chunk import INCARNATION_BYTES, SEQ_MAX, Origin
+from history.frontier import GROUP_MAX, LENGTH_MAX, Epoch
 from history.witness import Known, gap_of
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position, RecordBatch
 from uprotocol.encoded import EncodedMessage
@@ -31,7 +32,7 @@ REFUSED_MAX: Final = 8
 @dataclass(frozen=True, slots=True)
 class Record:
     """One message of a history. `time_ms`: when it was appended, Unix milliseconds. `origin`: where it was appended
-    first, if that is another log."""
+    first, if that is another log. `epoch`: to which it belongs, if its topic is one of a group that has epochs."""
 
     incarnation: bytes
     seq: int
@@ -39,6 +40,7 @@ class Record:
     time_ms: int
     message: Any  # a UMessage, or what reads like one
     origin: Origin | None = None
+    epoch: Epoch | None = None
 
     @property
     def topic(self) -> tuple[bytes, bytes, bytes]:
@@ -79,8 +81,10 @@ class Places:
 
 @dataclass(slots=True)
 class Accepted:
-    """What one answer brought: records in order, the gaps before them, and where the next poll begins."""
+    """What one answer brought: records in order, the gaps before them, and where the next poll begins. `frontiers`: how
+    far epochs had come where it began; None: it does not say."""
 
+    frontiers: list[Record] | None = None
     records: list[Record] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     places: Places = field(default_factory=Places)
@@ -130,6 +134,9 @@ class Acceptor:
                 self.positions[begin.incarnation] = self._base[begin.incarnation] = begin.seq
                 if begin.in_memory:
                     self.places.idle.add(begin.incarnation)
+        if response.has_frontiers:
+            told = (decode(batch, self._read) or () for batch in response.frontiers)
+            accepted.frontiers = [record for records in told for record in records if isinstance(record, Record)]
         for gap in response.gaps:
             self._note(gap, accepted)
         for incarnation in [one for one in self.positions if one not in following] if following else []:
@@ -243,19 +250,19 @@ def went_back(gap: Gap) -> bool:
 
 def decode(batch: RecordBatch, read: Callable[[bytes], Any] = UMessage.FromString) -> list[Record | int] | None:
     """Its records; the seq alone of what is no UMessage. None if the columns have different lengths, or a seq is none
-    that a log gives, or where a record comes from can't be read."""
+    that a log gives, or where a record comes from, or to what it belongs, can't be read."""
     columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
     if len({len(column) for column in columns}) != 1:
         return None
     if batch.seq and not (min(batch.seq) > 0 and max(*batch.seq, *batch.prev_seq) <= SEQ_MAX):
         return None
-    origins = _origins(batch)
-    if origins is None:
+    origins, epochs = _origins(batch), _epochs(batch)
+    if origins is None or epochs is None:
         return None
     records: list[Record | int] = []
-    for seq, prev_seq, time_ms, data, origin in zip(*columns, origins, strict=True):
+    for seq, prev_seq, time_ms, data, origin, epoch in zip(*columns, origins, epochs, strict=True):
         try:
-            records.append(Record(batch.incarnation, seq, prev_seq, time_ms, read(data), origin))
+            records.append(Record(batch.incarnation, seq, prev_seq, time_ms, read(data), origin, epoch))
         except DecodeError:
             records.append(seq)
     return records
@@ -274,3 +281,15 @@ def _origins(batch: RecordBatch) -> Sequence[Origin | None] | None:
     if any(place and not seq for place, seq in pairs):
         return None
     return [Origin(logs[place - 1], seq) if place else None for place, seq in pairs]
+
+
+def _epochs(batch: RecordBatch) -> Sequence[Epoch | None] | None:
+    """One for each record; None if they can't be read."""
+    if not (batch.epochs or batch.epoch):
+        return [None] * len(batch.seq)
+    known = [Epoch(one.group, tuple(one.time.numbers)) for one in batch.epochs]
+    if len(batch.epoch) != len(batch.seq) or max(batch.epoch, default=0) > len(known):
+        return None
+    if not all(0 < len(one.group.encode()) <= GROUP_MAX and 0 < len(one.time) <= LENGTH_MAX for one in known):
+        return None
+    return [known[place - 1] if place else None for place in batch.epoch]

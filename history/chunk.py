@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
+from history.frontier import LENGTH_MAX, Epoch
 from uprotocol.encoded import Carried, EncodedMessage, Stamps
 
 ID_BYTES: Final = 16  # a message id, big endian
@@ -27,6 +28,9 @@ ORIGIN_MEMORY_BYTES: Final = 100  # ... and where it comes from, if it was follo
 # of an origin in a reply: which log (2 bytes for 10,000 of them), which seq; and once for each log its name, with a tag
 ORIGIN_BYTES: Final = 11
 ORIGIN_LOG_BYTES: Final = INCARNATION_BYTES + 2
+EPOCH_MEMORY_BYTES: Final = 8  # a pointer of each record; the epochs themselves are shared
+EPOCH_BYTES: Final = 3  # of a record, in a reply: which one it is of ...
+EPOCH_EACH_BYTES: Final = 80 + 11 * LENGTH_MAX  # ... and each of them once: its group, its numbers
 PASSED_RECORDS_MAX = 1_000  # in a second of retention; who is owed more looks at ranges, not at messages
 PASSED_BYTES_MAX = 1 << 20  # of their messages
 _STAMPS = Stamps()  # a cache only, so one for all logs
@@ -44,12 +48,13 @@ class Chunk:
     """Records in log order. Their seqs are contiguous, unless the chunk was made by `select`.
 
     `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record, and
-    so has `origins`, unless it is None: none of the records was followed. Never changed once made.
+    so have `origins` and `epochs`, unless they are None: none of the records was followed, or has an epoch. Never
+    changed once made.
     """
 
     __slots__ = (
         *("_data", "_messages", "_stream_set"),
-        *("first_seq", "last_seq", "origins", "prev_seqs", "seqs", "streams", "time_ms"),
+        *("epochs", "first_seq", "last_seq", "origins", "prev_seqs", "seqs", "streams", "time_ms"),
     )
 
     def __init__(
@@ -61,13 +66,15 @@ class Chunk:
         data: list[bytes] | None = None,
         messages: Sequence[Carried] | None = None,
         origins: list[Origin | None] | None = None,
+        epochs: list[Epoch | None] | None = None,
     ) -> None:
         assert len(seqs) == len(streams) == len(prev_seqs) > 0, "a chunk has records, and each column an entry for each"
         assert origins is None or len(origins) == len(seqs), "one for each record, or none at all"
+        assert epochs is None or len(epochs) == len(seqs), "one for each record, or none at all"
         assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
         self.seqs, self.first_seq, self.last_seq = seqs, seqs[0], seqs[-1]
         self.time_ms, self.streams, self.prev_seqs = time_ms, streams, prev_seqs
-        self._data, self._messages, self.origins = data, messages, origins
+        self._data, self._messages, self.origins, self.epochs = data, messages, origins, epochs
         self._stream_set: frozenset[int] | None = None
 
     def __repr__(self) -> str:
@@ -126,20 +133,30 @@ class Chunk:
 
     def _part(self, pick: Callable[[Any], Any]) -> Chunk:
         """What `pick` leaves of each column."""
-        data, messages, origins = self._data, self._messages, self.origins
+        data, messages, origins, epochs = self._data, self._messages, self.origins, self.epochs
         columns = (pick(self.streams), pick(self.prev_seqs), data and pick(data), messages and pick(messages))
         if origins is not None and not any(origins := pick(origins)):
             origins = None
-        return Chunk(pick(self.seqs), self.time_ms, *columns, origins)
+        if epochs is not None and not any(epochs := pick(epochs)):
+            epochs = None
+        return Chunk(pick(self.seqs), self.time_ms, *columns, origins, epochs)
 
     @property
     def sizes(self) -> Iterable[int]:
-        """What each record takes in a reply, beside numbers that all have: its message, and where it comes from."""
-        data, origins = self.data, self.origins
-        if origins is None:
+        """What each record takes in a reply, beside numbers that all have: its message, where it comes from, and its
+        epoch."""
+        data, origins, epochs = self.data, self.origins, self.epochs
+        if origins is None and epochs is None:
             return map(len, data)
-        sizes = [len(one) + ORIGIN_BYTES * (origin is not None) for one, origin in zip(data, origins, strict=True)]
-        sizes[0] += ORIGIN_LOG_BYTES * len({origin.incarnation for origin in origins if origin is not None})
+        sizes = list(map(len, data))
+        if origins is not None:
+            sizes = [size + ORIGIN_BYTES * (origin is not None) for size, origin in zip(sizes, origins, strict=True)]
+            sizes[0] += ORIGIN_LOG_BYTES * len({origin.incarnation for origin in origins if origin is not None})
+        if epochs is not None:
+            known: set[Epoch | None] = {None}
+            for place, epoch in enumerate(epochs):
+                sizes[place] += EPOCH_BYTES + EPOCH_EACH_BYTES * (epoch not in known)
+                known.add(epoch)
         return sizes
 
     def places_within(self, records_max: int, bytes_max: int) -> int:
@@ -161,7 +178,8 @@ class Columns:
     time_ms: int
     streams: bytes  # the set of its streams, u32 each: what retention must unindex, and what a scan looks at first
     ids: bytes  # 16 per record
-    data: bytes  # u32 stream, u64 prev_seq, u32 length of each record, then the messages, then the origins (see below)
+    # u32 stream, u64 prev_seq, u32 length of each record, then the messages, then origins and epochs (see below)
+    data: bytes
     crc: int
 
     @property
@@ -190,8 +208,7 @@ def encode(chunk: Chunk) -> Columns:
     records, data = len(chunk), chunk.data
     lengths = struct.pack(f"<{records}I", *map(len, data))
     numbers = struct.pack(f"<{records}I{records}Q", *chunk.streams, *chunk.prev_seqs)
-    origins = () if chunk.origins is None else (pack_origins(chunk.origins),)
-    blob = b"".join((numbers, lengths, *data, *origins))
+    blob = b"".join((numbers, lengths, *data, pack_notes(chunk)))
     streams = struct.pack(f"<{len(chunk.stream_set)}I", *sorted(chunk.stream_set))
     fields = (chunk.first_seq, records, chunk.time_ms, streams, message_ids(chunk.messages), blob)
     return Columns(*fields, _crc(*fields))
@@ -207,15 +224,40 @@ def decode(columns: Columns) -> Chunk:
     except struct.error:
         raise CorruptChunkError(f"the columns of {records} records from {first_seq} on end too early") from None
     ends = list(accumulate(numbers[2 * records :], initial=16 * records))
-    origins = unpack_origins(data[ends[-1] :], records) if ends[-1] < len(data) else None
+    notes = unpack_notes(data[ends[-1] :], records)
     # a wrong checksum may be right by chance
-    if not records or (ends[-1] != len(data) and origins is None):
+    if not records or notes is None:
         raise CorruptChunkError(
             f"{records} records from {first_seq} on take {ends[-1]} bytes, and there are {len(data)}"
         )
     messages = [data[begin:end] for begin, end in pairwise(ends)]
     streams, prev_seqs = list(numbers[:records]), list(numbers[records : 2 * records])
-    return Chunk(range(first_seq, first_seq + records), time_ms, streams, prev_seqs, messages, None, origins)
+    return Chunk(range(first_seq, first_seq + records), time_ms, streams, prev_seqs, messages, None, *notes)
+
+
+# Behind the messages of a chunk: its origins, if there are any, then a mark and its epochs, if there are any
+
+Notes = tuple[list[Origin | None] | None, list[Epoch | None] | None]
+_EPOCHS: Final = b"\xff\xff"  # so many logs no origins are of
+
+
+def pack_notes(chunk: Chunk) -> bytes:
+    origins = b"" if chunk.origins is None else pack_origins(chunk.origins)
+    return origins if chunk.epochs is None else b"".join((origins, _EPOCHS, pack_epochs(chunk.epochs)))
+
+
+def unpack_notes(packed: bytes, records: int) -> Notes | None:
+    """None if these bytes are not what is written of any."""
+    end = 0
+    if packed and not packed.startswith(_EPOCHS):
+        end = 2 + INCARNATION_BYTES * int.from_bytes(packed[:2], "little") + 10 * records
+    origins = unpack_origins(packed[:end], records) if end else None
+    if (end and origins is None) or packed[end : end + 2] not in (b"", _EPOCHS):
+        return None
+    if end == len(packed):
+        return origins, None
+    epochs = unpack_epochs(packed[end + 2 :], records)
+    return None if epochs is None else (origins, epochs)
 
 
 # Of a chunk with followed records. Logs: u16 how many, 16 bytes each; then u16 of each record: which of them, counted
@@ -249,6 +291,38 @@ def unpack_origins(packed: bytes, records: int) -> list[Origin | None] | None:
 def numbered(origins: Iterable[Origin | None], logs: dict[bytes, int]) -> list[int]:
     """Which log each is of, counted from 1; 0: None. `logs` has those that are known, and gets the others."""
     return [0 if origin is None else logs.setdefault(origin.incarnation, len(logs) + 1) for origin in origins]
+
+
+# Of a chunk with records that have epochs. Epochs: u16 how many; of each u8 length of its group, u8 how many numbers,
+# the group as UTF-8, i64 each number; then u16 of each record: which of them, counted from 1, or 0
+
+
+def pack_epochs(epochs: Sequence[Epoch | None]) -> bytes:
+    known: dict[Epoch, int] = {}
+    places = [0 if epoch is None else known.setdefault(epoch, len(known) + 1) for epoch in epochs]
+    parts = [struct.pack("<H", len(known))]
+    for group, time in known:
+        name = group.encode()
+        parts += (struct.pack("<BB", len(name), len(time)), name, struct.pack(f"<{len(time)}q", *time))
+    parts.append(struct.pack(f"<{len(places)}H", *places))
+    return b"".join(parts)
+
+
+def unpack_epochs(packed: bytes, records: int) -> list[Epoch | None] | None:
+    """None if these bytes are not what is written of any."""
+    known: list[Epoch | None] = [None]
+    try:
+        (count,) = struct.unpack_from("<H", packed)
+        end = 2
+        for _ in range(count):
+            length, numbers = struct.unpack_from("<BB", packed, end)
+            end += 2 + length
+            known.append(Epoch(packed[end - length : end].decode(), struct.unpack_from(f"<{numbers}q", packed, end)))
+            end += 8 * numbers
+        epochs = [known[place] for place in struct.unpack_from(f"<{records}H", packed, end)]
+    except (struct.error, UnicodeDecodeError, IndexError):
+        return None
+    return epochs if any(epochs) and pack_epochs(epochs) == packed else None
 
 
 def unpack_streams(packed: bytes) -> tuple[int, ...]:
@@ -324,6 +398,7 @@ class Tail:
     def push(self, chunk: Chunk, message_bytes: int) -> list[Chunk]:
         """Returns what has to go for it."""
         record_bytes = RECORD_MEMORY_BYTES if chunk.origins is None else RECORD_MEMORY_BYTES + ORIGIN_MEMORY_BYTES
+        record_bytes += 0 if chunk.epochs is None else EPOCH_MEMORY_BYTES
         bytes = 2 * message_bytes + record_bytes * len(chunk)  # as objects, and as they are on disk
         self.chunks.append(chunk)
         self._last_seqs.append(chunk.last_seq)

@@ -125,6 +125,7 @@ class Following:
         self._follower, self._number = b"", 0
         self._error: Exception | None = None  # of speaking: why there is nothing to be had
         self.knows_commands = True  # the service does, as far as we know
+        self.wants_frontiers = False  # with the next answer; that has them, and this is False again
         self._hand_over: deque[tuple[HandOver, asyncio.Future[list[Position]]]] = deque()
         # the push there is
         self._subscription = 0
@@ -385,8 +386,8 @@ class Following:
         if not self._may_push:
             if self._subscription or self._is_asked:
                 self._end_push(tell=True)
-            return await self._poll(places, at_once=not places.positions)
-        if not places.positions:  # a first frame that is lost would not be missed
+            return await self._poll(places, at_once=self.wants_frontiers or not places.positions)
+        if self.wants_frontiers or not places.positions:  # a first frame that is lost would not be missed
             return await self._poll(places, at_once=True)
         if not self._subscription:
             await self._client.listen()
@@ -410,13 +411,23 @@ class Following:
         asks = self._asks
         try:
             answer = await self._unless_rung(self._poller.poll(request, at_once=at_once))
-            return answer if asks == self._asks else None
+            if answer is None or asks != self._asks:
+                return None
+            if request.frontiers:
+                self._heard_frontiers(answer)
+            return answer
         except UStatusError as error:
             if error.code != UCode.NOT_FOUND or not request.follower:
                 raise
             if request.follower == self._follower:
                 self._forgotten()
             return None
+
+    def _heard_frontiers(self, answer: PollResponse) -> None:
+        if not answer.has_frontiers:
+            what = f"the history of {self._client.authority} knows no epochs: read without"
+            raise UStatusError(UCode.UNIMPLEMENTED, what)
+        self.wants_frontiers = False
 
     async def _unless_rung(self, polling: Coroutine[Any, Any, PollResponse | None]) -> PollResponse | None:
         """A call that was cut off without a word is given up when somebody rings."""
@@ -434,6 +445,7 @@ class Following:
         request = PollRequest()
         request.CopyFrom(self._base)
         request.positions.extend(places.request())
+        request.frontiers = self.wants_frontiers
         if request.consumer or self._acks:
             request.acked.extend(Position(incarnation=one, seq=seq) for one, seq in self._acked.items())
         return request

@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import structlog
 
@@ -60,6 +60,16 @@ _REASONS: Final = {  # what `dropped` counts
 log = structlog.get_logger()
 
 
+class Keeper(Protocol):
+    """Of the epochs of some topics. On the loop."""
+
+    def mark(self, log: Log, append: Append) -> None:
+        """It is about to be handed to the storage: set its epochs, and add what is to be told."""
+
+    def failed(self, log: Log, appends: Sequence[Append]) -> None:
+        """They are not stored. It must not append."""
+
+
 class Log(Streams):
     """See `open`. `durable`: on disk, committed before an append's future resolves; otherwise a ring in memory.
 
@@ -102,6 +112,7 @@ class Log(Streams):
         self._append_callbacks: list[Callable[[], None]] = []
         self._passed_callbacks: list[Callable[[Passed], None]] = []
         self._damage_callbacks: list[Callable[[Damage], None]] = []
+        self._keeper: Keeper | None = None
         # Elsewhere: the tail (the loop, in methods of the storage); the cursors (the loop; retention reads them, from
         # the writer's thread); the streams in `_table` (the loop; their seqs are moved by the writer's thread)
         for damage in loaded.found:
@@ -204,10 +215,19 @@ class Log(Streams):
             done.set_exception(error)
             return done
         append = Append(list(streams), list(messages), done, followed=followed)
-        self._queued += len(messages)
+        if followed is not None:
+            append.epochs = followed.epochs
+        if self._keeper is not None:
+            self._keeper.mark(self, append)
+        self._queued += len(append.messages)
         self._appending.add(append)
         self._storage.append(append)
         return done
+
+    def keep_epochs(self, keeper: Keeper) -> None:
+        """It looks at each append: which epochs the messages are of, and what is to be told in front of and behind
+        them."""
+        self._keeper = keeper
 
     def _appended_to(self) -> Iterable[int]:
         return (stream for append in self._appending for stream in append.streams)
@@ -244,7 +264,7 @@ class Log(Streams):
         seq = written.chunks[0].first_seq
         for append in batch:
             if not append.done.done():
-                append.done.set_result(seq)
+                append.done.set_result(seq + append.lead)
             seq += len(append.messages)
         self._grown.set()
         for heard in list(self._append_callbacks):
@@ -263,6 +283,8 @@ class Log(Streams):
             self.healthy = False
             log.error("the log can't be written; messages are refused until it can", log=self.name, error=str(error))
         self.dropped["refused"] += sum(len(append.messages) for append in batch)
+        if self._keeper is not None:
+            self._keeper.failed(self, batch)
         for append in batch:
             if not append.done.done():
                 append.done.set_exception(error)

@@ -49,7 +49,7 @@ class Ring:
         self._numbering.begin()
         seqs, prev_seqs = self._numbering.number(append.streams)
         origins = None if append.followed is None else origins_of([append])
-        whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages, origins)
+        whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages, origins, append.epochs)
         newest = dict(zip(append.streams, range(len(whole)), strict=True))
         for id, count in Counter(append.streams).items():
             stream, place = self.loaded.streams[id], newest[id]

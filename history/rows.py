@@ -22,7 +22,8 @@ from storage.file import FileKind, any_text, pragma, tables_of
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-SCHEMA_VERSION: Final = 4  # since then chunks may have origins; the tables are those of 3
+# chunks may have origins since 4, epochs since 5; the tables are those of 3
+SCHEMA_VERSION: Final = 5
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
 # a commit of one message writes a page or two: small ones spare the flash, and full batches don't feel it
 # (docs/adr/small-pages-and-gathered-commits.md). Files of before may have others: ask them
@@ -251,12 +252,12 @@ SCHEMAS: Final = tuple(
     frozenset(" ".join(statement.split()) for statement in (*tables, *_CHUNK))
     for tables in ((*_V1, _TIME_INDEX), (*[table.ddl for table in _V2], _TIME_INDEX), [table.ddl for table in CHECKED])
 )
-"""What SQLite says of the tables of each version, but for white space; those of 4 are those of 3."""
+"""What SQLite says of the tables of each version, but for white space; those of 4 and 5 are those of 3."""
 OLD_SPAN_RECORDS: Final = 65_536  # in a span of an older file: a poll from a time looks through one
 
 
 def upgrade(db: sqlite3.Connection) -> None:
-    """From version 1, in the caller's transaction. Chunks without origins are the same in all versions."""
+    """From version 1, in the caller's transaction. Chunks without origins and epochs are the same in all versions."""
     old = [(table, table.read(db).rows) for table in _V2]
     for table in _V2:
         db.execute(f"DROP TABLE IF EXISTS {table.name}")
@@ -276,9 +277,10 @@ def replace_time_index(db: sqlite3.Connection) -> None:
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """What the tables say; bits of what the header says may have turned. Between 3 and 4 only the header can tell."""
+    """What the tables say; bits of what the header says may have turned. From 3 on only the header can tell."""
     if has_checksums(db, SPAN.name):
-        return 3 if pragma(db, "user_version") == 3 else SCHEMA_VERSION
+        said = pragma(db, "user_version")
+        return said if said in (3, 4) else SCHEMA_VERSION
     return 2 if has_checksums(db, META.name) else 1
 
 
@@ -313,7 +315,7 @@ LOG: Final = FileKind(
     "log",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    migrations={1: lambda db: upgrade(db), 2: replace_time_index, 3: lambda db: None},
+    migrations={1: lambda db: upgrade(db), 2: replace_time_index, 3: lambda db: None, 4: lambda db: None},
     is_ours=lambda db: {"chunk", "chunk_stream", "meta"} <= tables_of(db),
     layout=(f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL"),
     quick_bytes_max=CHECK_BYTES_MAX,

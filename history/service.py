@@ -1,4 +1,4 @@
-"""core.ustreamer: the history on the wire (Describe, Poll, Command), over any transport.
+"""core.ustreamer: the history on the wire (Describe, Poll, Command, Progress), over any transport.
 
 request -> checked, allowed? -> turn -> places: one per log -> collect: scan, gaps -> reply with `next`
                                  ^                               | nothing yet
@@ -21,14 +21,16 @@ from history.batch import add_records
 from history.consumers import Consumers, Owner, cursor_name
 from history.describe import Listing, describe
 from history.followers import TOPICS_MAX, Followers
+from history.keeper import Keeper
 from history.log import Log
 from history.matches import EVERYTHING, Access, Matches
 from history.pushing import WINDOW_BYTES_MAX
+from history.snapshot import add_frontiers
 from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.communication.shares import CALLERS_SHARE, Shares, Turns
-from uprotocol.core.ustreamer.ids import COMMAND, DESCRIBE, ENTITY, FRAMES, POLL, VERSION
+from uprotocol.core.ustreamer.ids import COMMAND, DESCRIBE, ENTITY, FRAMES, POLL, PROGRESS, VERSION
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandRequest,
     CommandResponse,
@@ -39,6 +41,8 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     PollRequest,
     PollResponse,
     Position,
+    ProgressRequest,
+    ProgressResponse,
     RecordBatch,
     Witness,
 )
@@ -94,6 +98,7 @@ class HistoryService:
         followed_max: int = TOPICS_MAX,
         window_bytes_max: int | None = None,
         handing_over: HandingOver | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         """`window_bytes_max`: pushed to one follower and not taken; None: as much as waits here for one authority, less
         an answer."""
@@ -115,7 +120,7 @@ class HistoryService:
         self._room = Shares[str](POLLS_WAITING_MAX, share=share)  # for those that wait, by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.has_room, SEATS_MAX, share)
         self._server.responses.on_taken(self._turns.look)
-        self._handing_over = handing_over
+        self._handing_over, self._keeper = handing_over, keeper
         if window_bytes_max is None:
             window_bytes_max = max(0, replies_bytes_max // share - reply_bytes_max)
         self.followers = Followers(
@@ -147,6 +152,8 @@ class HistoryService:
         await self._server.register_request_handler(DESCRIBE, self._describe)
         await self._server.register_request_handler(POLL, self._poll)
         await self._server.register_request_handler(COMMAND, self._command)
+        if self._keeper is not None:
+            await self._server.register_request_handler(PROGRESS, self._progress)
 
     async def stop(self) -> None:
         """Answer the polls that wait, and take no more. May be called twice. The logs stay open."""
@@ -184,6 +191,15 @@ class HistoryService:
             response = await describe(matches, listing)
         self.counts["withheld"] += any(match.withholds for match in matches.values())
         return response
+
+    # -- Progress
+
+    async def _progress(self, request: UMessage) -> ProgressResponse:
+        assert self._keeper is not None, "else nobody is heard"
+        with self._counted("progress"):
+            asked = UPayload.of(request).unpack(ProgressRequest)
+            answer = self._keeper.progress(request.attributes.source, asked)
+        return await answer
 
     # -- Command
 
@@ -355,6 +371,8 @@ class HistoryService:
                 self.counts["withheld"] += any(match.withholds for match in poll.matches.values())
                 await self._place(poll)
                 response.begin.extend(await _told(poll))
+                if poll.asked.frontiers:
+                    await add_frontiers(poll)
                 if poll.asked.consumer:
                     self._hold(poll)
             complete = await self._read_all(poll)

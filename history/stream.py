@@ -11,10 +11,13 @@ from typing import Any, Final
 
 from history.chunk import ID_BYTES
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer.ids import ENTITY, FRONTIERS
 from uprotocol.v1.uri_pb2 import UUri
 
 _AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a UUri, as protobuf writes it, and then ...
 _LENGTH_MAX: Final = 0x80  # ... its length; longer ones take more bytes
+
+_FRONTIERS: Final = UUri(ue_version_major=1, resource_id=FRONTIERS).SerializeToString()  # as such an address ends
 
 Place = tuple[int, int, int, bytes, int]
 """How far a stream has come: its first and newest seq, how many records, the newest one's id and time."""
@@ -116,6 +119,14 @@ def kind_of(address: bytes) -> bytes:
 
 
 _ALL_OF_ONE: Final = kind_of(uris.ANY.SerializeToString())
+
+
+def is_frontier(stream: Stream) -> bool:
+    """Of a topic on which it is told how far epochs have come."""
+    if not stream.source_bytes.endswith(_FRONTIERS):
+        return False
+    source = stream.source
+    return stream.sink_bytes is None and source.resource_id == FRONTIERS and source.ue_id & 0xFFFF == ENTITY
 
 
 def is_publish(stream: Stream) -> bool:

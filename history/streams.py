@@ -21,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from history.load import FORGOTTEN_PREFIX, OTHERS, Stream, address_of, authority_of
-from history.stream import is_publish, plain_address
+from history.stream import is_frontier, is_publish, plain_address
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -80,6 +80,7 @@ class Streams(abc.ABC):
         self._forgotten = dict(storage.loaded.forgotten)
         self._by_address: dict[Address, Stream] = {}
         self._aimed: dict[bytes, list[Stream]] = {}  # by source: publishes of which a streamer has named the sink
+        self.frontier_ids: set[int] = set()  # those that tell of epochs
         self._ids = array("Q")  # in order; with some that are forgotten
         self._counts: Counter[str] = Counter()  # by source authority
         self._of_authority: dict[str, array[int]] = {}  # as `_ids`, by source authority
@@ -149,6 +150,8 @@ class Streams(abc.ABC):
         known.append(id)
 
     def _note_aim(self, stream: Stream) -> None:
+        if is_frontier(stream):
+            self.frontier_ids.add(stream.id)
         if stream.sink_bytes is not None and is_publish(stream):
             self._aimed.setdefault(stream.source_bytes, []).append(stream)
 
@@ -321,6 +324,7 @@ class Streams(abc.ABC):
         changed: dict[str, Any] = {}
         for stream in streams:
             del self._table[stream.id], self._by_address[stream.address]
+            self.frontier_ids.discard(stream.id)
             if stream in (aimed := self._aimed.get(stream.source_bytes, [])):
                 aimed.remove(stream)
                 if not aimed:

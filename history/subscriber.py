@@ -1,8 +1,11 @@
-"""A subscriber that never misses a record in silence.
+"""A subscriber that never misses a record in silence, and has all of an epoch or none, if it wants epochs.
 
 Following -> Acceptor: does each record directly follow the last one of its topic? -> queue -> batches() -> application
   ^            | no: drop the rest, go back, poll again                                            |
   '------------+------- positions, acked <--- cursor (file, replaced whole) <--- batch was taken --'
+
+                                                        queue -> Assembler -> epochs() -> application
+                                         cursor: before what waits for the end of its epoch <--'
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import structlog
 
 from history.acceptor import Accepted, Acceptor, Places, Positions, Record
 from history.asked import PATTERNS_MAX
+from history.assembling import Assembled, Assembler
 from history.client import WAIT_MS_MAX, HistoryClient, Poller
 from history.follow import Following, Mode
 from history.matches import HIDDEN
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -39,11 +44,12 @@ log = structlog.get_logger()
 
 
 class CursorFile:
-    """Places in a file that is replaced whole: after a crash it holds the old ones or the new ones. Both methods
-    block."""
+    """Places in a file that is replaced whole: after a crash it holds the old ones or the new ones. `load` and `save`
+    block. `epochs`: what an Assembler keeps with them, as it was loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.epochs: dict[str, Any] | None = None
 
     def load(self) -> Places:
         """Empty if there is none. Raises UStatusError(INVALID_ARGUMENT) for what isn't a cursor: its owner decides what
@@ -53,12 +59,15 @@ class CursorFile:
         except FileNotFoundError:
             return Places()
         try:
-            return _places(json.loads(text))
+            content = json.loads(text)
+            places, self.epochs = _places(content), content.get("epochs")
+            Assembler().restore(self.epochs or {"groups": []})
+            return places
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"{self._path} is not a cursor file ({error}): delete it to start from the beginning"
             raise invalid(what) from None
 
-    def save(self, places: Places) -> None:
+    def save(self, places: Places, epochs: dict[str, Any] | None = None) -> None:
         """Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_name(f"{self._path.name}.new")
@@ -69,6 +78,7 @@ class CursorFile:
                 for incarnation, known in places.known.items()
             },
             "idle": sorted(incarnation.hex() for incarnation in places.idle),
+            **({} if epochs is None else {"epochs": epochs}),
         }
         with beside.open("w") as file:
             json.dump(content, file)
@@ -115,6 +125,14 @@ class GaplessSubscriber:
     `mode`: how records come, see Following; it may be set at any time, and nothing is lost or doubled by that. Only a
     client that can be pushed to is. With `sample_period_ms` each topic has one record at most in each period.
     `dropped`: see Acceptor. `counts`: see Following.
+
+    With `assembler`, made for the same `topics`, `epochs` is the way to read: all of an epoch, or none.
+
+        async with GaplessSubscriber(client, topics, assembler=Assembler(topics)) as subscriber:
+            async for epoch in subscriber.epochs(): ...
+
+    `keepers`: authorities of the gateways and publishers that keep the epochs; none: whoever does. Without a cursor in
+    a file it begins in the middle of what goes on, and drops that; see Assembler.
     """
 
     def __init__(
@@ -129,6 +147,8 @@ class GaplessSubscriber:
         consumer: str = "",
         lease_ms: int = 0,
         cursor_path: Path | str | None = None,
+        assembler: Assembler | None = None,
+        keepers: Sequence[str] = (),
         max_records: int = 0,
         max_bytes: int = 0,
         wait_ms_max: int = WAIT_MS_MAX,
@@ -137,6 +157,17 @@ class GaplessSubscriber:
         rng: random.Random | None = None,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
+        if assembler is not None:
+            if sample_period_ms:
+                raise invalid(
+                    "what is sampled is never all of an epoch: read without a sample period, or without epochs"
+                )
+            told = [ids.frontiers_of(keeper) for keeper in keepers or (uris.WILDCARD_AUTHORITY,)]
+            topics = [*topics, *told] if topics else topics
+        self._assembler = assembler
+        self._in_hand: deque[Assembled] = deque()  # handed over or about to be; not taken
+        self._read = Places()  # up to where the assembler has everything
+        self._has_taken = False  # epochs, since the file was written
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
         self._on_gap = on_gap
         self._following = Following(
@@ -203,6 +234,10 @@ class GaplessSubscriber:
             if self._saved.positions:
                 self._taken = self._saved.copy()
                 self._acceptor = Acceptor(places=self._taken)
+            if self._assembler is not None and self._file.epochs is not None:
+                self._assembler.restore(self._file.epochs)
+        self._read = self._taken.copy()
+        self._following.wants_frontiers = self._assembler is not None
         self._puller = asyncio.create_task(self._pull(), name="gapless subscriber")
         return self
 
@@ -229,17 +264,52 @@ class GaplessSubscriber:
 
         Raises UStatusError if the service refuses, FAILED_PRECONDITION after `close`.
         """
+        assert self._assembler is None, "who reads epochs reads nothing else"
         self._take_handed()
         while True:
             item = await self._next_item()
-            for gap in item.gaps:
-                self.gaps += 1
-                if self._on_gap is not None:
-                    self._on_gap(gap)
+            assert item is not None, "there was no end to the waiting"
+            self._tell_gaps(item)
             self._handed = item
             if item.records:
                 return item.records
             self._take_handed()
+
+    def _tell_gaps(self, item: Accepted) -> None:
+        for gap in item.gaps:
+            self.gaps += 1
+            if self._on_gap is not None:
+                self._on_gap(gap)
+
+    async def epochs(self) -> AsyncIterator[Assembled]:
+        """Epochs as they end, for ever. One counts as taken when the next is asked for; with a cursor in a file those
+        that were taken don't come again, unless the file could not be written before a crash. Raises as `next_batch`.
+        """
+        assembler, time = self._assembler, asyncio.get_running_loop().time
+        assert assembler is not None, "made with an assembler"
+        while True:
+            while self._in_hand:
+                yield self._in_hand[0]
+                self._in_hand.popleft()
+                self._take_epochs(assembler)
+            item = await self._next_item(assembler.due)
+            if item is not None:
+                self._tell_gaps(item)
+                if item.gaps:
+                    assembler.lose()
+                if item.frontiers is not None:
+                    assembler.begin(item.frontiers, time())
+                self._in_hand += assembler.take(item.records, time())
+                self._read = item.places.copy()
+            self._in_hand += assembler.overdue(time())
+            self._take_epochs(assembler, is_news=False)
+
+    def _take_epochs(self, assembler: Assembler, *, is_news: bool = True) -> None:
+        self._has_taken = self._has_taken or is_news
+        taken = self._read.copy()
+        taken.positions = assembler.safe(taken.positions, self._in_hand)
+        assembler.forget(taken.positions)
+        self._taken = taken
 
     async def batches(self) -> AsyncIterator[list[Record]]:
         """`next_batch` for ever."""
@@ -256,6 +326,10 @@ class GaplessSubscriber:
 
     async def commit(self) -> None:
         """All that was handed over is taken; the cursor is in its file when this returns."""
+        if self._assembler is not None:
+            assert self._in_hand, "within the loop over `epochs`"
+            self._in_hand[0] = Assembled(None, [])
+            self._take_epochs(self._assembler)
         self._take_handed()
         await self._save()
 
@@ -270,33 +344,42 @@ class GaplessSubscriber:
             for record in self._rest:
                 taken[record.incarnation] = min(taken.get(record.incarnation, 0), record.seq - 1)
 
-    async def _next_item(self) -> Accepted:
-        """Waits, and saves the cursor meanwhile when its time has come."""
+    async def _next_item(self, until: float | None = None) -> Accepted | None:
+        """Waits, and saves the cursor meanwhile when its time has come. None: nothing came `until` then, loop time."""
         while True:
             if self._puller is None:
                 what = "the subscriber is closed, or was never opened: use `async with`"
                 raise UStatusError(UCode.FAILED_PRECONDITION, what)
-            save_at = None if self._file is None or self._taken == self._saved else self._next_save
+            save_at = self._next_save if self._is_unsaved else None
             try:
-                async with asyncio.timeout_at(save_at):
+                async with asyncio.timeout_at(min((at for at in (save_at, until) if at is not None), default=None)):
                     item = await self._queue.get()
             except TimeoutError:
-                await self._save()
-                continue
+                if save_at is not None and save_at <= asyncio.get_running_loop().time():
+                    await self._save()
+                    continue
+                return None
             if isinstance(item, Exception):
                 self._queue.put_nowait(item)  # whoever asks again hears it again
                 raise item
             return item
 
+    @property
+    def _is_unsaved(self) -> bool:
+        return self._file is not None and (self._has_taken or self._taken != self._saved)
+
     async def _save(self) -> None:
-        if self._file is None or self._taken == self._saved:
+        if self._file is None or not self._is_unsaved:
             return
         taken = self._taken.copy()
+        epochs = None if self._assembler is None else self._assembler.save(taken.positions, self._in_hand)
+        self._has_taken = False
         self._next_save = asyncio.get_running_loop().time() + CURSOR_SAVE_MS / 1000
         try:
-            await asyncio.to_thread(self._file.save, taken)
+            await asyncio.to_thread(self._file.save, taken, epochs)
         except OSError as error:
             log.error("the cursor can't be saved; after a restart more comes twice", error=str(error))
+            self._has_taken = self._assembler is not None
         else:
             self._saved = taken
 
@@ -311,7 +394,9 @@ class GaplessSubscriber:
                     if response is None:
                         continue
                     accepted = self._acceptor.accept(response)
-                    if accepted.records or accepted.gaps:
+                    if accepted.gaps and self._assembler is not None:
+                        following.wants_frontiers = True
+                    if accepted.records or accepted.gaps or accepted.frontiers is not None:
                         await self._queue.put(accepted)
                     elif not self._queue.full() and accepted.places != self._taken:
                         # nothing for us, but the cursor moves on, so that retention is not held

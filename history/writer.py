@@ -17,6 +17,7 @@ from typing import Any, Final
 import structlog
 
 from history.chunk import Chunk, Origin, Passed
+from history.frontier import Epoch
 from history.load import FOLLOWED_PREFIX, NEXT_STREAM, Cursor, Extent
 from history.retention import Ages
 from history.rows import LOG, Row
@@ -56,6 +57,7 @@ class Followed:
     origins: list[Origin]  # of each message
     key: str  # names who follows what
     place: bytes  # how far it has come there with these messages; opaque
+    epochs: list[Epoch | None] | None = None  # of each message, as it was there; None: none has one
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +67,10 @@ class Append:
     done: asyncio.Future[int]
     failures_heard: int = 0  # failed transactions that the loop knew of when this was submitted
     followed: Followed | None = None
+    epochs: list[Epoch | None] | None = None  # of each message; None: none has one
+    # of the messages: frontiers of their epochs, which are not of who appends them
+    lead: int = 0  # in front
+    trail: int = 0  # behind
 
 
 def places_of(batch: Sequence[Append]) -> dict[str, bytes]:
@@ -78,8 +84,21 @@ def origins_of(batch: Sequence[Append]) -> list[Origin | None]:
     origins: list[Origin | None] = []
     for append in batch:
         followed = append.followed
-        origins.extend([None] * len(append.messages) if followed is None else followed.origins)
+        if followed is None:
+            origins.extend([None] * len(append.messages))
+        else:
+            origins.extend([*[None] * append.lead, *followed.origins, *[None] * append.trail])
     return origins
+
+
+def epochs_of(batch: Sequence[Append]) -> list[Epoch | None] | None:
+    """Of each message; None: none has one."""
+    if all(append.epochs is None for append in batch):
+        return None
+    epochs: list[Epoch | None] = []
+    for append in batch:
+        epochs.extend([None] * len(append.messages) if append.epochs is None else append.epochs)
+    return epochs
 
 
 @dataclass(slots=True)
@@ -320,7 +339,7 @@ class Writer:
         changes = self._take_changes(followed)
         self._numbering.begin()
         try:
-            chunks = self._chunks(batch, origins_of(batch) if followed else None) if batch else []
+            chunks = self._chunks(batch, origins_of(batch) if followed else None, epochs_of(batch)) if batch else []
             places = self._store.commit(chunks, changes, followed, probe=self._failing and not batch)
         except BaseException:
             self._numbering.undo()
@@ -329,12 +348,14 @@ class Writer:
             raise
         return Written(replace(self._store.extent), batch, chunks, places)
 
-    def _chunks(self, batch: list[Append], origins: list[Origin | None] | None) -> list[Chunk]:
+    def _chunks(
+        self, batch: list[Append], origins: list[Origin | None] | None, epochs: list[Epoch | None] | None
+    ) -> list[Chunk]:
         streams = [stream for append in batch for stream in append.streams]
         messages = [message for append in batch for message in append.messages]
         data = [message.SerializeToString() for message in messages]
         seqs, prev_seqs = self._numbering.number(streams)
-        whole = Chunk(seqs, self._now_ms(), streams, prev_seqs, data, messages, origins)
+        whole = Chunk(seqs, self._now_ms(), streams, prev_seqs, data, messages, origins, epochs)
         chunks = []
         begin = size = 0
         for place, message in enumerate(data):

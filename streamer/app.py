@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from history import damage as damages
 from history.damage import Damage
 from history.gaps import Gaps
+from history.keeper import Keeper
 from history.log import Log
 from history.service import HistoryService
 from storage.runtime import REAL, Runtime
@@ -82,12 +83,18 @@ class Streamer:
     """One running dispatcher: `async with await Streamer.create(config) as streamer: await streamer.run()`."""
 
     def __init__(
-        self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, runtime: Runtime = REAL
+        self,
+        config: Config,
+        endpoints: Endpoints,
+        logs: Logs,
+        window: IdWindow,
+        keeper: Keeper,
+        runtime: Runtime = REAL,
     ) -> None:
         def backoff() -> Backoff:
             return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms, runtime.rng)
 
-        self.config, self.logs, self._runtime = config, logs, runtime
+        self.config, self.logs, self.keeper, self._runtime = config, logs, keeper, runtime
         self.limits = parts.limits_of(config)
         make_room(self.limits.streams_cached_max)
         self.endpoints = endpoints
@@ -203,6 +210,7 @@ class Streamer:
             followed_max=self.limits.followed_topics_max,
             window_bytes_max=self.limits.window_bytes_max,
             handing_over=self.handovers,
+            keeper=keeper,
         )
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
         self.admin: Admin | None = None
@@ -222,7 +230,8 @@ class Streamer:
         endpoints = parts.endpoints_of(config)
         logs, window = await parts.logs_of(config, runtime)
         try:
-            return cls(config, endpoints, logs, window, runtime)
+            keeper = await parts.keeper_of(config, logs, runtime)
+            return cls(config, endpoints, logs, window, keeper, runtime)
         except BaseException:
             await logs.durable.close()
             raise
@@ -332,6 +341,7 @@ class Streamer:
             ingress.close()
         for flow in self._flows:
             flow.close()
+        self.keeper.close()
         files = {"dead letters": self.dead_letters.close, **{f"{one.name} log": one.close for one in self.logs}}
         await asyncio.gather(*(_within(FILES_CLOSE_S, name, step(name, close)) for name, close in files.items()))
 

@@ -5,6 +5,7 @@
 [admin]     who may ask at the admin port
 [[access]]  who reads what of the history, where that is not what the rules say
 [[follow]]  whose history is followed
+[[epochs]]  which topics have epochs together
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from history.keeper import GROUPS_MAX
 from history.writer import GATHER_MS
 from storage import logs
 from streamer import names
@@ -37,6 +39,7 @@ from uprotocol.v1.uri_pb2 import UUri
 HOURS_MIN: Final = 0.001  # some seconds; less would delete what is under way
 HOURS_MAX: Final = 876_600  # 100 years; who means "for ever" lets the bytes be the limit
 GATHER_MS_MAX: Final = 100  # who waits longer for an acknowledgement believes it lost
+EPOCH_MS_MAX: Final = 7 * 24 * 3_600_000  # who has epochs of a week does not wait for their end
 MIB_MAX: Final = 1 << 40  # an exbibyte: beyond any disk, and far from what an integer of SQLite holds
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
@@ -243,6 +246,29 @@ class FollowSection(_Section):
     """how records come: pushed, polled where pushes fail; or always one of them"""
 
 
+class EpochsSection(_Section):
+    """Topics that have epochs together: whoever reads them by epochs has all records of one, or none. They are
+    recorded. See [epochs.md](epochs.md)."""
+
+    name: str = Field(pattern=NAME)
+    """of the group, for its readers; groups of the same name on other gateways are of the same clock"""
+    topics: list[Pattern] = Field(min_length=1)
+    """patterns; a topic is in one group"""
+    by: Literal["bucket", "progress"] = "bucket"
+    """`bucket`: the time in the ids of messages says which epoch each is of. `progress`: publishers open and close
+    epochs"""
+    width_ms: int | None = Field(default=None, ge=1, le=EPOCH_MS_MAX)
+    """of a bucket"""
+    lateness_ms: int = Field(default=0, ge=0, le=EPOCH_MS_MAX)
+    """a bucket ends when there was a message whose id is so much later than its end"""
+    ahead_ms: int = Field(default=5_000, ge=0, le=EPOCH_MS_MAX)
+    """an id that is so much ahead of our clock opens no bucket: its message joins the lowest one that is open, and is
+    counted"""
+    timeout_ms: int = Field(default=10_000, ge=1, le=EPOCH_MS_MAX)
+    """a bucket that has not ended so long after its first message ends as incomplete, and so does an epoch whose
+    publisher says and sends nothing for so long"""
+
+
 class HistorySection(_Section):
     """What is kept, where, and how long."""
 
@@ -338,6 +364,7 @@ class Config(_Section):
     rule: list[RuleSection] = []
     access: list[AccessSection] = []
     follow: list[FollowSection] = []
+    epochs: list[EpochsSection] = Field(default=[], max_length=GROUPS_MAX)
     history: HistorySection = HistorySection()
     usubscription: USubscriptionSection = USubscriptionSection()
     egress: EgressSection = EgressSection()
@@ -349,7 +376,7 @@ class Config(_Section):
     def _hangs_together(self) -> Self:
         """Raises what is wrong though each part is right by itself, with the key to be changed for each mistake."""
         mistakes = [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
-        if mistakes := [*mistakes, *self._mistakes_of_following()]:
+        if mistakes := [*mistakes, *self._mistakes_of_following(), *self._mistakes_of_epochs()]:
             told = "; ".join(what for what, _ in mistakes)
             raise PydanticCustomError("incoherent", "{told}", {"told": told, "mistakes": mistakes})
         return self
@@ -456,6 +483,29 @@ class Config(_Section):
                 what = f"endpoint {endpoint.name!r}: {authority!r}, which followed_by names, does not live there"
                 yield what, ("endpoint", index, "followed_by")
 
+    def _mistakes_of_epochs(self) -> Iterator[tuple[str, Location]]:
+        for index, one in enumerate(self.epochs):
+            at = f"epochs {one.name!r}"
+            if one.by == "bucket" and one.width_ms is None:
+                yield f"{at}: a bucket has a width_ms", ("epochs", index, "by")
+            for key in ("width_ms", "lateness_ms", "ahead_ms") if one.by == "progress" else ():
+                if key in one.model_fields_set:
+                    yield f"{at}: {key} is of buckets; by progress it is the publishers who say", ("epochs", index, key)
+            if one.timeout_ms <= (one.width_ms or 0) + one.lateness_ms:
+                what = f"{at}: timeout_ms {one.timeout_ms} ends what goes on: it is longer than width and lateness"
+                yield what, ("epochs", index, "timeout_ms")
+            for topic in one.topics:
+                if uris.parse(topic).resource_id < uris.RESOURCE_TOPIC_MIN:
+                    yield f"{at}: {topic} can't be a topic", ("epochs", index, "topics")
+            for other in self.epochs[:index]:
+                if other.name == one.name:
+                    yield f"two groups of epochs are named {one.name!r}; names must differ", ("epochs", index, "name")
+                elif pairs := [(a, b) for a in one.topics for b in other.topics if _meet(a, b)]:
+                    what = (
+                        f"{at}: {pairs[0][0]} has topics of {other.name!r} ({pairs[0][1]}), too: each is in one group"
+                    )
+                    yield what, ("epochs", index, "topics")
+
     def _owner(self, authority: str) -> EndpointSection | None:
         """As Endpoints.owner; of a family as well."""
         named = {name: endpoint for endpoint in self.endpoint for name in endpoint.authorities}
@@ -519,6 +569,10 @@ class Config(_Section):
             return self.rule
         names = [endpoint.name for endpoint in self.endpoint]
         return [RuleSection.model_validate({"from": a, "to": b}) for a in names for b in names if a != b]
+
+
+def _meet(one: str, other: str) -> bool:
+    return uris.meets(uris.parse(one), uris.parse(other))
 
 
 def load(path: Path) -> Config:

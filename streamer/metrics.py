@@ -71,6 +71,8 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "follower_backlog": (GAUGE, "endpoint log", "Records that who has taken over has not said to be safe"),
     "followed": (GAUGE, "endpoint state", "Histories that are followed at an endpoint, by how it goes"),
     "followed_records": (COUNTER, "endpoint what", "What became of records that were followed, and copies of them"),
+    "epochs": (COUNTER, "group what", "Records of groups that have epochs, and what became of the epochs"),
+    "epochs_open": (GAUGE, "group", "Epochs that are open"),
     "consumers": (GAUGE, "", "Names of consumers that have an owner"),
     "gaps": (COUNTER, "", "Gaps that were told"),
     "ready": (GAUGE, "", "1 if everything works"),
@@ -94,7 +96,7 @@ class StreamerCollector(Collector):
             name: kind(f"up_streamer_{name}", says, labels=labels.split())
             for name, (kind, labels, says) in FAMILIES.items()
         }
-        for read in (_of_endpoints, _of_peers, _of_followed, _of_logs, _of_authorities, _of_services):
+        for read in (_of_endpoints, _of_peers, _of_followed, _of_logs, _of_epochs, _of_authorities, _of_services):
             for name, labels, value in read(self._streamer):
                 families[name].add_metric(labels, value)
         yield from families.values()
@@ -155,6 +157,12 @@ def _of_logs(streamer: Streamer) -> Iterator[Value]:
             yield "log_disk_bytes", label, log.disk_bytes
             yield "log_disk_limit_bytes", label, log.retention_bytes
             yield "disk_free_bytes", label, log.disk_free_bytes
+
+
+def _of_epochs(streamer: Streamer) -> Iterator[Value]:
+    for kept in streamer.keeper:
+        yield from _each("epochs", (kept.group.name,), kept.counts)
+        yield "epochs_open", (kept.group.name,), len(kept.frontier.active)
 
 
 def _of_authorities(streamer: Streamer) -> Iterator[Value]:

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import structlog
 
+from history.epochs import Group
+from history.keeper import Keeper
 from history.log import Log
 from storage.runtime import Runtime
 from streamer.access import Entry, Pattern
@@ -26,6 +28,7 @@ from streamer.rules import Rule
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -175,10 +178,30 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
             if durable.knows_stream(stream):  # else of records that are damaged; whoever reads them learns of it
                 source = durable.stream(stream).source.SerializeToString()
                 window.take(uuids.from_bytes(id).SerializeToString() + source)
-        return Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window
+        kept = [topic for section in config.epochs for topic in section.topics]
+        return Logs(durable, volatile, patterns(history.volatile), patterns([*history.record, *kept])), window
     except BaseException:
         await durable.close()
         raise
+
+
+async def keeper_of(config: Config, logs: Logs, runtime: Runtime) -> Keeper:
+    """Of the epochs. Raises FAILED_PRECONDITION if a group was kept in another way before."""
+    groups = [
+        Group(
+            section.name,
+            patterns(section.topics),
+            section.width_ms if section.by == "bucket" else None,
+            section.lateness_ms,
+            section.ahead_ms,
+            section.timeout_ms,
+        )
+        for section in config.epochs
+    ]
+    told_in = [logs.durable, *([logs.volatile] if config.history.volatile else [])]
+    keeper = Keeper(ids.at(config.authority, ids.FRONTIERS), groups, told_in, runtime.now_ms)
+    await keeper.open()
+    return keeper
 
 
 def limits_of(config: Config) -> Limits:

@@ -187,6 +187,18 @@ def matches(pattern: UUri, candidate: UUri) -> bool:
     return type_matches and wanted >> 16 in (WILDCARD_ENTITY_INSTANCE, given >> 16)
 
 
+def meets(one: UUri, other: UUri) -> bool:
+    """There may be a UUri that both patterns match."""
+    parts = (
+        (one.authority_name, other.authority_name, WILDCARD_AUTHORITY),
+        (one.ue_id & 0xFFFF, other.ue_id & 0xFFFF, WILDCARD_ENTITY_TYPE),
+        (one.ue_id >> 16, other.ue_id >> 16, WILDCARD_ENTITY_INSTANCE),
+        (one.ue_version_major, other.ue_version_major, WILDCARD_VERSION),
+        (one.resource_id, other.resource_id, WILDCARD_RESOURCE),
+    )
+    return all(this == that or wildcard in (this, that) for this, that, wildcard in parts)
+
+
 def is_topic(uri: UUri) -> bool:
     return RESOURCE_TOPIC_MIN <= uri.resource_id <= RESOURCE_TOPIC_MAX
 

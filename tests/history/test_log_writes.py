@@ -447,14 +447,14 @@ async def test_a_file_of_version_3_keeps_all_and_only_its_version_is_another(tmp
         await append(log, 3)
         log.set_cursor("egress:cloud", 1, holds=True)
         records = (await log.read(0))[0].data
-    assert change_version(path, 3) == rows.SCHEMA_VERSION == 4
+    assert change_version(path, 3) == rows.SCHEMA_VERSION == 5
     before = dump(path)
     report = verify(path)
     assert (report.is_sound, report.version) == (True, 3)
     with contextlib.closing(sqlite3.connect(path)) as db:
         assert rows.version_of(db) == 3
     store.Store(path).close()
-    assert change_version(path, 4) == 4
+    assert change_version(path, 5) == 5
     assert dump(path) == before
     async with await open_log(path, clock) as log:
         assert ((await log.read(0))[0].data, log.cursors(), log.damage) == (records, {"egress:cloud": 1}, [])
@@ -468,10 +468,10 @@ async def test_a_version_in_which_bits_turned_is_put_right(tmp_path: Path, clock
         await append(log, 3)
     change_version(path, version)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        assert rows.version_of(db) == 4
+        assert rows.version_of(db) == 5
     async with await open_log(path, clock) as log:
         assert (log.newest_seq, log.damage) == (3, [])
-    assert change_version(path, 4) == 4
+    assert change_version(path, 5) == 5
 
 
 async def test_a_great_file_of_before_is_kept_within_its_bytes(

@@ -19,6 +19,7 @@ VERSION: Final = 1
 DESCRIBE: Final = 1
 POLL: Final = 2
 COMMAND: Final = 3
+PROGRESS: Final = 4
 PAUSE: Final = 5
 RESUME: Final = 6
 LIST_PAUSED: Final = 7
@@ -28,6 +29,7 @@ DEAD_LETTERS: Final = 0x8001
 GAPS: Final = 0x8002
 FRAMES: Final = 0x8003
 ANNOUNCEMENTS: Final = 0x8004
+FRONTIERS: Final = 0x8005
 
 
 def at(authority: str, resource: int = 0) -> UUri:
@@ -46,6 +48,16 @@ def of_publisher(publisher: UUri, resource: int = 0) -> UUri:
     if not kind:
         raise invalid(f"a history of its own has a uEntity of type 1 to FFFE, not {uris.format(publisher)}")
     return uris.uri(publisher.authority_name, kind << 16 | ENTITY, VERSION, resource)
+
+
+def is_frontiers(topic: UUri) -> bool:
+    """Whether it is told there how far epochs have come: in the history of a streamer, or of a publisher."""
+    return (topic.ue_id & 0xFFFF, topic.ue_version_major, topic.resource_id) == (ENTITY, VERSION, FRONTIERS)
+
+
+def frontiers_of(authority: str) -> UUri:
+    """The pattern of all topics there on which it is told how far epochs have come."""
+    return uris.uri(authority, 0xFFFF_0000 | ENTITY, VERSION, FRONTIERS)
 
 
 def covers(service: UUri, topic: UUri) -> bool:

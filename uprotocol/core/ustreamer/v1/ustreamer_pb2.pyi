@@ -277,6 +277,7 @@ class PollRequest(_message.Message):
     UNTIL_FIELD_NUMBER: _builtins.int
     FOLLOWER_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    FRONTIERS_FIELD_NUMBER: _builtins.int
     earliest: _builtins.bool
     """the default"""
     latest: _builtins.bool
@@ -297,6 +298,8 @@ class PollRequest(_message.Message):
     """what that follower follows, in place of `topics`. Not known (any more): NOT_FOUND"""
     number: _builtins.int
     """of its last Command that was answered; where fewer are known: NOT_FOUND"""
+    frontiers: _builtins.bool
+    """answer `frontiers`, too"""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns; none means every topic"""
@@ -335,10 +338,11 @@ class PollRequest(_message.Message):
         until: _abc.Iterable[Global___Position] | None = ...,
         follower: _builtins.bytes = ...,
         number: _builtins.int = ...,
+        frontiers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after_message_id", b"after_message_id", "after_time", b"after_time", "earliest", b"earliest", "latest", b"latest", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "frontiers", b"frontiers", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_start: _TypeAlias = _typing.Literal["earliest", "latest", "after_time", "after_message_id"]  # noqa: Y015
     _WhichOneofArgType_start: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
@@ -357,10 +361,14 @@ class PollResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     MADE_FIELD_NUMBER: _builtins.int
+    FRONTIERS_FIELD_NUMBER: _builtins.int
+    HAS_FRONTIERS_FIELD_NUMBER: _builtins.int
     more: _builtins.bool
     """true: there is more at hand right now"""
     lease_ms: _builtins.int
     """granted"""
+    has_frontiers: _builtins.bool
+    """these are all that there are"""
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordBatch]:
         """in log order; one log after the other"""
@@ -381,6 +389,12 @@ class PollResponse(_message.Message):
     def made(self) -> _uuid_pb2.UUID:
         """of a poll without positions: what is published there under a later id comes after `next`"""
 
+    @_builtins.property
+    def frontiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordBatch]:
+        """Where they are asked for: as of `begin`, the newest record of each topic of Frontiers that is asked for, for each log where the groups live;
+        what came later of them is in `batches`. None of a topic that has none yet, or no more.
+        """
+
     def __init__(
         self,
         *,
@@ -391,10 +405,12 @@ class PollResponse(_message.Message):
         lease_ms: _builtins.int = ...,
         begin: _abc.Iterable[Global___Position] | None = ...,
         made: _uuid_pb2.UUID | None = ...,
+        frontiers: _abc.Iterable[Global___RecordBatch] | None = ...,
+        has_frontiers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "gaps", b"gaps", "lease_ms", b"lease_ms", "made", b"made", "more", b"more", "next", b"next"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "frontiers", b"frontiers", "gaps", b"gaps", "has_frontiers", b"has_frontiers", "lease_ms", b"lease_ms", "made", b"made", "more", b"more", "next", b"next"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -414,6 +430,8 @@ class RecordBatch(_message.Message):
     ORIGIN_INCARNATION_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     ORIGIN_SEQ_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     @_builtins.property
     def seq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -443,6 +461,16 @@ class RecordBatch(_message.Message):
     def origin_seq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """its number there; 0 with 0"""
 
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Epoch]:
+        """Of records of groups that have epochs.
+        each once
+        """
+
+    @_builtins.property
+    def epoch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """which of them, counted from 1; 0: the record has none. No entry at all: none has"""
+
     def __init__(
         self,
         *,
@@ -454,14 +482,452 @@ class RecordBatch(_message.Message):
         origin_incarnation: _abc.Iterable[_builtins.bytes] | None = ...,
         origin: _abc.Iterable[_builtins.int] | None = ...,
         origin_seq: _abc.Iterable[_builtins.int] | None = ...,
+        epochs: _abc.Iterable[Global___Epoch] | None = ...,
+        epoch: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "message", b"message", "origin", b"origin", "origin_incarnation", b"origin_incarnation", "origin_seq", b"origin_seq", "prev_seq", b"prev_seq", "seq", b"seq", "time_ms", b"time_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epochs", b"epochs", "incarnation", b"incarnation", "message", b"message", "origin", b"origin", "origin_incarnation", b"origin_incarnation", "origin_seq", b"origin_seq", "prev_seq", b"prev_seq", "seq", b"seq", "time_ms", b"time_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordBatch: _TypeAlias = RecordBatch  # noqa: Y015
+
+@_typing.final
+class LogicalTime(_message.Message):
+    """A logical time: all numbers of one are compared with those of another one, place by place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["numbers", b"numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogicalTime: _TypeAlias = LogicalTime  # noqa: Y015
+
+@_typing.final
+class Epoch(_message.Message):
+    """What belongs together: a reader has all records of it, or none. Times of groups with the same name are of the same clock, whoever keeps them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    @_builtins.property
+    def time(self) -> Global___LogicalTime: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        time: Global___LogicalTime | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Epoch: _TypeAlias = Epoch  # noqa: Y015
+
+@_typing.final
+class Frontier(_message.Message):
+    """How far the groups of a keeper have come in one log. A record of that log, in front of the first record of what it opens and behind the last
+    one of what it ends. Each says all that is to be known.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    OF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier]: ...
+    @_builtins.property
+    def begun(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
+        """Of a follower instead: records of these topics that come after this one have predecessors in the logs `of` that it did not take, so it may
+        have a part of what is open there.
+        """
+
+    @_builtins.property
+    def of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """incarnations"""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupFrontier] | None = ...,
+        begun: _abc.Iterable[_uri_pb2.UUri] | None = ...,
+        of: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "groups", b"groups", "of", b"of"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Frontier: _TypeAlias = Frontier  # noqa: Y015
+
+@_typing.final
+class GroupFrontier(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Update(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TIME_FIELD_NUMBER: _builtins.int
+        CHANGE_FIELD_NUMBER: _builtins.int
+        change: _builtins.int
+        """+1 or -1"""
+        @_builtins.property
+        def time(self) -> Global___LogicalTime: ...
+        def __init__(
+            self,
+            *,
+            time: Global___LogicalTime | None = ...,
+            change: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "time", b"time"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Ended(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TIME_FIELD_NUMBER: _builtins.int
+        INCOMPLETE_FIELD_NUMBER: _builtins.int
+        incomplete: _builtins.str
+        """why it may not be whole; empty: it is"""
+        @_builtins.property
+        def time(self) -> Global___LogicalTime: ...
+        def __init__(
+            self,
+            *,
+            time: Global___LogicalTime | None = ...,
+            incomplete: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["incomplete", b"incomplete", "time", b"time"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Kept(_message.Message):
+        """What the keeper needs to go on after a restart."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        @_typing.final
+        class Last(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            TOPIC_FIELD_NUMBER: _builtins.int
+            ID_FIELD_NUMBER: _builtins.int
+            COUNT_FIELD_NUMBER: _builtins.int
+            id: _builtins.bytes
+            count: _builtins.int
+            @_builtins.property
+            def topic(self) -> _uri_pb2.UUri: ...
+            def __init__(
+                self,
+                *,
+                topic: _uri_pb2.UUri | None = ...,
+                id: _builtins.bytes = ...,
+                count: _builtins.int = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "id", b"id", "topic", b"topic"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        @_typing.final
+        class Held(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            PUBLISHER_FIELD_NUMBER: _builtins.int
+            TIME_FIELD_NUMBER: _builtins.int
+            IS_CLOSING_FIELD_NUMBER: _builtins.int
+            LAST_FIELD_NUMBER: _builtins.int
+            AFTER_FIELD_NUMBER: _builtins.int
+            is_closing: _builtins.bool
+            """the publisher has said that it is over: it is when these have come"""
+            @_builtins.property
+            def publisher(self) -> _uri_pb2.UUri: ...
+            @_builtins.property
+            def time(self) -> Global___LogicalTime: ...
+            @_builtins.property
+            def last(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Kept.Last]: ...
+            @_builtins.property
+            def after(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+                """nothing of it came before, in each log"""
+
+            def __init__(
+                self,
+                *,
+                publisher: _uri_pb2.UUri | None = ...,
+                time: Global___LogicalTime | None = ...,
+                is_closing: _builtins.bool = ...,
+                last: _abc.Iterable[Global___GroupFrontier.Kept.Last] | None = ...,
+                after: _abc.Iterable[Global___Position] | None = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher", "time", b"time"]  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "is_closing", b"is_closing", "last", b"last", "publisher", b"publisher", "time", b"time"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        HELD_FIELD_NUMBER: _builtins.int
+        SEEN_FIELD_NUMBER: _builtins.int
+        PASSED_FIELD_NUMBER: _builtins.int
+        INCOMPLETE_FIELD_NUMBER: _builtins.int
+        KIND_FIELD_NUMBER: _builtins.int
+        NEWEST_MS_FIELD_NUMBER: _builtins.int
+        kind: _builtins.str
+        newest_ms: _builtins.int
+        """of buckets: the latest time of an id, Unix milliseconds"""
+        @_builtins.property
+        def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Kept.Held]: ...
+        @_builtins.property
+        def seen(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]: ...
+        @_builtins.property
+        def passed(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]: ...
+        @_builtins.property
+        def incomplete(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Ended]:
+            """of those that are open"""
+
+        def __init__(
+            self,
+            *,
+            held: _abc.Iterable[Global___GroupFrontier.Kept.Held] | None = ...,
+            seen: _abc.Iterable[Global___LogicalTime] | None = ...,
+            passed: _abc.Iterable[Global___LogicalTime] | None = ...,
+            incomplete: _abc.Iterable[Global___GroupFrontier.Ended] | None = ...,
+            kind: _builtins.str = ...,
+            newest_ms: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "incomplete", b"incomplete", "kind", b"kind", "newest_ms", b"newest_ms", "passed", b"passed", "seen", b"seen"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    LOWER_FIELD_NUMBER: _builtins.int
+    ACTIVE_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    number: _builtins.int
+    """of this log; 1: nothing of the group came before"""
+    version: _builtins.int
+    """it rises with each change, whichever log it is told in first"""
+    @_builtins.property
+    def lower(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]:
+        """minimal of what may come: at no other time, but those that one of these precedes, will there be a record"""
+
+    @_builtins.property
+    def active(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]:
+        """of which there were records, or which are announced; the upper frontier is the maximal of these"""
+
+    @_builtins.property
+    def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]:
+        """of these: with this record, so nothing of them came before"""
+
+    @_builtins.property
+    def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Update]:
+        """of the lower frontier, with this record"""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Ended]:
+        """with this record; those that had records"""
+
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Incarnations of all logs that have records of the group. What is said is said in each of them, so an epoch has ended when it has in each, as
+        of a version in which it was there.
+        """
+
+    @_builtins.property
+    def kept(self) -> Global___GroupFrontier.Kept: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        lower: _abc.Iterable[Global___LogicalTime] | None = ...,
+        active: _abc.Iterable[Global___LogicalTime] | None = ...,
+        opened: _abc.Iterable[Global___LogicalTime] | None = ...,
+        updates: _abc.Iterable[Global___GroupFrontier.Update] | None = ...,
+        ended: _abc.Iterable[Global___GroupFrontier.Ended] | None = ...,
+        number: _builtins.int = ...,
+        logs: _abc.Iterable[_builtins.bytes] | None = ...,
+        version: _builtins.int = ...,
+        kept: Global___GroupFrontier.Kept | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "ended", b"ended", "group", b"group", "kept", b"kept", "logs", b"logs", "lower", b"lower", "number", b"number", "opened", b"opened", "updates", b"updates", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupFrontier: _TypeAlias = GroupFrontier  # noqa: Y015
+
+@_typing.final
+class ProgressRequest(_message.Message):
+    """Of a publisher of a group: epochs that it opens and closes. All of it is done, or nothing and an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Last(_message.Message):
+        """The last message of a topic that belongs to an epoch, and how many there are."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TOPIC_FIELD_NUMBER: _builtins.int
+        ID_FIELD_NUMBER: _builtins.int
+        COUNT_FIELD_NUMBER: _builtins.int
+        id: _builtins.bytes
+        """16 bytes, big endian"""
+        count: _builtins.int
+        @_builtins.property
+        def topic(self) -> _uri_pb2.UUri: ...
+        def __init__(
+            self,
+            *,
+            topic: _uri_pb2.UUri | None = ...,
+            id: _builtins.bytes = ...,
+            count: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "id", b"id", "topic", b"topic"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Change(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TIME_FIELD_NUMBER: _builtins.int
+        CHANGE_FIELD_NUMBER: _builtins.int
+        LAST_FIELD_NUMBER: _builtins.int
+        change: _builtins.int
+        """+1: it opens; -1: it is over, when ..."""
+        @_builtins.property
+        def time(self) -> Global___LogicalTime: ...
+        @_builtins.property
+        def last(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProgressRequest.Last]:
+            """... these have come. A topic that is not named has no message in it"""
+
+        def __init__(
+            self,
+            *,
+            time: Global___LogicalTime | None = ...,
+            change: _builtins.int = ...,
+            last: _abc.Iterable[Global___ProgressRequest.Last] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "last", b"last", "time", b"time"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProgressRequest.Change]:
+        """in this order"""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        changes: _abc.Iterable[Global___ProgressRequest.Change] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProgressRequest: _TypeAlias = ProgressRequest  # noqa: Y015
+
+@_typing.final
+class ProgressResponse(_message.Message):
+    """It is on disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOWER_FIELD_NUMBER: _builtins.int
+    ACTIVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lower(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]: ...
+    @_builtins.property
+    def active(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]: ...
+    def __init__(
+        self,
+        *,
+        lower: _abc.Iterable[Global___LogicalTime] | None = ...,
+        active: _abc.Iterable[Global___LogicalTime] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "lower", b"lower"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProgressResponse: _TypeAlias = ProgressResponse  # noqa: Y015
+
+@_typing.final
+class Timed(_message.Message):
+    """A payload that names its epoch, in a google.protobuf.Any: of a publisher that has several open at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    payload: _builtins.bytes
+    format: _builtins.int
+    """of `payload`: a uprotocol.v1.UPayloadFormat"""
+    @_builtins.property
+    def time(self) -> Global___LogicalTime: ...
+    def __init__(
+        self,
+        *,
+        time: Global___LogicalTime | None = ...,
+        payload: _builtins.bytes = ...,
+        format: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "payload", b"payload", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timed: _TypeAlias = Timed  # noqa: Y015
 
 @_typing.final
 class CommandRequest(_message.Message):

@@ -1,0 +1,466 @@
+"""All records of an epoch, or none of them: what a reader of one or several logs makes of records and frontiers. Pure.
+
+snapshot -> filter: what had begun before we read: dropped | record -> pending, by epoch | frontier -> over in that log?
+                                                             '-- over in all of them -> Assembled, in order of times
+safe: before the first record of what is pending; from there it is read again after a restart, and what was handed over
+      before is known by `handed`
+
+Each log tells by itself how far it has come: the filter is the maximal of what all of them have begun, and nothing is
+over before it is behind the minimal of what any of them may still bring.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from google.protobuf.message import DecodeError
+
+from history.acceptor import Positions, Record
+from history.frontier import (
+    LENGTH_MAX,
+    NOTHING,
+    Antichain,
+    Epoch,
+    Time,
+    is_ahead,
+    is_covered,
+    maximal,
+    minimal,
+    not_passed,
+)
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.ids import is_frontiers
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier
+from uprotocol.v1.uri_pb2 import UUri
+
+PENDING_BYTES_MAX: Final = 64 << 20  # of records that wait for the end of their epoch, and ...
+RECORD_BYTES: Final = 600  # ... what each takes beside its payload
+TIMEOUT_S: Final = 60.0  # without a word of a log that holds an epoch back
+GONE_MAX: Final = 4_096  # epochs that were handed over, of which more is known to be the rest
+
+MISSED: Final = "records of it may be in a gap"
+BEGUN: Final = "it had begun before it was read"
+TOO_BIG: Final = "it is too big to be held until its end"
+REST: Final = "it was handed over before, and this came later"
+
+Filter = Literal["atomic", "all"]
+Key = tuple[str, tuple[str, int] | None]  # a group; and who keeps it, where those are told apart
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """All records of an epoch, in the order of each log. `epoch` None: records that have none, as they came.
+    `incomplete`: why it may not be whole; empty: it is. `keeper`: whose epoch, where keepers are told apart."""
+
+    epoch: Epoch | None
+    records: list[Record]
+    incomplete: str = ""
+    keeper: tuple[str, int] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.incomplete
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one log says of a group."""
+
+    keeper: tuple[str, int]
+    version: int
+    lower: Antichain
+    active: Antichain  # the upper frontier
+    active_times: frozenset[Time]
+    logs: set[bytes]
+    heard_at: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    records: list[Record] = field(default_factory=list)
+    bytes: int = 0
+    first: Positions = field(default_factory=dict)  # by log as it is read: the lowest seq
+    incomplete: str = ""
+
+
+@dataclass(slots=True)
+class _Group:
+    filter: Antichain = NOTHING
+    suspect: Antichain = NOTHING  # what is covered by these, and not over, may have records in a gap
+    parts: dict[bytes, _Part] = field(default_factory=dict)  # by the log in which it was told first
+    pending: dict[Time, _Pending] = field(default_factory=dict)
+    incomplete: dict[Time, str] = field(default_factory=dict)  # as frontiers said, of what is not handed over yet
+    # that may be read again: up to where it was handed over, or dropped
+    handed: dict[Time, Positions] = field(default_factory=dict)
+    known: set[bytes] = field(default_factory=set)  # logs that were parts before a restart
+    # by keeper: the first version, as far as we know, in which each open time was there
+    since: dict[tuple[str, int], dict[Time, int]] = field(default_factory=dict)
+    length: int = 0  # of its times
+
+    @property
+    def lower(self) -> Antichain:
+        """The minimal of what any log may bring."""
+        return minimal(time for part in self.parts.values() for time in part.lower)
+
+    def holding(self, time: Time) -> list[_Part]:
+        """What may bring more of it, as far as they have said; also those that have not heard of it yet, which another
+        log of the same keeper has."""
+        found = []
+        for part in self.parts.values():
+            is_older = part.version < self.since.get(part.keeper, {}).get(time, 0)
+            if is_older or is_ahead(part.lower, time):
+                found.append(part)
+        return found
+
+    def note(self, time: Time, records: Iterable[Record]) -> None:
+        """They are not wanted again."""
+        upto = self.handed.setdefault(time, {})
+        for record in records:
+            upto[record.incarnation] = max(record.seq, upto.get(record.incarnation, 0))
+
+    def hear(self, log: bytes, part: _Part, active: Iterable[Time]) -> None:
+        self.parts[log] = part
+        since = self.since.setdefault(part.keeper, {})
+        for time in active:
+            since[time] = min(part.version, since.get(time, part.version))
+        if self.is_whole:
+            oldest = min(other.version for other in self.parts.values() if other.keeper == part.keeper)
+            for time in [one for one, version in since.items() if version <= oldest and one not in part.active_times]:
+                del since[time]
+
+    @property
+    def is_whole(self) -> bool:
+        """Of each log that is told of something is known."""
+        return self.parts.keys() >= set[bytes]().union(*(part.logs for part in self.parts.values()))
+
+
+class Assembler:
+    """Of one reader of `topics`, which are patterns. `filter`: "atomic": what had begun when it began to read is
+    dropped; "all": it is handed over, as incomplete. `beyond`, by group: what is less than or equal to one of these
+    times is dropped in any case.
+
+    `each`: groups of the same name whose epochs others keep are told apart; else they are one, and an epoch is over
+    when it is for all of them. `timeout_s`: for so long a log that holds an epoch back may be silent.
+
+    `dropped`: filtered, begun (before anything was known of its group), handed (read again after a restart),
+    unreadable. `counts`: epochs, incomplete (of these), rest.
+    """
+
+    def __init__(
+        self,
+        topics: Sequence[UUri] = (),
+        *,
+        filter: Filter = "atomic",
+        beyond: Mapping[str, Collection[Time]] | None = None,
+        each: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        bytes_max: int = PENDING_BYTES_MAX,
+    ) -> None:
+        self._topics, self._filter, self._each = list(topics), filter, each
+        self._beyond = {name: maximal(times) for name, times in (beyond or {}).items()}
+        self._timeout_s, self._bytes_max = timeout_s, bytes_max
+        self._groups: dict[Key, _Group] = {}
+        self._keepers: dict[bytes, dict[str, tuple[str, int]]] = {}  # by log, by group
+        self._is_suspect = False  # a gap, and no snapshot since
+        self._bytes = 0
+        self._gone: OrderedDict[tuple[Key, Time], None] = OrderedDict()
+        self.dropped: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        groups = {key: (sorted(one.lower), sorted(one.pending)) for key, one in self._groups.items()}
+        return f"Assembler({groups}, {dict(self.counts)}, dropped={dict(self.dropped)})"
+
+    def frontiers(self) -> Iterator[tuple[str, Antichain, Antichain]]:
+        """Of each group: its name, lower and upper frontier."""
+        for (name, _), group in self._groups.items():
+            yield name, group.lower, maximal(time for part in group.parts.values() for time in part.active)
+
+    # -- what comes
+
+    def begin(self, snapshot: Iterable[Record], now: float) -> None:
+        """As of where the next records begin. After a gap again."""
+        for record in sorted(snapshot, key=lambda one: one.seq):
+            for key, told, part in self._told(record, now):
+                group = self._group(key)
+                log = _log_of(record)
+                if self._is_suspect:
+                    group.suspect = maximal([*group.suspect, *part.active])
+                elif log not in group.known | group.parts.keys():
+                    group.filter = maximal([*group.filter, *part.active])
+                group.hear(log, part, part.active_times)
+                self._note_ended(group, told)
+        self._is_suspect = False
+        for group in self._groups.values():
+            group.known.clear()
+
+    def lose(self) -> None:
+        """A gap: what is behind it may be of anything that is not over."""
+        self._is_suspect = True
+
+    def take(self, records: Iterable[Record], now: float) -> list[Assembled]:
+        """In the order of each log."""
+        ready: list[Assembled] = []
+        plain: list[Record] = []
+        touched: set[Key] = set()
+        for record in records:
+            if record.epoch is not None:
+                self._add(record, record.epoch, now)
+            elif is_frontiers(record.message.attributes.source):
+                touched |= self._move(record, now)
+                for key in touched:
+                    ready += self._over(key, self._groups[key])
+            else:
+                plain.append(record)
+        if plain:
+            ready.insert(0, Assembled(None, plain))
+        return ready + self._shrink()
+
+    def _told(self, record: Record, now: float) -> Iterator[tuple[Key, GroupFrontier, _Part]]:
+        source = record.message.attributes.source
+        keeper = (source.authority_name, source.ue_id)
+        try:
+            frontier = Frontier.FromString(record.message.payload)
+        except DecodeError:
+            self.dropped["unreadable"] += 1
+            return
+        for told in frontier.groups:
+            times = [tuple(one.numbers) for one in (*told.lower, *told.active)]
+            key = (told.group, keeper if self._each else None)
+            length = self._group(key).length or next(map(len, times), 0)
+            if {len(time) for time in times} - {length} or length > LENGTH_MAX:  # it can't be compared
+                self.dropped["unreadable"] += 1
+                continue
+            self._group(key).length = length
+            lower, active = times[: len(told.lower)], times[len(told.lower) :]
+            self._keepers.setdefault(_log_of(record), {})[told.group] = keeper
+            upper = maximal(active)
+            yield key, told, _Part(keeper, told.version, minimal(lower), upper, frozenset(active), set(told.logs), now)
+
+    def _group(self, key: Key) -> _Group:
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(filter=self._beyond.get(key[0], NOTHING))
+            group.length = next((len(time) for time in group.filter), 0)
+        return group
+
+    def _move(self, record: Record, now: float) -> set[Key]:
+        """A frontier; which groups it is of."""
+        log, touched = _log_of(record), set[Key]()
+        for key, told, part in self._told(record, now):
+            group = self._group(key)
+            if log not in group.parts and told.number != 1:  # nothing was known of it: so this is the snapshot
+                opened = {tuple(one.numbers) for one in told.opened}
+                active = (tuple(one.numbers) for one in told.active)
+                group.filter = maximal([*group.filter, *(time for time in active if time not in opened)])
+            group.hear(log, part, part.active_times)
+            for gone in [one for one, other in group.parts.items() if other.keeper == part.keeper]:
+                if gone != log and gone not in part.logs and group.parts[gone].version <= part.version:
+                    del group.parts[gone]  # a log in memory, of before a restart
+            self._note_ended(group, told)
+            touched.add(key)
+        self._begun(record)
+        return touched
+
+    def _note_ended(self, group: _Group, told: GroupFrontier) -> None:
+        for one in told.ended:
+            if one.incomplete and len(one.time.numbers) == group.length:
+                group.incomplete[tuple(one.time.numbers)] = one.incomplete
+
+    def _begun(self, record: Record) -> None:
+        """Somebody between us and the keeper has only begun to take some of what we read."""
+        source = record.message.attributes.source
+        frontier = Frontier.FromString(record.message.payload) if record.message.payload else Frontier()
+        if not frontier.begun or source.ue_id >> 16:
+            return
+        if self._topics and not any(uris.meets(one, other) for one in self._topics for other in frontier.begun):
+            return
+        for group in self._groups.values():
+            upper = [time for log in frontier.of if log in group.parts for time in group.parts[log].active]
+            group.filter = maximal([*group.filter, *upper])
+            for time in [one for one in group.pending if is_covered(group.filter, one)]:
+                self._drop_or_mark(group, time)
+
+    def _drop_or_mark(self, group: _Group, time: Time) -> None:
+        pending = group.pending[time]
+        pending.incomplete = pending.incomplete or BEGUN
+        if self._filter == "atomic":
+            self.dropped["filtered"] += len(pending.records)
+            self._bytes -= group.pending.pop(time).bytes
+            group.note(time, pending.records)
+
+    def _add(self, record: Record, epoch: Epoch, now: float) -> None:
+        key, log = self._key_of(record, epoch.group), _log_of(record)
+        group, time = self._group(key), epoch.time
+        part = group.parts.get(log) or group.parts.get(record.incarnation)
+        if part is not None:
+            part.heard_at = now
+        if record.seq <= group.handed.get(time, {}).get(record.incarnation, 0):
+            self.dropped["handed"] += 1
+            return
+        if len(time) != (group.length or len(time)):
+            self.dropped["unreadable"] += 1
+            return
+        begun = BEGUN if part is None or is_covered(group.filter, time) else ""
+        if begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
+            self.dropped["filtered" if part is not None else "begun"] += 1
+            group.note(time, [record])  # the filter may fall away while this may still be read again
+            return
+        pending = group.pending.setdefault(time, _Pending())
+        if (key, time) in self._gone:
+            pending.incomplete = REST
+        pending.incomplete = pending.incomplete or begun
+        bytes = len(record.message.payload) + RECORD_BYTES
+        pending.records.append(record)
+        pending.bytes += bytes
+        self._bytes += bytes
+        pending.first.setdefault(record.incarnation, record.seq)
+
+    def _key_of(self, record: Record, name: str) -> Key:
+        if not self._each:
+            return name, None
+        known = self._keepers.get(_log_of(record), {}).get(name)
+        return name, known or self._keepers.get(record.incarnation, {}).get(name)
+
+    # -- what is over
+
+    def _over(self, key: Key, group: _Group) -> list[Assembled]:
+        if not group.is_whole:
+            return []
+        lower = group.lower
+        group.filter = maximal([*not_passed(group.filter, lower), *self._beyond.get(key[0], NOTHING)])
+        over = sorted(time for time in group.pending if not group.holding(time))
+        ready = [self._hand(key, group, time) for time in over]
+        if not self._is_suspect:
+            group.suspect = not_passed(group.suspect, lower)
+        for time in [time for time in group.incomplete if time not in group.pending and not is_ahead(lower, time)]:
+            del group.incomplete[time]
+        return ready
+
+    def _hand(self, key: Key, group: _Group, time: Time, why: str = "") -> Assembled:
+        pending = group.pending.pop(time)
+        self._bytes -= pending.bytes
+        told = group.incomplete.pop(time, "")
+        missed = MISSED if self._is_suspect or is_covered(group.suspect, time) else ""
+        incomplete = why or pending.incomplete or told or missed
+        group.note(time, pending.records)
+        self._gone[key, time] = None
+        if len(self._gone) > GONE_MAX:
+            self._gone.popitem(last=False)
+        self.counts["epochs" if pending.incomplete != REST else "rest"] += 1
+        self.counts["incomplete"] += bool(incomplete)
+        return Assembled(Epoch(key[0], time), pending.records, incomplete, key[1])
+
+    def overdue(self, now: float) -> list[Assembled]:
+        """What only silent logs hold back."""
+        ready: list[Assembled] = []
+        for key, group in self._groups.items():
+            for time in sorted(group.pending):
+                silent = self._silent(group, time, now)
+                if silent:
+                    ready.append(self._hand(key, group, time, f"nothing was heard of {silent} for {self._timeout_s} s"))
+        return ready
+
+    def _silent(self, group: _Group, time: Time, now: float) -> str:
+        """Whose log holds it back, if nobody else does."""
+        holding = group.holding(time)
+        if any(now - part.heard_at < self._timeout_s for part in holding):
+            return ""
+        if holding:
+            return ", ".join(sorted({part.keeper[0] for part in holding}))
+        heard = max((part.heard_at for part in group.parts.values()), default=0.0)
+        return "one of its logs" if now - heard >= self._timeout_s else ""
+
+    @property
+    def due(self) -> float | None:
+        """When to ask for what is overdue; None: nothing waits."""
+        heard = [part.heard_at for group in self._groups.values() if group.pending for part in group.parts.values()]
+        return min(heard) + self._timeout_s if heard else None
+
+    def _shrink(self) -> list[Assembled]:
+        ready: list[Assembled] = []
+        while self._bytes > self._bytes_max:
+            sizes = (
+                (one.bytes, key, time) for key, group in self._groups.items() for time, one in group.pending.items()
+            )
+            _, key, time = max(sizes, key=lambda one: one[0])
+            ready.append(self._hand(key, self._groups[key], time, TOO_BIG))
+        return ready
+
+    # -- restarts
+
+    def safe(self, positions: Positions, held: Iterable[Assembled] = ()) -> Positions:
+        """From where it has to be read after a restart, if it was read up to `positions`, and `held` is not safe with
+        the reader yet."""
+        safe = dict(positions)
+
+        def lower(log: bytes, seq: int) -> None:
+            if log in safe:
+                safe[log] = min(safe[log], seq - 1)
+
+        for group in self._groups.values():
+            for pending in group.pending.values():
+                for log, seq in pending.first.items():
+                    lower(log, seq)
+        for one in held:
+            for record in one.records:
+                lower(record.incarnation, record.seq)
+        return safe
+
+    def forget(self, safe: Positions) -> None:
+        """It is not read again from further back than there."""
+        for group in self._groups.values():
+            for time in [one for one, upto in group.handed.items() if _is_behind(upto, safe)]:
+                del group.handed[time]
+
+    def save(self, safe: Positions, held: Iterable[Assembled] = ()) -> dict[str, Any]:
+        """What is to be kept with `safe`, for `restore`. Plain data for JSON."""
+        in_hand = {((one.epoch.group, one.keeper), one.epoch.time) for one in held if one.epoch is not None}
+        saved = []
+        for key, group in self._groups.items():
+            saved.append(
+                {
+                    "group": key[0],
+                    "keeper": key[1],
+                    "filter": sorted(group.filter),
+                    "suspect": sorted(group.suspect),
+                    "logs": sorted(log.hex() for log in group.parts),
+                    "handed": [
+                        [time, {log.hex(): seq for log, seq in upto.items()}]
+                        for time, upto in sorted(group.handed.items())
+                        if (key, time) not in in_hand and not _is_behind(upto, safe)
+                    ],
+                }
+            )
+        return {"groups": saved}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Before anything is taken. Raises KeyError, TypeError, ValueError for what `save` never gave."""
+        for one in saved["groups"]:
+            keeper = one["keeper"]
+            key = (str(one["group"]), None if keeper is None else (str(keeper[0]), int(keeper[1])))
+            group = self._group(key)
+            group.filter = maximal([*group.filter, *map(_time, one["filter"])])
+            group.suspect = maximal(map(_time, one["suspect"]))
+            group.known = {bytes.fromhex(log) for log in one["logs"]}
+            group.handed = {
+                _time(time): {bytes.fromhex(log): int(seq) for log, seq in upto.items()} for time, upto in one["handed"]
+            }
+            group.length = next((len(time) for time in (*group.filter, *group.suspect, *group.handed)), group.length)
+
+
+def _time(numbers: Iterable[int]) -> Time:
+    return tuple(int(one) for one in numbers)
+
+
+def _log_of(record: Record) -> bytes:
+    """In which it was appended first: that is where its epoch was kept."""
+    return record.incarnation if record.origin is None else record.origin.incarnation
+
+
+def _is_behind(upto: Positions, safe: Positions) -> bool:
+    """None of it is read again."""
+    return all(seq <= safe.get(log, seq) for log, seq in upto.items())

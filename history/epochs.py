@@ -1,0 +1,556 @@
+"""Epochs of a group of topics: which one each record is of, and when one is over. No I/O; `now` is an argument.
+
+records -> assign: which epoch is each of? -> opened: told in front of them
+        -> settle: is one over by them?    -> ended: told behind them         tick: one that does not end by itself
+
+Buckets: the time in a record's id, cut into pieces of `width_ms`. Ours is the one that is held: the lowest that is open
+By progress: publishers hold what they have opened, and say with its end what belongs to it
+
+Late is what comes for an epoch that is over: it joins the lowest one that is open, so nothing is lost, and is counted.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError
+
+from history.chunk import ID_BYTES, message_id
+from history.frontier import LENGTH_MAX, NUMBER_MIN, Epoch, Frontier, Passed, State, Time
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime, ProgressRequest, Timed
+from uprotocol.encoded import Carried, EncodedMessage
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+# open epochs of a group: each record of a frontier names them all. One publisher holds at most a quarter
+ACTIVE_MAX: Final = 256
+ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4
+CHANGES_MAX: Final = 2 * ACTIVE_EACH_MAX  # of one request
+LAST_MAX: Final = 1_000  # topics that a publisher names when it closes one
+ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
+
+INTERRUPTED: Final = "the gateway was not running in between"
+SILENT: Final = "nothing came any more, and nothing that is later"
+UNCLOSED: Final = "its publisher has not closed it"
+ENDED: Final = "the group is not kept any more"
+
+COUNTED: Final = ("records", "late", "ahead", "crowded", "unnamed", "without", "epochs", "incomplete", "skipped")
+
+Publisher = tuple[str, int]  # authority, uEntity
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Topics that have epochs together. `width_ms` None: publishers open and close them."""
+
+    name: str
+    topics: Sequence[UUri]
+    width_ms: int | None
+    lateness_ms: int = 0  # a bucket ends when there was a record that is so much later
+    ahead_ms: int = 5_000  # an id that is further ahead of our clock opens nothing
+    timeout_ms: int = 10_000
+
+    def has(self, source: UUri) -> bool:
+        return any(uris.matches(pattern, source) for pattern in self.topics)
+
+    def is_publisher(self, entity: UUri) -> bool:
+        """It may publish what is of this group."""
+        return any(uris.matches(_of_entity(pattern), entity) for pattern in self.topics)
+
+
+def _of_entity(pattern: UUri) -> UUri:
+    return uris.uri(pattern.authority_name, pattern.ue_id, pattern.ue_version_major, 0)
+
+
+class Arrived(NamedTuple):
+    """A record on its way into a log."""
+
+    publisher: Publisher
+    topic: bytes  # as in Stream.source_bytes
+    message: Carried
+
+
+def timed(time: Time, payload: UPayload) -> UPayload:
+    """`payload` of an epoch that it names: for a publisher that has several open at once."""
+    named = Timed(time=LogicalTime(numbers=time), payload=payload.data, format=payload.format)
+    return UPayload.pack_to_any(named)
+
+
+def untimed(payload: UPayload) -> tuple[Time | None, UPayload]:
+    """What is inside, and the epoch that it names; as it is, and None, where it names none."""
+    named = _timed_of(payload.format, payload.data)
+    if named is None:
+        return None, payload
+    return tuple(named.time.numbers), UPayload(named.payload, named.format)  # type: ignore[arg-type]
+
+
+def _timed_of(format: int, data: bytes) -> Timed | None:
+    if format != ANY_FORMAT:
+        return None
+    try:
+        wrapped, named = AnyMessage.FromString(data), Timed()
+        return named if wrapped.Unpack(named) else None
+    except DecodeError:
+        return None
+
+
+def _named(message: Carried) -> Time | None:
+    if isinstance(message, EncodedMessage):
+        format: int = message.stamp.payload_format
+    else:
+        format = message.attributes.payload_format
+    named = _timed_of(format, message.payload)
+    return None if named is None else tuple(named.time.numbers)
+
+
+def created_ms(id: bytes) -> int:
+    """The time in an id, Unix milliseconds."""
+    return int.from_bytes(id[:6], "big")
+
+
+class Kept(abc.ABC):
+    """How far a group has come. `counts`: records, late, ahead, crowded (that found no room for an epoch of their own),
+    unnamed, without (an epoch), epochs (that ended), incomplete (of these), skipped. All are there from the start."""
+
+    kind: str
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.frontier = Frontier()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.incomplete: dict[Time, str] = {}  # of what is open, why it will not be whole
+        self.version = 0
+        self._ended: list[GroupFrontier.Ended] = []  # and not told
+        self._told = GroupFrontier()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.group.name}, {self.frontier}, {dict(self.counts)})"
+
+    # -- what a kind of epochs decides
+
+    @abc.abstractmethod
+    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+        """One for each, before they are stored. `now`: loop time."""
+
+    @abc.abstractmethod
+    def settle(self, now: float) -> None:
+        """End what is over by the records that were assigned."""
+
+    @abc.abstractmethod
+    def tick(self, now: float) -> None:
+        """End what has waited for too long."""
+
+    @property
+    @abc.abstractmethod
+    def due(self) -> float | None:
+        """When to tick, loop time; None: nothing waits."""
+
+    # -- what all have in common
+
+    def _epoch(self, time: Time) -> Epoch:
+        return Epoch(self.group.name, time)
+
+    def _release(self, *times: Time) -> Passed:
+        passed = self.frontier.release(*times)
+        for time in passed.completed:
+            why = self.incomplete.pop(time, "")
+            self.counts["epochs"] += 1
+            self.counts["incomplete"] += bool(why)
+            self._ended.append(GroupFrontier.Ended(time=_wire(time), incomplete=why))
+        for time in passed.skipped:
+            self.incomplete.pop(time, None)
+            self.counts["skipped"] += 1
+        return passed
+
+    # -- as it is told
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._ended) or self._lower != _times(self._told.lower) or self._active != _times(self._told.active)
+
+    @property
+    def _lower(self) -> set[Time]:
+        return set(self.frontier.lower)
+
+    @property
+    def _active(self) -> set[Time]:
+        return self.frontier.active
+
+    @property
+    def told(self) -> GroupFrontier:
+        """As it was told last."""
+        return self._told
+
+    def tell(self) -> GroupFrontier:
+        """All that is to be known; what is new since is told as such."""
+        before, was_active = _times(self._told.lower), _times(self._told.active)
+        self.version += 1
+        told = GroupFrontier(group=self.group.name, ended=self._ended, version=self.version)
+        told.lower.extend(map(_wire, sorted(self._lower)))
+        told.active.extend(map(_wire, sorted(self._active)))
+        told.opened.extend(map(_wire, sorted(self._active - was_active)))
+        changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
+        told.updates.extend(GroupFrontier.Update(time=_wire(time), change=change) for time, change in sorted(changes))
+        self._ended = []
+        self._keep(told.kept)
+        self._told = told
+        return told
+
+    def retell(self) -> GroupFrontier:
+        """The same, with nothing new."""
+        told = GroupFrontier()
+        told.CopyFrom(self._told)
+        told.group, told.version, told.kept.kind = self.group.name, self.version, self.kind
+        for name in ("opened", "updates", "ended"):
+            told.ClearField(name)
+        return told
+
+    def _keep(self, kept: GroupFrontier.Kept) -> None:
+        """What `resume` needs."""
+        kept.kind = self.kind
+        kept.seen.extend(map(_wire, sorted(self.frontier.seen)))
+        kept.passed.extend(map(_wire, sorted(self.frontier.passed)))
+        kept.incomplete.extend(
+            GroupFrontier.Ended(time=_wire(time), incomplete=why) for time, why in sorted(self.incomplete.items())
+        )
+
+    def resume(self, told: GroupFrontier, now: float) -> None:
+        """Go on where this was told, before a restart. Raises FAILED_PRECONDITION if that was another kind."""
+        kept = told.kept
+        if kept.kind != self.kind:
+            what = f"the epochs of {self.group.name!r} were kept by {kept.kind}, and its readers know them so"
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: give what is kept by {self.kind} another name")
+        held = self._resumed(told, now)
+        self.version = told.version
+        self.frontier = Frontier(held, map(time_of, kept.seen), map(time_of, kept.passed))
+        self.incomplete = {time_of(one.time): one.incomplete for one in kept.incomplete}
+        self._told = told
+
+    @abc.abstractmethod
+    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
+        """What is held."""
+
+
+class Buckets(Kept):
+    """The time of an epoch is the Unix millisecond in which its bucket begins."""
+
+    kind = "bucket"
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        assert group.width_ms is not None, "a bucket has a width"
+        self._width = group.width_ms
+        self._newest_ms = NUMBER_MIN  # of all ids that were not ahead
+        self._ends: dict[Time, float] = {}  # of what is open, loop time
+
+    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+        ceiling, width = now_ms + self.group.ahead_ms, self._width
+        created = [created_ms(message_id(one.message)) for one in records]
+        sane = [ms for ms in created if ms <= ceiling]
+        if not self.frontier.held:
+            first_ms = min(sane, default=now_ms) - self.group.lateness_ms
+            self._hold(first_ms // width * width)
+        self._newest_ms = max([*sane, self._newest_ms])
+        (lowest,) = self.frontier.lower
+        epochs: list[Epoch | None] = []
+        known: dict[int, Epoch] = {}
+        self.counts["records"] += len(records)
+        for ms in created:
+            begin = ms // width * width
+            if ms > ceiling:
+                self.counts["ahead"] += 1
+                begin = lowest[0]
+            elif begin < lowest[0]:
+                self.counts["late"] += 1
+                begin = lowest[0]
+            if begin not in known:
+                known[begin] = self._open((begin,), lowest, now)
+            epoch = known[begin]
+            self.counts["crowded"] += epoch.time[0] != begin
+            epochs.append(epoch)
+        return epochs
+
+    def _hold(self, begin: int) -> None:
+        time = (begin,)
+        if not self.frontier.may_come(time):  # of a clock of before
+            time = (max(one[0] for one in self.frontier.passed) + self._width,)
+        self.frontier.hold(time)
+
+    def _open(self, time: Time, lowest: Time, now: float) -> Epoch:
+        seen = self.frontier.seen
+        if time not in seen and time != lowest and len(seen) >= ACTIVE_MAX - 1:
+            time = lowest
+        if time not in seen:
+            self.frontier.see(time)
+            self._ends[time] = now + self.group.timeout_ms / 1_000
+        return self._epoch(time)
+
+    def settle(self, now: float) -> None:
+        if self.frontier.held:
+            self._advance((self._newest_ms - self.group.lateness_ms) // self._width * self._width)
+
+    def _advance(self, begin: int) -> None:
+        (lowest,) = self.frontier.lower
+        if begin > lowest[0]:
+            self.frontier.hold((begin,))
+            for time in self._release(lowest).completed:
+                self._ends.pop(time, None)
+
+    def tick(self, now: float) -> None:
+        overdue = [time for time, end in self._ends.items() if end <= now]
+        if overdue:
+            last = max(overdue)
+            for time in self.frontier.seen:
+                if time <= last:
+                    self.incomplete.setdefault(time, SILENT)
+            if any(time > last for time in self.frontier.seen):
+                self._advance(last[0] + self._width)
+            else:  # it holds nothing while it is quiet: so it holds back nobody who reads others, too
+                for time in self._release(*self.frontier.lower).completed:
+                    self._ends.pop(time, None)
+
+    @property
+    def due(self) -> float | None:
+        return min(self._ends.values(), default=None)
+
+    def _keep(self, kept: GroupFrontier.Kept) -> None:
+        super()._keep(kept)
+        kept.newest_ms = max(0, self._newest_ms)
+
+    def resume(self, told: GroupFrontier, now: float) -> None:
+        super().resume(told, now)
+        self._newest_ms = told.kept.newest_ms
+        for seen in self.frontier.seen:
+            self.incomplete.setdefault(seen, INTERRUPTED)
+            self._ends[seen] = now + self.group.timeout_ms / 1_000
+
+    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
+        return list(map(time_of, told.lower))
+
+
+@dataclass(slots=True)
+class Had:
+    """Of one topic, what came of an epoch."""
+
+    count: int = 0
+    newest_id: bytes = b""
+
+
+@dataclass(slots=True)
+class Held:
+    """An epoch that one publisher has opened."""
+
+    ends_at: float  # loop time, if nothing comes until then
+    after: dict[bytes, int]  # by log: nothing of it came before
+    is_closing: bool = False
+    last: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)  # by topic: id and count, as it was said
+    had: dict[bytes, Had] = field(default_factory=dict)  # by topic: what came
+
+    def missing(self) -> str:
+        """Why it can't end yet; empty: it can."""
+        if not self.is_closing:
+            return UNCLOSED
+        for topic, (id, count) in self.last.items():
+            had = self.had.get(topic, Had())
+            if had.newest_id < id or had.count < count:
+                return f"{had.count} of {count} messages of {uris.format(UUri.FromString(topic))} came"
+        return ""
+
+
+class Progress(Kept):
+    """`places`: where each log is, for what is opened now."""
+
+    kind = "progress"
+
+    def __init__(self, group: Group, places: Callable[[], dict[bytes, int]]) -> None:
+        super().__init__(group)
+        self._places = places
+        self.publishers: dict[Publisher, dict[Time, Held]] = {}
+        self._settled: list[tuple[Publisher, Time]] = []  # may be over by what came
+
+    # -- what publishers say
+
+    def change(self, publisher: UUri, changes: Sequence[ProgressRequest.Change], now: float) -> None:
+        """All of them, or none and UStatusError. What was done before is not done twice."""
+        if len(changes) > CHANGES_MAX:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {CHANGES_MAX} changes at once, got {len(changes)}")
+        whose = (publisher.authority_name, publisher.ue_id)
+        for place, one in enumerate(changes):
+            self._check(publisher, one, place)
+        frontier = Frontier(self.frontier.held.elements(), self.frontier.seen, self.frontier.passed)
+        own = set(self.publishers.get(whose, ()))
+        for one in changes:
+            self._try(frontier, own, time_of(one.time), one.change)
+        held = self.publishers.setdefault(whose, {})
+        for one in changes:
+            time = time_of(one.time)
+            if one.change > 0 and time not in held:
+                self.frontier.hold(time)
+                held[time] = Held(0.0, self._places())
+            elif one.change < 0 and time in held and not held[time].is_closing:
+                held[time].is_closing = True
+                held[time].last = {last.topic.SerializeToString(): (last.id, last.count) for last in one.last}
+                self._settled.append((whose, time))
+            if time in held:
+                held[time].ends_at = now + self.group.timeout_ms / 1_000
+        if not held:
+            del self.publishers[whose]
+
+    def _check(self, publisher: UUri, one: ProgressRequest.Change, place: int) -> None:
+        what, time = f"change {place + 1}", time_of(one.time)
+        if one.change not in (1, -1):
+            raise invalid(f"{what} is +1 or -1, got {one.change}")
+        length = self.frontier.length
+        if not 0 < len(time) <= LENGTH_MAX:
+            raise invalid(f"{what}: a time has 1 to {LENGTH_MAX} numbers, got {len(time)}")
+        if length is not None and len(time) != length:
+            raise invalid(f"{what}: the times of {self.group.name!r} have {length} numbers, got {time}")
+        if len(one.last) > LAST_MAX:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{what} names more than {LAST_MAX} topics")
+        for last in one.last:
+            whose = (last.topic.authority_name, last.topic.ue_id)
+            if whose != (publisher.authority_name, publisher.ue_id) or not self.group.has(last.topic):
+                raise invalid(f"{what}: {uris.format(last.topic)} is no topic of the caller in {self.group.name!r}")
+            if len(last.id) != ID_BYTES or not last.count:
+                raise invalid(f"{what}: the last message of a topic has an id of {ID_BYTES} bytes, and a count from 1")
+
+    def _try(self, frontier: Frontier, own: set[Time], time: Time, change: int) -> None:
+        """On copies of what there is."""
+        if frontier.length not in (None, len(time)):
+            raise invalid(f"the times of {self.group.name!r} have {frontier.length} numbers, got {time}")
+        if change > 0 and time not in own:
+            if not frontier.may_come(time):
+                lower = sorted(frontier.lower) or sorted(frontier.passed)
+                what = f"{time} of {self.group.name!r} is over: the lower frontier has come to {lower}"
+                raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}; open what is greater")
+            if frontier.held.total() >= ACTIVE_MAX or len(own) >= ACTIVE_EACH_MAX:
+                what = f"{ACTIVE_EACH_MAX} epochs of one publisher and {ACTIVE_MAX} in all are open at once"
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: close some of {self.group.name!r}")
+            frontier.hold(time)
+            own.add(time)
+        elif change < 0 and time not in own and frontier.state(time) in (State.LATENT, State.ACTIVE):
+            raise UStatusError(UCode.NOT_FOUND, f"{time} of {self.group.name!r} was not opened by the caller")
+
+    # -- what comes
+
+    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+        self.counts["records"] += len(records)
+        return [self._assign(record, now) for record in records]
+
+    def _assign(self, record: Arrived, now: float) -> Epoch | None:
+        own, id = self.publishers.get(record.publisher, {}), message_id(record.message)
+        named = _named(record.message) if own else None
+        time = self._current(own, record.topic, id) if named is None else named
+        if time is None or time not in own:
+            self.counts["late"] += 1
+            if not self.frontier.held:
+                self.counts["without"] += 1
+                return None
+            time = min(self.frontier.lower)
+        else:
+            self._count(own[time], record, time, id, now)
+        self.frontier.see(time)
+        return self._epoch(time)
+
+    def _current(self, own: dict[Time, Held], topic: bytes, id: bytes) -> Time | None:
+        """What it belongs to though it does not say so."""
+        closing = [time for time, held in own.items() if held.is_closing and id <= held.last.get(topic, (b"", 0))[0]]
+        if closing:
+            return min(closing)
+        open = [time for time, held in own.items() if not held.is_closing]
+        self.counts["unnamed"] += len(open) > 1
+        return min(open, default=None)
+
+    def _count(self, held: Held, record: Arrived, time: Time, id: bytes, now: float) -> None:
+        had = held.had.setdefault(record.topic, Had())
+        had.count += 1
+        had.newest_id = max(had.newest_id, id)
+        if held.is_closing:
+            self._settled.append((record.publisher, time))
+        else:
+            held.ends_at = now + self.group.timeout_ms / 1_000
+
+    def had(self, publisher: Publisher, topic: bytes, id: bytes, time: Time) -> None:
+        """It came before a restart."""
+        held = self.publishers.get(publisher, {}).get(time)
+        if held is not None:
+            had = held.had.setdefault(topic, Had())
+            had.count += 1
+            had.newest_id = max(had.newest_id, id)
+            self._settled.append((publisher, time))
+
+    def settle(self, now: float) -> None:
+        settled, self._settled = self._settled, []
+        over = [one for one in dict.fromkeys(settled) if self._is_over(*one)]
+        self._end(over)
+
+    def _is_over(self, publisher: Publisher, time: Time) -> bool:
+        held = self.publishers.get(publisher, {}).get(time)
+        return held is not None and not held.missing()
+
+    def _end(self, over: Iterable[tuple[Publisher, Time]]) -> None:
+        over = list(over)
+        for publisher, time in over:
+            del self.publishers[publisher][time]
+            if not self.publishers[publisher]:
+                del self.publishers[publisher]
+        if over:
+            self._release(*(time for _, time in over))
+
+    def tick(self, now: float) -> None:
+        overdue = [
+            (publisher, time, held)
+            for publisher, all in self.publishers.items()
+            for time, held in all.items()
+            if held.ends_at <= now
+        ]
+        for (authority, ue_id), time, held in overdue:
+            self.incomplete[time] = f"{authority}/{ue_id:X}: {held.missing() or UNCLOSED}"
+        self._end((publisher, time) for publisher, time, _ in overdue)
+
+    @property
+    def due(self) -> float | None:
+        return min((held.ends_at for all in self.publishers.values() for held in all.values()), default=None)
+
+    def _keep(self, kept: GroupFrontier.Kept) -> None:
+        super()._keep(kept)
+        for (authority, ue_id), all in self.publishers.items():
+            for time, held in all.items():
+                told = kept.held.add(time=_wire(time), is_closing=held.is_closing)
+                told.publisher.CopyFrom(uris.uri(authority, ue_id, 0, 0))
+                for topic, (id, count) in held.last.items():
+                    told.last.add(topic=UUri.FromString(topic), id=id, count=count)
+                for incarnation, seq in held.after.items():
+                    told.after.add(incarnation=incarnation, seq=seq)
+
+    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
+        held_times = []
+        for one in told.kept.held:
+            held = Held(now + self.group.timeout_ms / 1_000, {at.incarnation: at.seq for at in one.after})
+            held.is_closing = one.is_closing
+            held.last = {last.topic.SerializeToString(): (last.id, last.count) for last in one.last}
+            time = time_of(one.time)
+            held_times.append(time)
+            self.publishers.setdefault((one.publisher.authority_name, one.publisher.ue_id), {})[time] = held
+        return held_times
+
+
+def time_of(told: LogicalTime) -> Time:
+    return tuple(told.numbers)
+
+
+def _wire(time: Time) -> LogicalTime:
+    return LogicalTime(numbers=time)
+
+
+def _times(told: Iterable[LogicalTime]) -> set[Time]:
+    return set(map(time_of, told))

@@ -1,0 +1,187 @@
+"""Times, and how far a stream has come in them: what is over, what is open, and what has not begun. Pure.
+
+hold (a time may come) -> see (a record of it) -> release -> Passed: completed, or skipped if nothing was seen of it
+
+lower frontier: the minimal of what is held. Nothing comes any more at a time that none of them is less than or equal to
+upper frontier: the maximal of what is active. What is neither less than nor equal to any of them has not begun
+
+After Strymon's publish-subscribe protocol and the progress tracking of Timely Dataflow (Murray et al., "Naiad: A Timely
+Dataflow System", SOSP 2013). Unlike there, a stream that holds nothing has not ended: it goes on beyond what it passed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from operator import le
+from typing import Final, NamedTuple
+
+# A logical time: (second,), or (trip, lap, sector). One of them is less than or equal to another one if each of its
+# numbers is; so there are pairs of which neither is. All of one stream have the same length.
+Time = tuple[int, ...]
+Antichain = frozenset[Time]  # none of them is less than another one
+
+NOTHING: Final[Antichain] = frozenset()
+NUMBER_MIN: Final = -(1 << 63)  # of a time: what the wire and a file take
+NUMBER_MAX: Final = (1 << 63) - 1
+GROUP_MAX: Final = 64  # bytes of its name
+LENGTH_MAX: Final = 8  # numbers of a time: nobody reasons about more dimensions
+PASSED_MAX: Final = 64  # of a frontier; beyond it they become one that is greater than each of them
+ENDED_KEPT_MAX: Final = 1_024  # completed times that are told from skipped ones
+
+
+def precedes(one: Time, other: Time) -> bool:
+    """`one` is less than or equal to `other`."""
+    assert len(one) == len(other), f"times of one stream have one length, not {one} and {other}"
+    return all(map(le, one, other))
+
+
+def minimal(times: Iterable[Time]) -> Antichain:
+    """Those that no other one is less than."""
+    kept: list[Time] = []
+    for time in sorted(set(times)):  # none is less than one that comes before it here
+        if not any(precedes(one, time) for one in kept):
+            kept.append(time)
+    return frozenset(kept)
+
+
+def maximal(times: Iterable[Time]) -> Antichain:
+    """Those that are less than no other one."""
+    kept: list[Time] = []
+    for time in sorted(set(times), reverse=True):
+        if not any(precedes(time, one) for one in kept):
+            kept.append(time)
+    return frozenset(kept)
+
+
+def is_ahead(lower: Collection[Time], time: Time) -> bool:
+    """It may still come: something held is less than or equal to it."""
+    return any(precedes(one, time) for one in lower)
+
+
+def is_covered(upper: Collection[Time], time: Time) -> bool:
+    """It is less than or equal to one of them."""
+    return any(precedes(time, one) for one in upper)
+
+
+def not_passed(filter: Antichain, lower: Collection[Time]) -> Antichain:
+    """What of a filter is still needed: something that it holds back may come."""
+    return frozenset(one for one in filter if any(precedes(low, one) for low in lower))
+
+
+class State(enum.Enum):
+    """Of a time, as its publisher sees it."""
+
+    LATENT = "latent"  # nothing came so far
+    ACTIVE = "active"  # something came, or is announced, and more may
+    COMPLETED = "completed"  # all of it came
+    SKIPPED = "skipped"  # nothing came, and nothing will
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Times that are over since, in an order in which none comes behind one that is greater."""
+
+    completed: list[Time] = field(default_factory=list)
+    skipped: list[Time] = field(default_factory=list)  # of those that were held
+
+
+class Frontier:
+    """Of one stream. `held`: times that may come, counted, since several may hold one. `seen`: those of which there
+    were records, and may be more. `passed`: nothing comes at a time that is less than or equal to one of these, unless
+    something held is less than or equal to it."""
+
+    def __init__(self, held: Iterable[Time] = (), seen: Iterable[Time] = (), passed: Iterable[Time] = ()) -> None:
+        self.held: Counter[Time] = Counter(held)
+        self.seen: set[Time] = set(seen)
+        self.passed = maximal(passed)
+        self._lower: Antichain | None = None
+        self._ended: dict[Time, None] = {}  # the newest of those that were completed
+        self._forgotten = NOTHING  # the others
+
+    def __repr__(self) -> str:
+        return f"Frontier(lower={sorted(self.lower)}, upper={sorted(self.upper)}, passed={sorted(self.passed)})"
+
+    @property
+    def lower(self) -> Antichain:
+        """Minimal held."""
+        if self._lower is None:
+            self._lower = minimal(self.held)
+        return self._lower
+
+    @property
+    def upper(self) -> Antichain:
+        """Maximal active."""
+        return maximal(self.active)
+
+    @property
+    def active(self) -> set[Time]:
+        return self.seen.union(self.held)
+
+    @property
+    def length(self) -> int | None:
+        """Of its times; None: there was none so far."""
+        return next((len(time) for times in (self.held, self.seen, self.passed) for time in times), None)
+
+    def state(self, time: Time) -> State:
+        if time in self.held or time in self.seen:
+            return State.ACTIVE
+        if self.may_come(time):
+            return State.LATENT
+        return State.COMPLETED if time in self._ended or is_covered(self._forgotten, time) else State.SKIPPED
+
+    def may_come(self, time: Time) -> bool:
+        """It is not over."""
+        return is_ahead(self.lower, time) if self.held else not is_covered(self.passed, time)
+
+    def hold(self, time: Time) -> None:
+        """Announce that it, or what is greater, may come."""
+        assert self.may_come(time), f"{time} is over: the lower frontier is {sorted(self.lower)}"
+        self.held[time] += 1
+        self._lower = None
+
+    def see(self, time: Time) -> bool:
+        """There is a record of it. True: it became active by that."""
+        assert self.may_come(time), f"{time} is over: the lower frontier is {sorted(self.lower)}"
+        if time in self.seen:
+            return False
+        self.seen.add(time)
+        return time not in self.held
+
+    def release(self, *times: Time) -> Passed:
+        """They were held, and are not any more; together, as one step."""
+        for time in times:
+            assert self.held[time] > 0, f"{time} is not held"
+            self.held[time] -= 1
+            if not self.held[time]:
+                del self.held[time]
+        self._lower = None
+        over = sorted(one for one in self.seen.union(times) if one not in self.held and not is_ahead(self.lower, one))
+        completed = [one for one in over if one in self.seen]
+        self.seen.difference_update(over)
+        self.passed = _few(maximal([*self.passed, *over]))
+        self._remember(completed)
+        return Passed(completed, [one for one in over if one not in set(completed)])
+
+    def _remember(self, completed: Iterable[Time]) -> None:
+        self._ended.update(dict.fromkeys(completed))
+        while len(self._ended) > ENDED_KEPT_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._forgotten = _few(maximal([*self._forgotten, oldest]))
+
+
+def _few(times: Antichain) -> Antichain:
+    """As they are, or the least that is greater than each of them, where they are too many."""
+    if len(times) <= PASSED_MAX:
+        return times
+    return frozenset({tuple(map(max, zip(*times, strict=True)))})
+
+
+class Epoch(NamedTuple):
+    """What a record belongs to: a time of a group of topics."""
+
+    group: str
+    time: Time

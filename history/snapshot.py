@@ -1,0 +1,79 @@
+"""How far epochs have come where a poll begins to read: the newest frontiers up to there.
+
+for each log: topics of frontiers that match -> the first one behind the place names the one before it -> that record
+                     told in several logs, and followed into one? -> further back, until each of them is found
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from history.asked import Poll
+from history.batch import add_records
+from history.chunk import Chunk
+from history.log import Log
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, RecordBatch
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+TOPICS_MAX: Final = 1_024  # of one answer; each costs two reads
+BACK_MAX: Final = 8  # frontiers of one topic: who tells in several logs tells in all of them at once
+
+
+async def add_frontiers(poll: Poll) -> None:
+    """To the response: as of where it reads on. Raises RESOURCE_EXHAUSTED."""
+    for log, place in poll.places.items():
+        wanted = [id for id in sorted(log.frontier_ids) if id in poll.matches[log].ids]
+        if len(wanted) > TOPICS_MAX:
+            what = f"{len(wanted)} topics tell of epochs, at most {TOPICS_MAX} in one answer: name authorities"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        batch = RecordBatch(incarnation=log.incarnation)
+        for id in wanted:
+            for chunk in await _newest(log, id, place):
+                add_records(batch, chunk)
+        if batch.seq:
+            poll.response.frontiers.append(batch)
+    poll.response.has_frontiers = True
+
+
+async def _newest(log: Log, id: int, place: int) -> list[Chunk]:
+    """One of each log in which it was told first, the newest one first."""
+    found: list[Chunk] = []
+    told, expected = set[bytes](), set[bytes]()
+    seq = await _seq_before(log, id, place)
+    for _ in range(BACK_MAX):
+        if seq <= log.floor_seq:
+            break
+        chunks = await log.read(seq - 1, until=seq, streams={id})
+        if not chunks:  # retention was faster, or it is damaged
+            break
+        (chunk,) = chunks
+        origin = chunk.origins[0] if chunk.origins is not None else None
+        where = log.incarnation if origin is None else origin.incarnation
+        if where not in told:
+            told.add(where)
+            found.append(chunk)
+            expected |= _logs_of(chunk)
+        if expected <= told or origin is None:
+            break
+        seq = chunk.prev_seqs[0]
+    return found
+
+
+async def _seq_before(log: Log, id: int, place: int) -> int:
+    """Of its newest record up to and with `place`; 0: there is none."""
+    newest = log.stream(id).newest_seq if log.knows_stream(id) else 0
+    if newest <= place:
+        return newest
+    for chunk in await log.read(place, max_records=1, streams={id}):
+        return chunk.prev_seqs[0]
+    return newest
+
+
+def _logs_of(chunk: Chunk) -> set[bytes]:
+    try:
+        return {one for group in Frontier.FromString(chunk.messages[0].payload).groups for one in group.logs}
+    except DecodeError:
+        return set()
