@@ -32,8 +32,8 @@ from history.frontier import (
     not_passed,
 )
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.ids import is_frontiers
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier
+from uprotocol.core.ustreamer.ids import is_frontiers, tells_of_epochs
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier
 from uprotocol.v1.uri_pb2 import UUri
 
 PENDING_BYTES_MAX: Final = 64 << 20  # of records that wait for the end of their epoch, and ...
@@ -205,14 +205,14 @@ class Assembler:
         """In the order of each log."""
         ready: list[Assembled] = []
         plain: list[Record] = []
-        touched: set[Key] = set()
         for record in records:
             if record.epoch is not None:
                 self._add(record, record.epoch, now)
-            elif is_frontiers(record.message.attributes.source):
-                touched |= self._move(record, now)
-                for key in touched:
+            elif is_frontiers(source := record.message.attributes.source):
+                for key in self._move(record, now):
                     ready += self._over(key, self._groups[key])
+            elif tells_of_epochs(source):
+                self._begun(record)
             else:
                 plain.append(record)
         if plain:
@@ -262,7 +262,6 @@ class Assembler:
                     del group.parts[gone]  # a log in memory, of before a restart
             self._note_ended(group, told)
             touched.add(key)
-        self._begun(record)
         return touched
 
     def _note_ended(self, group: _Group, told: GroupFrontier) -> None:
@@ -272,14 +271,15 @@ class Assembler:
 
     def _begun(self, record: Record) -> None:
         """Somebody between us and the keeper has only begun to take some of what we read."""
-        source = record.message.attributes.source
-        frontier = Frontier.FromString(record.message.payload) if record.message.payload else Frontier()
-        if not frontier.begun or source.ue_id >> 16:
+        try:
+            said = Beginning.FromString(record.message.payload)
+        except DecodeError:
+            self.dropped["unreadable"] += 1
             return
-        if self._topics and not any(uris.meets(one, other) for one in self._topics for other in frontier.begun):
+        if self._topics and not any(uris.meets(one, other) for one in self._topics for other in said.topics):
             return
         for group in self._groups.values():
-            upper = [time for log in frontier.of if log in group.parts for time in group.parts[log].active]
+            upper = [time for part in group.parts.values() if _concerns(said, part) for time in part.active]
             group.filter = maximal([*group.filter, *upper])
             for time in [one for one in group.pending if is_covered(group.filter, one)]:
                 self._drop_or_mark(group, time)
@@ -454,6 +454,14 @@ class Assembler:
 
 def _time(numbers: Iterable[int]) -> Time:
     return tuple(int(one) for one in numbers)
+
+
+def _concerns(said: Beginning, part: _Part) -> bool:
+    """Its keeper may keep the epochs of these topics."""
+    keeper = part.keeper[0]
+    family = keeper.partition(".")[2] or keeper
+    there = {said.service.authority_name, *(topic.authority_name for topic in said.topics)}
+    return bool(there & {keeper, uris.WILDCARD_AUTHORITY}) or any(one.partition(".")[2] == family for one in there)
 
 
 def _log_of(record: Record) -> bytes:

@@ -35,10 +35,10 @@ class FollowedLogs:
 
     def begin(self, followed: Followed, records: int) -> None:
         """Raises RESOURCE_EXHAUSTED."""
-        seqs = [origin.seq for origin in followed.origins]
-        assert len(seqs) == records, "each message has an origin"
-        assert 0 < min(seqs) <= max(seqs) <= SEQ_MAX, "which is a record of a log"
-        assert {len(origin.incarnation) for origin in followed.origins} == {INCARNATION_BYTES}, "that has a name"
+        assert len(followed.origins) == records, "each message has an origin, or none that is known"
+        origins = [origin for origin in followed.origins if origin is not None]
+        assert all(0 < origin.seq <= SEQ_MAX for origin in origins), "which is a record of a log"
+        assert all(len(origin.incarnation) == INCARNATION_BYTES for origin in origins), "that has a name"
         assert len(followed.place) <= PLACE_BYTES_MAX, "a place is small: it is written with each batch"
         self._refuse_beyond(followed.key)
         self.under_way[followed.key] += 1

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, TypeVar
 from history.chunk import Allowance, Chunk, Passed, Scan, Tail, message_id
 from history.load import Loaded
 from history.reader import Limits
-from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Writer, Written, origins_of
+from history.writer import (
+    CHUNK_RECORDS_MAX,
+    RETENTION_PERIOD_MS,
+    Append,
+    Numbering,
+    Writer,
+    Written,
+    epochs_of,
+    origins_of,
+)
 
 if TYPE_CHECKING:
     from history.log import Log
@@ -49,7 +58,7 @@ class Ring:
         self._numbering.begin()
         seqs, prev_seqs = self._numbering.number(append.streams)
         origins = None if append.followed is None else origins_of([append])
-        whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages, origins, append.epochs)
+        whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages, origins, epochs_of([append]))
         newest = dict(zip(append.streams, range(len(whole)), strict=True))
         for id, count in Counter(append.streams).items():
             stream, place = self.loaded.streams[id], newest[id]

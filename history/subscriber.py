@@ -162,7 +162,7 @@ class GaplessSubscriber:
                 raise invalid(
                     "what is sampled is never all of an epoch: read without a sample period, or without epochs"
                 )
-            told = [ids.frontiers_of(keeper) for keeper in keepers or (uris.WILDCARD_AUTHORITY,)]
+            told = [one for keeper in keepers or (uris.WILDCARD_AUTHORITY,) for one in ids.frontiers_of(keeper)]
             topics = [*topics, *told] if topics else topics
         self._assembler = assembler
         self._in_hand: deque[Assembled] = deque()  # handed over or about to be; not taken

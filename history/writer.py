@@ -54,7 +54,7 @@ log = structlog.get_logger()
 class Followed:
     """Where the messages of an append come from, if they were followed from another log."""
 
-    origins: list[Origin]  # of each message
+    origins: list[Origin | None]  # of each message; None: it is our own word about them
     key: str  # names who follows what
     place: bytes  # how far it has come there with these messages; opaque
     epochs: list[Epoch | None] | None = None  # of each message, as it was there; None: none has one
@@ -79,8 +79,8 @@ def places_of(batch: Sequence[Append]) -> dict[str, bytes]:
     return {FOLLOWED_PREFIX + followed.key: followed.place for followed in found}
 
 
-def origins_of(batch: Sequence[Append]) -> list[Origin | None]:
-    """Of each message."""
+def origins_of(batch: Sequence[Append]) -> list[Origin | None] | None:
+    """Of each message; None: none was followed."""
     origins: list[Origin | None] = []
     for append in batch:
         followed = append.followed
@@ -88,7 +88,7 @@ def origins_of(batch: Sequence[Append]) -> list[Origin | None]:
             origins.extend([None] * len(append.messages))
         else:
             origins.extend([*[None] * append.lead, *followed.origins, *[None] * append.trail])
-    return origins
+    return origins if any(origins) else None
 
 
 def epochs_of(batch: Sequence[Append]) -> list[Epoch | None] | None:
@@ -98,7 +98,7 @@ def epochs_of(batch: Sequence[Append]) -> list[Epoch | None] | None:
     epochs: list[Epoch | None] = []
     for append in batch:
         epochs.extend([None] * len(append.messages) if append.epochs is None else append.epochs)
-    return epochs
+    return epochs if any(epochs) else None
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ if it was made after we had a place. So what was published before it is followed
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -25,6 +26,7 @@ from google.protobuf.message import DecodeError
 from history.acceptor import Accepted, Acceptor, Places, Record
 from history.chunk import Origin
 from history.follow import Following, Mode
+from history.frontier import Epoch
 from history.log import Log
 from history.writer import Followed as Notes
 from streamer.access import Pattern
@@ -33,12 +35,9 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
-    FollowedPlaces,
-    HandOver,
-    PollRequest,
-)
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, FollowedPlaces, HandOver, PollRequest
 from uprotocol.encoded import EncodedMessage
+from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -80,6 +79,9 @@ class Follow:
         )
 
 
+Digest = bytes  # see digest_of
+
+
 def family_of(authority: str) -> str:
     """What stands behind the first dot; "": nothing does."""
     return authority.partition(".")[2]
@@ -98,9 +100,10 @@ def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
 class Pending:
     """Accepted, and not yet in a log."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[Record | UUri] = field(default_factory=list)  # or what begins to be followed there
     bytes: int = 0
     places: Places = field(default_factory=Places)
+    covered: Digest = b""  # a digest of what is followed there without a hole
     has_moved: bool = False
 
 
@@ -110,8 +113,9 @@ class _Sorted(NamedTuple):
     target: Log
     stream: int
     message: EncodedMessage
-    key: bytes  # in the window of ids
-    origin: Origin
+    key: bytes | None  # in the window of ids
+    origin: Origin | None
+    epoch: Epoch | None
 
 
 class _RestartedError(UStatusError):
@@ -136,6 +140,10 @@ class Followed:
         self._told_since = self._copies_since = _since(stored) if stored is not None else None
         self._unseen: set[uris.Key] = set()  # topics that we may not read there
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
+        # what has been followed up to here without a hole, and what begins with the next answer
+        self._covered: dict[uris.Key, UUri] = {}
+        self._covered_before = _covered(stored) if stored is not None else b""
+        self._begun: list[UUri] = []
         self._kept_copies = False  # plain ones were stored since the last records
         self._rung_at: float | None = None  # loop time of the first doorbell since there was an answer
         self._following: Following | None = None
@@ -169,6 +177,18 @@ class Followed:
         """It is followed whether or not somebody wants it."""
         return self.follow is not None and any(uris.matches(pattern, source) for pattern in self.follow.topics)
 
+    def _uncover(self, topic: UUri) -> None:
+        if self._covered.pop(uris.key(topic), None) is not None:
+            self._pending.covered = digest_of(self._covered)
+
+    def _begin(self, following: Following, topic: UUri) -> None:
+        """From here on it is followed. Who reads epochs must know of what has come of it, and is not here."""
+        following.follow(topic)
+        key = uris.key(topic)
+        if key not in self._covered:
+            self._covered[key] = topic
+            self._begun.append(topic)
+
     @property
     def is_gateway(self) -> bool:
         """Not a publisher that keeps what it publishes."""
@@ -184,6 +204,7 @@ class Followed:
             if is_wanted:
                 self._follow_more(following, narrowed)
             elif uris.key(narrowed) not in self._fixed:
+                self._uncover(narrowed)
                 following.unfollow(narrowed)
 
     def listen_anew(self) -> None:
@@ -192,20 +213,37 @@ class Followed:
         if following is None:
             return
         named = self.follow.topics if self.follow is not None else ()
-        fixed = [*named, *chain.from_iterable(map(self._narrowed, self._follows.always_wanted()))]
+        always = [*self._follows.always_wanted(), *ids.frontiers_of(uris.WILDCARD_AUTHORITY)]
+        fixed = [*named, *chain.from_iterable(map(self._narrowed, always))]
         self._fixed = {uris.key(topic): topic for topic in fixed}
         wanted = chain.from_iterable(map(self._narrowed, self._follows.wanted_of(self)))
         all = self._fixed | {uris.key(topic): topic for topic in wanted}
         followed = {uris.key(topic): topic for topic in following.topics}
+        if self._covered_before == digest_of(all):  # as before the restart, so nothing of it was left out
+            self._covered = dict(all)
+        self._covered_before = b""
         for key in all.keys() - followed.keys():  # ahead of the others: what takes the place of a pattern has no hole
             self._follow_more(following, all[key])
         for key in followed.keys() - all.keys():
             following.unfollow(followed[key])
+        for key in self._covered.keys() - all.keys():
+            self._uncover(self._covered[key])
 
     def _follow_more(self, following: Following, topic: UUri) -> None:
-        following.follow(topic)
+        self._begin(following, topic)
         if self._acceptor is not None:
             self._acceptor.begin_here()
+            self._tell_begun()
+
+    def _tell_begun(self) -> None:
+        """In the log, in front of what comes with the next answer; where nobody tells of epochs nobody has to know."""
+        begun, self._begun = self._begun, []
+        pending = self._pending
+        pending.covered = digest_of(self._covered)
+        if begun and self._log.frontier_ids:
+            pending.records += begun
+            pending.has_moved = True
+            self._came.set()
 
     def _narrowed(self, pattern: UUri) -> list[UUri]:
         """To what it may have."""
@@ -377,6 +415,7 @@ class Followed:
         """Accept, while what was accepted before is committed."""
         acceptor = self._acceptor = Acceptor(places=places, read=self._follows.read)
         self._pending = Pending(places=acceptor.places.copy(), has_moved=self._told_since != self._copies_since)
+        self._tell_begun()
         self._came.set()
         acked = dict(places.positions)
         storing = asyncio.create_task(self._store_on(acked), name=f"store {self.key}")
@@ -417,7 +456,8 @@ class Followed:
         while True:
             await self._came.wait()
             self._came.clear()
-            pending, self._pending = self._pending, Pending(places=self._pending.places)
+            pending = self._pending
+            self._pending = Pending(places=pending.places, covered=pending.covered)
             if not pending.has_moved:
                 continue
             try:
@@ -447,30 +487,48 @@ class Followed:
 
     async def _append(self, pending: Pending) -> bool:
         """True: the place is on disk, with records."""
-        place = self._stored(pending.places)
+        place = self._stored(pending.places, pending.covered)
         shares: dict[Log, list[_Sorted]] = {}
+        begun: list[UUri] = []
         for record in pending.records:
+            if isinstance(record, UUri):
+                begun.append(record)
+                continue
+            if begun:
+                shares.setdefault(self._log, []).append(self._beginning(begun))
+                begun = []
             found = self._sort(record)
             if found is not None:
                 shares.setdefault(found.target, []).append(found)
-        self.counts["records"] += len(pending.records)
+            self.counts["records"] += 1
+        if begun:
+            shares.setdefault(self._log, []).append(self._beginning(begun))
         is_kept = False
         # what is in memory first: the place stands for both
         for target in sorted(shares, key=lambda one: one.durable):
             share = shares.pop(target)
-            notes = Notes([one.origin for one in share], self.key, place)
+            epochs = [one.epoch for one in share]
+            notes = Notes([one.origin for one in share], self.key, place, epochs if any(epochs) else None)
             try:
                 streams, messages = [one.stream for one in share], [one.message for one in share]
                 await self._follows.append(target, streams, messages, notes)
             except BaseException:
                 for one in (*share, *chain.from_iterable(shares.values())):
-                    self._follows.dispatch.window.forget(one.key)
+                    if one.key is not None:
+                        self._follows.dispatch.window.forget(one.key)
                 raise
-            self.counts["stored"] += len(share)
+            self.counts["stored"] += sum(one.key is not None for one in share)
             is_kept = target is self._log
         if not is_kept:
             self._log.keep_place(self.key, place)
         return is_kept
+
+    def _beginning(self, topics: Sequence[UUri]) -> _Sorted:
+        """A record of ours: of these there may be a hole up to here."""
+        topic = self._follows.local.get_resource(ids.BEGINNINGS)
+        said = Beginning(topics=topics, service=self.service)
+        message = EncodedMessage.of(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(said))
+        return _Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
 
     def _sort(self, record: Record) -> _Sorted | None:
         """Where it goes; None: it is not for us."""
@@ -491,6 +549,8 @@ class Followed:
             self.counts["spoofed"] += 1
             self.endpoint.dropped["spoofed"] += 1
             return None
+        if ids.tells_of_epochs(attributes.source):
+            return self._kept_in_order(attributes.source, message, origin, None)
         verdict = self._follows.ingress(self.endpoint).verdict_of(message)
         verdict.account.messages += 1
         verdict.account.bytes += len(message.payload)
@@ -505,7 +565,19 @@ class Followed:
         if not dispatch.window.take(key):
             self.counts["duplicate"] += 1
             return None
-        return _Sorted(verdict.log, verdict.stream, message, key, origin)
+        if record.epoch is not None and not verdict.log.durable:
+            return self._kept_in_order(message.stamp.attributes.source, message, origin, record.epoch)
+        return _Sorted(verdict.log, verdict.stream, message, key, origin, record.epoch)
+
+    def _kept_in_order(
+        self, source: UUri, message: EncodedMessage, origin: Origin, epoch: Epoch | None
+    ) -> _Sorted | None:
+        """Epochs and what tells of them, in one log: only there it is known what came first."""
+        key = message.id_key + source.SerializeToString()
+        if epoch is None and not self._follows.dispatch.window.take(key):
+            self.counts["duplicate"] += 1
+            return None
+        return _Sorted(self._log, self._log.stream_id(source, wanted=True), message, key, origin, epoch)
 
     def _is_valid(self, message: EncodedMessage) -> bool:
         """By its attributes, but for the id those of many."""
@@ -531,11 +603,11 @@ class Followed:
                 places.learn([position])
         return places
 
-    def _stored(self, places: Places) -> bytes:
+    def _stored(self, places: Places, covered: bytes = b"") -> bytes:
         positions = places.request()
         for position in positions:
             position.in_memory = position.incarnation in places.idle
-        stored = FollowedPlaces(positions=positions)
+        stored = FollowedPlaces(positions=positions, topics=covered)
         if self._told_since is not None:
             stored.since.CopyFrom(uuids.from_bytes(self._told_since))
         return stored.SerializeToString()
@@ -551,3 +623,12 @@ class Followed:
 def _since(stored: bytes) -> bytes | None:
     places = FollowedPlaces.FromString(stored)
     return uuids.to_bytes(places.since) if places.HasField("since") else None
+
+
+def _covered(stored: bytes) -> bytes:
+    return FollowedPlaces.FromString(stored).topics
+
+
+def digest_of(topics: Iterable[uris.Key]) -> bytes:
+    """16 bytes; no other set of topics has them."""
+    return hashlib.blake2b(repr(sorted(topics)).encode(), digest_size=16).digest()

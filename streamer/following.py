@@ -72,7 +72,7 @@ class Follows(UListener):
         backoff: Callable[[], Backoff],
     ) -> None:
         """`on_gap` is told what can never be had."""
-        self._configured, self._endpoints, self._hosted, self._local = follows, endpoints, hosted, local
+        self._configured, self._endpoints, self._hosted, self.local = follows, endpoints, hosted, local
         self._interest, self.on_gap = interest, on_gap
         self.rng, self.now_ms, self.random_bytes = runtime.rng, runtime.now_ms, runtime.random_bytes
         self.backoff = backoff
@@ -117,7 +117,7 @@ class Follows(UListener):
     async def start(self) -> None:
         """Raises what the hosted transport says."""
         await self._rpc.open()
-        await self._hosted.register_listener(GATEWAYS, self, self._local.get_source())
+        await self._hosted.register_listener(GATEWAYS, self, self.local.get_source())
         self._interest.on_change(self._interest_changed)
         self._interest_changed(None)
         self._is_running = True

@@ -30,6 +30,7 @@ GAPS: Final = 0x8002
 FRAMES: Final = 0x8003
 ANNOUNCEMENTS: Final = 0x8004
 FRONTIERS: Final = 0x8005
+BEGINNINGS: Final = 0x8006
 
 
 def at(authority: str, resource: int = 0) -> UUri:
@@ -55,9 +56,19 @@ def is_frontiers(topic: UUri) -> bool:
     return (topic.ue_id & 0xFFFF, topic.ue_version_major, topic.resource_id) == (ENTITY, VERSION, FRONTIERS)
 
 
-def frontiers_of(authority: str) -> UUri:
-    """The pattern of all topics there on which it is told how far epochs have come."""
-    return uris.uri(authority, 0xFFFF_0000 | ENTITY, VERSION, FRONTIERS)
+def tells_of_epochs(topic: UUri) -> bool:
+    """Whether it is said there what who reads epochs has to know."""
+    return is_frontiers(topic) or (topic.ue_id, topic.ue_version_major, topic.resource_id) == (
+        ENTITY,
+        VERSION,
+        BEGINNINGS,
+    )
+
+
+def frontiers_of(authority: str) -> list[UUri]:
+    """The patterns of all topics there on which it is said what who reads epochs has to know."""
+    of_any = uris.uri(authority, 0xFFFF_0000 | ENTITY, VERSION, FRONTIERS)
+    return [of_any, uris.uri(authority, ENTITY, VERSION, BEGINNINGS)]
 
 
 def covers(service: UUri, topic: UUri) -> bool:
@@ -66,6 +77,8 @@ def covers(service: UUri, topic: UUri) -> bool:
     if (service.ue_id & 0xFFFF, service.ue_version_major) != (ENTITY, VERSION):
         return False
     kind = service.ue_id >> 16
+    if kind and is_frontiers(topic):
+        return (service.authority_name, service.ue_id) == (topic.authority_name, topic.ue_id)
     return not kind or (service.authority_name, kind) == (topic.authority_name, topic.ue_id & 0xFFFF)
 
 
@@ -73,6 +86,8 @@ def narrowed(service: UUri, pattern: UUri) -> UUri | None:
     """The part of a pattern of topics that a publisher's own history may have; None: nothing of it."""
     kind, of = service.ue_id >> 16, pattern.ue_id & 0xFFFF
     is_there = pattern.authority_name in (uris.WILDCARD_AUTHORITY, service.authority_name)
+    if is_there and is_frontiers(pattern) and pattern.ue_id >> 16 in (kind, uris.WILDCARD_ENTITY_INSTANCE):
+        return uris.uri(service.authority_name, service.ue_id, VERSION, FRONTIERS)
     if not is_there or of not in (kind, uris.WILDCARD_ENTITY_TYPE):
         return None
     instances = pattern.ue_id & 0xFFFF_0000

@@ -549,34 +549,52 @@ class Frontier(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: _builtins.int
-    BEGUN_FIELD_NUMBER: _builtins.int
-    OF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier]: ...
-    @_builtins.property
-    def begun(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
-        """Of a follower instead: records of these topics that come after this one have predecessors in the logs `of` that it did not take, so it may
-        have a part of what is open there.
-        """
-
-    @_builtins.property
-    def of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """incarnations"""
-
     def __init__(
         self,
         *,
         groups: _abc.Iterable[Global___GroupFrontier] | None = ...,
-        begun: _abc.Iterable[_uri_pb2.UUri] | None = ...,
-        of: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "groups", b"groups", "of", b"of"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Frontier: _TypeAlias = Frontier  # noqa: Y015
+
+@_typing.final
+class Beginning(_message.Message):
+    """Of a follower, in its log: records of these topics that come after this one may have predecessors that it did not take. So of the epochs that
+    are open here it may have a part.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPICS_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
+        """patterns"""
+
+    @_builtins.property
+    def service(self) -> _uri_pb2.UUri:
+        """whose history it follows"""
+
+    def __init__(
+        self,
+        *,
+        topics: _abc.Iterable[_uri_pb2.UUri] | None = ...,
+        service: _uri_pb2.UUri | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["service", b"service", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beginning: _TypeAlias = Beginning  # noqa: Y015
 
 @_typing.final
 class GroupFrontier(_message.Message):
@@ -1223,6 +1241,9 @@ class FollowedPlaces(_message.Message):
 
     POSITIONS_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    topics: _builtins.bytes
+    """a digest of what has been followed without a hole up to there"""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
     @_builtins.property
@@ -1234,10 +1255,11 @@ class FollowedPlaces(_message.Message):
         *,
         positions: _abc.Iterable[Global___Position] | None = ...,
         since: _uuid_pb2.UUID | None = ...,
+        topics: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "since", b"since", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
