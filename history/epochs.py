@@ -130,6 +130,7 @@ class Kept(abc.ABC):
         self.incomplete: dict[Time, str] = {}  # of what is open, why it will not be whole
         self.version = 0
         self._ended: list[GroupFrontier.Ended] = []  # and not told
+        self._is_changed = False  # in what is to be kept
         self._told = GroupFrontier()
 
     def __repr__(self) -> str:
@@ -175,7 +176,12 @@ class Kept(abc.ABC):
 
     @property
     def has_news(self) -> bool:
-        return bool(self._ended) or self._lower != _times(self._told.lower) or self._active != _times(self._told.active)
+        return (
+            self._is_changed
+            or bool(self._ended)
+            or self._lower != _times(self._told.lower)
+            or self._active != _times(self._told.active)
+        )
 
     @property
     def _lower(self) -> set[Time]:
@@ -200,7 +206,7 @@ class Kept(abc.ABC):
         told.opened.extend(map(_wire, sorted(self._active - was_active)))
         changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
         told.updates.extend(GroupFrontier.Update(time=_wire(time), change=change) for time, change in sorted(changes))
-        self._ended = []
+        self._ended, self._is_changed = [], False
         self._keep(told.kept)
         self._told = told
         return told
@@ -386,17 +392,14 @@ class Progress(Kept):
         whose = (publisher.authority_name, publisher.ue_id)
         for place, one in enumerate(changes):
             self._check(publisher, one, place)
-        frontier = Frontier(self.frontier.held.elements(), self.frontier.seen, self.frontier.passed)
-        own = set(self.publishers.get(whose, ()))
-        for one in changes:
-            self._try(frontier, own, time_of(one.time), one.change)
+        opens = self._opens(whose, changes)
+        self.frontier.hold(*opens)
+        self._is_changed = True
         held = self.publishers.setdefault(whose, {})
+        held.update({time: Held(0.0, self._places()) for time in opens})
         for one in changes:
             time = time_of(one.time)
-            if one.change > 0 and time not in held:
-                self.frontier.hold(time)
-                held[time] = Held(0.0, self._places())
-            elif one.change < 0 and time in held and not held[time].is_closing:
+            if one.change < 0 and time in held and not held[time].is_closing:
                 held[time].is_closing = True
                 held[time].last = {last.topic.SerializeToString(): (last.id, last.count) for last in one.last}
                 self._settled.append((whose, time))
@@ -423,22 +426,33 @@ class Progress(Kept):
             if len(last.id) != ID_BYTES or not last.count:
                 raise invalid(f"{what}: the last message of a topic has an id of {ID_BYTES} bytes, and a count from 1")
 
-    def _try(self, frontier: Frontier, own: set[Time], time: Time, change: int) -> None:
-        """On copies of what there is."""
-        if frontier.length not in (None, len(time)):
-            raise invalid(f"the times of {self.group.name!r} have {frontier.length} numbers, got {time}")
-        if change > 0 and time not in own:
-            if not frontier.may_come(time):
-                lower = sorted(frontier.lower) or sorted(frontier.passed)
+    def _opens(self, whose: Publisher, changes: Sequence[ProgressRequest.Change]) -> list[Time]:
+        """What is to be held in addition. Raises what `change` does."""
+        held = self.publishers.get(whose, {})
+        opens = list(dict.fromkeys(time_of(one.time) for one in changes if one.change > 0))
+        opens = [time for time in opens if time not in held]
+        length = self.frontier.length or next(map(len, opens), None)
+        for time in opens:
+            if len(time) != length:
+                raise invalid(f"the times of {self.group.name!r} have {length} numbers, got {time}")
+            if not self.frontier.may_come(time):
+                lower = sorted(self.frontier.lower) or sorted(self.frontier.passed)
                 what = f"{time} of {self.group.name!r} is over: the lower frontier has come to {lower}"
                 raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}; open what is greater")
-            if frontier.held.total() >= ACTIVE_MAX or len(own) >= ACTIVE_EACH_MAX:
-                what = f"{ACTIVE_EACH_MAX} epochs of one publisher and {ACTIVE_MAX} in all are open at once"
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: close some of {self.group.name!r}")
-            frontier.hold(time)
-            own.add(time)
-        elif change < 0 and time not in own and frontier.state(time) in (State.LATENT, State.ACTIVE):
-            raise UStatusError(UCode.NOT_FOUND, f"{time} of {self.group.name!r} was not opened by the caller")
+        closes = [time_of(one.time) for one in changes if one.change < 0]
+        for time in closes:
+            if time not in held and time not in opens and self._is_to_come(time):
+                what = f"{time} of {self.group.name!r} was not opened by the caller"
+                raise UStatusError(UCode.NOT_FOUND, what)
+        open = [time for time in (*held, *opens) if time not in closes and not (time in held and held[time].is_closing)]
+        if self.frontier.held.total() + len(opens) > ACTIVE_MAX or len(open) > ACTIVE_EACH_MAX:
+            what = f"{ACTIVE_EACH_MAX} epochs of one publisher and {ACTIVE_MAX} in all are open at once"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: close some of {self.group.name!r}")
+        return opens
+
+    def _is_to_come(self, time: Time) -> bool:
+        length = self.frontier.length
+        return length is None or self.frontier.state(time) in (State.LATENT, State.ACTIVE)
 
     # -- what comes
 

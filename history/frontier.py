@@ -136,10 +136,11 @@ class Frontier:
         """It is not over."""
         return is_ahead(self.lower, time) if self.held else not is_covered(self.passed, time)
 
-    def hold(self, time: Time) -> None:
-        """Announce that it, or what is greater, may come."""
-        assert self.may_come(time), f"{time} is over: the lower frontier is {sorted(self.lower)}"
-        self.held[time] += 1
+    def hold(self, *times: Time) -> None:
+        """Announce that they, or what is greater, may come; together, as one step."""
+        for time in times:
+            assert self.may_come(time), f"{time} is over: the lower frontier is {sorted(self.lower)}"
+        self.held.update(times)
         self._lower = None
 
     def see(self, time: Time) -> bool:

@@ -353,7 +353,7 @@ async def test_metrics_tell_who_follows_and_how_far_it_is(pair: Pair) -> None:
     assert 'up_streamer_followed_records_total{endpoint="link",what="stored"} 10.0' in here
     await pair.vehicle.until(lambda: not any(records for *_, records in there.handovers.backlog()))
     told = expose(there).decode()
-    for line in ("followers 1.0", "followers_topics 2.0", "pushes 1.0"):
+    for line in ("followers 1.0", "followers_topics 4.0", "pushes 1.0"):
         assert f"up_streamer_{line}" in told
     await pair.hub.stop()
     await pair.publish(10)

@@ -876,7 +876,7 @@ class ProgressRequest(_message.Message):
     group: _builtins.str
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProgressRequest.Change]:
-        """in this order"""
+        """as one step. What was done before is not done twice"""
 
     def __init__(
         self,

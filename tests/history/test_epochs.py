@@ -1,0 +1,607 @@
+"""Which epoch a record is of, and when one is over: buckets, what publishers say, and what nobody should say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from history import epochs as epochs_module
+from history.acceptor import Record
+from history.assembling import BEGUN, MISSED, REST, Assembled, Assembler
+from history.chunk import Chunk, decode, encode
+from history.client import HistoryClient
+from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, Arrived, Buckets, Group, Progress, timed, untimed
+from history.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
+from history.keeper import Keeper
+from history.log import Log
+from history.subscriber import CursorFile, GaplessSubscriber
+from tests.history.test_epochs_whole import FRONTIERS, LAP, LAPS, SIGNALS, START_MS, message
+from tests.history.world import SERVICE, HistoryWorld
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.ids import at
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    Beginning,
+    Frontier,
+    GroupFrontier,
+    LogicalTime,
+    PollRequest,
+    ProgressRequest,
+    ProgressResponse,
+)
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+CAR = uris.uri("car", 0x21, 1)
+OTHER_CAR = uris.uri("car", 0x22, 1)
+DICE = random.Random(1)
+SECOND = Group("second", [uris.uri("car", 0x10, 1, 0xFFFF)], 1_000, lateness_ms=300, ahead_ms=5_000, timeout_ms=2_000)
+
+
+def arrived(topic: UUri, created_ms: int, payload: UPayload | None = None) -> Arrived:
+    sent = message(topic, created_ms, DICE, payload)
+    return Arrived((topic.authority_name, topic.ue_id), topic.SerializeToString(), sent)
+
+
+def signals(*created_ms: int) -> list[Arrived]:
+    return [arrived(SIGNALS[0], START_MS + ms) for ms in created_ms]
+
+
+class Watch:
+    """Buckets of a second, 300 ms late; what is told of them."""
+
+    def __init__(self) -> None:
+        self.kept = Buckets(SECOND)
+        self.now = 0.0
+
+    def take(self, *created_ms: int, now_ms: int = 100_000) -> list[int]:
+        """In which second each is, from START_MS on."""
+        found = self.kept.assign(signals(*created_ms), START_MS + now_ms, self.now)
+        self.kept.settle(self.now)
+        return [(epoch.time[0] - START_MS) // 1_000 for epoch in found if epoch is not None]
+
+    def ended(self) -> list[tuple[int, str]]:
+        told = self.kept.tell()
+        return [((one.time.numbers[0] - START_MS) // 1_000, one.incomplete) for one in told.ended]
+
+
+# -- buckets
+
+
+def test_a_bucket_ends_when_something_came_that_is_later_than_its_lateness() -> None:
+    watch = Watch()
+    assert watch.take(100, 900, 1_000, 1_299) == [0, 0, 1, 1]
+    assert watch.ended() == []
+    assert watch.take(950, 1_300) == [0, 1]
+    assert watch.ended() == [(0, "")]
+
+
+def test_what_is_late_joins_the_lowest_that_is_open_and_is_counted() -> None:
+    watch = Watch()
+    watch.take(100, 5_100)
+    assert watch.ended() == [(0, "")]
+    assert watch.take(100, 4_600, 4_900, 5_200) == [4, 4, 4, 5]
+    assert watch.kept.counts["late"] == 1
+
+
+def test_ids_ahead_of_our_clock_open_nothing() -> None:
+    watch = Watch()
+    assert watch.take(100, now_ms=0) == [-1 + 1]
+    assert watch.take(5_200, 3_600_000, 200, now_ms=150) == [-1, -1, 0]
+    assert watch.kept.counts["ahead"] == 2
+    assert watch.take(5_200, now_ms=300) == [5], "now it is not ahead any more"
+
+
+def test_our_clock_may_leap_in_both_directions() -> None:
+    watch = Watch()
+    watch.take(100, 1_400, now_ms=1_500)
+    assert watch.take(1_500, now_ms=-500_000_000) == [1]
+    assert watch.kept.counts["ahead"] == 1
+    assert watch.take(1_600, now_ms=900_000_000) == [1]
+    assert watch.take(2_400, now_ms=2_500) == [2]
+
+
+def test_a_publisher_whose_clock_went_back_is_late_and_none_of_its_records_is_lost() -> None:
+    watch = Watch()
+    watch.take(10_000)
+    found = watch.take(*range(0, 5_000, 100))
+    assert len(found) == 50
+    assert set(found) == {9}
+    assert watch.kept.counts["late"] == 50
+
+
+def test_what_falls_silent_ends_as_incomplete_and_then_holds_back_nobody() -> None:
+    watch = Watch()
+    watch.take(100, 1_100)
+    watch.ended()
+    assert watch.kept.due == 2.0
+    watch.now = 1.9
+    watch.kept.tick(watch.now)
+    assert not watch.kept.has_news
+    watch.now = 2.0
+    watch.kept.tick(watch.now)
+    assert watch.ended() == [(0, epochs_module.SILENT), (1, epochs_module.SILENT)]
+    assert (watch.kept.frontier.lower, watch.kept.due) == (frozenset(), None)
+    assert watch.take(700) == [2], "late: it opens what is not over"
+    assert watch.take(7_000, now_ms=7_000) == [7]
+
+
+def test_open_buckets_are_bounded() -> None:
+    watch = Watch()
+    watch.take(0)
+    kept = Buckets(Group("wide", SECOND.topics, 1, 10_000_000, 5_000_000, 20_000_000))
+    found = kept.assign(signals(*range(1_000_000)[:: 1_000_000 // 5_000]), START_MS + 1_000_000, 0.0)
+    assert len(found) == 5_000
+    assert len(kept.frontier.active) == ACTIVE_MAX
+    assert kept.counts["crowded"] > 4_000
+    assert kept.tell().ByteSize() < 16 << 10
+
+
+@given(
+    st.lists(st.tuples(st.integers(-20_000, 20_000), st.integers(-8_000, 8_000)), max_size=60), st.integers(0, 2_000)
+)
+def test_whatever_clocks_do_each_record_has_an_open_epoch_and_the_lower_frontier_never_goes_back(
+    steps: Sequence[tuple[int, int]], lateness_ms: int
+) -> None:
+    kept = Buckets(Group("second", SECOND.topics, 1_000, lateness_ms, 2_000, 100_000))
+    over = set[Time]()
+    now_ms, lowest = START_MS, -1
+    for place, (away_ms, clock_ms) in enumerate(steps):
+        now_ms += clock_ms
+        (epoch,) = kept.assign(signals(now_ms - START_MS + away_ms), now_ms, float(place))
+        assert epoch is not None
+        assert epoch.time not in over
+        assert epoch.time in kept.tell().active or epoch.time in kept.frontier.active
+        kept.settle(float(place))
+        if place % 7 == 6:
+            kept.tick(float(place) + 1_000)
+        over |= {tuple(one.time.numbers) for one in kept.tell().ended}
+        for (time,) in kept.frontier.lower:
+            assert time >= lowest
+            lowest = time
+
+
+# -- what publishers say
+
+
+class Laps:
+    """A progress group, and what is told of it."""
+
+    def __init__(self) -> None:
+        self.kept = Progress(LAP, dict)
+        self.now = 0.0
+
+    def say(self, *changes: tuple[Time, int], publisher: UUri = CAR, last: Sequence[tuple[UMessage, int]] = ()) -> None:
+        asked = ProgressRequest(group="lap")
+        for time, change in changes:
+            said = asked.changes.add(time=LogicalTime(numbers=time), change=change)
+            for sent, count in last if change < 0 else ():
+                said.last.add(topic=sent.attributes.source, id=uuids.to_bytes(sent.attributes.id), count=count)
+        self.kept.change(publisher, asked.changes, self.now)
+        self.kept.settle(self.now)
+
+    def take(self, *records: Arrived) -> list[Time | None]:
+        found = self.kept.assign(records, START_MS, self.now)
+        self.kept.settle(self.now)
+        return [None if epoch is None else epoch.time for epoch in found]
+
+    def ended(self) -> list[tuple[Time, str]]:
+        return [(tuple(one.time.numbers), one.incomplete) for one in self.kept.tell().ended]
+
+    def refused(self, *changes: tuple[Time, int], publisher: UUri = CAR) -> tuple[int, str]:
+        """And nothing has changed."""
+        before = (self.kept.frontier.lower, self.kept.frontier.active, self.kept.publishers.keys())
+        with pytest.raises(UStatusError) as caught:
+            self.say(*changes, publisher=publisher)
+        assert before == (self.kept.frontier.lower, self.kept.frontier.active, self.kept.publishers.keys())
+        return caught.value.code, caught.value.message
+
+
+def test_an_epoch_is_over_when_all_that_opened_it_have_closed_it() -> None:
+    laps = Laps()
+    laps.say(((1,), 1))
+    laps.say(((1,), 1), publisher=OTHER_CAR)
+    assert laps.take(arrived(LAPS[0], START_MS), arrived(LAPS[2], START_MS)) == [(1,), (1,)]
+    laps.say(((2,), 1), ((1,), -1))
+    assert laps.ended() == []
+    laps.say(((1,), -1), publisher=OTHER_CAR)
+    assert laps.ended() == [((1,), "")]
+
+
+def test_a_close_does_not_overtake_data() -> None:
+    laps = Laps()
+    laps.say(((1,), 1))
+    sent = [arrived(LAPS[0], START_MS + ms) for ms in range(5)]
+    of_next = arrived(LAPS[0], START_MS + 100)
+    assert laps.take(*sent[:2]) == [(1,), (1,)]
+    last = sent[-1].message
+    assert isinstance(last, UMessage)
+    laps.say(((2,), 1), ((1,), -1), last=[(last, 5)])
+    assert laps.ended() == []
+    assert laps.take(*sent[2:4], of_next) == [(1,), (1,), (2,)], "by their ids"
+    assert laps.ended() == []
+    assert laps.take(sent[4]) == [(1,)]
+    assert laps.ended() == [((1,), "")]
+
+
+def test_what_never_comes_ends_it_as_incomplete_after_a_while() -> None:
+    laps = Laps()
+    laps.say(((1,), 1))
+    sent = arrived(LAPS[0], START_MS)
+    laps.take(sent)
+    assert isinstance(sent.message, UMessage)
+    laps.say(((1,), -1), last=[(sent.message, 3)])
+    laps.now = 5.0
+    laps.kept.tick(laps.now)
+    assert laps.ended() == [((1,), "car/21: 1 of 3 messages of up://car/21/1/8000 came")]
+    assert laps.kept.counts["incomplete"] == 1
+
+
+def test_a_publisher_that_dies_ends_nothing_but_its_own() -> None:
+    laps = Laps()
+    laps.say(((1,), 1))
+    laps.say(((1,), 1), ((2,), 1), publisher=OTHER_CAR)
+    laps.take(arrived(LAPS[0], START_MS))
+    laps.now = 4.0
+    laps.take(arrived(LAPS[2], START_MS, timed((1,), UPayload(b"x", 4))))
+    laps.say(((2,), 1), publisher=OTHER_CAR)
+    laps.now = 5.0
+    laps.kept.tick(laps.now)
+    assert laps.ended() == []
+    laps.say(((1,), -1), publisher=OTHER_CAR)
+    assert laps.ended() == [((1,), f"car/21: {epochs_module.UNCLOSED}")]
+
+
+def test_who_has_several_open_names_one_in_each_payload() -> None:
+    laps = Laps()
+    laps.say(((1, 0), 1), ((0, 1), 1))
+    named = [arrived(LAPS[0], START_MS, timed(time, UPayload(b"x", 4))) for time in ((0, 1), (1, 0))]
+    assert laps.take(*named, arrived(LAPS[0], START_MS)) == [(0, 1), (1, 0), (0, 1)]
+    assert laps.kept.counts["unnamed"] == 1
+    assert laps.take(arrived(LAPS[0], START_MS, timed((7, 7), UPayload(b"x", 4)))) == [(0, 1)]
+    assert laps.kept.counts["late"] == 1
+    assert untimed(timed((3, 4), UPayload(b"inside", 4))) == ((3, 4), UPayload(b"inside", 4))
+    assert untimed(UPayload(b"plain", 4)) == (None, UPayload(b"plain", 4))
+    assert untimed(UPayload(b"\xff", 1)) == (None, UPayload(b"\xff", 1)), "no Any"
+
+
+def test_what_comes_while_nothing_is_open_has_no_epoch() -> None:
+    laps = Laps()
+    assert laps.take(arrived(LAPS[0], START_MS)) == [None]
+    assert (laps.kept.counts["late"], laps.kept.counts["without"]) == (1, 1)
+
+
+def test_what_nobody_should_say() -> None:
+    laps = Laps()
+    assert laps.refused(((1,), -1)) == (UCode.NOT_FOUND, "(1,) of 'lap' was not opened by the caller")
+    laps.say(((5,), 1))
+    assert laps.refused(((5,), -1), publisher=OTHER_CAR)[0] == UCode.NOT_FOUND
+    assert laps.refused(((1, 2), 1)) == (
+        UCode.INVALID_ARGUMENT,
+        "change 1: the times of 'lap' have 1 numbers, got (1, 2)",
+    )
+    assert laps.refused(((), 1))[0] == UCode.INVALID_ARGUMENT
+    assert laps.refused((tuple(range(9)), 1))[0] == UCode.INVALID_ARGUMENT
+    assert laps.refused(((6,), 2)) == (UCode.INVALID_ARGUMENT, "change 1 is +1 or -1, got 2")
+    code, why = laps.refused(((6,), 1), ((4,), 1))
+    assert code == UCode.FAILED_PRECONDITION
+    assert "(4,) of 'lap' is over: the lower frontier has come to [(5,)]" in why
+    laps.say(((6,), 1), ((5,), -1))
+    laps.say(((6,), 1), ((5,), -1))  # said again, as after an answer that was lost
+    assert laps.kept.frontier.lower == {(6,)}
+
+
+def test_times_of_different_lengths_in_one_request_change_nothing() -> None:
+    laps = Laps()
+    assert laps.refused(((1,), 1), ((1, 2), 1)) == (
+        UCode.INVALID_ARGUMENT,
+        "the times of 'lap' have 1 numbers, got (1, 2)",
+    )
+
+
+def test_a_million_open_epochs_are_refused() -> None:
+    laps = Laps()
+    for first in range(0, 1_000_000, 50_000):
+        many = [((first + place,), 1) for place in range(epochs_module.CHANGES_MAX)]
+        assert laps.refused(*many)[0] == UCode.RESOURCE_EXHAUSTED
+    assert laps.refused(*many, ((1,), 1))[0] == UCode.RESOURCE_EXHAUSTED
+    laps.say(*(((place,), 1) for place in range(ACTIVE_EACH_MAX)))
+    assert laps.refused(((1_000,), 1))[0] == UCode.RESOURCE_EXHAUSTED
+    laps.say(((0,), -1), ((1_000,), 1))
+    assert laps.kept.tell().ByteSize() < 64 << 10
+
+
+def test_numbers_go_as_far_as_the_wire_bears() -> None:
+    laps = Laps()
+    laps.say(((NUMBER_MIN,), 1))
+    laps.say(((NUMBER_MAX,), 1), ((NUMBER_MIN,), -1))
+    (record,) = laps.take(arrived(LAPS[0], START_MS))
+    assert record == (NUMBER_MAX,)
+    chunk = Chunk([1], 7, [1], [0], [b""], None, None, [Epoch("lap", (NUMBER_MIN, NUMBER_MAX))])
+    chunk._messages = [message(LAPS[0], START_MS, DICE)]
+    assert decode(encode(chunk)).epochs == [Epoch("lap", (NUMBER_MIN, NUMBER_MAX))]
+
+
+# -- through the service, and over restarts
+
+
+class World(HistoryWorld):
+    async def begin(self, path: Path) -> None:
+        self.path = path
+        log = await Log.open(path, name="test")
+        self.keeper = Keeper(FRONTIERS, [SECOND, LAP], [log], uuids.now_ms)
+        await self.keeper.open()
+        await self.open(log, keeper=self.keeper)
+        self.client = HistoryClient(self.rpc, SERVICE, timeout_ms=2_000)
+
+    async def restart(self, groups: Sequence[Group] = (SECOND, LAP)) -> None:
+        self.keeper.close()
+        await self.close()
+        log = await Log.open(self.path, name="test")
+        self.keeper = Keeper(FRONTIERS, groups, [log], uuids.now_ms)
+        try:
+            await self.keeper.open()
+        finally:
+            await self.open(log, keeper=self.keeper)
+        self.client = HistoryClient(self.rpc, SERVICE, timeout_ms=2_000)
+
+    async def say(self, caller: str, entity: int, *changes: tuple[Time, int], group: str = "lap") -> ProgressResponse:
+        asked = ProgressRequest(group=group)
+        for time, change in changes:
+            asked.changes.add(time=LogicalTime(numbers=time), change=change)
+        rpc = await self.caller(caller, entity)
+        payload = await rpc.invoke_method(at("gateway", 4), UPayload.pack(asked))
+        return payload.unpack(ProgressResponse)
+
+    async def frontiers(self) -> list[GroupFrontier]:
+        """All that were told of laps."""
+        log = self.logs[0]
+        stream = log.known_id(FRONTIERS)
+        assert stream is not None
+        chunks = await log.read(0, streams={stream})
+        told = (Frontier.FromString(message.payload) for chunk in chunks for message in chunk.messages)
+        return [group for one in told for group in one.groups if group.group == "lap"]
+
+
+@pytest.fixture
+async def world(tmp_path: Path):  # type: ignore[no-untyped-def]
+    made = World()
+    await made.begin(tmp_path / "l.db")
+    yield made
+    made.keeper.close()
+    await made.close()
+
+
+async def test_progress_over_the_wire(world: World) -> None:
+    answer = await world.say("car", 0x21, ((1,), 1))
+    assert [tuple(one.numbers) for one in answer.lower] == [(1,)]
+    await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
+    await world.say("car", 0x21, ((2,), 1), ((1,), -1))
+    told = await world.frontiers()
+    assert [tuple(one.time.numbers) for group in told for one in group.ended] == [(1,)]
+    updates = [(tuple(one.time.numbers), one.change) for group in told for one in group.updates]
+    assert updates == [((1,), 1), ((1,), -1), ((2,), 1)]
+
+
+@pytest.mark.parametrize(
+    ("caller", "group", "code", "says"),
+    [
+        ("car", "stint", UCode.NOT_FOUND, "no group 'stint' has epochs here; there are: lap, second"),
+        ("car", "second", UCode.FAILED_PRECONDITION, "nobody opens or closes them"),
+        ("thief", "lap", UCode.PERMISSION_DENIED, "publishes nothing of 'lap'"),
+    ],
+)
+async def test_who_may_not_say_anything(world: World, caller: str, group: str, code: int, says: str) -> None:
+    with pytest.raises(UStatusError, match=says) as caught:
+        await world.say(caller, 0x21, ((1,), 1), group=group)
+    assert caught.value.code == code
+    assert not (await world.frontiers() if world.logs[0].newest_seq else [])
+
+
+async def test_what_was_open_goes_on_after_a_restart_and_its_count_with_it(world: World) -> None:
+    await world.say("car", 0x21, ((1,), 1))
+    sent = [message(LAPS[0], START_MS + ms, DICE) for ms in range(4)]
+    await world.append_all(world.logs[0], sent[:2])
+    asked = ProgressRequest(group="lap")
+    change = asked.changes.add(time=LogicalTime(numbers=(1,)), change=-1)
+    change.last.add(topic=LAPS[0], id=uuids.to_bytes(sent[3].attributes.id), count=4)
+    await world.keeper.progress(CAR, asked)
+    await world.append_all(world.logs[0], sent[2:3])
+    before = (await world.frontiers())[-1]
+    assert before.kept.held[0].is_closing
+    await world.restart()
+    await world.append_all(world.logs[0], sent[3:])
+    ended = (await world.frontiers())[-1]
+    assert [(tuple(one.time.numbers), one.incomplete) for one in ended.ended] == [((1,), "")]
+    assert (ended.number, ended.version) == (before.number + 1, before.version + 1)
+
+
+async def test_a_group_that_is_not_kept_any_more_ends_what_is_open(world: World) -> None:
+    await world.say("car", 0x21, ((1,), 1))
+    await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
+    await world.restart([SECOND])
+    (*_, last) = await world.frontiers()
+    assert (list(last.lower), list(last.active)) == ([], [])
+    assert [(tuple(one.time.numbers), one.incomplete) for one in last.ended] == [((1,), epochs_module.ENDED)]
+
+
+async def test_another_kind_under_the_same_name_is_refused_at_the_start(world: World) -> None:
+    await world.say("car", 0x21, ((1,), 1))
+    with pytest.raises(UStatusError, match="give what is kept by bucket another name") as caught:
+        await world.restart([Group("lap", LAP.topics, 1_000)])
+    assert caught.value.code == UCode.FAILED_PRECONDITION
+
+
+async def test_a_service_of_before_says_that_it_knows_no_epochs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def old(poll: object) -> None:
+        """Ignores what it does not know."""
+
+    monkeypatch.setattr("history.service.add_frontiers", old)
+    async with GaplessSubscriber(world.client, SIGNALS, assembler=Assembler(SIGNALS)) as subscriber:
+        with pytest.raises(UStatusError, match="knows no epochs") as caught:
+            await anext(subscriber.epochs())
+    assert caught.value.code == UCode.UNIMPLEMENTED
+
+
+async def test_sampling_and_epochs_exclude_each_other(world: World) -> None:
+    with pytest.raises(UStatusError, match="sampled"):
+        GaplessSubscriber(world.client, SIGNALS, assembler=Assembler(SIGNALS), sample_period_ms=100)
+
+
+async def test_the_snapshot_is_as_of_where_reading_begins(world: World) -> None:
+    log = world.logs[0]
+    for second in range(5):
+        await world.append_all(log, [message(SIGNALS[0], START_MS + second * 1_000 + ms, DICE) for ms in (0, 400)])
+    chunks = await log.read(0)
+    stream = log.known_id(FRONTIERS)
+    told = [seq for chunk in chunks for seq, id in zip(chunk.seqs, chunk.streams, strict=True) if id == stream]
+    for seq in range(log.newest_seq + 1):
+        request = PollRequest(frontiers=True, max_records=1)
+        request.positions.add(incarnation=log.incarnation, seq=seq)
+        answer = await world.client.poll(request)
+        assert answer.has_frontiers
+        expected = max((one for one in told if one <= seq), default=0)
+        assert [one for batch in answer.frontiers for one in batch.seq] == ([expected] if expected else [])
+
+
+def test_a_cursor_file_with_epochs_that_are_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cursor.json"
+    path.write_text('{"positions": {}, "epochs": {"groups": [{"group": 1}]}}')
+    with pytest.raises(UStatusError, match="not a cursor file"):
+        CursorFile(path).load()
+
+
+# -- the assembler by itself
+
+LOG, OTHER_LOG = b"A" * 16, b"B" * 16
+
+
+class Told:
+    """Records of a log, numbered."""
+
+    def __init__(self, log: bytes = LOG, keeper: str = "gateway") -> None:
+        self.log, self.topic, self.seq, self.version = log, at(keeper, 0x8005), 0, 0
+
+    def data(self, time: Time, topic: UUri = SIGNALS[0]) -> Record:
+        self.seq += 1
+        return Record(self.log, self.seq, 0, 0, message(topic, START_MS, DICE), None, Epoch("second", time))
+
+    def frontier(self, lower: Sequence[Time], active: Sequence[Time], number: int = 0, **more: object) -> Record:
+        self.seq, self.version = self.seq + 1, self.version + 1
+        told = GroupFrontier(group="second", number=number or self.version, version=self.version, logs=[self.log])
+        told.lower.extend(LogicalTime(numbers=time) for time in lower)
+        told.active.extend(LogicalTime(numbers=time) for time in active)
+        said = Frontier(groups=[told])
+        sent = UMessageBuilder.publish(self.topic).pack(said)
+        return Record(self.log, self.seq, 0, 0, sent)
+
+    def junk(self) -> Record:
+        self.seq += 1
+        sent = UMessageBuilder.publish(FRONTIERS).build_from_upayload(UPayload(b"\xff\xff", 2))
+        return Record(self.log, self.seq, 0, 0, sent)
+
+
+def times(assembled: Sequence[Assembled]) -> list[tuple[Time, str]]:
+    return [(one.epoch.time, one.incomplete) for one in assembled if one.epoch is not None]
+
+
+def test_the_documents_example_at_the_subscriber() -> None:
+    """completed 0-2, active 3 and 5, latent 4 and 6 on: it sees 6, and neither 5 nor 4."""
+    told, reader = Told(), Assembler()
+    reader.begin([told.frontier([(3,)], [(3,), (5,)], number=9)], 0.0)
+    came = [told.data((time,)) for time in (3, 4, 5, 6)]
+    assert reader.take(came, 0.0) == []
+    assert times(reader.take([told.frontier([(7,)], [(7,)])], 0.0)) == [((6,), "")]
+    assert reader.dropped["filtered"] == 3
+
+
+def test_incomparable_times_are_not_dropped() -> None:
+    told, reader = Told(), Assembler()
+    reader.begin([told.frontier([(0, 0)], [(0, 0), (2, 1)], number=9)], 0.0)
+    reader.take([told.data(time) for time in ((0, 2), (2, 0), (2, 1), (3, 0), (1, 1))], 0.0)
+    assert times(reader.take([told.frontier([], [])], 0.0)) == [((0, 2), ""), ((3, 0), "")]
+
+
+def test_a_coarser_filter_and_none() -> None:
+    told = Told()
+    coarse, none = Assembler(beyond={"second": [(6,)]}), Assembler(filter="all")
+    snapshot = told.frontier([(3,)], [(3,), (5,)], number=9)
+    came = [*(told.data((time,)) for time in (5, 6, 7)), told.frontier([(9,)], [(9,)])]
+    for reader in (coarse, none):
+        reader.begin([snapshot], 0.0)
+    assert times(coarse.take(came, 0.0)) == [((7,), "")]
+    assert times(none.take(came, 0.0)) == [((5,), BEGUN), ((6,), ""), ((7,), "")]
+
+
+def test_several_logs_of_one_group_are_over_when_all_are() -> None:
+    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([one.frontier([(1,)], [(1,)], 9), other.frontier([(1,)], [(1,), (2,)], 9)], 0.0)
+    reader.take([one.data((2,)), one.data((3,)), other.data((3,))], 0.0)
+    assert times(reader.take([one.frontier([(4,)], [(4,)])], 0.0)) == []
+    assert times(reader.take([other.frontier([(4,)], [(4,)])], 0.0)) == [((3,), "")]
+    assert reader.dropped["filtered"] == 1
+
+
+def test_a_log_that_is_silent_is_waited_for_and_then_told() -> None:
+    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(timeout_s=10)
+    reader.begin([one.frontier([(1,)], [], 9), other.frontier([(1,)], [], 9)], 0.0)
+    reader.take([one.data((2,)), one.frontier([(4,)], [(4,)])], 5.0)
+    assert reader.due == 10.0
+    assert reader.overdue(9.9) == []
+    (given_up,) = reader.overdue(10.0)
+    assert "trailer" in given_up.incomplete
+    (rest,) = reader.take([other.data((2,)), other.frontier([(4,)], [(4,)])], 11.0)
+    assert (rest.epoch, rest.incomplete) == (given_up.epoch, REST)
+
+
+def test_after_a_gap_what_was_open_may_not_be_whole() -> None:
+    told, reader = Told(), Assembler()
+    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+    reader.take([told.data((2,))], 0.0)
+    reader.lose()
+    reader.begin([told.frontier([(2,)], [(2,), (3,)], 12)], 0.0)
+    reader.take([told.data((3,)), told.data((4,))], 0.0)
+    assert times(reader.take([told.frontier([], [])], 0.0)) == [((2,), MISSED), ((3,), MISSED), ((4,), "")]
+
+
+def test_what_is_too_big_is_handed_over_in_parts() -> None:
+    told, reader = Told(), Assembler(bytes_max=10_000)
+    reader.begin([told.frontier([(1,)], [], 9)], 0.0)
+    handed = [part for _ in range(10) for part in reader.take([told.data((2,)) for _ in range(5)], 0.0)]
+    handed += reader.take([told.frontier([(3,)], [])], 0.0)
+    assert sum(len(one.records) for one in handed) == 50
+    assert not any(one.is_complete for one in handed)
+
+
+def test_what_can_not_be_read_or_compared_is_counted() -> None:
+    told, reader = Told(), Assembler()
+    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+    assert reader.take([told.junk(), told.frontier([(1, 2)], []), told.data((1, 2))], 0.0) == []
+    sent = UMessageBuilder.publish(at("hub", 0x8006)).build_from_upayload(UPayload(b"\xff\xff", 2))
+    reader.take([Record(LOG, 99, 0, 0, sent)], 0.0)
+    assert reader.dropped["unreadable"] == 4
+
+
+def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() -> None:
+    told = Told()
+    readers = [Assembler([SIGNALS[0]]), Assembler([SIGNALS[1]])]
+    said = Beginning(topics=[SIGNALS[0]], service=at("gateway"))
+    came = [
+        told.data((2,)),
+        told.frontier([(2,)], [(2,)]),
+        Record(LOG, 99, 0, 0, UMessageBuilder.publish(at("hub", 0x8006)).pack(said)),
+        told.data((2,)),
+        told.data((3,)),
+        told.frontier([(4,)], []),
+    ]
+    for reader in readers:
+        reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+    assert [times(reader.take(came, 0.0)) for reader in readers] == [[((3,), "")], [((2,), ""), ((3,), "")]]
