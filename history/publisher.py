@@ -13,20 +13,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final, Self, Unpack
 
 import structlog
 
+from history.epochs import Group
+from history.frontier import Time
+from history.keeper import Keeper
 from history.log import RETENTION_MS, Log
 from history.service import REPLY_BYTES_MAX, HistoryService
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.communication import MessageOptions, Publisher, SimplePublisher
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, LogicalTime, ProgressRequest
 from uprotocol.encoded import decoded
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import OK, UStatusError, invalid
@@ -67,6 +70,9 @@ class HistoryPublisher(Publisher):
     The transport is its owner's: open before, and closed after it. No transport hears itself, so who shares it can
     neither hear this publisher nor poll it.
 
+    `groups` of its own topics have epochs (history.epochs.Group): their readers have all of one or none. By buckets
+    they end by themselves, by progress with `progress`.
+
     `counts`, since the start: published; refused (publishes that have raised); sent, unsent (plain copies, and those
     that the network did not take), dropped (those that waited for it too long); announced.
     """
@@ -80,6 +86,7 @@ class HistoryPublisher(Publisher):
         retention_ms: int = RETENTION_MS,
         retention_bytes: int = RETENTION_BYTES,
         announce_s: float = ANNOUNCE_S,
+        groups: Sequence[Group] = (),
         runtime: Runtime = REAL,
     ) -> None:
         """Raises INVALID_ARGUMENT for a uEntity of type 0."""
@@ -87,6 +94,8 @@ class HistoryPublisher(Publisher):
         self._transport, self._local, self._path = transport, local, path
         self._retention_ms, self._retention_bytes = retention_ms, retention_bytes
         self._announce_s, self._runtime = announce_s, runtime
+        self._groups = list(groups)
+        self._keeper: Keeper | None = None
         self._publisher: SimplePublisher | None = None  # None: not open
         self._opened = contextlib.AsyncExitStack()
         self.counts: Counter[str] = Counter()
@@ -100,7 +109,8 @@ class HistoryPublisher(Publisher):
         assert self._publisher is None, "one publisher is open once at a time"
         async with contextlib.AsyncExitStack() as stack:
             kept = await stack.enter_async_context(await self._open_log())
-            await self._serve(kept, stack)
+            keeper = await self._keep(kept, stack) if self._groups else None
+            await self._serve(kept, keeper, stack)
             copies = _Copies(kept, self._transport, self.counts)
             stack.push_async_callback(copies.close)
             announcing = asyncio.create_task(self._announce(kept), name=f"announcements {kept.name}")
@@ -108,7 +118,7 @@ class HistoryPublisher(Publisher):
             into_log = _IntoLog(kept, self._transport.message_bytes_max)
             stack.push_async_callback(into_log.settled)
             self._opened = stack.pop_all()
-        self._publisher = SimplePublisher(into_log, self._local)
+        self._publisher, self._keeper = SimplePublisher(into_log, self._local), keeper
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -139,6 +149,29 @@ class HistoryPublisher(Publisher):
             raise
         self.counts["published"] += 1
 
+    async def progress(self, group: str, opens: Iterable[Time] = (), closes: Iterable[Time] = ()) -> None:
+        """Open epochs of a group, and close others, as one step. What was published before is in them when they close:
+        nothing has to be counted. With several open at once a payload names its own (history.epochs.timed).
+
+        Returns when it is on disk. Raises UStatusError: NOT_FOUND for what is not open, FAILED_PRECONDITION for what is
+        over, and while the publisher is not open; INVALID_ARGUMENT, RESOURCE_EXHAUSTED as a gateway does.
+        """
+        if self._publisher is None or self._keeper is None:
+            what = "the publisher is not open, or has no groups: give it `groups`, and use `async with`"
+            raise UStatusError(UCode.FAILED_PRECONDITION, what)
+        asked = ProgressRequest(group=group)
+        for change, times in ((1, opens), (-1, closes)):
+            for time in times:
+                asked.changes.add(time=LogicalTime(numbers=time), change=change)
+        await self._keeper.progress(self._local.get_source(), asked)
+
+    async def _keep(self, kept: Log, stack: contextlib.AsyncExitStack) -> Keeper:
+        topic = ids.of_publisher(self._local.get_source(), ids.FRONTIERS)
+        keeper = Keeper(topic, self._groups, [kept], self._runtime.now_ms)
+        await keeper.open()
+        stack.callback(keeper.close)
+        return keeper
+
     async def _open_log(self) -> Log:
         return await Log.open(
             self._path,
@@ -149,7 +182,7 @@ class HistoryPublisher(Publisher):
             runtime=self._runtime,
         )
 
-    async def _serve(self, kept: Log, stack: contextlib.AsyncExitStack) -> None:
+    async def _serve(self, kept: Log, keeper: Keeper | None, stack: contextlib.AsyncExitStack) -> None:
         service = HistoryService(
             self._transport,
             self._local,
@@ -157,6 +190,7 @@ class HistoryPublisher(Publisher):
             entity=self.service.ue_id,
             reply_bytes_max=max(REPLY_BYTES_MAX, self._transport.message_bytes_max + REPLY_ROOM_BYTES),
             drain_ms_max=round(DRAIN_S_MAX * 1_000),
+            keeper=keeper,
         )
         stack.push_async_callback(service.stop)
         await service.start()
@@ -229,16 +263,19 @@ class _Copies:
             await self._log.wait(self._seq)
             self._drop_up_to(max(self._log.in_memory_after, self._log.newest_seq - QUEUE_MESSAGES_MAX))
             last_seq, messages = self._next()
-            await self._send(messages)
+            if messages:
+                await self._send(messages)
             self._seq = last_seq
             self._moved.set()
 
     def _next(self) -> tuple[int, list[UMessage]]:
         """What waits, the oldest first, and how far it goes."""
         chunks = self._log.tail(self._seq) or ()
-        waiting = (record for chunk in chunks for record in zip(chunk.seqs, chunk.messages, strict=True))
+        waiting = (record for chunk in chunks for record in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True))
         batch = list(islice(waiting, BATCH_MESSAGES_MAX))
-        return batch[-1][0] if batch else self._log.newest_seq, [decoded(message) for _, message in batch]
+        untold = self._log.frontier_ids  # a frontier means nothing outside of its log
+        messages = [decoded(message) for _, stream, message in batch if stream not in untold]
+        return batch[-1][0] if batch else self._log.newest_seq, messages
 
     async def _send(self, messages: list[UMessage]) -> None:
         failed = [status for status in await _offered(self._transport, messages) if status.code]

@@ -16,6 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history import publisher as publisher_module
+from history.assembling import Assembler
+from history.epochs import Group
+from history.frontier import Epoch
 from history.publisher import HistoryPublisher
 from history.store import Store
 from history.subscriber import GaplessSubscriber, HistoryClient
@@ -182,6 +185,36 @@ async def test_what_the_log_refuses_is_an_error_and_not_sent(world: World, monke
         assert await world.heard.numbers(1) == [1]
         assert await world.polled_numbers() == [1]
     assert (publisher.counts["refused"], publisher.counts["published"], publisher.counts["sent"]) == (1, 1, 1)
+
+
+async def test_a_publisher_opens_and_closes_epochs_of_its_own(world: World) -> None:
+    """Who joins in the middle of one does not see it; the plain copies know nothing of epochs."""
+    topics = [topics_of(DOOR)]
+    async with world.publisher(groups=[Group("door", topics, None)]) as publisher:
+        await publisher.progress("door", opens=[(1,)])
+        await publisher.publish(TOPIC, text(10))
+        late = Assembler(topics)
+        async with GaplessSubscriber(
+            world.client(), topics, start=PollRequest(latest=True), assembler=late
+        ) as subscriber:
+            seen = subscriber.epochs()
+            first = asyncio.create_task(anext(seen))
+            await until(lambda: subscriber.connected)
+            await publisher.publish(TOPIC, text(11))
+            await publisher.progress("door", opens=[(2,)], closes=[(1,)])
+            for number in (20, 21):
+                await publisher.publish(TOPIC, text(number))
+            await publisher.progress("door", closes=[(2,)])
+            epoch = await asyncio.wait_for(first, 30)
+            assert (epoch.epoch, [int(one.message.payload) for one in epoch.records]) == (Epoch("door", (2,)), [20, 21])
+            assert epoch.is_complete
+        assert late.dropped["filtered"] == 1
+        assert await world.heard.numbers(4) == [10, 11, 20, 21]
+        with pytest.raises(UStatusError, match="is over"):
+            await publisher.progress("door", opens=[(1,)])
+    assert publisher.counts["sent"] == 4
+    with pytest.raises(UStatusError, match="not open"):
+        await publisher.progress("door", opens=[(3,)])
 
 
 @pytest.mark.parametrize("resource", [-1, 0, 1, 0x7FFF, 0xFFFF, 0x1_0000])
