@@ -196,6 +196,12 @@ def _following() -> list[Target]:
             for far, near in [[at(*road, link, "follow_push", trip, "per_s") for trip in ("200", "0")]]
         ),
         Target("bytes of a poll that follows 10,000 topics, over those of one", over(most, one), 1, ""),
+        Target(
+            "an append where other topics have epochs, over none",
+            at("costs", "epochs", "of_others_over_none"),
+            1.05,
+            "",
+        ),
     ]
 
 

@@ -77,8 +77,8 @@ def log_chunk(data: bytes) -> None:
     except chunks.CorruptChunkError:
         return
     assert len(read) == records == len(read.data)
-    origins = b"" if read.origins is None else chunks.pack_origins(read.origins)
-    assert 16 * records + sum(map(len, read.data)) + len(origins) == len(blob), "every octet belongs to a record"
+    notes = chunks.pack_notes(read)
+    assert 16 * records + sum(map(len, read.data)) + len(notes) == len(blob), "every octet belongs to a record"
     read.after(first_seq - 1)
     chunks.unpack_streams(streams)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,11 @@ from google.protobuf.message import Message
 
 from fuzz.registry import refusing, target
 from fuzz.shapes import Dice, made
-from history.acceptor import Acceptor
+from history.acceptor import Acceptor, Record
+from history.assembling import Assembler
+from history.epochs import Group
+from history.frontier import Epoch
+from history.keeper import Keeper
 from history.log import Log
 from history.service import HistoryService
 from spark_ingest import offsets
@@ -25,7 +31,19 @@ from streamer.endpoint import Endpoint, Endpoints
 from streamer.paused import Paused
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.ids import DESCRIBE, ENTITY, LIST_PAUSED, PAUSE, POLL, RESUME, VERSION, at
+from uprotocol.core.ustreamer.ids import (
+    BEGINNINGS,
+    DESCRIBE,
+    ENTITY,
+    FRONTIERS,
+    LIST_PAUSED,
+    PAUSE,
+    POLL,
+    PROGRESS,
+    RESUME,
+    VERSION,
+    at,
+)
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as ustreamer
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -148,8 +166,11 @@ def history() -> Network:
             topic = uris.uri("vin", 0x10, 1, 0x8000 + number % 3)
             message = UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"x" * number, 5))
             await log.append([log.stream_id(topic, None)], [message])
+        groups = [Group("lap", [uris.pattern(CALLER.authority_name)], None, timeout_ms=1 << 40)]
+        keeper = Keeper(at(OWN, FRONTIERS), groups, [log], uuids.now_ms)
+        await keeper.open()
         network = Network()
-        await HistoryService(network, LocalUriProvider(OWN, 0, 1), [log]).start()
+        await HistoryService(network, LocalUriProvider(OWN, 0, 1), [log], keeper=keeper).start()
         return network
 
     return loop().run_until_complete(start())
@@ -167,6 +188,46 @@ def history_poll(data: bytes) -> None:
 @target
 def history_describe(data: bytes) -> None:
     call(history(), DESCRIBE, payload_of(Dice(data), ustreamer.DescribeRequest), ustreamer.DescribeResponse)
+
+
+@target
+def history_progress(data: bytes) -> None:
+    answer = call(history(), PROGRESS, payload_of(Dice(data), ustreamer.ProgressRequest), ustreamer.ProgressResponse)
+    if isinstance(answer, ustreamer.ProgressResponse):
+        assert set(map(str, answer.lower)) <= set(map(str, answer.active)), "what may come is open"
+
+
+@target
+def epochs_assembled(data: bytes) -> None:
+    """What is told of epochs, in any order: nobody gets a record twice, and what is whole has an end that was told."""
+    dice, assembler = Dice(data), Assembler(filter=Dice(data).one_of(("atomic", "all")), timeout_s=5)
+    handed = Counter[int]()
+    for seq in range(1, 2 + dice.octet() % 64):
+        kind, log = dice.octet(), bytes([dice.octet() & 1]) * 16
+        if kind & 3 == 0:
+            length = 1 + (kind >> 2 & 1)
+            epoch = Epoch(dice.one_of(("a", "b")), tuple(dice.octet() % 4 for _ in range(length)))
+            record = Record(log, seq, 0, 0, _publication(CALLER, UPayload(b"x", _FORMATS[0])), None, epoch)
+        else:
+            type = ustreamer.Beginning if kind & 3 == 1 else ustreamer.Frontier
+            told = UPayload.pack(made(type, dice)) if kind & 4 else UPayload(dice.some(), _FORMATS[0])
+            record = Record(log, seq, 0, 0, _publication(at(OWN, BEGINNINGS if kind & 3 == 1 else FRONTIERS), told))
+        if kind & 0x30 == 0:
+            assembler.lose()
+        if kind & 0xC0 == 0:
+            assembler.begin([record] if record.epoch is None else [], seq)
+        ready = assembler.take([record], seq) + assembler.overdue(seq)
+        handed.update(one.seq for epoch in ready for one in epoch.records)
+        safe = assembler.safe({log: seq}, ready)
+        Assembler().restore(json.loads(json.dumps(assembler.save(safe, ready))))
+        assembler.forget(safe)
+    assert all(count == 1 for count in handed.values())
+
+
+def _publication(source: UUri, payload: UPayload) -> UMessage:
+    message = UMessage(payload=payload.data)
+    message.attributes.source.CopyFrom(source)
+    return message
 
 
 @target

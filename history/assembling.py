@@ -231,7 +231,7 @@ class Assembler:
             times = [tuple(one.numbers) for one in (*told.lower, *told.active)]
             key = (told.group, keeper if self._each else None)
             length = self._group(key).length or next(map(len, times), 0)
-            if {len(time) for time in times} - {length} or length > LENGTH_MAX:  # it can't be compared
+            if {len(time) for time in times} - {length} or (times and not 0 < length <= LENGTH_MAX):
                 self.dropped["unreadable"] += 1
                 continue
             self._group(key).length = length
@@ -266,7 +266,7 @@ class Assembler:
 
     def _note_ended(self, group: _Group, told: GroupFrontier) -> None:
         for one in told.ended:
-            if one.incomplete and len(one.time.numbers) == group.length:
+            if one.incomplete and 0 < len(one.time.numbers) == group.length:
                 group.incomplete[tuple(one.time.numbers)] = one.incomplete
 
     def _begun(self, record: Record) -> None:
@@ -301,7 +301,8 @@ class Assembler:
         if record.seq <= group.handed.get(time, {}).get(record.incarnation, 0):
             self.dropped["handed"] += 1
             return
-        if len(time) != (group.length or len(time)):
+        group.length = group.length or len(time)
+        if len(time) != group.length:
             self.dropped["unreadable"] += 1
             return
         begun = BEGUN if part is None or is_covered(group.filter, time) else ""

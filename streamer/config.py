@@ -495,8 +495,13 @@ class Config(_Section):
                 what = f"{at}: timeout_ms {one.timeout_ms} ends what goes on: it is longer than width and lateness"
                 yield what, ("epochs", index, "timeout_ms")
             for topic in one.topics:
-                if uris.parse(topic).resource_id < uris.RESOURCE_TOPIC_MIN:
-                    yield f"{at}: {topic} can't be a topic", ("epochs", index, "topics")
+                parsed, place = uris.parse(topic), ("epochs", index, "topics")
+                if parsed.resource_id < uris.RESOURCE_TOPIC_MIN:
+                    yield f"{at}: {topic} can't be a topic", place
+                if not parsed.authority_name:
+                    yield f"{at}: {topic} names no authority, and so no topic that comes here", place
+                elif parsed.authority_name != uris.WILDCARD_AUTHORITY and not self._owner(parsed.authority_name):
+                    yield f"{at}: no endpoint has the authority of {topic}", place
             for other in self.epochs[:index]:
                 if other.name == one.name:
                     yield f"two groups of epochs are named {one.name!r}; names must differ", ("epochs", index, "name")

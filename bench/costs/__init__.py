@@ -4,13 +4,13 @@ common.py       setting, points, metrics      topics.py       many topics on Zen
 disk.py         bytes written per message     subscribing.py  one subscription more, start, notifications
 describing.py   Describe                      brokers.py      a far, a small, a synchronous MQTT
 slow.py         a slow processor              elsewhere.py    a fleet, DDS
-following.py    a gateway that follows another one
+following.py    a gateway that follows another one      epochs.py  an append, with and without epochs
 """
 
 from collections.abc import Callable
 from typing import Final
 
-from bench.costs import brokers, describing, disk, elsewhere, following, slow, subscribing, topics
+from bench.costs import brokers, describing, disk, elsewhere, epochs, following, slow, subscribing, topics
 from bench.costs.common import Figures, Setting
 
 COSTS: Final[dict[str, Callable[[Setting], Figures]]] = {
@@ -30,4 +30,5 @@ COSTS: Final[dict[str, Callable[[Setting], Figures]]] = {
     "dds_new_topics": elsewhere.dds,
     "following": following.road,
     "following_polls": following.polls,
+    "epochs": epochs.measure,
 }
