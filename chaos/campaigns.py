@@ -109,6 +109,17 @@ PLANS: Final[dict[str, Plan]] = {
         follows="publisher",
         needs=_BROKER,
     ),
+    # All of an epoch, or none, for who reads where it is followed.
+    "epochs": Plan(
+        _FOLLOWING | {"net_stall": 1, "net_half_close": 1, "kill_reader": 4},
+        interest="embedded",
+        two=True,
+        follows="up",
+        record=True,
+        reader=True,
+        epochs=True,
+        needs=_BROKER,
+    ),
     "brokers": Plan(
         {"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", needs=_BROKER
     ),

@@ -5,12 +5,15 @@ all run, all ready -> hush -> PUBACKs -> Poll at the end -> drain -> reader, dea
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from chaos.judges import MqttSender, PublisherSender
@@ -18,10 +21,17 @@ from chaos.ledger import Verdict
 from chaos.plan import CLOUD, UP, VEHICLE
 from chaos.processes import Gateway
 from chaos.world import World
+from history.chunk import decode
+from history.reader import walk
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.ids import is_frontiers
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier
 
 READY_S: Final = 90.0  # after the last fault, for each thing that has to come back
 QUIET_S: Final = 8.0  # without an arrival, backlog or problem: what has not come by then doesn't come
 STUCK_S: Final = 45.0  # without an arrival though there is a backlog or a problem: it is stuck
+EPOCHS_MIN: Final = 20  # seen whole
 LETTERS_MAX: Final = 10_000  # all that a gateway keeps
 
 
@@ -45,7 +55,10 @@ def finish(world: World) -> Verdict:
         gateway.metrics()
         world.ledger.gap_records += int(gateway.gap_records)
         _read_letters(world, str(gateway.data_dir))
-    _check_reader(world)
+    if world.plan.epochs:
+        _check_epochs(world)
+    else:
+        _check_reader(world)
     if world.plan.follows:
         _check_followed(world)
     _note(world)
@@ -125,6 +138,57 @@ def _check_reader(world: World) -> None:
             f"lost: the reader never had {len(missing)} records that Poll shows ({gaps} gaps told)"
         )
     world.tally["records read by the reader"] = len(have)
+
+
+def _check_epochs(world: World) -> None:
+    """What the vehicle's log holds of an epoch is the truth: the reader has all of it, or is told that it has not."""
+    path, verdict = world.folder / "reader.out", world.verdict
+    truth, ended = _epochs_of(world.gateways[0].data_dir / "history.db")
+    size, since = -1, time.monotonic()
+    while True:
+        lines = path.read_text(errors="replace").splitlines()
+        seen = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        seen = [one for one in seen if one["time"] is not None]  # else it came while nothing was followed yet
+        times = {one["time"] for one in seen}
+        owed = {one for one in ended if times and one > min(times)} - times
+        if len(lines) != size:
+            size, since = len(lines), time.monotonic()
+        if (times and not owed) or time.monotonic() - since > 2 * QUIET_S:
+            break
+        time.sleep(0.2)
+    wrong = [one["time"] for one in seen if not one["incomplete"] and set(one["ids"]) != truth.get(one["time"])]
+    doubled = sum(len(one["ids"]) - len(set(one["ids"])) for one in seen)
+    if owed:
+        verdict.lost += len(owed)
+        verdict.examples.append(f"lost: epochs that the reader never had: {sorted(owed)[:5]}")
+    if wrong or doubled:
+        verdict.problems.append(f"{len(wrong)} epochs are told as whole and are not: {wrong[:5]}; {doubled} doubled")
+    whole = {one["time"] for one in seen if not one["incomplete"]}
+    if len(whole) < EPOCHS_MIN:
+        verdict.problems.append(f"only {len(whole)} of {len(truth)} epochs were seen whole: nothing was judged")
+    whys = Counter(one["incomplete"] for one in seen if one["incomplete"])
+    again = len(seen) - len({json.dumps(one) for one in seen})
+    verdict.notes.append(f"epochs: {len(truth)}, {len(whole)} seen whole, {again} seen again; not whole: {dict(whys)}")
+    world.tally["epochs seen whole"] = len(whole)
+
+
+def _epochs_of(path: Path) -> tuple[dict[int, set[str]], set[int]]:
+    """Ids of the records that the reader asks for, by epoch; and which have ended."""
+    topics = {str(topic) for topic in UP}
+    truth: dict[int, set[str]] = {}
+    ended: set[int] = set()
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        for _, columns, why in walk(db):
+            assert columns is not None, why
+            chunk = decode(columns)
+            for message, epoch in zip(chunk.messages, chunk.epochs or [None] * len(chunk), strict=True):
+                attributes = message.attributes
+                if epoch is not None and uris.format(attributes.source) in topics:
+                    truth.setdefault(epoch.time[0], set()).add(uuids.to_bytes(attributes.id).hex())
+                elif is_frontiers(attributes.source):
+                    told = Frontier.FromString(message.payload).groups
+                    ended |= {one.time.numbers[0] for group in told for one in group.ended}
+    return truth, ended & truth.keys()
 
 
 def _is_of(authority: str, flow: str) -> bool:

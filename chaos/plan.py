@@ -24,6 +24,9 @@ SESSION: Final = "session_expiry_s = 86400"
 # as it is cut so often
 ZENOH_RETRY: Final = {"connect/retry": {"period_init_ms": 50, "period_max_ms": 400, "period_increase_factor": 2}}
 DDS: Final = 'interface = "lo", multicast = false, peers = ["127.0.0.1"], lease_ms = 1000, domain_id = 7'
+EPOCHS: Final = "tick"
+# the time that a kill takes from a gateway is longer than many of them
+EPOCHS_END: Final = "width_ms = 400\nlateness_ms = 200\ntimeout_ms = 10000"
 PUBLISHER: Final = Uri(VEHICLE, 0x8001, 1, 0)
 
 
@@ -41,6 +44,7 @@ class Plan:
     follows: Literal["", "up", "both", "publisher"] = ""
     record: bool = False
     reader: bool = False
+    epochs: bool = False  # the vehicle's topics have them, and the reader reads them, where they are followed
     proxies: bool = False
     disk_bytes: int = 0  # of a small disk for data_dir; 0: the usual one
     io: bool = False
@@ -127,6 +131,8 @@ def vehicle_config(plan: Plan, at: Places) -> str:
     ]
     if plan.follows == "both":
         parts.append(f'[[follow]]\nendpoint = "cloud"\nservice = "//{CLOUD}/4/1/0"')
+    if plan.epochs:
+        parts.append(f'[[epochs]]\nname = "{EPOCHS}"\ntopics = ["//{VEHICLE}/8001/1/FFFF"]\n{EPOCHS_END}')
     if plan.record:
         parts.append(f'[history]\nrecord = ["//{VEHICLE}/FFFFFFFF/FF/FFFF"]')
     if plan.interest == "static":

@@ -4,7 +4,8 @@ moment.
 python -m chaos.reader '{"transport": ..., "settings": ..., "authority": ..., "service": ..., "cursor": ..., "out": ...,
 "topics": [...]}'
 
-Each record's id is a line of `out`, written before the cursor moves; what is told as a gap is a line, too.
+Each record's id is a line of `out`, written before the cursor moves; what is told as a gap is a line, too. With
+`epochs` a line is an epoch, as JSON: its time, why it may not be whole, and the ids of its records.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import sys
 from typing import Any
 
+from history.acceptor import Record
+from history.assembling import Assembler
 from history.subscriber import GaplessSubscriber, HistoryClient
 from transports import plugin as plugins
 from uprotocol import uri as uris
@@ -37,10 +40,22 @@ async def read(options: dict[str, Any]) -> None:
         def on_gap(gap: Gap) -> None:
             print("gap", str(gap).replace("\n", " "), file=out)
 
-        async with GaplessSubscriber(client, topics, cursor_path=options["cursor"], on_gap=on_gap) as subscriber:
+        assembler = Assembler(topics) if options.get("epochs") else None
+        async with GaplessSubscriber(
+            client, topics, cursor_path=options["cursor"], on_gap=on_gap, assembler=assembler
+        ) as subscriber:
             print(json.dumps({"ready": True}), flush=True)
+            if assembler is not None:
+                async for one in subscriber.epochs():
+                    has = [_id(record) for record in one.records]
+                    time = None if one.epoch is None else one.epoch.time[0]
+                    print(json.dumps({"time": time, "incomplete": one.incomplete, "ids": has}), file=out)
             async for record in subscriber:
-                print(uuids.to_bytes(record.message.attributes.id).hex(), file=out)
+                print(_id(record), file=out)
+
+
+def _id(record: Record) -> str:
+    return uuids.to_bytes(record.message.attributes.id).hex()
 
 
 def main() -> None:

@@ -278,11 +278,15 @@ class World:
             if self.plan.vehicle == "mqtt5"
             else {"mode": "client", "connect": [f"tcp/127.0.0.1:{self.zenoh_port}"], "connect_timeout_ms": 60_000}
         )
+        at, transport = VEHICLE, str(self.plan.vehicle)
+        if self.plan.epochs:
+            at, transport, settings = CLOUD, "mqtt5", {"port": self.brokers[CLOUD].port}
         options = {
-            "transport": self.plan.vehicle,
+            "transport": transport,
             "settings": settings,
-            "authority": VEHICLE,
-            "service": VEHICLE,
+            "authority": at,
+            "service": at,
+            "epochs": self.plan.epochs,
             "cursor": str(self.folder / "reader.cursor"),
             "out": str(self.folder / "reader.out"),
             "topics": [str(topic) for topic in UP],

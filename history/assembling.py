@@ -276,7 +276,7 @@ class Assembler:
         except DecodeError:
             self.dropped["unreadable"] += 1
             return
-        if self._topics and not any(uris.meets(one, other) for one in self._topics for other in said.topics):
+        if self._topics and not any(_begins(said, topic) for topic in self._topics):
             return
         for group in self._groups.values():
             upper = [time for part in group.parts.values() if _concerns(said, part) for time in part.active]
@@ -455,6 +455,12 @@ class Assembler:
 
 def _time(numbers: Iterable[int]) -> Time:
     return tuple(int(one) for one in numbers)
+
+
+def _begins(said: Beginning, topic: UUri) -> bool:
+    """Some of what the pattern `topic` means."""
+    meets = any(uris.meets(topic, one) for one in said.topics)
+    return meets and not any(uris.matches(one, topic) for one in said.but)
 
 
 def _concerns(said: Beginning, part: _Part) -> bool:

@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from history.acceptor import Accepted, Acceptor, Places, Record
 from history.chunk import Origin
 from history.follow import Following, Mode
+from history.followed import PLACE_BYTES_MAX
 from history.frontier import Epoch
 from history.log import Log
 from history.writer import Followed as Notes
@@ -53,6 +54,8 @@ CAUGHT_UP_S: Final = 30.0  # at most, for what came before anything was followed
 RING_S: Final = 0.25  # after a doorbell without an answer we ask anew
 # what can't be followed, and will not be soon: until then plain copies count
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
+COVERED: Final = "topics of "  # in front of the key of a place: what has been followed up to there without a hole
+BUT_MAX: Final = 1_000  # patterns that a Beginning leaves out; a reader that reads others takes less for whole
 DENIED_TOLD_MAX: Final = 100  # lines of a log about topics that may not be read
 
 log = structlog.get_logger()
@@ -100,7 +103,7 @@ def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
 class Pending:
     """Accepted, and not yet in a log."""
 
-    records: list[Record | UUri] = field(default_factory=list)  # or what begins to be followed there
+    records: list[Record | Beginning] = field(default_factory=list)
     bytes: int = 0
     places: Places = field(default_factory=Places)
     covered: Digest = b""  # a digest of what is followed there without a hole
@@ -141,8 +144,8 @@ class Followed:
         self._unseen: set[uris.Key] = set()  # topics that we may not read there
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
         # what has been followed up to here without a hole, and what begins with the next answer
-        self._covered: dict[uris.Key, UUri] = {}
-        self._covered_before = _covered(stored) if stored is not None else b""
+        self._covered = self._covered_before(stored)
+        self._covered_kept: Digest = digest_of(self._covered)  # on disk, or soon
         self._begun: list[UUri] = []
         self._kept_copies = False  # plain ones were stored since the last records
         self._rung_at: float | None = None  # loop time of the first doorbell since there was an answer
@@ -185,9 +188,11 @@ class Followed:
         """From here on it is followed. Who reads epochs must know of what has come of it, and is not here."""
         following.follow(topic)
         key = uris.key(topic)
-        if key not in self._covered:
-            self._covered[key] = topic
+        if key in self._covered:
+            return
+        if not any(uris.matches(pattern, topic) for pattern in self._covered.values() if uris.has_wildcard(pattern)):
             self._begun.append(topic)
+        self._covered[key] = topic
 
     @property
     def is_gateway(self) -> bool:
@@ -219,9 +224,6 @@ class Followed:
         wanted = chain.from_iterable(map(self._narrowed, self._follows.wanted_of(self)))
         all = self._fixed | {uris.key(topic): topic for topic in wanted}
         followed = {uris.key(topic): topic for topic in following.topics}
-        if self._covered_before == digest_of(all):  # as before the restart, so nothing of it was left out
-            self._covered = dict(all)
-        self._covered_before = b""
         for key in all.keys() - followed.keys():  # ahead of the others: what takes the place of a pattern has no hole
             self._follow_more(following, all[key])
         for key in followed.keys() - all.keys():
@@ -241,7 +243,10 @@ class Followed:
         pending = self._pending
         pending.covered = digest_of(self._covered)
         if begun and self._log.frontier_ids:
-            pending.records += begun
+            before = self._covered.keys() - set(map(uris.key, begun))
+            but = [self._covered[key] for key in sorted(before)]
+            but = [one for one in but if any(uris.meets(one, other) for other in begun)]
+            pending.records.append(Beginning(topics=begun, service=self.service, but=but[:BUT_MAX]))
             pending.has_moved = True
             self._came.set()
 
@@ -489,20 +494,14 @@ class Followed:
         """True: the place is on disk, with records."""
         place = self._stored(pending.places, pending.covered)
         shares: dict[Log, list[_Sorted]] = {}
-        begun: list[UUri] = []
         for record in pending.records:
-            if isinstance(record, UUri):
-                begun.append(record)
+            if isinstance(record, Beginning):
+                shares.setdefault(self._log, []).append(self._told_here(record))
                 continue
-            if begun:
-                shares.setdefault(self._log, []).append(self._beginning(begun))
-                begun = []
             found = self._sort(record)
             if found is not None:
                 shares.setdefault(found.target, []).append(found)
             self.counts["records"] += 1
-        if begun:
-            shares.setdefault(self._log, []).append(self._beginning(begun))
         is_kept = False
         # what is in memory first: the place stands for both
         for target in sorted(shares, key=lambda one: one.durable):
@@ -521,12 +520,27 @@ class Followed:
             is_kept = target is self._log
         if not is_kept:
             self._log.keep_place(self.key, place)
+        if self._log.frontier_ids and self._covered_kept != pending.covered == digest_of(self._covered):
+            self._keep_covered(pending.covered)
         return is_kept
 
-    def _beginning(self, topics: Sequence[UUri]) -> _Sorted:
-        """A record of ours: of these there may be a hole up to here."""
+    def _keep_covered(self, digest: Digest) -> None:
+        """Apart from the place, which has only a digest of it: it is long, and changes seldom."""
+        topics = Beginning(topics=self._covered.values()).SerializeToString()
+        self._log.keep_place(COVERED + self.key, topics if len(topics) <= PLACE_BYTES_MAX else None)
+        self._covered_kept = digest
+
+    def _covered_before(self, stored: bytes | None) -> dict[uris.Key, UUri]:
+        """A restart; nothing, where what is known of it is not of that place."""
+        kept = self._log.place(COVERED + self.key)
+        if stored is None or kept is None:
+            return {}
+        topics = {uris.key(topic): topic for topic in Beginning.FromString(kept).topics}
+        return topics if digest_of(topics) == FollowedPlaces.FromString(stored).topics else {}
+
+    def _told_here(self, said: Beginning) -> _Sorted:
+        """As a record of ours."""
         topic = self._follows.local.get_resource(ids.BEGINNINGS)
-        said = Beginning(topics=topics, service=self.service)
         message = EncodedMessage.of(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(said))
         return _Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
 
@@ -623,10 +637,6 @@ class Followed:
 def _since(stored: bytes) -> bytes | None:
     places = FollowedPlaces.FromString(stored)
     return uuids.to_bytes(places.since) if places.HasField("since") else None
-
-
-def _covered(stored: bytes) -> bytes:
-    return FollowedPlaces.FromString(stored).topics
 
 
 def digest_of(topics: Iterable[uris.Key]) -> bytes:

@@ -44,7 +44,7 @@ from usubscription_client.table import Topics
 if TYPE_CHECKING:
     from streamer.ingress import Dispatch, Ingress
 
-from streamer.followed import Follow, Followed, family_of
+from streamer.followed import COVERED, Follow, Followed, family_of
 
 FOLLOWED_MAX: Final = 4_096  # services; a fleet behind one gateway, and its tasks and places
 # of one authority that are found by announcements: a vehicle has some publishers with a history of their own
@@ -112,7 +112,8 @@ class Follows(UListener):
             if not follow.is_wide:
                 self._follow(self._address(follow), follow.endpoint, follow)
         for key in self.logs.durable.places():
-            self._resume(key)
+            if not key.startswith(COVERED):
+                self._resume(key)
 
     async def start(self) -> None:
         """Raises what the hosted transport says."""
@@ -164,7 +165,8 @@ class Follows(UListener):
                 if error.code not in (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED):
                     await backoff.wait()
                     continue
-            self.logs.durable.keep_place(key, None)
+            for one in (key, COVERED + key):
+                self.logs.durable.keep_place(one, None)
             log.info("a history is not followed any more", service=key)
             return
 

@@ -574,6 +574,7 @@ class Beginning(_message.Message):
 
     TOPICS_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
+    BUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns"""
@@ -582,15 +583,20 @@ class Beginning(_message.Message):
     def service(self) -> _uri_pb2.UUri:
         """whose history it follows"""
 
+    @_builtins.property
+    def but(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
+        """patterns of what does not begin here: it was followed before"""
+
     def __init__(
         self,
         *,
         topics: _abc.Iterable[_uri_pb2.UUri] | None = ...,
         service: _uri_pb2.UUri | None = ...,
+        but: _abc.Iterable[_uri_pb2.UUri] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["service", b"service", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["but", b"but", "service", b"service", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
