@@ -43,6 +43,7 @@ GONE_MAX: Final = 4_096  # epochs that were handed over, of which more is known 
 
 MISSED: Final = "records of it may be in a gap"
 BEGUN: Final = "it had begun before it was read"
+BEGUN_THERE: Final = "it had begun before a gateway on the way followed all of its topics"
 TOO_BIG: Final = "it is too big to be held until its end"
 REST: Final = "it was handed over before, and this came later"
 
@@ -53,7 +54,8 @@ Key = tuple[str, tuple[str, int] | None]  # a group; and who keeps it, where tho
 @dataclass(frozen=True, slots=True)
 class Assembled:
     """All records of an epoch, in the order of each log. `epoch` None: records that have none, as they came.
-    `incomplete`: why it may not be whole; empty: it is. `keeper`: whose epoch, where keepers are told apart."""
+    `incomplete`: why it may not be whole; empty: it is. One without records is only told of. `keeper`: whose epoch,
+    where keepers are told apart."""
 
     epoch: Epoch | None
     records: list[Record]
@@ -212,7 +214,7 @@ class Assembler:
                 for key in self._move(record, now):
                     ready += self._over(key, self._groups[key])
             elif tells_of_epochs(source):
-                self._begun(record)
+                ready += self._begun(record)
             else:
                 plain.append(record)
         if plain:
@@ -269,8 +271,9 @@ class Assembler:
             if one.incomplete and 0 < len(one.time.numbers) == group.length:
                 group.incomplete[tuple(one.time.numbers)] = one.incomplete
 
-    def _begun(self, record: Record) -> None:
-        """Somebody between us and the keeper has only begun to take some of what we read."""
+    def _begun(self, record: Record) -> Iterator[Assembled]:
+        """Somebody between us and the keeper has only begun to take some of what we read: of what is open there a part
+        may be missing."""
         try:
             said = Beginning.FromString(record.message.payload)
         except DecodeError:
@@ -278,19 +281,29 @@ class Assembler:
             return
         if self._topics and not any(_begins(said, topic) for topic in self._topics):
             return
-        for group in self._groups.values():
-            upper = [time for part in group.parts.values() if _concerns(said, part) for time in part.active]
-            group.filter = maximal([*group.filter, *upper])
-            for time in [one for one in group.pending if is_covered(group.filter, one)]:
-                self._drop_or_mark(group, time)
+        for key, group in self._groups.items():
+            open = [part.active_times for part in group.parts.values() if _concerns(said, part)]
+            lost = [time for time in sorted(set().union(*open)) if not is_covered(group.filter, time)]
+            group.filter = maximal([*group.filter, *lost])
+            lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
+            for time in sorted(lost):
+                yield from self._not_whole(key, group, time)
 
-    def _drop_or_mark(self, group: _Group, time: Time) -> None:
-        pending = group.pending[time]
-        pending.incomplete = pending.incomplete or BEGUN
-        if self._filter == "atomic":
+    def _not_whole(self, key: Key, group: _Group, time: Time) -> Iterator[Assembled]:
+        """None of it is handed over, but that."""
+        if self._filter == "all":
+            group.pending.setdefault(time, _Pending()).incomplete = BEGUN_THERE
+            return
+        pending = group.pending.pop(time, None)
+        if pending is not None:
             self.dropped["filtered"] += len(pending.records)
-            self._bytes -= group.pending.pop(time).bytes
-            group.note(time, pending.records)
+            self._bytes -= pending.bytes
+        elif time in group.handed:
+            return  # told before a restart
+        group.note(time, [] if pending is None else pending.records)
+        self.counts["epochs"] += 1
+        self.counts["incomplete"] += 1
+        yield Assembled(Epoch(key[0], time), [], BEGUN_THERE, key[1])
 
     def _add(self, record: Record, epoch: Epoch, now: float) -> None:
         key, log = self._key_of(record, epoch.group), _log_of(record)

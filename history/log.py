@@ -301,14 +301,15 @@ class Log(Streams):
         """One of `places`; None if that log was never followed, or its place was lost with a damaged file."""
         return self._followed.known.get(key)
 
-    def keep_place(self, key: str, place: bytes | None) -> None:
+    def keep_place(self, key: str, place: bytes | None, *, at_once: bool = False) -> None:
         """Nothing up to there was for us, so no record brings it; None: forget it. Not while an append with this key is
         under way: it could be written ahead of the records.
 
         The first one is on disk soon, since without it nobody knows where to go on; one that has only moved as late as
-        such a cursor, and to lose that does no harm. Raises RESOURCE_EXHAUSTED beyond history.followed.PLACES_MAX.
+        such a cursor, and to lose that does no harm; `at_once`: it does. Raises RESOURCE_EXHAUSTED beyond
+        history.followed.PLACES_MAX.
         """
-        is_first = self.place(key) is None
+        is_first = at_once or self.place(key) is None
         if self._followed.keep(key, place):
             self._storage.save(lambda writer: writer.keep_place(key, place, is_first=is_first), at_once=is_first)
 

@@ -527,7 +527,7 @@ class Followed:
     def _keep_covered(self, digest: Digest) -> None:
         """Apart from the place, which has only a digest of it: it is long, and changes seldom."""
         topics = Beginning(topics=self._covered.values()).SerializeToString()
-        self._log.keep_place(COVERED + self.key, topics if len(topics) <= PLACE_BYTES_MAX else None)
+        self._log.keep_place(COVERED + self.key, topics if len(topics) <= PLACE_BYTES_MAX else None, at_once=True)
         self._covered_kept = digest
 
     def _covered_before(self, stored: bytes | None) -> dict[uris.Key, UUri]:

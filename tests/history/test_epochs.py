@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from history import epochs as epochs_module
 from history.acceptor import Record
-from history.assembling import BEGUN, MISSED, REST, Assembled, Assembler
+from history.assembling import BEGUN, BEGUN_THERE, MISSED, REST, Assembled, Assembler
 from history.chunk import Chunk, decode, encode
 from history.client import HistoryClient
 from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, Arrived, Buckets, Group, Progress, timed, untimed
@@ -604,4 +604,7 @@ def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() 
     ]
     for reader in readers:
         reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
-    assert [times(reader.take(came, 0.0)) for reader in readers] == [[((3,), "")], [((2,), ""), ((3,), "")]]
+    assert [times(reader.take(came, 0.0)) for reader in readers] == [
+        [((2,), BEGUN_THERE), ((3,), "")],
+        [((2,), ""), ((3,), "")],
+    ]
