@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
+from history.acceptor import Record, decode
 from history.damage import Damage
+from history.epochs import Buckets
+from history.frontier import Time, maximal
 from history.subscriber import HistoryClient
 from storage import logs
 from streamer.commands import client, terminal
@@ -18,10 +22,13 @@ from streamer.commands.options import AsJson, DataDir, Where
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState, PollRequest, TopicState
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier, LogState, PollRequest, TopicState
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
+BUCKET: Final = Buckets.kind
 TABLE_ROWS_MAX: Final = 1_000  # of one table: it is shown when all of its rows are there
 
 
@@ -33,13 +40,15 @@ def history_(
     where: Where,
     topics: Annotated[list[str] | None, typer.Argument(help="Topic patterns; none means all.")] = None,
     poll: Annotated[bool, typer.Option(help="Print the records instead of the overview.")] = False,
+    epochs: Annotated[bool, typer.Option(help="How far groups of topics have come in their epochs.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Records to print with --poll.")] = 100,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where the log is, for verify and acknowledge; or say --config.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look into a streamer's history, over the network: an overview per topic, or the records themselves.
+    """Look into a streamer's history, over the network: an overview per topic, the records themselves, or the frontiers
+    of epochs.
 
     verify reads everything in its data_dir and says what is damaged (exit code 1); acknowledge says that a person has
     seen it.
@@ -53,6 +62,9 @@ def history_(
     logs.configure()
     network, patterns = where.network(), [uris.parse(topic) for topic in topics or []]
     streamer = ids.at(service)
+    if epochs:
+        _show_epochs(terminal.finish(_frontiers(network, streamer)), as_json)
+        return
     if not poll:
         terminal.finish(_describe(network, streamer, patterns, as_json))
         return
@@ -107,6 +119,61 @@ async def _poll(network: Network, streamer: UUri, patterns: list[UUri], limit: i
             del request.positions[:]
             request.positions.extend(reply.next)
     return found
+
+
+async def _frontiers(network: Network, streamer: UUri) -> list[dict[str, Any]]:
+    """A row for each group, and each log in which it is told."""
+    request = PollRequest(topics=ids.frontiers_of(uris.WILDCARD_AUTHORITY), latest=True, frontiers=True)
+    async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
+        reply = await HistoryClient(rpc, streamer).poll(request)
+    if not reply.has_frontiers:
+        raise UStatusError(UCode.UNIMPLEMENTED, f"the history of {streamer.authority_name} knows no epochs")
+    records = [one for batch in reply.frontiers for one in decode(batch) or () if isinstance(one, Record)]
+    return [
+        _group_row(record, group)
+        for record in records
+        for group in Frontier.FromString(record.message.payload).groups
+        if group.lower or group.active or group.ended
+    ]
+
+
+def _group_row(record: Record, told: GroupFrontier) -> dict[str, Any]:
+    active = [tuple(one.numbers) for one in told.active]
+    source = record.message.attributes.source
+    return {
+        "group": told.group,
+        "kept by": f"//{source.authority_name}/{source.ue_id:X}/1/0",
+        "by": told.kept.kind,
+        "log": (record.origin.incarnation if record.origin is not None else record.incarnation).hex(),
+        "lower": sorted(tuple(one.numbers) for one in told.lower),
+        "upper": sorted(maximal(active)),
+        "open": sorted(active),
+        "incomplete": sorted(tuple(one.time.numbers) for one in told.kept.incomplete),
+    }
+
+
+def _show_epochs(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"groups": rows}))
+    elif not rows:
+        terminal.out.print("no group of topics has epochs here, or none that you may read")
+    else:
+        frontiers = ("lower", "upper", "open", "incomplete")
+        _show("epochs", [row | {key: _times(row["by"], row[key]) for key in frontiers} for row in rows])
+
+
+def _times(kind: str, times: list[Time]) -> str:
+    """Of buckets the time at which each begins, in UTC."""
+    if kind != BUCKET:
+        return " ".join(map(str, times))
+    return " ".join(_readable(ms) for (ms,) in times)
+
+
+def _readable(ms: int) -> str:
+    try:
+        return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):  # of no year that has a number of four digits
+        return str(ms)
 
 
 def _log_row(one: LogState) -> dict[str, Any]:

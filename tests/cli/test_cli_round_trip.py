@@ -49,6 +49,11 @@ from = "vehicle"
 to = "cloud"
 [history]
 record = ["//vehicle1/8001/FF/FFFF"]
+[[epochs]]
+name = "minute"
+topics = ["//vehicle1/8002/1/FFFF"]
+width_ms = 60000
+timeout_ms = 600000
 """
 
 
@@ -154,6 +159,18 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     }
     polled, _ = await terminal.run("history", "vehicle1", TOPIC, *terminal.cloud, "--poll", "--limit", "3", "--json")
     assert [message["id"] for message in polled] == [message["id"] for message in published]
+
+    # epochs
+    (nothing,), _ = await terminal.run("history", "vehicle1", *terminal.cloud, "--epochs", "--json")
+    assert nothing == {"groups": []}
+    topic = ["up://vehicle1/8002/1/8001", *terminal.config]
+    (sent,), _ = await terminal.run("publish", *topic, "--text", "one of a minute", "--json")
+    await terminal.until('epochs_open{group="minute"}', 1)
+    (told,), _ = await terminal.run("history", "vehicle1", *terminal.cloud, "--epochs", "--json")
+    (group,) = told["groups"]
+    minute = int(sent["id"].replace("-", "")[:12], 16) // 60_000 * 60_000
+    assert (group["group"], group["by"], group["kept by"]) == ("minute", "bucket", "//vehicle1/4/1/0")
+    assert group["lower"] == group["upper"] == group["open"] == [[minute]]
 
     # dead letters
     letters, _ = await terminal.run("dead-letters", "-c", str(terminal.folder / "gateway.toml"), "--json")
