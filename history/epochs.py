@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from history.chunk import ID_BYTES, message_id
 from history.frontier import LENGTH_MAX, NUMBER_MIN, Epoch, Frontier, Passed, State, Time
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime, ProgressRequest, Timed
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.message import UPayload
@@ -112,9 +113,9 @@ def _named(message: Carried) -> Time | None:
     return None if named is None else tuple(named.time.numbers)
 
 
-def created_ms(id: bytes) -> int:
-    """The time in an id, Unix milliseconds."""
-    return int.from_bytes(id[:6], "big")
+def created_ms(message: Carried) -> int:
+    """The time in its id, Unix milliseconds."""
+    return message.created_ms if isinstance(message, EncodedMessage) else uuids.time_ms(message.attributes.id)
 
 
 class Kept(abc.ABC):
@@ -260,7 +261,7 @@ class Buckets(Kept):
 
     def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
         ceiling, width = now_ms + self.group.ahead_ms, self._width
-        created = [created_ms(message_id(one.message)) for one in records]
+        created = [created_ms(one.message) for one in records]
         sane = [ms for ms in created if ms <= ceiling]
         if not self.frontier.held:
             first_ms = min(sane, default=now_ms) - self.group.lateness_ms
