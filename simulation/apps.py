@@ -79,7 +79,8 @@ class Publisher:
 
     async def publish(
         self, topic: UUri, sink: UUri | None = None, priority: int = UPriority.UPRIORITY_CS1, short_lived: bool = False
-    ) -> None:
+    ) -> UMessage | None:
+        """What was sent; None: nobody knows whether it was."""
         self._count += 1
         builder = UMessageBuilder.publish(topic) if sink is None else UMessageBuilder.notification(topic, sink)
         builder.with_priority(priority)  # type: ignore[arg-type]
@@ -95,10 +96,11 @@ class Publisher:
                 status = error.status
             if status.code == UCode.OK:
                 sent.acknowledged()
-                return
+                return message
             if status.code not in RETRYABLE or is_expired(message.attributes, uuids.now_ms()):
-                return
+                return None
             await asyncio.sleep(0.02 + self._world.dice.random() * 0.1)
+        return None
 
 
 class Hearer:

@@ -175,7 +175,48 @@ def _a_follower_holds_nothing() -> Patches:
     return [(HandOvers, "_hold", hold)]
 
 
+def _told_ahead() -> Patches:
+    from history import keeper
+
+    insert = keeper._insert
+    return [
+        (keeper, "_insert", lambda append, stream, message, *, is_ahead: insert(append, stream, message, is_ahead=True))
+    ]
+
+
+def _no_filter() -> Patches:
+    from history.assembling import Assembler
+    from history.frontier import NOTHING
+
+    begin = Assembler.begin
+
+    def begin_with_all(self: Assembler, snapshot: Any, now: float) -> None:
+        begin(self, snapshot, now)
+        for group in self._groups.values():
+            group.filter = NOTHING
+
+    return [(Assembler, "begin", begin_with_all)]
+
+
+def _handed_lost() -> Patches:
+    from history.assembling import Assembler
+
+    restore = Assembler.restore
+
+    def forget(self: Assembler, saved: Any) -> None:
+        restore(self, {"groups": [one | {"handed": []} for one in saved["groups"]]})
+
+    return [(Assembler, "restore", forget)]
+
+
+def _closed_at_once() -> Patches:
+    from history.epochs import UNCLOSED, Held
+
+    return [(Held, "missing", lambda self: "" if self.is_closing else UNCLOSED)]
+
+
 FOLLOWED: Final = ("follow", "keeper")
+IN_EPOCHS: Final = ("epochs", "static")
 
 BREAKS: Final[dict[str, Break]] = {
     "restart that records": Break(
@@ -222,5 +263,15 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "a follower holds nothing": Break(
         "retention by age takes what a follower has not had", _a_follower_holds_nothing, kinds=FOLLOWED
+    ),
+    "end of an epoch ahead": Break(
+        "what ends an epoch is told in front of its last records", _told_ahead, kinds=IN_EPOCHS
+    ),
+    "no filter": Break("who comes gets the rest of what had begun, as whole", _no_filter, kinds=IN_EPOCHS),
+    "handed over again": Break(
+        "a reader's cursor forgets which epochs it had beyond it", _handed_lost, kinds=IN_EPOCHS
+    ),
+    "closed at once": Break(
+        "an epoch ends when its publisher says so, whatever of it is still to come", _closed_at_once, kinds=IN_EPOCHS
     ),
 }

@@ -5,6 +5,8 @@
    M, P, S  mcu -------+                     C (gateway, kind "chain") --- hub   H, P
              '--- a uSubscription service without a gateway, for S
 
+kind "epochs": one of the others, and V keeps the epochs of two groups, for who reads them by epoch (epochs.py)
+
 kind "follow": as "chain", but C follows V over the cloud, and V follows C in some    "keeper": V follows K on the
 vehicle's network as well, a publisher that keeps its own history
 
@@ -38,6 +40,7 @@ from history.follow import Mode
 from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, is_application, node
 from simulation.checker import Checker, FollowedLog, Hop, Key
 from simulation.disk import SimulatedDisk
+from simulation.epochs import LAPS, SIGNALS, EpochReader, EpochsChecker, Laps, sections
 from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
 from simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
 from simulation.network import SimulatedNetwork
@@ -60,11 +63,14 @@ SUFFIX, SUFFIX_SHARE = "x1", 0.3
 KINDS: Final = ("static", "static", "chain", "foreign")
 FOLLOW_KINDS: Final = ("follow", "keeper")
 FOLLOW_SHARE: Final = 0.4
+EPOCHS: Final = "epochs"  # may be in a world of any kind
+EPOCHS_SHARE: Final = 0.2
 MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
 WATCH_S: Final = 0.2
 PUSHED_S_MAX: Final = 2.0  # what was sent before a hand-over has arrived by then
+EPOCHS_S: Final = 45.0  # what was open is over, and every reader is back
 QUIET_S: Final = 3.0  # after all is there, for what should not come any more
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
@@ -132,8 +138,13 @@ class World:
         own = random.Random(seed ^ 0xF0110)  # so that worlds of the other kinds are what they were
         kind, follow_kind = self.dice.choice(KINDS), own.choice(FOLLOW_KINDS)
         self.kind = follow_kind if own.random() < FOLLOW_SHARE else kind
-        if kinds and self.kind not in kinds:
-            self.kind = next((one for one in (kind, follow_kind) if one in kinds), None) or own.choice(sorted(kinds))
+        bases = [one for one in kinds if one != EPOCHS]
+        if bases and self.kind not in bases:
+            self.kind = next((one for one in (kind, follow_kind) if one in bases), None) or own.choice(sorted(bases))
+        self.epoch_dice = random.Random(seed ^ 0xE90C5)  # no draw of the others' dice
+        by_chance = self.epoch_dice.random() < EPOCHS_SHARE and EPOCHS not in without
+        self.epochs = EpochsChecker(self) if by_chance or EPOCHS in kinds else None
+        self.healed = False
         self.follows = self.kind in FOLLOW_KINDS
         self.has_hub = self.follows or self.kind == "chain"  # a gateway behind the cloud, and a network behind that
         self.tasks: list[asyncio.Task[Any]] = []
@@ -282,7 +293,8 @@ class World:
         remote = "none" if self.kind == "static" else "remote"
         follow = {"endpoint": "cloud", "service": "//hub/4/1/0", "mode": self.mode} if self.follows else {}
         followed_by = {"followed_by": "//hub/4/1/0"} if self.follows else {}
-        return {
+        epochs = {"epochs": sections(self.epoch_dice)} if self.epochs is not None else {}
+        return epochs | {
             "follow": [follow] if self.follows and self.is_mutual else [],
             "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
             "endpoint": [
@@ -340,6 +352,22 @@ class World:
         self.checker.sinks[uris.key(uris.parse(SINK))] = "L"
         await self._subscribe()
         await self._lone_service()
+        if self.epochs is not None:
+            await self._populate_epochs(self.epochs)
+
+    async def _populate_epochs(self, epochs: EpochsChecker) -> None:
+        signals = await node(self, "vehicle", "vin1", 0x8005)
+        self.publishers.append(Publisher(self, signals, "signals", [uris.parse(one) for one in SIGNALS], [], 0.0))
+        self.laps = Laps(self, await node(self, "vehicle", "vin1", 0x8006), self.epoch_dice)
+        self.publishers.append(self.laps)
+        for place in range(3):
+            transport = await node(self, "vehicle", "vin1", 0x9300 + place)
+            topics = self.epoch_dice.choice(([*SIGNALS, *LAPS], SIGNALS, [*LAPS, SIGNALS[0]]))
+            cursor = self.folder / f"epochs-{place}.json" if place < 2 else None
+            seed = self.epoch_dice.getrandbits(32)
+            reader = EpochReader(self, f"reader {place}", transport, topics, cursor, seed)
+            epochs.readers.append(reader)
+            self.tasks.append(self.loop.create_task(reader.run()))
 
     async def _hearer(self, network: str) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9001)
@@ -493,6 +521,7 @@ class World:
     async def _end(self, plan: Plan) -> None:
         checker = self.checker
         await plan.heal()
+        self.healed = True
         if not await self.until(self._all_ready, HEAL_S_MAX) and not checker.violations:
             for machine in self.machines.values():
                 problems = problems_of(machine)
@@ -505,14 +534,20 @@ class World:
         if self.follows:
             await self._check_following()
         self._look_at_unclaimed(plan)
+        if self.epochs is not None:
+            await self._mark_epochs(self.epochs)
         for publisher in self.publishers:
             for topic in publisher._topics:
                 await publisher.publish(topic)
+        if self.epochs is not None:
+            await self.laps.lap(3, 0.1)
         if self.keeper is not None:
             for text in (*KEPT_STATIC, *KEPT_WISHED):
                 self.keeper.publish(uris.parse(text))
         await self.until(lambda: checker.outstanding == 0, SETTLE_S_MAX)
         await asyncio.sleep(QUIET_S)
+        if self.epochs is not None:
+            await self._check_epochs(self.epochs)
         if self.follows:
             await self._check_followed()
         self.given_up = True
@@ -526,6 +561,21 @@ class World:
         await asyncio.sleep(2.0)
         checker.forgive(self._dead_letters())
         checker.finish()
+
+    async def _mark_epochs(self, epochs: EpochsChecker) -> None:
+        """Everybody reads, and what was open is over: what comes now is owed to all of them."""
+        await asyncio.sleep(EPOCHS_S)
+        streamer = self.machines["V"].streamer
+        if streamer is not None:
+            epochs.newest_healed = {one.incarnation: one.newest_seq for one in streamer.logs if one.newest_seq}
+
+    async def _check_epochs(self, epochs: EpochsChecker) -> None:
+        await asyncio.sleep(EPOCHS_S)  # nobody closes the last bucket: it times out
+        streamer = self.machines["V"].streamer
+        if streamer is not None:
+            await epochs.learn(list(streamer.logs))
+            await self.until(lambda: not any(map(epochs.owed, epochs.readers)), EPOCHS_S)
+            epochs.finish()
 
     def _look_at_unclaimed(self, plan: Plan) -> None:
         for machine in self.machines.values():
@@ -566,6 +616,7 @@ class World:
                 if records > 0:
                     found.append(f"{machine.name} holds {records} records of {log} for {name}")
             left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its lives before
+            most += 2 * len(self.epochs.readers) if self.epochs is not None else 0
             if left > most:
                 found.append(f"{machine.name} knows {left} followers")
         return found
