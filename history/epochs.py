@@ -42,6 +42,7 @@ ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
 INTERRUPTED: Final = "the gateway was not running in between"
 SILENT: Final = "nothing came any more, and nothing that is later"
 UNCLOSED: Final = "its publisher has not closed it"
+REFUSED: Final = "some of its messages could not be stored"
 ENDED: Final = "the group is not kept any more"
 
 COUNTED: Final = ("records", "late", "ahead", "crowded", "unnamed", "without", "epochs", "incomplete", "skipped")
@@ -132,6 +133,7 @@ class Kept(abc.ABC):
         self.version = 0
         self._ended: list[GroupFrontier.Ended] = []  # and not told
         self._is_changed = False  # in what is to be kept
+        self.spoiled: set[Time] = set()  # that ended lately, by records that were refused then
         self._told = GroupFrontier()
 
     def __repr__(self) -> str:
@@ -142,6 +144,9 @@ class Kept(abc.ABC):
     @abc.abstractmethod
     def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
         """One for each, before they are stored. `now`: loop time."""
+
+    def refused(self, publisher: Publisher, topic: bytes, time: Time) -> None:
+        """A record that was assigned to it is not stored. Its sender knows, and may send it again."""
 
     @abc.abstractmethod
     def settle(self, now: float) -> None:
@@ -208,6 +213,7 @@ class Kept(abc.ABC):
         changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
         told.updates.extend(GroupFrontier.Update(time=_wire(time), change=change) for time, change in sorted(changes))
         self._ended, self._is_changed = [], False
+        self.spoiled.clear()
         self._keep(told.kept)
         self._told = told
         return told
@@ -297,7 +303,7 @@ class Buckets(Kept):
         if time not in seen and time != lowest and len(seen) >= ACTIVE_MAX - 1:
             time = lowest
         if time not in seen:
-            self.frontier.see(time)
+            self._is_changed |= self.frontier.see(time)
             self._ends[time] = now + self.group.timeout_ms / 1_000
         return self._epoch(time)
 
@@ -473,7 +479,7 @@ class Progress(Kept):
             time = min(self.frontier.lower)
         else:
             self._count(own[time], record, time, id, now)
-        self.frontier.see(time)
+        self._is_changed |= self.frontier.see(time)
         return self._epoch(time)
 
     def _current(self, own: dict[Time, Held], topic: bytes, id: bytes) -> Time | None:
@@ -502,6 +508,13 @@ class Progress(Kept):
             had.count += 1
             had.newest_id = max(had.newest_id, id)
             self._settled.append((publisher, time))
+
+    def refused(self, publisher: Publisher, topic: bytes, time: Time) -> None:
+        held = self.publishers.get(publisher, {}).get(time)
+        if held is None:
+            self.spoiled.add(time)
+        elif topic in held.had:
+            held.had[topic].count -= 1
 
     def settle(self, now: float) -> None:
         settled, self._settled = self._settled, []

@@ -144,12 +144,12 @@ class Frontier:
         self._lower = None
 
     def see(self, time: Time) -> bool:
-        """There is a record of it. True: it became active by that."""
+        """There is a record of it. True: the first one."""
         assert self.may_come(time), f"{time} is over: the lower frontier is {sorted(self.lower)}"
         if time in self.seen:
             return False
         self.seen.add(time)
-        return time not in self.held
+        return True
 
     def release(self, *times: Time) -> Passed:
         """They were held, and are not any more; together, as one step."""

@@ -20,7 +20,7 @@ from typing import Final
 import structlog
 from google.protobuf.message import DecodeError
 
-from history.epochs import ENDED, Arrived, Buckets, Group, Kept, Progress, Publisher, time_of
+from history.epochs import ENDED, REFUSED, Arrived, Buckets, Group, Kept, Progress, Publisher, time_of
 from history.frontier import Epoch
 from history.log import Log
 from history.stream import is_publish
@@ -264,10 +264,15 @@ class Keeper:
         return EncodedMessage.of(UMessageBuilder.publish(self.topic).with_id(uuids.new()).pack(told))
 
     def failed(self, one: Log, appends: Sequence[Append]) -> None:
-        """What was told with them is told again."""
-        stream = self._in[one].stream
+        """What was told with them is told again, and what they counted does not count."""
+        state = self._in[one]
+        for append in appends:
+            for id, epoch in zip(append.streams, append.epochs or (), strict=False):
+                known = state.of.get(id)
+                if epoch is not None and known is not None and known[0].group.name == epoch.group:
+                    known[0].refused(*known[1:], epoch.time)
         pairs = [pair for append in appends for pair in zip(append.streams, append.messages, strict=True)]
-        self._say_again(one, [message for id, message in pairs if id == stream])
+        self._say_again(one, [message for id, message in pairs if id == state.stream])
 
     def _say_again(self, one: Log, messages: Iterable[Carried]) -> None:
         state = self._in[one]
@@ -275,7 +280,11 @@ class Keeper:
             for told in Frontier.FromString(message.payload).groups:
                 unsaid = state.unsaid.setdefault(told.group, GroupFrontier(group=told.group))
                 unsaid.opened.extend(told.opened)
-                unsaid.ended.extend(told.ended)
+                kept = self._kept.get(told.group)
+                for ended in told.ended:
+                    if kept is not None and time_of(ended.time) in kept.spoiled:
+                        ended.incomplete = ended.incomplete or REFUSED
+                    unsaid.ended.append(ended)
         if state.unsaid:
             self._schedule(AGAIN_S)
 

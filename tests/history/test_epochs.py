@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, Arrived, Buckets, Group,
 from history.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
 from history.keeper import Keeper
 from history.log import Log
+from history.store import Store
 from history.subscriber import CursorFile, GaplessSubscriber
 from tests.history.test_epochs_whole import FRONTIERS, LAP, LAPS, SIGNALS, START_MS, message
 from tests.history.world import SERVICE, HistoryWorld
@@ -422,6 +424,37 @@ async def test_what_was_open_goes_on_after_a_restart_and_its_count_with_it(world
     ended = (await world.frontiers())[-1]
     assert [(tuple(one.time.numbers), one.incomplete) for one in ended.ended] == [((1,), "")]
     assert (ended.number, ended.version) == (before.number + 1, before.version + 1)
+
+
+async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last message of an epoch can't be stored: it is sent again, and ends the epoch then."""
+
+    def full(*_: object, **__: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    await world.say("car", 0x21, ((1,), 1), ((2,), 1))
+    sent = [message(LAPS[0], START_MS + ms, DICE, timed((1,), UPayload(b"x", 4))) for ms in range(3)]
+    await world.append_all(world.logs[0], sent[:1])
+    asked = ProgressRequest(group="lap")
+    change = asked.changes.add(time=LogicalTime(numbers=(1,)), change=-1)
+    change.last.add(topic=LAPS[0], id=uuids.to_bytes(sent[2].attributes.id), count=3)
+    await world.keeper.progress(CAR, asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "commit", full)
+        for refused in (sent[1:2], sent[2:]):
+            with pytest.raises(UStatusError):
+                await world.append_all(world.logs[0], refused)
+    assert not any(told.ended for told in await world.frontiers())
+    await world.append_all(world.logs[0], sent[1:2])
+    other = message(LAPS[2], START_MS, DICE)  # something that makes the keeper tell what it could not
+    await world.append_all(world.logs[0], [sent[2], other])
+    ended = [(tuple(one.time.numbers), one.incomplete) for told in await world.frontiers() for one in told.ended]
+    assert [time for time, _ in ended] == [(1,)]
+    whole = not ended[0][1]
+    stored = [epoch for chunk in await world.logs[0].read(0) for epoch in chunk.epochs or () if epoch is not None]
+    assert stored.count(Epoch("lap", (1,))) >= 3 or not whole, "what is told as whole is stored"
 
 
 async def test_a_group_that_is_not_kept_any_more_ends_what_is_open(world: World) -> None:
