@@ -16,6 +16,9 @@ the service service.py      core.ustreamer: Poll                                
             matches.py      which streams are meant, and may be seen              numbers.py   very many of them
             consumers.py    whose a consumer's name is                            witness.py   proof of a reader's place
             publisher.py    HistoryPublisher: keeps what it publishes, and serves it
+epochs      keeper.py       who keeps them: which each record is of, how far they have come, in the log
+            epochs.py, frontier.py    without I/O: of a group, of one stream of times
+            snapshot.py     how far they had come where a poll begins             assembling.py   all of one, or none
 its client  client.py       HistoryClient: calls, frames                          follow.py    one conversation
             subscriber.py   GaplessSubscriber                                     feed.py      listeners, fed from it
             acceptor.py     each record once, in order, nothing after one that is missing

@@ -30,6 +30,7 @@ from history.frontier import (
     maximal,
     minimal,
     not_passed,
+    precedes,
 )
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.ids import is_frontiers, tells_of_epochs
@@ -39,12 +40,14 @@ from uprotocol.v1.uri_pb2 import UUri
 PENDING_BYTES_MAX: Final = 64 << 20  # of records that wait for the end of their epoch, and ...
 RECORD_BYTES: Final = 600  # ... what each takes beside its payload
 TIMEOUT_S: Final = 60.0  # without a word of a log that holds an epoch back
+GROUPS_MAX: Final = 64  # of one frontier; a gateway has fewer
 GONE_MAX: Final = 4_096  # epochs that were handed over, of which more is known to be the rest
 
 MISSED: Final = "records of it may be in a gap"
 BEGUN: Final = "it had begun before it was read"
 BEGUN_THERE: Final = "it had begun before a gateway on the way followed all of its topics"
 TOO_BIG: Final = "it is too big to be held until its end"
+UNTOLD: Final = "nothing is told of its group: may //*/4/1/8005 be read?"
 REST: Final = "it was handed over before, and this came later"
 
 Filter = Literal["atomic", "all"]
@@ -95,8 +98,11 @@ class _Group:
     parts: dict[bytes, _Part] = field(default_factory=dict)  # by the log in which it was told first
     pending: dict[Time, _Pending] = field(default_factory=dict)
     incomplete: dict[Time, str] = field(default_factory=dict)  # as frontiers said, of what is not handed over yet
-    # that may be read again: up to where it was handed over, or dropped
+    # What may be read again though it was handed over, or dropped, and up to where in each log: of a time, and of all
+    # that are less, since those were before it
     handed: dict[Time, Positions] = field(default_factory=dict)
+    open: set[Time] = field(default_factory=set)  # but for these: handed over in part, and the rest waited at a restart
+    unknown_since: float | None = None  # records came, and nothing is told of the group; loop time
     known: set[bytes] = field(default_factory=set)  # logs that were parts before a restart
     # by keeper: the first version, as far as we know, in which each open time was there
     since: dict[tuple[str, int], dict[Time, int]] = field(default_factory=dict)
@@ -119,9 +125,20 @@ class _Group:
 
     def note(self, time: Time, records: Iterable[Record]) -> None:
         """They are not wanted again."""
-        upto = self.handed.setdefault(time, {})
+        upto: Positions = {}
         for record in records:
             upto[record.incarnation] = max(record.seq, upto.get(record.incarnation, 0))
+        for other in list(self.handed):
+            if precedes(other, time) or precedes(time, other):
+                time = max(time, other)
+                for log, seq in self.handed.pop(other).items():
+                    upto[log] = max(seq, upto.get(log, 0))
+        self.handed[time] = upto
+
+    def was_handed(self, time: Time, record: Record) -> bool:
+        """Before a restart."""
+        ups = (upto for other, upto in self.handed.items() if precedes(time, other))
+        return time not in self.open and any(record.seq <= upto.get(record.incarnation, 0) for upto in ups)
 
     def hear(self, log: bytes, part: _Part, active: Iterable[Time]) -> None:
         self.parts[log] = part
@@ -229,7 +246,7 @@ class Assembler:
         except DecodeError:
             self.dropped["unreadable"] += 1
             return
-        for told in frontier.groups:
+        for told in frontier.groups[:GROUPS_MAX]:
             times = [tuple(one.numbers) for one in (*told.lower, *told.active)]
             key = (told.group, keeper if self._each else None)
             length = self._group(key).length or next(map(len, times), 0)
@@ -298,7 +315,7 @@ class Assembler:
         if pending is not None:
             self.dropped["filtered"] += len(pending.records)
             self._bytes -= pending.bytes
-        elif time in group.handed:
+        elif any(precedes(time, other) for other in group.handed):
             return  # told before a restart
         group.note(time, [] if pending is None else pending.records)
         self.counts["epochs"] += 1
@@ -311,15 +328,17 @@ class Assembler:
         part = group.parts.get(log) or group.parts.get(record.incarnation)
         if part is not None:
             part.heard_at = now
-        if record.seq <= group.handed.get(time, {}).get(record.incarnation, 0):
-            self.dropped["handed"] += 1
-            return
         group.length = group.length or len(time)
         if len(time) != group.length:
             self.dropped["unreadable"] += 1
             return
+        if group.was_handed(time, record):
+            self.dropped["handed"] += 1
+            return
         begun = BEGUN if part is None or is_covered(group.filter, time) else ""
-        if begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
+        if part is None and self._is_untold(group, now):
+            begun = UNTOLD
+        elif begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
             self.dropped["filtered" if part is not None else "begun"] += 1
             group.note(time, [record])  # the filter may fall away while this may still be read again
             return
@@ -332,6 +351,13 @@ class Assembler:
         pending.bytes += bytes
         self._bytes += bytes
         pending.first.setdefault(record.incarnation, record.seq)
+
+    def _is_untold(self, group: _Group, now: float) -> bool:
+        """Nobody will say when it is over."""
+        if group.parts:
+            return False
+        group.unknown_since = now if group.unknown_since is None else group.unknown_since
+        return now - group.unknown_since >= self._timeout_s
 
     def _key_of(self, record: Record, name: str) -> Key:
         if not self._each:
@@ -432,7 +458,10 @@ class Assembler:
 
     def save(self, safe: Positions, held: Iterable[Assembled] = ()) -> dict[str, Any]:
         """What is to be kept with `safe`, for `restore`. Plain data for JSON."""
-        in_hand = {((one.epoch.group, one.keeper), one.epoch.time) for one in held if one.epoch is not None}
+        in_hand: dict[Key, set[Time]] = {}
+        for one in held:
+            if one.epoch is not None:
+                in_hand.setdefault((one.epoch.group, one.keeper), set()).add(one.epoch.time)
         saved = []
         for key, group in self._groups.items():
             saved.append(
@@ -445,8 +474,9 @@ class Assembler:
                     "handed": [
                         [time, {log.hex(): seq for log, seq in upto.items()}]
                         for time, upto in sorted(group.handed.items())
-                        if (key, time) not in in_hand and not _is_behind(upto, safe)
+                        if not _is_behind(upto, safe)
                     ],
+                    "open": sorted({*group.pending, *in_hand.get(key, ())}),
                 }
             )
         return {"groups": saved}
@@ -463,7 +493,11 @@ class Assembler:
             group.handed = {
                 _time(time): {bytes.fromhex(log): int(seq) for log, seq in upto.items()} for time, upto in one["handed"]
             }
-            group.length = next((len(time) for time in (*group.filter, *group.suspect, *group.handed)), group.length)
+            group.open = set(map(_time, one["open"]))
+            times = [*group.filter, *group.suspect, *group.handed, *group.open]
+            group.length = next(map(len, times), group.length)
+            if {len(time) for time in times} - {group.length}:
+                raise ValueError("times of one group have one length")
 
 
 def _time(numbers: Iterable[int]) -> Time:
