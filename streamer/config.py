@@ -268,6 +268,15 @@ class EpochsSection(_Section):
     """a bucket that has not ended so long after its first message ends as incomplete, and so does an epoch whose
     publisher says and sends nothing for so long"""
 
+    @property
+    def ends(self) -> str:
+        """In words, when one is over."""
+        if self.by == "progress":
+            return f"when it is closed, or {self.timeout_ms} ms after the last sign of its publisher"
+        return (
+            f"{self.width_ms} ms after it begins, and {self.lateness_ms} ms later; at the latest {self.timeout_ms} ms"
+        )
+
 
 class HistorySection(_Section):
     """What is kept, where, and how long."""

@@ -56,6 +56,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     columns = ("endpoint", "transport", "authorities", "uSubscription")
     terminal.show(f"{config}: authority {loaded.authority}", columns, rows)
     _show_following(loaded)
+    _show_epochs(loaded)
     for rule in loaded.rules:
         limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
         terminal.out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
@@ -84,6 +85,12 @@ def _show_following(config: Config) -> None:
         terminal.show("followed by", ("endpoint", "service", "publishes are pushed"), told)
 
 
+def _show_epochs(config: Config) -> None:
+    if config.epochs:
+        rows = [(one.name, ", ".join(one.topics), one.by, one.ends) for one in config.epochs]
+        terminal.show("epochs", ("group", "topics", "by", "one ends"), rows)
+
+
 def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> dict[str, object]:
     endpoints = [
         {
@@ -99,6 +106,7 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
         "endpoints": endpoints,
         "rules": [rule.model_dump(by_alias=True, exclude={"delivery"}) for rule in config.rules],
         "follow": [one.model_dump() for one in config.follow],
+        "epochs": [one.model_dump() for one in config.epochs],
         "unclaimed": _unclaimed(config),
         "notes": notes,
         "paused": [one._asdict() for one in paused],

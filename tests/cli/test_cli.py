@@ -200,6 +200,11 @@ def test_what_is_wrong_is_said(
     assert not result.stdout
 
 
+EPOCHS = (
+    ONE.replace("{", "{{").replace("}", "}}") + '[[epochs]]\nname = "lap"\ntopics = ["//vehicle1/8001/1/FFFF"]\n{}\n'
+)
+
+
 BAD_CONFIGS: list[tuple[str, list[str]]] = [
     ("x = [", ["bad.toml:1: this is not valid TOML"]),
     ("", ["endpoint: Field required"]),
@@ -238,6 +243,24 @@ BAD_CONFIGS: list[tuple[str, list[str]]] = [
     (ONE + '[[rule]]\nfrom = "v"\nto = "moon"\n', ["endpoint 'moon', which there is not; known are v"]),
     (ONE + '[[rule]]\nfrom = "v"\nto = "v"\n', ["in a circle"]),
     (ONE + '[history]\nrecord = ["nonsense"]\nretention_hours = 0\n', ["bad.toml:9:", "bad.toml:10:"]),
+    (EPOCHS.format("width_ms = 9").replace('"lap"', '"a lap"'), ["bad.toml:9: epochs.0.name"]),
+    (EPOCHS.format('by = "bucket"'), ["bad.toml:11:", "a bucket has a width_ms"]),
+    (EPOCHS.format('by = "progress"\nwidth_ms = 5'), ["bad.toml:12: epochs 'lap': width_ms is of buckets"]),
+    (EPOCHS.format("width_ms = 9000\ntimeout_ms = 9000"), ["bad.toml:12:", "longer than width and lateness"]),
+    (EPOCHS.format("width_ms = 9000").replace("8001/1/FFFF", "8001/1/1"), ["bad.toml:10:", "can't be a topic"]),
+    (EPOCHS.format("width_ms = 9").replace("//vehicle1/8", "/8"), ["bad.toml:10:", "names no authority"]),
+    (
+        EPOCHS.format("width_ms = 9").replace("//vehicle1/8", "//moon/8"),
+        ["bad.toml:10:", "no endpoint has the authority"],
+    ),
+    (
+        EPOCHS.format("width_ms = 9") + '[[epochs]]\nname = "lap"\ntopics = ["//vehicle1/9/1/FFFF"]\nby = "progress"\n',
+        ["bad.toml:13: two groups of epochs are named 'lap'"],
+    ),
+    (
+        EPOCHS.format("width_ms = 9") + '[[epochs]]\nname = "b"\ntopics = ["//*/8001/1/8009"]\nby = "progress"\n',
+        ["bad.toml:14:", "has topics of 'lap' (//vehicle1/8001/1/FFFF), too: each is in one group"],
+    ),
     (  # everything at once, in the order of the lines
         "[streamer]\nfoo = 1\n" + ONE.replace("[streamer]\n", "").replace("data_dir", "#") + "settings = { nope = 1 "
         "}\nbar = 2\n",
@@ -334,6 +357,7 @@ def test_check_prints_what_it_understood(invoke: Invoke, tmp_path: Path) -> None
             ],
             "rules": [],
             "follow": [],
+            "epochs": [],
             "unclaimed": {},
             "notes": [],
             "paused": [],
@@ -377,6 +401,16 @@ def test_check_shows_who_follows_whom(invoke: Invoke, tmp_path: Path) -> None:
     (follow,) = told["follow"]
     assert follow == {"endpoint": "up", "service": "//hub/4/1/0", "topics": ["//hub/8001/1/FFFF"], "mode": "poll"}
     assert told["notes"] == []
+
+
+def test_check_shows_groups_of_epochs(invoke: Invoke, tmp_path: Path) -> None:
+    text = EPOCHS.format("width_ms = 1000\nlateness_ms = 200").replace("{folder}", str(tmp_path))
+    (tmp_path / "one.toml").write_text(text)
+    shown = [" ".join(re.findall(r"[^\s│]+", line)) for line in invoke("check", "-c", "one.toml").stdout.splitlines()]
+    assert any(line.startswith("lap //vehicle1/8001/1/FFFF bucket 1000 ms") for line in shown), shown
+    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    (group,) = told["epochs"]
+    assert (group["name"], group["by"], group["width_ms"], group["timeout_ms"]) == ("lap", "bucket", 1_000, 10_000)
 
 
 ONE_WAY = '[[rule]]\nfrom = "{}"\nto = "{}"'
