@@ -195,7 +195,7 @@ class Kept(abc.ABC):
 
     @property
     def _active(self) -> set[Time]:
-        return self.frontier.active
+        return set(self.frontier.seen)
 
     @property
     def told(self) -> GroupFrontier:
@@ -232,6 +232,7 @@ class Kept(abc.ABC):
         kept.kind = self.kind
         kept.seen.extend(map(_wire, sorted(self.frontier.seen)))
         kept.passed.extend(map(_wire, sorted(self.frontier.passed)))
+        kept.floor.extend(map(_wire, sorted(self.frontier.floor)))
         kept.incomplete.extend(
             GroupFrontier.Ended(time=_wire(time), incomplete=why) for time, why in sorted(self.incomplete.items())
         )
@@ -244,7 +245,7 @@ class Kept(abc.ABC):
             raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: give what is kept by {self.kind} another name")
         held = self._resumed(told, now)
         self.version = told.version
-        self.frontier = Frontier(held, map(time_of, kept.seen), map(time_of, kept.passed))
+        self.frontier = Frontier(held, *(map(time_of, one) for one in (kept.seen, kept.passed, kept.floor)))
         self.incomplete = {time_of(one.time): one.incomplete for one in kept.incomplete}
         self._told = told
 
@@ -303,7 +304,7 @@ class Buckets(Kept):
         if time not in seen and time != lowest and len(seen) >= ACTIVE_MAX - 1:
             time = lowest
         if time not in seen:
-            self._is_changed |= self.frontier.see(time)
+            self.frontier.see(time)
             self._ends[time] = now + self.group.timeout_ms / 1_000
         return self._epoch(time)
 
@@ -479,7 +480,7 @@ class Progress(Kept):
             time = min(self.frontier.lower)
         else:
             self._count(own[time], record, time, id, now)
-        self._is_changed |= self.frontier.see(time)
+        self.frontier.see(time)
         return self._epoch(time)
 
     def _current(self, own: dict[Time, Held], topic: bytes, id: bytes) -> Time | None:

@@ -75,7 +75,7 @@ class State(enum.Enum):
     """Of a time, as its publisher sees it."""
 
     LATENT = "latent"  # nothing came so far
-    ACTIVE = "active"  # something came, or is announced, and more may
+    ACTIVE = "active"  # something came, and more may
     COMPLETED = "completed"  # all of it came
     SKIPPED = "skipped"  # nothing came, and nothing will
 
@@ -91,12 +91,21 @@ class Passed:
 class Frontier:
     """Of one stream. `held`: times that may come, counted, since several may hold one. `seen`: those of which there
     were records, and may be more. `passed`: nothing comes at a time that is less than or equal to one of these, unless
-    something held is less than or equal to it."""
+    something held is less than or equal to it. Where nothing is held, nothing comes that the last lower frontier had
+    passed, either."""
 
-    def __init__(self, held: Iterable[Time] = (), seen: Iterable[Time] = (), passed: Iterable[Time] = ()) -> None:
+    def __init__(
+        self,
+        held: Iterable[Time] = (),
+        seen: Iterable[Time] = (),
+        passed: Iterable[Time] = (),
+        floor: Iterable[Time] = (),
+    ) -> None:
+        """As one was; `floor`: its last lower frontier that was not empty."""
         self.held: Counter[Time] = Counter(held)
         self.seen: set[Time] = set(seen)
         self.passed = maximal(passed)
+        self.floor = minimal(self.held or floor)
         self._lower: Antichain | None = None
         self._ended: dict[Time, None] = {}  # the newest of those that were completed
         self._forgotten = NOTHING  # the others
@@ -113,12 +122,9 @@ class Frontier:
 
     @property
     def upper(self) -> Antichain:
-        """Maximal active."""
-        return maximal(self.active)
-
-    @property
-    def active(self) -> set[Time]:
-        return self.seen.union(self.held)
+        """Maximal active, which are those that were seen. What is only held has no record yet: who begins to read now
+        misses nothing of it."""
+        return maximal(self.seen)
 
     @property
     def length(self) -> int | None:
@@ -126,7 +132,7 @@ class Frontier:
         return next((len(time) for times in (self.held, self.seen, self.passed) for time in times), None)
 
     def state(self, time: Time) -> State:
-        if time in self.held or time in self.seen:
+        if time in self.seen:
             return State.ACTIVE
         if self.may_come(time):
             return State.LATENT
@@ -134,7 +140,9 @@ class Frontier:
 
     def may_come(self, time: Time) -> bool:
         """It is not over."""
-        return is_ahead(self.lower, time) if self.held else not is_covered(self.passed, time)
+        if self.held:
+            return is_ahead(self.lower, time)
+        return (not self.floor or is_ahead(self.floor, time)) and not is_covered(self.passed, time)
 
     def hold(self, *times: Time) -> None:
         """Announce that they, or what is greater, may come; together, as one step."""
@@ -142,6 +150,7 @@ class Frontier:
             assert self.may_come(time), f"{time} is over: the lower frontier is {sorted(self.lower)}"
         self.held.update(times)
         self._lower = None
+        self.floor = self.lower
 
     def see(self, time: Time) -> bool:
         """There is a record of it. True: the first one."""
@@ -163,6 +172,7 @@ class Frontier:
         completed = [one for one in over if one in self.seen]
         self.seen.difference_update(over)
         self.passed = _few(maximal([*self.passed, *over]))
+        self.floor = self.lower or self.floor
         self._remember(completed)
         return Passed(completed, [one for one in over if one not in set(completed)])
 

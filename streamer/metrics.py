@@ -162,7 +162,7 @@ def _of_logs(streamer: Streamer) -> Iterator[Value]:
 def _of_epochs(streamer: Streamer) -> Iterator[Value]:
     for kept in streamer.keeper:
         yield from _each("epochs", (kept.group.name,), kept.counts)
-        yield "epochs_open", (kept.group.name,), len(kept.frontier.active)
+        yield "epochs_open", (kept.group.name,), len(kept.frontier.seen)
 
 
 def _of_authorities(streamer: Streamer) -> Iterator[Value]:

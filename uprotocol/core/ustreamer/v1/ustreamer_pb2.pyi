@@ -721,6 +721,7 @@ class GroupFrontier(_message.Message):
         PASSED_FIELD_NUMBER: _builtins.int
         INCOMPLETE_FIELD_NUMBER: _builtins.int
         KIND_FIELD_NUMBER: _builtins.int
+        FLOOR_FIELD_NUMBER: _builtins.int
         NEWEST_MS_FIELD_NUMBER: _builtins.int
         kind: _builtins.str
         newest_ms: _builtins.int
@@ -735,6 +736,10 @@ class GroupFrontier(_message.Message):
         def incomplete(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Ended]:
             """of those that are open"""
 
+        @_builtins.property
+        def floor(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]:
+            """the last lower frontier that was not empty"""
+
         def __init__(
             self,
             *,
@@ -743,11 +748,12 @@ class GroupFrontier(_message.Message):
             passed: _abc.Iterable[Global___LogicalTime] | None = ...,
             incomplete: _abc.Iterable[Global___GroupFrontier.Ended] | None = ...,
             kind: _builtins.str = ...,
+            floor: _abc.Iterable[Global___LogicalTime] | None = ...,
             newest_ms: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "incomplete", b"incomplete", "kind", b"kind", "newest_ms", b"newest_ms", "passed", b"passed", "seen", b"seen"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "held", b"held", "incomplete", b"incomplete", "kind", b"kind", "newest_ms", b"newest_ms", "passed", b"passed", "seen", b"seen"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,7 +778,7 @@ class GroupFrontier(_message.Message):
 
     @_builtins.property
     def active(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]:
-        """of which there were records, or which are announced; the upper frontier is the maximal of these"""
+        """of which there were records, and may be more; the upper frontier is the maximal of these"""
 
     @_builtins.property
     def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]:
