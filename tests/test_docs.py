@@ -356,7 +356,7 @@ EXAMPLES: list[tuple[str, str]] = [
     ("docs/dds-mapping.md", HOME.replace('"local"', '"dds"') + blocks("docs/dds-mapping.md")[0]),
     *[
         (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
-        for folder in ("deploy", "examples/vehicle-cloud", "examples/following")
+        for folder in ("deploy", "examples/vehicle-cloud", "examples/following", "examples/epochs")
         for path in sorted((ROOT / folder).rglob("*.toml"))
     ],
 ]

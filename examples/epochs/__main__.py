@@ -1,0 +1,243 @@
+"""A drive by seconds: all signals of one, or none. One subscriber is there from the start, one joins in the middle of a
+second.
+
+a drive, second by second -- Zenoh -- gateway: [[epochs]] second -- its history -- two GaplessSubscribers, by epochs
+
+    python -m examples.epochs --seconds 12 --data drive.csv --pictures out
+
+Exit code 1 unless every second that a subscriber has seen was whole, and was seen by each that was there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.epochs.pictures import Point, draw
+from history.acceptor import Record, decode
+from history.assembling import Assembler
+from history.frontier import Time
+from history.subscriber import GaplessSubscriber, HistoryClient
+from storage import logs
+from streamer.demo import drive
+from streamer.demo.processes import Child, free_port
+from transports.zenoh import ZenohConfig, ZenohTransport
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer import ids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, PollRequest
+from uprotocol.transport import LocalUriProvider, UTransport
+
+HERE: Final = Path(__file__).parent
+TOPICS: Final = [uris.pattern(authority, drive.PUBLISHER_UE_ID, 1) for authority in (drive.VEHICLE, drive.MCU)]
+EVERYTHING: Final = [*TOPICS, *ids.frontiers_of(drive.VEHICLE)]
+SEED: Final = 7
+WAIT_S: Final = 60.0  # for something to come through; no measure of speed
+
+
+@dataclass
+class Seen:
+    """What one subscriber has had. `whole`: by second, how many signals; `told`: why another one may not be whole."""
+
+    assembler: Assembler = field(default_factory=lambda: Assembler(TOPICS))
+    whole: dict[Time, int] = field(default_factory=dict)
+    told: dict[Time, str] = field(default_factory=dict)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def listen(self, client: HistoryClient, start: PollRequest, has_begun: asyncio.Event) -> None:
+        def connected(is_connected: bool) -> None:
+            if is_connected:
+                has_begun.set()
+
+        async with GaplessSubscriber(
+            client, TOPICS, start=start, assembler=self.assembler, on_connected=connected
+        ) as subscriber:
+            async for one in subscriber.epochs():
+                if one.epoch is not None and one.is_complete:
+                    self.whole[one.epoch.time] = len(one.records)
+                elif one.epoch is not None:
+                    self.told[one.epoch.time] = one.incomplete
+                self.came.set()
+
+    async def until(self, time: Time) -> None:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(WAIT_S):
+            while time not in self.whole and time not in self.told:
+                self.came.clear()
+                await self.came.wait()
+
+
+class Stage:
+    """A gateway as a process, of the TOML file beside this one with a port and a folder of its own."""
+
+    def __init__(self, folder: Path, stack: contextlib.AsyncExitStack) -> None:
+        self._port, self._folder, self._stack = free_port(), folder, stack
+
+    async def start(self) -> None:
+        text = (HERE / "gateway.toml").read_text()
+        text = text.replace('"gateway-data"', f'"{self._folder}/data"').replace("7447", str(self._port))
+        path = self._folder / "gateway.toml"
+        path.write_text(text)
+        child = await Child.start("gateway", "streamer.commands.cli", "run", "--config", str(path), "--json")
+        self._stack.push_async_callback(child.stop)
+        await child.say("ready")
+
+    async def node(self, authority: str, entity: int) -> ZenohTransport:
+        """A uEntity beside the gateway."""
+        config = ZenohConfig(mode="client", connect=(f"tcp/127.0.0.1:{self._port}",))
+        return await self._stack.enter_async_context(ZenohTransport(config, LocalUriProvider(authority, entity, 1)))
+
+    async def client(self, entity: int) -> HistoryClient:
+        """Of somebody who reads."""
+        local = LocalUriProvider(drive.VEHICLE, entity, 1)
+        rpc = await self._stack.enter_async_context(InMemoryRpcClient(await self.node(drive.VEHICLE, entity), local))
+        return HistoryClient(rpc, ids.at(drive.VEHICLE))
+
+
+async def publish(samples: Sequence[drive.Sample], nodes: dict[str, UTransport], begin: int, end: int) -> int:
+    """Signals of one second, spread over it: the id of each says when it was measured. How many."""
+    for place, sample in enumerate(samples[begin:end], begin):
+        message = drive.message(sample)
+        at_ms = sample.time_ms + place * drive.ROW_PERIOD_MS // len(samples)
+        message.attributes.id.CopyFrom(uuids.UUIDGenerator(lambda at_ms=at_ms: at_ms)())  # type: ignore[misc]
+        await nodes[sample.signal.publisher].send(message)
+    return end - begin
+
+
+async def everything(client: HistoryClient) -> list[Record]:
+    """All that the gateway has of these topics, and what tells of epochs."""
+    request, found = PollRequest(topics=EVERYTHING), list[Record]()
+    while True:
+        answer = await client.poll(request)
+        found += [one for batch in answer.batches for one in decode(batch) or () if isinstance(one, Record)]
+        if not answer.more:
+            return found
+        del request.positions[:]
+        request.positions.extend(answer.next)
+
+
+async def stored(client: HistoryClient, count: int) -> int:
+    """Until so many signals are in the log; its newest seq."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            records = await everything(client)
+            if sum(one.epoch is not None for one in records) >= count:
+                return max(one.seq for one in records)
+            await asyncio.sleep(0.05)
+
+
+async def run(asked: argparse.Namespace, folder: Path) -> int:
+    made = drive.read(asked.data.read_text()) if asked.data else drive.simulate(SEED, asked.seconds)
+    start_ms = uuids.now_ms() // 1_000 * 1_000
+    seconds: dict[int, list[drive.Sample]] = defaultdict(list)
+    for sample in made.samples(start_ms):
+        seconds[sample.time_ms].append(sample)
+    times = sorted(seconds)[: asked.seconds]
+    middle = times[len(times) // 2]
+    first, second = Seen(), Seen()
+    async with contextlib.AsyncExitStack() as stack:
+        stage = Stage(folder, stack)
+        await stage.start()
+        nodes: dict[str, UTransport] = {
+            authority: await stage.node(authority, drive.PUBLISHER_UE_ID) for authority in (drive.VEHICLE, drive.MCU)
+        }
+        looker = await stage.client(0x9000)
+
+        async def join(seen: Seen, entity: int, start: PollRequest) -> None:
+            has_begun = asyncio.Event()
+            listening = asyncio.create_task(seen.listen(await stage.client(entity), start, has_begun))
+            stack.callback(listening.cancel)
+            await asyncio.wait_for(has_begun.wait(), WAIT_S)
+
+        await join(first, 0x9001, PollRequest(earliest=True))
+        joined_seq = sent = 0
+        for time in times:  # one second after the other, as on a road, but none lasts as long
+            samples = seconds[time]
+            half = len(samples) // 2 if time == middle else 0
+            if half:
+                sent += await publish(samples, nodes, 0, half)
+                joined_seq = await stored(looker, sent)
+                await join(second, 0x9002, PollRequest(latest=True))
+            sent += await publish(samples, nodes, half, len(samples))
+            await stored(looker, sent)
+        for seen in (first, second):
+            await seen.until((times[-2],))
+        records = await everything(looker)
+    has: dict[Time, int] = defaultdict(int)
+    for record in records:
+        if record.epoch is not None:
+            has[record.epoch.time] += 1
+    is_right = show(times, middle, has, first, second)
+    if asked.pictures is not None:
+        draw(asked.pictures, points(records, start_ms), joined_seq)
+    return 0 if is_right else 1
+
+
+def show(times: Sequence[int], middle: int, has: dict[Time, int], first: Seen, second: Seen) -> bool:
+    """The table; True if all of it is as it should be."""
+    table = Table("second", "signals in the log", "there from the start", "joined in the middle")
+    is_right = True
+    for number, time in enumerate(times):
+        cells = []
+        for seen, since in ((first, times[0]), (second, middle + 1)):
+            had = seen.whole.get((time,))
+            is_right = is_right and had in (None, has[time,]) and (time,) not in seen.told
+            if had is not None:
+                cells.append(f"{had}, whole")
+            elif time == times[-1]:
+                cells.append("goes on")
+            elif time < since:
+                cells.append("none: it had begun" if time == middle else "none: it was over")
+            else:
+                cells.append("MISSING")
+                is_right = False
+        table.add_row(str(number), str(has[time,]), *cells)
+    Console().print(table)
+    dropped = second.assembler.dropped["filtered"]
+    print(f"the one that joined has dropped {dropped} signals of second {times.index(middle)}", flush=True)
+    return is_right and dropped > 0
+
+
+def points(records: Sequence[Record], start_ms: int) -> list[Point]:
+    """How far the frontiers had come at each record, in seconds of the drive."""
+    found: list[Point] = []
+    lower = upper = newest = 0.0
+    for record in records:
+        if record.epoch is not None:
+            newest = max(newest, (uuids.time_ms(record.message.attributes.id) - start_ms) / 1_000)
+        elif ids.is_frontiers(record.message.attributes.source):
+            (told,) = Frontier.FromString(record.message.payload).groups
+            lows, active = ([one.numbers[0] for one in times] for times in (told.lower, told.active))
+            lower = (min(lows) - start_ms) / 1_000 if lows else lower
+            upper = (max(active) - start_ms) / 1_000 if active else upper
+        found.append(Point(record.seq, lower, upper, newest))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.epochs", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=int, default=12, help="of the drive")
+    parser.add_argument("--data", type=Path, help="a recorded drive (CSV, a row for each second), in place of our own")
+    parser.add_argument("--pictures", type=Path, help="a folder for the pictures of this run")
+    asked = parser.parse_args()
+    if asked.seconds < 4:
+        parser.error("--seconds is at least 4: one has to be joined in the middle")
+    logs.configure("error")
+    with tempfile.TemporaryDirectory(prefix="epochs-") as folder:
+        return asyncio.run(run(asked, Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
