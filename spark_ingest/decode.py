@@ -24,7 +24,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Epoch, Sample
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -40,18 +40,20 @@ COLUMNS: Final = (
     ("message_id", "string"),
     ("payload", "binary"),
     ("payload_format", "string"),
+    ("epoch", "struct<group:string,time:array<bigint>>"),
 )
 """Name and Spark type of each column, in order. All but `seq` may be null."""
 
 DDL: Final = ", ".join(f"{name} {type}" for name, type in COLUMNS)
 
-_ARROW: Final = {
+_ARROW: Final[dict[str, pa.DataType]] = {
     "string": pa.string(),
     "timestamp": pa.timestamp("us", tz="UTC"),
     "double": pa.float64(),
     "boolean": pa.bool_(),
     "long": pa.int64(),
     "binary": pa.binary(),
+    "struct<group:string,time:array<bigint>>": pa.struct([("group", pa.string()), ("time", pa.list_(pa.int64()))]),
 }
 SCHEMA: Final = pa.schema([(name, _ARROW[type]) for name, type in COLUMNS])
 
@@ -94,8 +96,16 @@ class Decoder:
         self._heads: Cache[bytes, str] = Cache(ROUTES_CACHED_MAX)
         self._moments: Cache[bytes, int] = Cache(MOMENTS_CACHED_MAX)
 
-    def decode(self, seqs: Sequence[int], times_ms: Sequence[int], messages: Sequence[bytes]) -> Decoded:
+    def decode(
+        self,
+        seqs: Sequence[int],
+        times_ms: Sequence[int],
+        messages: Sequence[bytes],
+        epochs: Sequence[Epoch] = (),
+        epoch: Sequence[int] = (),
+    ) -> Decoded:
         """One row for each of `messages` (UMessage bytes), in order; `times_ms`: when each was appended, Unix ms.
+        `epochs`, `epoch`: as in RecordBatch; what can't be read of them counts as none.
 
         `ts` is the sample's own time, else the creation time in the message's id, else the append time.
         """
@@ -136,7 +146,8 @@ class Decoder:
             except (DecodeError, ValueError, RecursionError, OverflowError):
                 rows.malformed["payload"] += 1  # readers add their row last: there is none yet
                 rows.add(None, None, _NO_TIME)
-        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms), rows.malformed)
+        of = _epochs(len(messages), epochs, epoch)
+        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms, of), rows.malformed)
 
     def _parse(self, data: bytes, rows: _Rows) -> tuple[_Route, bytes, bytes | None]:
         try:
@@ -174,6 +185,7 @@ class Decoder:
         payloads: list[bytes | None],
         seqs: Sequence[int],
         times_ms: Sequence[int],
+        epochs: pa.Array,
     ) -> pa.RecordBatch:
         wire = np.frombuffer(ids, dtype=np.uint8).reshape(-1, _ID_BYTES)
         halves = np.delete(wire, 8, axis=1).view("<u8")
@@ -194,6 +206,7 @@ class Decoder:
             "message_id": _texts(halves),
             "payload": pa.array(payloads, pa.binary()),
             "payload_format": by_route([route.format for route in self._known]),
+            "epoch": epochs,
         }
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
 
@@ -241,6 +254,14 @@ def _payload_start(data: bytes, end: int) -> int:
         return end + 2 if left == size + 2 else 0
     high = data[end + 2] if left > 2 else 0x80
     return end + 3 if high < 0x80 and left == (size & 0x7F) + (high << 7) + 3 else 0
+
+
+def _epochs(rows: int, epochs: Sequence[Epoch], places: Sequence[int]) -> pa.Array:
+    type = SCHEMA.field("epoch").type
+    if len(places) != rows or max(places, default=0) > len(epochs):
+        return pa.nulls(rows, type)
+    known = [None, *({"group": one.group, "time": list(one.time.numbers)} for one in epochs)]
+    return pa.array(known, type).take(pa.array(np.asarray(places, dtype=np.int32)))
 
 
 _double: Final = struct.Struct("<d").unpack_from

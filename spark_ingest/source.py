@@ -78,7 +78,7 @@ class _Reader:
         decoder, malformed = Decoder(), Counter[str]()
         with History(self._options) as history:
             for records in history.read(partition.range, self._on_loss):
-                decoded = decoder.decode(records.seq, records.time_ms, records.message)
+                decoded = decoder.decode(records.seq, records.time_ms, records.message, records.epochs, records.epoch)
                 malformed += decoded.malformed
                 yield decoded.batch
         if malformed:

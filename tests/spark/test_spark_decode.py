@@ -15,7 +15,7 @@ from spark_ingest.decode import SCHEMA, TIME_MS_MAX, Decoder
 from streamer.demo import drive
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Epoch, LogicalTime, Sample
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -62,6 +62,7 @@ def test_a_sample_fills_every_column() -> None:
         "message_id": uuids.format(message.attributes.id),
         "payload": message.payload,
         "payload_format": "PROTOBUF",
+        "epoch": None,
     }
 
 
@@ -241,3 +242,23 @@ def test_more_topics_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> No
         assert decoder.decode(range(4), [1] * 4, messages).batch["topic"].to_pylist() == [
             uris.format(topic) for topic in topics
         ]
+
+
+def test_each_row_has_its_epoch() -> None:
+    message = published(UPayload.pack(Sample(path="a", double_value=1))).SerializeToString()
+    epochs = [
+        Epoch(group="second", time=LogicalTime(numbers=[5_000])),
+        Epoch(group="lap", time=LogicalTime(numbers=[1, -2])),
+    ]
+    made = Decoder().decode(range(4), [1] * 4, [message] * 4, epochs, [1, 0, 2, 1]).batch
+    second, lap = {"group": "second", "time": [5_000]}, {"group": "lap", "time": [1, -2]}
+    assert made["epoch"].to_pylist() == [second, None, lap, second]
+    made.validate(full=True)
+
+
+@pytest.mark.parametrize("places", [[], [1, 1], [3, 0, 0]])
+def test_epochs_that_are_none_make_no_column_of_wrong_ones(places: list[int]) -> None:
+    message = published(UPayload.pack(Sample(path="a", double_value=1))).SerializeToString()
+    made = Decoder().decode(range(3), [1] * 3, [message] * 3, [Epoch(group="second")], places).batch
+    assert made["epoch"].null_count == 3
+    assert made.schema == SCHEMA
