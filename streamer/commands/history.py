@@ -29,6 +29,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 BUCKET: Final = Buckets.kind
+SHORT: Final = 8  # characters by which a person tells logs
 TABLE_ROWS_MAX: Final = 1_000  # of one table: it is shown when all of its rows are there
 
 
@@ -133,7 +134,7 @@ async def _frontiers(network: Network, streamer: UUri) -> list[dict[str, Any]]:
         _group_row(record, group)
         for record in records
         for group in Frontier.FromString(record.message.payload).groups
-        if group.lower or group.active or group.ended
+        if group.lower or group.active
     ]
 
 
@@ -158,8 +159,14 @@ def _show_epochs(rows: list[dict[str, Any]], as_json: bool) -> None:
     elif not rows:
         terminal.out.print("no group of topics has epochs here, or none that you may read")
     else:
-        frontiers = ("lower", "upper", "open", "incomplete")
-        _show("epochs", [row | {key: _times(row["by"], row[key]) for key in frontiers} for row in rows])
+        _show("epochs", list(map(_shown, rows)))
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """As much as a terminal has room for."""
+    short = {"kept by": row["kept by"].removesuffix("/4/1/0"), "log": row["log"][:SHORT]}
+    times = {key: _times(row["by"], row[key]) for key in ("lower", "upper")}
+    return row | short | times | {key: len(row[key]) for key in ("open", "incomplete")}
 
 
 def _times(kind: str, times: list[Time]) -> str:
@@ -171,7 +178,7 @@ def _times(kind: str, times: list[Time]) -> str:
 
 def _readable(ms: int) -> str:
     try:
-        return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(timespec="milliseconds")
+        return f"{datetime.fromtimestamp(ms / 1_000, UTC):%Y-%m-%d %H:%M:%S}.{ms % 1_000:03}"
     except (ValueError, OverflowError, OSError):  # of no year that has a number of four digits
         return str(ms)
 
