@@ -296,10 +296,10 @@ class Assembler:
         except DecodeError:
             self.dropped["unreadable"] += 1
             return
-        if self._topics and not any(_begins(said, topic) for topic in self._topics):
+        if not begins(said, self._topics):
             return
         for key, group in self._groups.items():
-            open = [part.active_times for part in group.parts.values() if _concerns(said, part)]
+            open = [part.active_times for part in group.parts.values() if concerns(said, part.keeper[0])]
             lost = [time for time in sorted(set().union(*open)) if not is_covered(group.filter, time)]
             group.filter = maximal([*group.filter, *lost])
             lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
@@ -504,15 +504,16 @@ def _time(numbers: Iterable[int]) -> Time:
     return tuple(int(one) for one in numbers)
 
 
-def _begins(said: Beginning, topic: UUri) -> bool:
-    """Some of what the pattern `topic` means."""
-    meets = any(uris.meets(topic, one) for one in said.topics)
-    return meets and not any(uris.matches(one, topic) for one in said.but)
+def begins(said: Beginning, topics: Sequence[UUri]) -> bool:
+    """Some of what the patterns `topics` mean; none means every topic."""
+    return not topics or any(
+        any(uris.meets(topic, one) for one in said.topics) and not any(uris.matches(one, topic) for one in said.but)
+        for topic in topics
+    )
 
 
-def _concerns(said: Beginning, part: _Part) -> bool:
-    """Its keeper may keep the epochs of these topics."""
-    keeper = part.keeper[0]
+def concerns(said: Beginning, keeper: str) -> bool:
+    """Who has this authority may keep the epochs of these topics."""
     family = keeper.partition(".")[2] or keeper
     there = {said.service.authority_name, *(topic.authority_name for topic in said.topics)}
     return bool(there & {keeper, uris.WILDCARD_AUTHORITY}) or any(one.partition(".")[2] == family for one in there)

@@ -14,9 +14,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -25,7 +25,8 @@ from pydantic.alias_generators import to_camel
 from history import witness
 from history.subscriber import HistoryClient
 from history.witness import Known
-from spark_ingest import offsets
+from spark_ingest import epochs, offsets
+from spark_ingest.epochs import Told
 from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
 from transports import plugin
 from uprotocol import uri as uris
@@ -35,6 +36,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse,
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
 
 OWN_UE_TYPE: Final = 0x8004  # free for applications; each task is an instance of its own, and hears its own replies
 CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
@@ -84,6 +86,12 @@ class Options(BaseModel):
     consumer: str = ""
     """name of the cursor that holds the history's retention; give each query its own. Without it, made from the
     options; the job makes it from its checkpoint"""
+    epochs: Literal["all", "complete"] = "all"
+    """`complete`: a micro-batch has whole epochs only, of topics that have any; what is open at its end waits. The
+    column `epoch_incomplete` tells which are not whole all the same"""
+    epoch_timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """seconds without a word of who keeps an epoch that waits, after which what there is of it is handed over as
+    incomplete: longer than an epoch"""
     poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000)
     """of one call to the history"""
 
@@ -126,7 +134,10 @@ class History:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._service = ids.at(options.authority)
-        self._topics = [uris.parse(topic) for topic in options.topics]
+        self._topics = [uris.parse(topic) for topic in options.topics]  # whose records are rows
+        self._wanted = self._topics  # of all that is read
+        if self._topics and options.epochs == "complete":
+            self._wanted = [*self._topics, *epochs.TOPICS]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._opened = contextlib.AsyncExitStack()  # transport and RPC client
@@ -141,14 +152,14 @@ class History:
 
     def describe(self) -> list[LogState]:
         """The logs as they are now. Raises UStatusError, retryable if the streamer is away."""
-        return offsets.logs_of(self._call(lambda client: client.logs(self._topics)))
+        return offsets.logs_of(self._call(lambda client: client.logs(self._wanted)))
 
     def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, Loss]]:
         """What is known of each log with the record at `seqs`, and which logs are not what was `known` any more."""
         if not seqs:
             return {}, {}
         at = _positions(Offset(seqs, dict(known)))
-        asked = PollRequest(topics=self._topics, positions=at, until=at, latest=True, max_records=1)
+        asked = PollRequest(topics=self._wanted, positions=at, until=at, latest=True, max_records=1)
         response = self._call(lambda client: client.poll(asked))
         learned = {
             begin.incarnation.hex(): witness.learn(known.get(begin.incarnation.hex(), {}), begin)
@@ -164,7 +175,7 @@ class History:
         """
         positions = _positions(acked)
         request = PollRequest(
-            topics=self._topics,
+            topics=self._wanted,
             positions=positions,
             until=positions,  # nothing is read
             consumer=self._options.consumer_name,
@@ -178,8 +189,29 @@ class History:
     def wait(self, start: Offset, wait_ms: int) -> None:
         """Until there is something to read after `start`, but no longer than `wait_ms`."""
         after = _positions(start)
-        asked = PollRequest(topics=self._topics, positions=after, earliest=True, max_records=1, wait_ms=wait_ms)
+        asked = PollRequest(topics=self._wanted, positions=after, earliest=True, max_records=1, wait_ms=wait_ms)
         self._call(lambda client: client.poll(asked))
+
+    def snapshot(self, seqs: Offsets) -> list[Told]:
+        """How far epochs have come at these places: what was told last of each keeper."""
+        at = _positions(Offset(seqs))
+        asked = PollRequest(topics=epochs.TOPICS, positions=at, until=at, latest=True, max_records=1, frontiers=True)
+        return list(epochs.told_of(self._call(lambda client: client.poll(asked)).frontiers))
+
+    def told(self, range: Range) -> tuple[list[Told], bool]:
+        """What is told of epochs in `range`, and whether any of its records are gone."""
+        found: list[Told] = []
+        position, known, is_lossy = range.after, dict(range.known), False
+        while position < range.until:
+            asked = self._range(epochs.TOPICS, range, position, known)
+            response = self._call(lambda client, asked=asked: client.poll(asked))  # type: ignore[misc]
+            losses = [loss for loss in _losses(response, range) if loss.after < range.until]
+            is_lossy = is_lossy or bool(losses)
+            found += epochs.told_of(one for one in response.batches if one.incarnation.hex() == range.incarnation)
+            before, position = position, _next(response, range, position, lambda _: None)
+            if position == before:
+                break
+        return found, is_lossy or position < range.until
 
     def read(self, range: Range, on_loss: Callable[[Loss], None]) -> Iterator[RecordBatch]:
         """The records of `range` that match, in log order; the same ones each time, as long as they are there.
@@ -248,15 +280,18 @@ class History:
         self._loop = self._thread = self._client = None
 
     def _ask(self, range: Range, after: int, known: Known) -> Future[PollResponse]:
+        request = self._range(self._topics, range, after, known)
+        return self._submit(lambda client: client.poll(request))
+
+    def _range(self, topics: Iterable[UUri], range: Range, after: int, known: Known) -> PollRequest:
         incarnation = bytes.fromhex(range.incarnation)
-        request = PollRequest(
-            topics=self._topics,
+        return PollRequest(
+            topics=topics,
             positions=[witness.position(incarnation, after, known)],
             until=[Position(incarnation=incarnation, seq=range.until)],
             latest=True,  # of the other logs nothing
             max_records=POLL_RECORDS_MAX,
         )
-        return self._submit(lambda client: client.poll(request))
 
     def _call(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         try:

@@ -41,6 +41,7 @@ COLUMNS: Final = (
     ("payload", "binary"),
     ("payload_format", "string"),
     ("epoch", "struct<group:string,time:array<bigint>>"),
+    ("epoch_incomplete", "string"),
 )
 """Name and Spark type of each column, in order. All but `seq` may be null."""
 
@@ -103,9 +104,11 @@ class Decoder:
         messages: Sequence[bytes],
         epochs: Sequence[Epoch] = (),
         epoch: Sequence[int] = (),
+        incomplete: Sequence[str | None] = (),
     ) -> Decoded:
         """One row for each of `messages` (UMessage bytes), in order; `times_ms`: when each was appended, Unix ms.
-        `epochs`, `epoch`: as in RecordBatch; what can't be read of them counts as none.
+        `epochs`, `epoch`: as in RecordBatch; what can't be read of them counts as none. `incomplete`: why the epoch of
+        each is not whole; none: nothing is known of that.
 
         `ts` is the sample's own time, else the creation time in the message's id, else the append time.
         """
@@ -147,7 +150,8 @@ class Decoder:
                 rows.malformed["payload"] += 1  # readers add their row last: there is none yet
                 rows.add(None, None, _NO_TIME)
         of = _epochs(len(messages), epochs, epoch)
-        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms, of), rows.malformed)
+        whys = pa.array(incomplete, pa.string()) if incomplete else pa.nulls(len(messages), pa.string())
+        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms, of, whys), rows.malformed)
 
     def _parse(self, data: bytes, rows: _Rows) -> tuple[_Route, bytes, bytes | None]:
         try:
@@ -186,6 +190,7 @@ class Decoder:
         seqs: Sequence[int],
         times_ms: Sequence[int],
         epochs: pa.Array,
+        incomplete: pa.Array,
     ) -> pa.RecordBatch:
         wire = np.frombuffer(ids, dtype=np.uint8).reshape(-1, _ID_BYTES)
         halves = np.delete(wire, 8, axis=1).view("<u8")
@@ -207,6 +212,7 @@ class Decoder:
             "payload": pa.array(payloads, pa.binary()),
             "payload_format": by_route([route.format for route in self._known]),
             "epoch": epochs,
+            "epoch_incomplete": incomplete,
         }
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
 

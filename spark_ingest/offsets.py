@@ -9,7 +9,8 @@ A log is named by its incarnation in hex. Only logs that hold topics that were a
 first record) is left out: so a log that never held anything for us leaves no trace in a checkpoint, and may vanish
 without that being a loss.
 
-Offset is what Spark keeps in its checkpoint, as JSON: the seqs, and what proves that a log is still the same one.
+Offset is what Spark keeps in its checkpoint, as JSON: the seqs, what proves that a log is still the same one, and with
+whole epochs what waits for its end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from history.witness import Known, up_to
+from spark_ingest import epochs
+from spark_ingest.epochs import Gates
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.status import invalid
 
@@ -29,6 +32,7 @@ EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
 PARTITION_RECORDS_MIN: Final = 20_000  # fewer are read sooner by one task than a second one starts
 PARTITIONS_MAX: Final = 16  # of one log and batch; each opens a connection to the streamer
+EPOCHS: Final = "epochs"  # beside the logs in the JSON
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 
 Offsets = dict[str, int]
@@ -42,6 +46,7 @@ class Offset:
     known: dict[str, Known] = field(default_factory=dict)  # records that prove that a log is the same still
     after: Offsets = field(default_factory=dict)  # a log that went back: where the batch that ends here begins
     unread: frozenset[str] = frozenset()  # logs in memory at whose end the query began, and has had nothing of since
+    gates: Gates | None = None  # None: not for whole epochs
 
     @classmethod
     def of(cls, given: object) -> Offset:
@@ -50,6 +55,14 @@ class Offset:
             raise invalid(f"expected a JSON object of log and seq, got {given!r}")
         made = cls()
         for incarnation, place in given.items():
+            if incarnation == EPOCHS:
+                try:
+                    made.gates = epochs.from_json(place)
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise invalid(
+                        f"what waits for the end of its epoch is as a checkpoint has it, got {error}"
+                    ) from None
+                continue
             if not _INCARNATION.fullmatch(str(incarnation)):
                 raise invalid(f"a log is named by its incarnation, 32 lower-case hex digits, got {incarnation!r}")
             entry = place if isinstance(place, dict) else {"seq": place}
@@ -73,7 +86,8 @@ class Offset:
             self.unread |= {incarnation}
 
     def json(self) -> dict[str, Any]:
-        return {incarnation: self.entry(incarnation) for incarnation in sorted(self.seqs)}
+        made = {incarnation: self.entry(incarnation) for incarnation in sorted(self.seqs)}
+        return made if self.gates is None else made | {EPOCHS: epochs.to_json(self.gates)}
 
     def entry(self, incarnation: str) -> Any:
         """One log of the JSON."""
@@ -90,7 +104,7 @@ class Offset:
         """Where to go on in logs that went back."""
         agreed = {incarnation: loss.before - 1 for incarnation, loss in losses.items()}
         known = {one: up_to(known, agreed[one]) if one in agreed else known for one, known in self.known.items()}
-        return Offset(self.seqs | agreed, known, dict(self.after), self.unread - agreed.keys())
+        return Offset(self.seqs | agreed, known, dict(self.after), self.unread - agreed.keys(), self.gates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +120,14 @@ class LogState:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Records (after, until] of one log, and what proves that it is the one that they were planned for."""
+    """Records (after, until] of one log, and what proves that it is the one that they were planned for. Those up to
+    `seq` were read before, and waited."""
 
     incarnation: str
     after: int
     until: int
     known: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    seq: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,17 +262,27 @@ def split(start: Offset, end: Offset) -> list[Range]:
     """The records between two offsets in pieces of some size, the same ones for the same offsets."""
     ranges = []
     for incarnation, until in sorted(end.seqs.items()):
-        if end.entry(incarnation) == start.entry(incarnation):
-            continue
-        after = end.after.get(incarnation, start.seqs.get(incarnation, 0))
+        seq = until
+        if end.entry(incarnation) != start.entry(incarnation):
+            seq = end.after.get(incarnation, start.seqs.get(incarnation, 0))
+        after = epochs.read_from(start.gates or {}, end.gates or {}, incarnation, seq)
         known = tuple(end.known.get(incarnation, {}).items())
         records = until - after
         if records <= 0:
             continue
         pieces = min(PARTITIONS_MAX, -(-records // PARTITION_RECORDS_MIN))
         cuts = [after + records * piece // pieces for piece in range(pieces + 1)]
-        ranges += [Range(incarnation, low, high, known) for low, high in itertools.pairwise(cuts)]
+        waited = seq if after < seq else 0
+        ranges += [Range(incarnation, low, high, known, waited) for low, high in itertools.pairwise(cuts)]
     return ranges
+
+
+def needed(acked: Offset) -> Offset:
+    """Up to where nothing is read again by who has all batches up to `acked`."""
+    if not acked.gates:
+        return Offset(acked.seqs, acked.known)
+    seqs = epochs.needed(acked.gates, acked.seqs)
+    return Offset(seqs, {incarnation: up_to(known, seqs[incarnation]) for incarnation, known in acked.known.items()})
 
 
 def _compact(offsets: Mapping[str, int]) -> Offsets:

@@ -4,14 +4,15 @@ driver:   latestOffset --Describe--> {log: seq}    partitions: ranges of seqs   
 tasks:    read(range)  --Poll(until)--> records --decode--> Arrow batches
 
 Spark writes start and end of a batch to its checkpoint before it reads; a range reads the same records whenever it is
-read. So a batch that was cut off is read again as it was, and the sink knows it by its number.
+read. So a batch that was cut off is read again as it was, and the sink knows it by its number. With whole epochs the
+offsets say, too, which of the records wait.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -19,10 +20,12 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from spark_ingest import offsets
+from spark_ingest import epochs, offsets
 from spark_ingest.client import History, Options
 from spark_ingest.decode import DDL, Decoder
+from spark_ingest.epochs import Between, Choice, Gates, Told
 from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
+from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -60,9 +63,9 @@ def register(spark: SparkSession) -> None:
 
 
 class _Partition(InputPartition):
-    def __init__(self, range: Range) -> None:
+    def __init__(self, range: Range, choice: Choice | None) -> None:
         super().__init__(None)
-        self.range = range
+        self.range, self.choice = range, choice
 
 
 class _Reader:
@@ -78,9 +81,14 @@ class _Reader:
         decoder, malformed = Decoder(), Counter[str]()
         with History(self._options) as history:
             for records in history.read(partition.range, self._on_loss):
-                decoded = decoder.decode(records.seq, records.time_ms, records.message, records.epochs, records.epoch)
+                if partition.choice is None:
+                    columns = (records.seq, records.time_ms, records.message, records.epochs, records.epoch)
+                    decoded = decoder.decode(*columns)
+                else:
+                    decoded = decoder.decode(*partition.choice.of(records))
                 malformed += decoded.malformed
-                yield decoded.batch
+                if decoded.batch.num_rows:
+                    yield decoded.batch
         if malformed:
             log.warning(
                 "some records could not be decoded; their values are null", range=str(partition.range), **malformed
@@ -97,12 +105,13 @@ class _Reader:
         self,
         history: History,
         start: Offset,
-        logs: Iterable[LogState],
+        logs: Sequence[LogState],
         limit_records: int | None,
         target: Offsets | None = None,
     ) -> Offset:
         """The end of a batch that begins at `start`. Tells of logs that are gone, or not what they were at `start`."""
-        for loss in offsets.lost(start, logs):
+        gone = offsets.lost(start, logs)
+        for loss in gone:
             self._on_loss(loss)
         seqs = offsets.advance(start.seqs, logs, limit_records, target)
         known, back = history.prove(seqs, start.known)
@@ -113,7 +122,40 @@ class _Reader:
             begin = start.back_to(back)
             seqs = offsets.advance(begin.seqs, logs, limit_records, target)
             known, _ = history.prove(seqs, begin.known)
-        return offsets.between(start, seqs, known, {name: begin.seqs[name] for name in back})
+        end = offsets.between(start, seqs, known, {name: begin.seqs[name] for name in back})
+        if self._options.epochs == "complete":
+            missing = frozenset(loss.incarnation for loss in gone)
+            end.gates = self._gates(history, start, begin, end, frozenset(back), missing)
+        return end
+
+    def _gates(
+        self, history: History, start: Offset, begin: Offset, end: Offset, anew: frozenset[str], gone: frozenset[str]
+    ) -> Gates | None:
+        if not anew | gone and start.seqs == end.seqs:
+            return start.gates
+        gates = start.gates
+        if gates is None:
+            gates = epochs.begin(history.snapshot({name: start.seqs.get(name, 0) for name in end.seqs}))
+        told, lossy = list[Told](), set[str]()
+        for name, until in end.seqs.items():
+            after = begin.seqs.get(name, 0)
+            if until > after:
+                found, is_lossy = history.told(Range(name, after, until, tuple(begin.known.get(name, {}).items())))
+                told += found
+                lossy |= {name} if is_lossy and after else set()
+        topics = [uris.parse(topic) for topic in self._options.topics]
+        between = Between(begin.seqs, end.seqs, told, topics, frozenset(lossy), anew, gone)
+        return epochs.advance(gates, between, _now_ms())
+
+    def _partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        ranges = offsets.split(start, end)
+        if start.gates is None and end.gates is None:
+            return [_Partition(range, None) for range in ranges]
+        choices = {
+            (range.incarnation, range.seq): Choice(start.gates or {}, end.gates or {}, range.incarnation, range.seq)
+            for range in ranges
+        }
+        return [_Partition(range, choices[range.incarnation, range.seq]) for range in ranges]
 
 
 class BatchReader(_Reader, DataSourceReader):
@@ -124,7 +166,7 @@ class BatchReader(_Reader, DataSourceReader):
             logs = history.describe()
             start = offsets.starting(offsets.parse(self._options.starting_offsets), logs)
             end = self._plan(history, start, logs, None)
-        return [_Partition(range) for range in offsets.split(start, end)]
+        return self._partitions(start, end)
 
 
 class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -136,6 +178,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._target: Offsets | None = None
         self._logs: list[LogState] = []  # as described last
         self._acked: Offset | None = None  # what this run has told the history
+        self._heard_ms = 0  # since when the streamer has answered without a failure, Unix ms; 0: it has not
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options}
@@ -147,6 +190,8 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         start = offsets.starting(offsets.parse(self._options.starting_offsets), self._describe())
         known, _ = self._driver.prove(start.seqs, start.known)
         start.known = start.known or known
+        if self._options.epochs == "complete" and start.gates is None:
+            start.gates = epochs.begin(self._driver.snapshot(start.seqs) if start.seqs else ())
         self._hold(start)
         return start.json()
 
@@ -168,6 +213,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         except UStatusError as error:
             if not error.retryable or self._target is not None:
                 raise
+            self._heard_ms = 0
             log.warning("the streamer is away; no new batch", authority=self._options.authority, error=str(error))
             time.sleep(IDLE_WAIT_MS / 1000)
             return begin.json()
@@ -175,23 +221,39 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def _end(self, start: Offset, limit_records: int | None) -> Offset:
         end = self._plan(self._driver, start, self._describe(), limit_records, self._target)
+        self._give_up(end)
         if self._acked is None or (end == start and self._acked != start):
             # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the
             # next. But it calls `commit` only when it begins the next, which may be never.
             self._hold(start)
         return end
 
+    def _give_up(self, end: Offset) -> None:
+        """Of epochs that nothing has been told of for too long, if nothing of them is left to be read."""
+        now_ms = _now_ms()
+        self._heard_ms = self._heard_ms or now_ms
+        wanted = {log.incarnation: log.wanted_seq for log in self._logs}
+        if self._target is not None:
+            wanted = {name: min(seq, self._target.get(name, 0)) for name, seq in wanted.items()}
+        if not end.gates or any(seq > end.seqs.get(name, 0) for name, seq in wanted.items()):
+            return
+        timeout_ms = round(self._options.epoch_timeout * 1000)
+        # a run that ends with what is there does not wait; another one gives who was away as long as we the time
+        if self._target is not None or now_ms - self._heard_ms > timeout_ms:
+            end.gates = epochs.given_up(end.gates, epochs.overdue(end.gates, now_ms, timeout_ms), timeout_ms)
+
     def _describe(self) -> list[LogState]:
         self._logs = self._driver.describe()
         return self._logs
 
     def _hold(self, acked: Offset) -> None:
-        seqs = {log.incarnation: acked.seqs.get(log.incarnation, 0) for log in self._logs or self._describe()}
-        self._driver.hold(Offset(seqs, acked.known))
+        needed = offsets.needed(acked)
+        seqs = {log.incarnation: needed.seqs.get(log.incarnation, 0) for log in self._logs or self._describe()}
+        self._driver.hold(Offset(seqs, needed.known))
         self._acked = acked
 
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
-        return [_Partition(range) for range in offsets.split(Offset.of(start), Offset.of(end))]
+        return self._partitions(Offset.of(start), Offset.of(end))
 
     def commit(self, end: Mapping[str, Any]) -> None:
         """All up to `end` is in the sink: the history need not keep it for us."""
@@ -214,3 +276,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if self._history is None:
             self._history = History(self._options)
         return self._history
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

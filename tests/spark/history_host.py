@@ -14,13 +14,19 @@ from typing import Any
 
 import structlog
 
+from history.epochs import Group
+from history.keeper import Keeper
 from history.log import Log
 from history.service import HistoryService
 from transports import plugin
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer import ids
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.umessage_pb2 import UMessage
 
 AUTHORITY = "gateway"
+SECOND = Group("second", [uris.parse("//epochs/1/1/FFFF")], 1_000, timeout_ms=600_000)
 
 
 async def main(port: int, path: str, retention_ms: int) -> None:
@@ -28,12 +34,15 @@ async def main(port: int, path: str, retention_ms: int) -> None:
     log = await Log.open(path, name="durable", retention_ms=retention_ms)
     ring = await Log.open(None, name="volatile")
     async with log, ring, plugin.create("zenoh", {"listen": [f"tcp/127.0.0.1:{port}"]}, local) as transport:
-        service = HistoryService(transport, local, [log, ring])
+        keeper = Keeper(ids.at(AUTHORITY, ids.FRONTIERS), [SECOND], [log, ring], uuids.now_ms)
+        await keeper.open()
+        service = HistoryService(transport, local, [log, ring], keeper=keeper)
         await service.start()
         print(json.dumps({"incarnation": log.incarnation.hex(), "ring": ring.incarnation.hex()}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             print(json.dumps(await answer(log, ring, service, json.loads(line))), flush=True)
         await service.stop()
+        keeper.close()
 
 
 async def answer(log: Log, ring: Log, service: HistoryService, asked: dict[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def test_a_sample_fills_every_column() -> None:
         "payload": message.payload,
         "payload_format": "PROTOBUF",
         "epoch": None,
+        "epoch_incomplete": None,
     }
 
 

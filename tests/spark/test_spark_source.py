@@ -200,6 +200,8 @@ def test_options_name_what_is_wrong() -> None:
         ({"transportConfig": "{"}, "transportConfig: .*JSON"),
         ({"maxRecordsPerBatch": "0"}, "maxRecordsPerBatch"),
         ({"authority": "*"}, "concrete authority"),
+        ({"epochs": "some"}, "epochs: .*'complete'"),
+        ({"epochTimeout": "0"}, "epochTimeout: .*greater than 0"),
         ({"failOnDataLoss": "perhaps"}, "failOnDataLoss"),
     ):
         with pytest.raises(UStatusError, match=told):
@@ -562,6 +564,45 @@ def test_rows_are_what_was_published_and_a_restart_goes_on(host: Host, spark: Sp
     assert reader.option("startingOffsets", "latest").load().count() == 0
     with pytest.raises(Exception, match="has no option 'offset'"):
         reader.option("offset", "1").load().count()
+
+
+def seconds(*tenths: int) -> list[UMessage]:
+    """Of topics that have epochs; a message each, at so many tenths of a second."""
+    made = []
+    for tenth in tenths:
+        time_ms, rest = 1_700_000_000_000 + tenth * 100, b"\x80" + os.urandom(7)
+        id = uuids.from_bytes((time_ms << 16 | 0x7000).to_bytes(8, "big") + rest)
+        topic = uris.uri("epochs", 1, 1, 0x8000 + tenth % 3)
+        made.append(UMessageBuilder.publish(topic).with_id(id).build_from_upayload(UPayload(b"1", 5)))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_each_batch_has_whole_epochs(host: Host, spark: SparkSession, tmp_path: Path) -> None:
+    settings = config(host, tmp_path, epochs="complete", topics=["//epochs/1/1/FFFF"], max_records_per_batch=5)
+
+    def more(*tenths: int) -> list[int]:
+        """What is new in the table, of which seconds, after so much came."""
+        host.ask(seconds(*tenths))
+        run(spark, settings)
+        rows = sorted(written(tmp_path), key=lambda row: (row["epoch"]["time"], row["seq"]))[len(whys) :]
+        assert all(row["epoch"]["group"] == "second" for row in rows)
+        whys.extend(row["epoch_incomplete"] for row in rows)
+        return [row["epoch"]["time"][0] // 1_000 - 1_700_000_000 for row in rows]
+
+    whys: list[str | None] = []
+    assert more(0, 1, 3, 9, 10, 12, 13, 20, 21) == [0] * 4 + [1] * 3
+    (held,) = host.ask()["cursors"].values()
+    assert more(22, 25, 30) == [2] * 4
+    waited = [row["seq"] for row in written(tmp_path) if row["epoch"]["time"] == [1_700_000_002_000]]
+    assert held < min(waited), "what waits is kept"
+    assert more(35) == []
+    assert set(whys) == {None}
+    host.restart()
+    assert more(37, 40) == [3] * 3
+    assert set(whys[11:]) == {"the gateway was not running in between"}
+    assert spark.read.parquet(str(tmp_path / "rows")).count() == 14
 
 
 @pytest.mark.slow

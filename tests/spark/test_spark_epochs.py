@@ -1,0 +1,333 @@
+"""Whole epochs for Spark: the source's own planning and reading, against a history whose world goes on by chance."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+import pytest
+
+from history.assembling import BEGUN_THERE, MISSED, REST, UNTOLD
+from history.client import HistoryClient
+from history.frontier import Epoch
+from simulation.loop import VirtualLoop
+from spark_ingest import epochs, offsets, source
+from spark_ingest.client import History, Options
+from spark_ingest.epochs import Between, Choice, Gates, Told
+from spark_ingest.offsets import Offset
+from spark_ingest.source import BatchReader, StreamReader
+from tests.history.test_epochs_whole import LAPS, OTHER, SIGNALS, World, inline
+from tests.history.world import SERVICE
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier, LogicalTime, RecordBatch
+from uprotocol.message import UMessageBuilder
+from uprotocol.status import UStatusError
+
+T = TypeVar("T")
+TOPICS: Final = tuple(map(uris.format, (*SIGNALS, *LAPS, OTHER)))
+ROUNDS: Final = 25
+
+Row = tuple[int, Epoch | None, str | None]  # seq, and the columns of epochs
+
+
+class Played:
+    """A world in which Spark's calls take their turn: the time of both is virtual."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seed, self.dice = seed, random.Random(seed)
+        self.loop = VirtualLoop(seed)
+        self.world = World()
+        self.held: list[dict[str, int]] = []
+        played = self
+
+        class Direct(History):
+            def _submit(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> Future[T]:
+                answer = Future[T]()
+                try:
+                    answer.set_result(played.run(call(played.client)))
+                except UStatusError as error:
+                    answer.set_exception(error)
+                return answer
+
+            def hold(self, acked: Offset) -> None:
+                played.held.append(acked.seqs)
+
+            def close(self) -> None:
+                pass
+
+        monkeypatch.setattr(asyncio, "to_thread", inline)
+        monkeypatch.setattr(source, "History", Direct)
+        monkeypatch.setattr(source, "_now_ms", lambda: self.world.now_ms)
+
+    def run(self, what: Coroutine[Any, Any, T]) -> T:
+        asyncio.set_event_loop(self.loop)
+        return self.loop.run_until_complete(what)
+
+    def begin(self) -> None:
+        self.run(self.world.begin(self.dice, self.dice.choice([1, 2])))
+        rpc = self.run(self.world.caller("spark"))
+        self.client = HistoryClient(rpc, SERVICE, timeout_ms=2_000)
+
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run(self.world.step())
+
+    def pass_s(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.world.now_ms += 1_000
+            self.run(asyncio.sleep(1.0))
+
+    def end(self) -> None:
+        self.world.keeper.close()
+        self.run(self.world.close())
+        asyncio.set_event_loop(None)
+        self.loop.finish([])
+
+    def options(self, **more: Any) -> Options:
+        made = {"transport": "local", "authority": "gateway", "local_authority": "spark", "topics": TOPICS}
+        return Options.model_validate(made | {"epochs": "complete", "poll_timeout_ms": 1_000} | more)
+
+    def reader(self, **more: Any) -> StreamReader:
+        return StreamReader(self.options(**more))
+
+
+def rows(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[Row]:
+    found = []
+    for part in reader.partitions(start, end):
+        for batch in reader.read(part):
+            for row in batch.select(["seq", "epoch", "epoch_incomplete"]).to_pylist():
+                epoch = row["epoch"]
+                named = None if epoch is None else Epoch(epoch["group"], tuple(epoch["time"]))
+                log = part.range.incarnation  # type: ignore[attr-defined]
+                found.append(((log, row["seq"]), named, row["epoch_incomplete"]))
+    return found  # type: ignore[return-value]
+
+
+def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    played = Played(seed, monkeypatch)
+    played.begin()
+    dice = played.dice
+    played.go_on(dice.randrange(30))
+    latest = dice.random() < 0.5
+    more = {"starting_offsets": "latest" if latest else "earliest"}
+    if dice.random() < 0.5:
+        more["max_records_per_batch"] = str(dice.choice([3, 20, 100]))
+    reader = played.reader(**more)
+    offset = reader.initialOffset()
+    begun = Offset.of(offset).seqs
+    batches: list[list[Row]] = []
+    for turn in itertools.count():
+        if turn < ROUNDS:
+            played.go_on(dice.randrange(12))
+        else:
+            played.pass_s(20)  # until everything has timed out that nobody closed
+        if dice.random() < 0.1:
+            reader = played.reader(**more)  # after a restart
+        end = json.loads(json.dumps(reader.latestOffset(offset, reader.getDefaultReadLimit())))
+        if end == offset:
+            if turn > ROUNDS:
+                break
+            continue
+        again = dice.random() < 0.2
+        batches.append(rows(reader, offset, end))
+        if again:
+            assert rows(played.reader(**more), offset, end) == batches[-1], f"seed {seed}: a batch is what it was"
+        reader.commit(end)
+        offset = end
+    truth = played.run(played.world.truth())
+    check_read_at_once(played, truth)
+    seen: dict[Any, int] = {}
+    of_batch: dict[Epoch, set[int]] = defaultdict(set)
+    has: dict[Epoch, set[Any]] = defaultdict(set)
+    marked: dict[Epoch, str] = {}
+    for number, batch in enumerate(batches):
+        for place, epoch, why in batch:
+            assert place not in seen, f"seed {seed}: {place} of {epoch} in batches {seen[place]} and {number}"
+            seen[place] = number
+            if epoch is None:
+                continue
+            of_batch[epoch].add(number)
+            has[epoch].add((bytes.fromhex(place[0]), place[1]))  # type: ignore[index]
+            if why:
+                marked[epoch] = why
+    for epoch, records in has.items():
+        assert epoch in marked or len(of_batch[epoch]) == 1, f"seed {seed}: {epoch} in batches {of_batch[epoch]}"
+        assert epoch in marked or records == truth[epoch], f"seed {seed}: a part of {epoch}: {truth[epoch] ^ records}"
+    assert not any("nothing was heard" in why for why in marked.values()), f"seed {seed}: {marked}"
+    for epoch, records in truth.items():
+        is_begun = any(seq <= begun.get(log.hex(), 0) for log, seq in records)
+        covered = latest and any(seq for seq in begun.values())
+        assert epoch in has or is_begun or covered, f"seed {seed}: all of {epoch} is missing"
+    played.end()
+    return len(has), len(has) - len(marked)
+
+
+def check_read_at_once(played: Played, truth: dict[Epoch, set[tuple[bytes, int]]]) -> None:
+    """`spark.read`: everything is over by now."""
+    reader = BatchReader(played.options())
+    has: dict[Epoch, int] = defaultdict(int)
+    for part in reader.partitions():
+        for batch in reader.read(part):
+            for epoch in batch["epoch"].to_pylist():
+                if epoch is not None:
+                    has[Epoch(epoch["group"], tuple(epoch["time"]))] += 1
+    assert has == {epoch: len(records) for epoch, records in truth.items()}, f"seed {played.seed}"
+
+
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_a_batch_has_all_of_an_epoch(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = [0, 0]
+    for seed in range(first, first + 5):
+        checked, whole = play(seed, monkeypatch)
+        sums[0] += checked
+        sums[1] += whole
+    assert sums[1] > 20, f"epochs were seen, and most of them whole: {sums}"
+
+
+# --- one thing at a time
+
+A, B, CLOUD = "aa" * 16, "bb" * 16, "cc" * 16
+KEY: Final = ("car", 4, "g")
+WHO: Final = "nothing was heard of car for 60 s"
+
+
+def frontier(
+    seq: int, version: int, active: set[int], *, read: str = A, origin: str = "", ended: str | None = None, **more: Any
+) -> Told:
+    """Of the log `read`; what is active is what may come, too. `ended`: "TIME WHY"."""
+    group = GroupFrontier(group="g", version=version, number=more.get("number", version))
+    group.logs.extend(bytes.fromhex(log) for log in more.get("logs", [origin or read]))
+    for times, numbers in ((group.lower, active), (group.active, active), (group.opened, more.get("opened", ()))):
+        times.extend(LogicalTime(numbers=[number]) for number in sorted(numbers))
+    if ended is not None:
+        time, _, why = ended.partition(" ")
+        group.ended.append(GroupFrontier.Ended(time=LogicalTime(numbers=[int(time)]), incomplete=why))
+    topic = uris.uri("car", 4, 1, 0x8005)
+    return Told(read, seq, origin or read, UMessageBuilder.publish(topic).pack(Frontier(groups=[group])))
+
+
+def records(read: str, origin: str, *times: int, first: int = 1) -> RecordBatch:
+    """One each; times below 0 are of another group, of which nothing is told."""
+    batch = RecordBatch(incarnation=bytes.fromhex(read))
+    if origin != read:
+        batch.origin_incarnation.append(bytes.fromhex(origin))
+    for seq, time in enumerate(times, first):
+        batch.seq.append(seq)
+        batch.time_ms.append(0)
+        batch.message.append(b"")
+        batch.origin.append(int(origin != read))
+        batch.epochs.add(group="g" if time >= 0 else "untold", time=LogicalTime(numbers=[time]))
+        batch.epoch.append(len(batch.epochs))
+    return batch
+
+
+def chosen(start: Gates, end: Gates, batch: RecordBatch, seq: int) -> dict[int, str | None]:
+    columns = Choice(start, end, batch.incarnation.hex(), seq).of(batch)
+    return dict(zip(columns[0], columns[5], strict=True))
+
+
+def gates_after(*told: Told, gates: Gates | None = None, **what: Any) -> Gates:
+    ends = {A: 100, B: 100, CLOUD: 100}
+    return epochs.advance(gates or {}, Between(what.pop("start", {}), ends, told, **what), now_ms=1_000)
+
+
+def test_an_epoch_waits_for_a_log_that_has_not_heard_of_it() -> None:
+    both = [A, B]
+    ahead = gates_after(
+        frontier(1, 1, set(), logs=both),
+        frontier(1, 1, set(), read=B, logs=both),
+        frontier(5, 2, {7}, opened={7}, logs=both),
+        frontier(9, 3, set(), ended="7", logs=both),
+    )
+    assert ahead[KEY].held[(7,)].after == {A: 5, B: 0, CLOUD: 100}, "records of it come after what opened it"
+    assert chosen({}, ahead, records(A, A, 7, 7, first=6), 0) == {}
+    level = gates_after(frontier(3, 3, set(), read=B, logs=both), gates=ahead, start={A: 100, B: 2})
+    assert level[KEY].held == {}
+    assert chosen(ahead, level, records(A, A, 7, 7, first=6), 100) == {6: None, 7: None}
+    assert epochs.read_from(ahead, level, A, 100) == 5
+    assert gates_after(gates=level) == {}, "of what is over nothing is kept"
+
+
+def test_what_had_begun_where_the_log_begins_is_dropped() -> None:
+    gates = gates_after(frontier(3, 9, {6, 7}, opened={7}, number=4))
+    assert gates[KEY].filter == {(6,)}
+    assert set(gates[KEY].held) == {(7,)}
+    assert chosen({}, gates_after(frontier(9, 10, set(), number=5), gates=gates), records(A, A, 5, 6, 7, 8), 0) == {
+        3: None,
+        4: None,
+    }
+
+
+def test_a_gateway_that_is_away_is_given_up_and_what_comes_later_is_told_as_the_rest() -> None:
+    gates = gates_after(
+        frontier(1, 1, set(), read=CLOUD, origin=A), frontier(3, 2, {7}, read=CLOUD, origin=A, opened={7})
+    )
+    assert epochs.overdue(gates, 61_000, 60_000) == []
+    assert epochs.overdue(gates, 61_001, 60_000) == [KEY]
+    gone = epochs.given_up(gates, [KEY], 60_000)
+    assert epochs.overdue(gone, 1 << 40, 60_000) == [], "once"
+    assert chosen(gates, gone, records(CLOUD, A, 7, first=4), 100) == {4: WHO}
+    assert epochs.needed(gates, {CLOUD: 100}) == {CLOUD: 3}
+    assert epochs.needed(gone, {CLOUD: 100}) == {CLOUD: 100}
+    back = gates_after(frontier(101, 3, set(), read=CLOUD, origin=A, ended="7"), gates=gone, start={CLOUD: 100})
+    assert chosen(gone, back, records(CLOUD, A, 7, 8, first=101), 100) == {101: REST, 102: None}
+    assert chosen(gone, back, records(CLOUD, A, 7, first=4), 100) == {}, "handed over before"
+
+
+def test_why_an_epoch_is_not_whole_is_told_with_its_rows() -> None:
+    opened = frontier(2, 2, {7}, opened={7}), frontier(4, 3, set(), ended="7 nobody knows")
+    assert chosen({}, gates_after(*opened), records(A, A, 7, -1, first=3), 0) == {3: "nobody knows", 4: UNTOLD}
+    waits, over = gates_after(opened[0]), frontier(4, 3, set(), ended="7")
+    assert chosen(waits, gates_after(over, gates=waits, lossy=frozenset({A})), records(A, A, 7), 0) == {1: MISSED}
+    gone = gates_after(gates=waits, gone=frozenset({A}))
+    assert (gone[KEY].held, gone[KEY].incomplete) == ({}, {(7,): MISSED})
+    anew = gates_after(frontier(2, 1, {8}, number=3), gates=waits, anew=frozenset({A}))
+    assert anew[KEY].incomplete == {(7,): MISSED}, "what waited is handed over"
+    assert anew[KEY].held[(8,)].why == MISSED
+    said = Beginning(topics=[uris.parse("//car/1/1/8000")], service=uris.uri("car", 4, 1))
+    begun = Told(A, 3, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).pack(said))
+    other = [uris.parse("//bus/1/1/8000")]
+    for topics, why in ((), BEGUN_THERE), (said.topics, BEGUN_THERE), (other, None):
+        over = gates_after(opened[0], begun, frontier(4, 3, set(), ended="7"), topics=topics)
+        assert chosen({}, over, records(A, A, 7, first=3), 0) == {3: why}
+
+
+def test_who_asks_for_whole_epochs_no_more_has_what_waited() -> None:
+    waits = gates_after(frontier(2, 2, {7}, opened={7}))
+    start = Offset({A: 5}, gates=waits)
+    (range,) = offsets.split(start, Offset({A: 5}))
+    assert (range.after, range.until, range.seq) == (2, 5, 5)
+    assert chosen(waits, {}, records(A, A, 7, 8, 7, first=3), 5) == {3: None, 5: None}
+
+
+def test_what_no_keeper_writes_changes_nothing() -> None:
+    gates = gates_after(frontier(2, 2, {7}, opened={7}))
+    odd = frontier(3, 3, set())
+    odd.message.payload = Frontier(
+        groups=[GroupFrontier(group="g", version=3, active=[LogicalTime(numbers=[1, 2])])]
+    ).SerializeToString()
+    garbage = odd._replace(message=UMessageBuilder.publish(uris.uri("car", 4, 1, 0x8005)).build())
+    garbage.message.payload = b"\xff\xff"
+    unread = Told(A, 4, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).build())
+    unread.message.payload = b"\xff\xff"
+    assert gates_after(odd, garbage, unread, gates=gates)[KEY] == gates[KEY]
+
+
+def test_a_checkpoint_takes_what_waits() -> None:
+    begun = epochs.begin([frontier(2, 2, {3, 5})])
+    assert begun[KEY].filter == {(5,)}
+    gates = gates_after(frontier(7, 3, {5, 9}, opened={9}), gates=begun)
+    offset = Offset({A: 9}, gates=gates)
+    assert Offset.of(json.loads(json.dumps(offset.json()))) == offset
+    for wrong in (7, [7], [["car", 4, "g", {}]], [["car", "x", "g", gates[KEY].json()]], {"a": 1}):
+        with pytest.raises(UStatusError, match="waits for the end of its epoch"):
+            Offset.of({A: 9, "epochs": wrong})
+    gate = gates[KEY].json()
+    with pytest.raises(UStatusError, match="one length"):
+        Offset.of({"epochs": [[*KEY, gate | {"filter": [[1, 2]]}]]})
