@@ -33,6 +33,7 @@ from history.frontier import (
     precedes,
 )
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import is_frontiers, tells_of_epochs
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier
 from uprotocol.v1.uri_pb2 import UUri
@@ -305,6 +306,8 @@ class Assembler:
             lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
             for time in sorted(lost):
                 yield from self._not_whole(key, group, time)
+            for log in [log for log, part in group.parts.items() if begins_to_hear(said, part.keeper)]:
+                del group.parts[log]  # what is told next is a snapshot
 
     def _not_whole(self, key: Key, group: _Group, time: Time) -> Iterator[Assembled]:
         """None of it is handed over, but that."""
@@ -510,6 +513,11 @@ def begins(said: Beginning, topics: Sequence[UUri]) -> bool:
         any(uris.meets(topic, one) for one in said.topics) and not any(uris.matches(one, topic) for one in said.but)
         for topic in topics
     )
+
+
+def begins_to_hear(said: Beginning, keeper: tuple[str, int]) -> bool:
+    """What this keeper has told before may be missing, too."""
+    return concerns(said, keeper[0]) and begins(said, [uris.uri(*keeper, ids.VERSION, ids.FRONTIERS)])
 
 
 def concerns(said: Beginning, keeper: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.assembling import BEGUN_THERE, MISSED, REST, UNTOLD, begins, concerns
+from history.assembling import BEGUN_THERE, MISSED, REST, UNTOLD, begins, begins_to_hear, concerns
 from history.frontier import (
     LENGTH_MAX,
     NOTHING,
@@ -172,8 +172,9 @@ class Gate:
         if part is None:
             return
         opened = {_time(one.numbers) for one in group.opened} & part.active
-        before = frozenset[Time]() if told.origin in self.parts or group.number == 1 else part.active - opened
-        if not self._live and not is_lossy:  # nothing was known of it: so this is the snapshot
+        known = self.parts.get(told.origin)
+        before = part.active - opened if (known is None or known.is_gone) and group.number != 1 else frozenset[Time]()
+        if known is None and not self._live and not is_lossy:  # so this is the snapshot
             self.filter, before = maximal([*self.filter, *before]), frozenset()
         for time in part.active:
             if is_covered(self.filter, time):
@@ -185,9 +186,9 @@ class Gate:
             if time in before:
                 waiting.why = waiting.why or MISSED
         for ended in group.ended:
-            known = self.waiting.get(_time(ended.time.numbers))
-            if known is not None:
-                known.why = known.why or ended.incomplete
+            ends = self.waiting.get(_time(ended.time.numbers))
+            if ends is not None:
+                ends.why = ends.why or ended.incomplete
         self.parts[told.origin] = part
 
     def _part(self, told: Told, group: GroupFrontier) -> Part | None:
@@ -423,6 +424,8 @@ def _spoil_begun(gates: Gates, told: Told, topics: Sequence[UUri]) -> None:
     for key, gate in gates.items() if begins(said, topics) else ():
         if concerns(said, key[0]):
             gate.spoil(BEGUN_THERE)
+        if begins_to_hear(said, key[:2]):
+            gate.leave((), {part.read for part in gate.parts.values()})
 
 
 def _time(numbers: Iterable[int]) -> Time:

@@ -36,7 +36,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, FollowedPlaces, HandOver, PollRequest
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, FollowedPlaces, Gap, HandOver, PollRequest
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
@@ -143,7 +143,7 @@ class Followed:
         self._told_since = self._copies_since = _since(stored) if stored is not None else None
         self._unseen: set[uris.Key] = set()  # topics that we may not read there
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
-        # what has been followed up to here without a hole, and what begins with the next answer
+        # what has been followed up to here without a hole, and what begins or ends with the next answer
         self._covered = self._covered_before(stored)
         self._covered_kept: Digest = digest_of(self._covered)  # on disk, or soon
         self._begun: list[UUri] = []
@@ -180,9 +180,10 @@ class Followed:
         """It is followed whether or not somebody wants it."""
         return self.follow is not None and any(uris.matches(pattern, source) for pattern in self.follow.topics)
 
-    def _uncover(self, topic: UUri) -> None:
+    def _end_here(self, topic: UUri) -> None:
+        """It is not followed any more. Who reads epochs must know: of what is open there is a part here."""
         if self._covered.pop(uris.key(topic), None) is not None:
-            self._pending.covered = digest_of(self._covered)
+            self._begun.append(topic)
 
     def _begin(self, following: Following, topic: UUri) -> None:
         """From here on it is followed. Who reads epochs must know of what has come of it, and is not here."""
@@ -209,8 +210,9 @@ class Followed:
             if is_wanted:
                 self._follow_more(following, narrowed)
             elif uris.key(narrowed) not in self._fixed:
-                self._uncover(narrowed)
                 following.unfollow(narrowed)
+                self._end_here(narrowed)
+                self._tell_begun()
 
     def listen_anew(self) -> None:
         """Anything may be wanted now, or no more."""
@@ -229,7 +231,8 @@ class Followed:
         for key in followed.keys() - all.keys():
             following.unfollow(followed[key])
         for key in self._covered.keys() - all.keys():
-            self._uncover(self._covered[key])
+            self._end_here(self._covered[key])
+        self._tell_begun()
 
     def _follow_more(self, following: Following, topic: UUri) -> None:
         self._begin(following, topic)
@@ -239,6 +242,8 @@ class Followed:
 
     def _tell_begun(self) -> None:
         """In the log, in front of what comes with the next answer; where nobody tells of epochs nobody has to know."""
+        if self._acceptor is None:
+            return  # when it is followed
         begun, self._begun = self._begun, []
         pending = self._pending
         pending.covered = digest_of(self._covered)
@@ -380,6 +385,7 @@ class Followed:
             if known < position.seq:
                 what = "following further on: what lies between was pushed"
                 log.info(what, service=self.key, after=known, begin=position.seq)
+                self._covered.clear()  # of all of it
             places.positions[position.incarnation] = max(known, position.seq)
             if position.in_memory:
                 places.idle.add(position.incarnation)
@@ -443,13 +449,17 @@ class Followed:
             await asyncio.gather(storing, *self._appending, return_exceptions=True)
 
     def _take(self, accepted: Accepted, bytes: int) -> None:
+        records: list[Record | Beginning] = [*accepted.records]
         for gap in accepted.gaps:
             self.counts["gaps"] += 1
             self._follows.on_gap(self, gap)
+            if gap.before_seq and self._log.frontier_ids:  # what comes behind it has predecessors that did not come
+                begin = Beginning(topics=self._covered.values(), service=self.service)
+                records.insert(_first_behind(gap, accepted.records), begin)
         pending = self._pending
         pending.has_moved = pending.has_moved or pending.places != accepted.places
         pending.places = accepted.places
-        pending.records += accepted.records
+        pending.records += records
         pending.bytes += bytes
         if pending.has_moved:
             self._came.set()
@@ -632,6 +642,15 @@ class Followed:
         rng, random_bytes = self._follows.rng, self._follows.random_bytes
         async with Following(client, mode="poll", rng=rng, random_bytes=random_bytes) as following:
             await following.hand_over(HandOver(end=True, positions=self._committed().request()))
+
+
+def _first_behind(gap: Gap, records: Sequence[Record]) -> int:
+    behind = (
+        place
+        for place, record in enumerate(records)
+        if record.incarnation == gap.incarnation and record.seq > gap.after_seq
+    )
+    return next(behind, len(records))
 
 
 def _since(stored: bytes) -> bytes | None:

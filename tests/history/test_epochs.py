@@ -641,3 +641,19 @@ def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() 
         [((2,), BEGUN_THERE), ((3,), "")],
         [((2,), ""), ((3,), "")],
     ]
+
+
+def test_where_frontiers_were_missed_the_next_one_is_the_snapshot() -> None:
+    told, reader = Told(), Assembler(SIGNALS)
+    said = Beginning(topics=[*SIGNALS, uris.parse("//*/FFFF0004/1/8005")], service=at("gateway"))
+    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+    came = [
+        told.data((2,)),
+        told.frontier([(2,)], [(2,)]),
+        Record(LOG, 99, 0, 0, UMessageBuilder.publish(at("hub", 0x8006)).pack(said)),
+        told.frontier([(3,)], [(3,)], 40),  # (3,) was opened in between
+        told.data((3,)),
+        told.data((4,)),
+        told.frontier([(5,)], [], 41),
+    ]
+    assert times(reader.take(came, 0.0)) == [((2,), BEGUN_THERE), ((4,), "")]

@@ -298,6 +298,16 @@ def test_why_an_epoch_is_not_whole_is_told_with_its_rows() -> None:
         assert chosen({}, over, records(A, A, 7, first=3), 0) == {3: why}
 
 
+def test_what_was_opened_where_nothing_was_heard_is_told_as_a_part() -> None:
+    waits = gates_after(frontier(2, 2, {7}, opened={7}))
+    said = Beginning(topics=[uris.parse("//*/FFFFFFFF/1/FFFF")], service=uris.uri("car", 4, 1))
+    hole = Told(A, 101, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).pack(said))
+    after = gates_after(hole, frontier(102, 9, {8, 9}, opened={9}, number=8), gates=waits, start={A: 100})
+    assert chosen(waits, after, records(A, A, 7, first=3), 100) == {3: BEGUN_THERE}
+    over = gates_after(frontier(110, 10, set(), number=9, ended="8"), gates=after, start={A: 109})
+    assert chosen(after, over, records(A, A, 8, 9, first=103), 109) == {103: MISSED, 104: None}
+
+
 def test_who_asks_for_whole_epochs_no_more_has_what_waited() -> None:
     waits = gates_after(frontier(2, 2, {7}, opened={7}))
     start = Offset({A: 5}, gates=waits)

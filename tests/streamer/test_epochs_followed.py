@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from history.assembling import Assembled, Assembler
+from history.acceptor import Record
+from history.assembling import BEGUN_THERE, Assembled, Assembler
 from history.client import HistoryClient
 from history.frontier import Epoch
 from history.log import Log
 from history.subscriber import GaplessSubscriber
+from streamer.followed import _first_behind
 from tests.streamer.conftest import MakeWorld
 from tests.streamer.test_following import DOOR, SPEED, SUBSCRIBED, Pair, Publish
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, Gap, GroupFrontier
 from uprotocol.message import UMessageBuilder
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -225,6 +227,82 @@ async def test_what_begins_to_be_followed_in_the_middle_of_an_epoch_is_not_taken
     for time in again[1:-1]:
         assert read.whole[Epoch("second", (time,))] == there[Epoch("second", (time,))]
     await read.end()
+
+
+async def test_what_is_pushed_in_between_is_missing_from_what_was_open(pair: Pair) -> None:
+    """Where nobody is to follow for a while, following goes on behind what was pushed, which has no epochs."""
+    await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=EPOCHS)
+    await pair.handed_over()
+    read, drive = Read(pair, "hub"), Drive(pair, random.Random(4))
+    await read.begin()
+    first = [await drive.second() for _ in range(3)]
+    half = await drive.second(count=7)
+    await all_ended(pair, [read], half)
+    followed = pair.vehicle.config
+    endpoints = [one.model_copy(update={"followed_by": None}) for one in followed.endpoint]
+    await pair.vehicle.stop()
+    pair.vehicle.config = followed.model_copy(update={"endpoint": endpoints})
+    await pair.vehicle.start()
+    await pair.hub.until(lambda: "names it as followed_by" in pair.followed.trouble)
+    drive.now_ms = half
+    heard = len(pair.heard.texts)
+    between = [await drive.second() for _ in range(2)]
+    await pair.heard.expect(heard + 40)
+    await pair.vehicle.stop()
+    pair.vehicle.config = followed
+    await pair.vehicle.start()
+    await pair.handed_over()
+    again = [await drive.second() for _ in range(4)]
+    await all_ended(pair, [read], again[-1])
+    there = await truth(pair.vehicle.streamer.logs.durable)
+    assert {half, *between, *again} <= {epoch.time[0] for epoch in there}
+    assert [epoch.time[0] for epoch in read.whole] == [*first, *again[:-1]]
+    assert all(records == there[epoch] for epoch, records in read.whole.items())
+    assert read.epochs[Epoch("second", (half,))].incomplete == BEGUN_THERE
+    await read.end()
+
+
+async def test_what_ceases_to_be_followed_in_the_middle_of_an_epoch_is_missing_from_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody: dict[str, list[str]] = {}
+    monkeypatch.setattr("tests.streamer.test_following.SUBSCRIBED", nobody)
+    await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=EPOCHS)
+    await pair.handed_over()
+    read, drive = Read(pair, "hub"), Drive(pair, random.Random(5))
+    await read.begin()
+    first = [await drive.second() for _ in range(3)]
+    half = await drive.second(count=7)
+    await all_ended(pair, [read], half)
+    (follow,) = pair.hub.config.follow
+    await read.end()
+    await pair.hub.stop()
+    less = follow.model_copy(update={"topics": ["//vehicle1/8002/1/FFFF"]})
+    pair.hub.config = pair.hub.config.model_copy(update={"follow": [less]})
+    await pair.hub.start()
+    await pair.handed_over()
+    await read.begin()
+    drive.now_ms = half
+    for _ in range(3):
+        await drive.second()
+    await pair.hub.until(lambda: Epoch("second", (half,)) in read.epochs)
+    assert {epoch.time[0] for epoch in read.whole} == set(first)
+    assert not read.epochs[Epoch("second", (half,))].records
+    await read.end()
+
+
+def test_a_gap_is_told_where_it_is() -> None:
+    """Among what came of several logs: behind the records in front of it, ahead of those behind it."""
+    one, other = b"1" * 16, b"2" * 16
+    message = UMessageBuilder.publish(SPEED).build()
+    records = [Record(log, seq, 0, 0, message) for log, seq in ((one, 5), (one, 9), (other, 2), (other, 7))]
+    for gap, place in (
+        (Gap(incarnation=one, after_seq=0, before_seq=5), 0),
+        (Gap(incarnation=one, after_seq=5, before_seq=9), 1),
+        (Gap(incarnation=other, after_seq=2, before_seq=7), 3),
+        (Gap(incarnation=other, after_seq=7, before_seq=9), 4),
+    ):
+        assert _first_behind(gap, records) == place
 
 
 async def test_nobody_but_the_keeper_tells_of_epochs(pair: Pair) -> None:

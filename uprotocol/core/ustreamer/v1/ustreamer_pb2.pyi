@@ -566,8 +566,8 @@ Global___Frontier: _TypeAlias = Frontier  # noqa: Y015
 
 @_typing.final
 class Beginning(_message.Message):
-    """Of a follower, in its log: records of these topics that come after this one may have predecessors that it did not take. So of the epochs that
-    are open here it may have a part.
+    """Of a follower, in its log: from here on it takes these topics, or does not any more, or what came of them before is not here. So of the epochs
+    that are open here it may have a part.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -585,7 +585,7 @@ class Beginning(_message.Message):
 
     @_builtins.property
     def but(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
-        """patterns of what does not begin here: it was followed before"""
+        """patterns of what goes on as it was"""
 
     def __init__(
         self,
