@@ -21,7 +21,7 @@ def _command(seed: int, kinds: Sequence[str]) -> str:
 
 
 def _many(arguments: argparse.Namespace) -> int:
-    began, failed, virtual_s = time.monotonic(), [], 0.0
+    began, failed, virtual_s, epochs = time.monotonic(), [], 0.0, 0
     digests: list[str] = []
     seeds = range(arguments.start, arguments.start + arguments.seeds)
     if not arguments.json:
@@ -29,6 +29,7 @@ def _many(arguments: argparse.Namespace) -> int:
     kinds = arguments.kinds
     for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=arguments.without, kinds=kinds), 1):
         virtual_s += outcome.virtual_s
+        epochs += outcome.epochs
         digests.append(outcome.digest)
         if outcome.violations:
             failed.append(outcome)
@@ -49,12 +50,14 @@ def _many(arguments: argparse.Namespace) -> int:
             "seeds": number,
             "start": seeds.start,
             "seconds": round(seconds, 1),
+            "epochs": epochs,
             "failed": [asdict(one) for one in failed],
         }
         print(json.dumps(told | ({"digests": digests} if arguments.all else {})))
     else:
         rate = f"{seconds:.0f} s ({number / seconds:.1f}/s)"
-        print(f"{number} worlds, {virtual_s / 3600:.1f} hours of virtual time in {rate}: {len(failed)} with a fault")
+        what = f"{number} worlds, {virtual_s / 3600:.1f} hours of virtual time, {epochs} epochs read whole"
+        print(f"{what}, in {rate}: {len(failed)} with a fault")
     return 1 if failed else 0
 
 

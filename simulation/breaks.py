@@ -179,9 +179,14 @@ def _told_ahead() -> Patches:
     from history import keeper
 
     insert = keeper._insert
-    return [
-        (keeper, "_insert", lambda append, stream, message, *, is_ahead: insert(append, stream, message, is_ahead=True))
-    ]
+
+    def before_the_last(append: Any, stream: int, message: Any, *, is_ahead: bool) -> None:
+        insert(append, stream, message, is_ahead=is_ahead)
+        if not is_ahead:
+            for column in (append.streams, append.messages, append.epochs):
+                column[-2:] = reversed(column[-2:])
+
+    return [(keeper, "_insert", before_the_last)]
 
 
 def _no_filter() -> Patches:
@@ -213,6 +218,15 @@ def _closed_at_once() -> Patches:
     from history.epochs import UNCLOSED, Held
 
     return [(Held, "missing", lambda self: "" if self.is_closing else UNCLOSED)]
+
+
+def _begun_untold() -> Patches:
+    from streamer.followed import Followed
+
+    def keep_quiet(self: Followed) -> None:
+        self._begun.clear()
+
+    return [(Followed, "_tell_begun", keep_quiet)]
 
 
 FOLLOWED: Final = ("follow", "keeper")
@@ -265,7 +279,12 @@ BREAKS: Final[dict[str, Break]] = {
         "retention by age takes what a follower has not had", _a_follower_holds_nothing, kinds=FOLLOWED
     ),
     "end of an epoch ahead": Break(
-        "what ends an epoch is told in front of its last records", _told_ahead, kinds=IN_EPOCHS
+        "what ends an epoch is told in front of its last record", _told_ahead, kinds=IN_EPOCHS
+    ),
+    "begun in the middle": Break(
+        "nobody is told that what is followed from here on has a hole before it",
+        _begun_untold,
+        kinds=("epochs", *FOLLOWED),
     ),
     "no filter": Break("who comes gets the rest of what had begun, as whole", _no_filter, kinds=IN_EPOCHS),
     "handed over again": Break(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from history.acceptor import Record
 from history.assembling import REST, Assembled, Assembler
 from history.client import Frames, HistoryClient
 from history.follow import Mode
@@ -35,6 +36,8 @@ from uprotocol.v1.uri_pb2 import UUri
 SIGNALS: Final = ("//vin1/8005/1/8001", "//vin1/8005/1/8002")
 LAPS: Final = ("//vin1/8006/1/8001", "//vin1/8006/1/8002")
 PROGRESS: Final = "//vin1/4/1/4"
+SERVICES: Final = {"V": "//vin1/4/1/0", "C": "//hub/4/1/0"}  # of the gateways whose epochs are read,
+OUTSIDE: Final = {"V": "vehicle", "C": "cloud"}  # and the network whose names they have
 MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
 
 Place = tuple[bytes, int]  # incarnation, seq
@@ -101,13 +104,21 @@ class Laps(Publisher):
 
 
 class EpochReader:
-    """Reads epochs, now and then in a new life. `cursor`: None: each life begins with what comes."""
+    """Reads epochs of the gateway `machine`, now and then in a new life. `cursor`: None: each life begins with what
+    comes. `topics` are as they are inside the vehicle."""
 
     def __init__(
-        self, world: Any, name: str, transport: LocalTransport, topics: Sequence[str], cursor: Path | None, seed: int
+        self,
+        world: Any,
+        name: str,
+        transport: LocalTransport,
+        topics: Sequence[str],
+        cursor: Path | None,
+        seed: int,
+        machine: str = "V",
     ) -> None:
         self._world, self.name, self._transport, self._cursor = world, name, transport, cursor
-        self.topics = [uris.parse(one) for one in topics]
+        self.topics, self.machine = [uris.parse(one) for one in topics], machine
         self._dice = random.Random(seed)
         self.lives: list[list[Assembled]] = []
         self.kept: list[int] = []  # by life, how many are behind its cursor
@@ -137,15 +148,16 @@ class EpochReader:
         self.lives.append(life)
         self.kept.append(0)
         self.since_s = self._world.loop.now
+        topics = [self._world.named(OUTSIDE[self.machine], one) for one in self.topics]
         start = PollRequest(earliest=True) if self._cursor is not None else PollRequest(latest=True)
         async with InMemoryRpcClient(self._transport, self._transport.local) as rpc:
             frames = Frames(self._transport, self._transport.local)
-            client = HistoryClient(rpc, uris.parse("//vin1/4/1/0"), timeout_ms=3_000, frames=frames)
+            client = HistoryClient(rpc, uris.parse(SERVICES[self.machine]), timeout_ms=3_000, frames=frames)
             async with GaplessSubscriber(
                 client,
-                self.topics,
+                topics,
                 start=start,
-                assembler=Assembler(self.topics),
+                assembler=Assembler(topics),
                 cursor_path=self._cursor,
                 mode=dice.choice(MODES),
                 wait_ms_max=2_000,
@@ -200,6 +212,10 @@ class EpochsChecker:
         is_torn: bool = self._world.machines["V"].torn or self._world.checker.allowed_gaps
         return is_torn
 
+    def _is_disturbed(self, reader: EpochReader) -> bool:
+        """The log that it reads went back."""
+        return self._is_torn or bool(self._world.machines[reader.machine].torn)
+
     def _look_at_frontiers(self, told: Sequence[tuple[int, UMessage]]) -> None:
         """In one log: they go on, whatever befell who keeps them."""
         before: dict[str, Any] = {}
@@ -219,6 +235,8 @@ class EpochsChecker:
     def owed(self, reader: EpochReader) -> set[Epoch]:
         """What it has to have seen: all of it came while the reader lived."""
         found = set[Epoch]()
+        if reader.machine != "V" and not self._world.machines[reader.machine].config["follow"]:
+            return found
         for epoch, records in self.truth.items():
             is_new = all(seq > self.newest_healed.get(log, 0) for log, seq in records)
             if is_new and self._of(reader, epoch):
@@ -235,7 +253,7 @@ class EpochsChecker:
             for life, count in zip(reader.lives, reader.kept, strict=True):
                 self._look_at(reader, life)
                 again = [one.epoch for one in life if one.epoch in kept and one.incomplete != REST]
-                if again:
+                if again and not self._is_disturbed(reader):
                     self._fail("an epoch twice", f"{reader.name} has {again[0]} again, which is behind its cursor")
                 kept.update(one.epoch for one in life[:count] if one.epoch is not None)
             self._look_at_counts(reader)
@@ -247,11 +265,13 @@ class EpochsChecker:
         for one in life:
             if one.epoch is None:
                 continue
-            has = [(record.incarnation, record.seq) for record in one.records]
-            if len(set(has)) < len(has) or (one.epoch in seen and one.incomplete != REST):
+            has = list(map(_place, one.records))
+            if self._is_disturbed(reader):
+                pass
+            elif len(set(has)) < len(has) or (one.epoch in seen and one.incomplete != REST):
                 self._fail("an epoch twice", f"{reader.name}: {one.epoch}")
             after = [last for last in seen if last.group == one.epoch.group and precedes(one.epoch.time, last.time)]
-            if after and one.epoch not in seen:
+            if after and one.epoch not in seen and not self._is_disturbed(reader):
                 self._fail("epochs out of order", f"{reader.name}: {one.epoch} after {after[0]}")
             seen.append(one.epoch)
             self.checked += 1
@@ -277,3 +297,10 @@ class EpochsChecker:
         if lacks or more:
             seqs = sorted(seq for _, seq in lacks), sorted(seq for _, seq in more)
             self._fail("a part of an epoch", f"{reader.name}: {epoch} as complete, without {seqs[0]}, with {seqs[1]}")
+
+
+def _place(record: Record) -> Place:
+    """Where it was appended first."""
+    if record.origin is None:
+        return record.incarnation, record.seq
+    return record.origin.incarnation, record.origin.seq

@@ -16,12 +16,13 @@ HASH_SEED = "0"  # the order of sets must be the same in every process, or a see
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one seed."""
+    """What became of one seed. `epochs`: how many its readers had whole."""
 
     seed: int
     kind: str
     digest: str
     virtual_s: float
+    epochs: int
     violations: tuple[tuple[str, str], ...]
 
 
@@ -33,7 +34,8 @@ def run_seed(
 
     world = World(seed, verbose=verbose, without=without, kinds=kinds)
     world.run()
-    return Outcome(seed, world.kind, world.digest, round(world.loop.now, 3), tuple(world.checker.violations))
+    epochs = world.epochs.whole if world.epochs is not None else 0
+    return Outcome(seed, world.kind, world.digest, round(world.loop.now, 3), epochs, tuple(world.checker.violations))
 
 
 def _work(arguments: tuple[int, frozenset[str], str, Sequence[str]]) -> Outcome:

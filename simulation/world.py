@@ -322,7 +322,8 @@ class World:
         cloud, following = endpoint("cloud", vehicles, "none"), {}
         if self.follows:
             service = f"//{'*' if self.is_fleet else vehicles[0]}/4/1/0"
-            topics = [self._text(topic) for topic in self.followed_topics]
+            of_epochs = (*SIGNALS, *LAPS) if self.epochs is not None else ()
+            topics = [self._text(topic) for topic in (*self.followed_topics, *of_epochs)]
             following["follow"] = [{"endpoint": "cloud", "service": service, "mode": self.mode, "topics": topics}]
             following["usubscription"] = {"static_file": str(self.folder / "static-hub.json")}  # type: ignore[assignment]
             if self.is_mutual:
@@ -367,7 +368,12 @@ class World:
             seed = self.epoch_dice.getrandbits(32)
             reader = EpochReader(self, f"reader {place}", transport, topics, cursor, seed)
             epochs.readers.append(reader)
-            self.tasks.append(self.loop.create_task(reader.run()))
+        for place in range(2) if self.follows else ():
+            transport = await node(self, "hub", "hub", 0x9310 + place)
+            cursor = self.folder / f"epochs-hub-{place}.json" if place < 1 else None
+            topics, seed = self.epoch_dice.choice(([*SIGNALS, *LAPS], SIGNALS)), self.epoch_dice.getrandbits(32)
+            epochs.readers.append(EpochReader(self, f"hub reader {place}", transport, topics, cursor, seed, "C"))
+        self.tasks += [self.loop.create_task(reader.run()) for reader in epochs.readers]
 
     async def _hearer(self, network: str) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9001)
@@ -616,7 +622,8 @@ class World:
                 if records > 0:
                     found.append(f"{machine.name} holds {records} records of {log} for {name}")
             left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its lives before
-            most += 2 * len(self.epochs.readers) if self.epochs is not None else 0
+            readers = self.epochs.readers if self.epochs is not None else ()
+            most += 2 * sum(reader.machine == machine.name for reader in readers)
             if left > most:
                 found.append(f"{machine.name} knows {left} followers")
         return found

@@ -37,6 +37,17 @@ def test_no_seed_of_the_fixed_list_finds_a_fault() -> None:
     assert found["seeds"] == SEEDS
 
 
+def test_whoever_reads_epochs_has_all_of_one_or_none() -> None:
+    """Of the gateway that keeps them, and of one that follows it."""
+    kinds = "epochs,static,follow,keeper"
+    done = simulation("--seeds", "40", "--start", "400", "--kinds", kinds, "--json", "--jobs", "2")
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    failed = [f"seed {one['seed']}: {one['violations'][0]}" for one in found["failed"]]
+    assert not failed, "\n".join([*failed, f"see python -m simulation --seed SEED --kinds {kinds} -v"])
+    assert found["epochs"] > 400, "that were seen whole"
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     """In another process, whose memory lies elsewhere, and after another seed."""
     first = json.loads(simulation("--seeds", "4", "--start", "9100", "--json", "--jobs", "1", "--all").stdout)
