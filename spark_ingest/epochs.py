@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.assembling import BEGUN_THERE, MISSED, REST, UNTOLD, begins, begins_to_hear, concerns
+from history.assembling import BEGUN, BEGUN_THERE, MISSED, REST, UNTOLD, begins, begins_to_hear, concerns
 from history.frontier import (
     LENGTH_MAX,
     NOTHING,
@@ -159,12 +159,17 @@ class Gate:
         waiting = {time: replace(one, after=dict(one.after)) for time, one in self.waiting.items()}
         return Gate(parts, filter, waiting, {}, self.heard_ms)
 
-    def begin(self, told: Told, group: GroupFrontier) -> None:
-        """What is open there is dropped: a part of it is behind us."""
+    def begin(self, told: Told, group: GroupFrontier, *, is_new: bool) -> None:
         part = self._part(told, group)
-        if part is not None:
-            self.parts[told.origin] = part
+        if part is None:
+            return
+        self.parts[told.origin] = part
+        if is_new:
             self.filter = maximal([*self.filter, *part.active])
+            return
+        for time in part.active:
+            waiting = self.waiting.setdefault(time, Waiting(part.version, why=BEGUN))
+            waiting.since = min(waiting.since, part.version)
 
     def hear(self, told: Told, group: GroupFrontier, *, is_lossy: bool) -> None:
         """In the order of each log."""
@@ -257,12 +262,12 @@ def from_json(given: Iterable[Sequence[Any]]) -> Gates:
     return {(str(authority), int(entity), str(group)): Gate.of(gate) for authority, entity, group, gate in given}
 
 
-def begin(snapshot: Iterable[Told]) -> Gates:
-    """As of where a query begins."""
+def begin(snapshot: Iterable[Told], *, is_new: bool) -> Gates:
+    """Of what is open there a part is behind us: a new query drops it, another one has had that part."""
     gates: Gates = {}
     for told in snapshot:
         for key, group in _groups(told):
-            gates.setdefault(key, Gate()).begin(told, group)
+            gates.setdefault(key, Gate()).begin(told, group, is_new=is_new)
     return {key: gate for key, gate in gates.items() if gate.carried() is not None}
 
 

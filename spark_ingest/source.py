@@ -135,7 +135,8 @@ class _Reader:
             return start.gates
         gates = start.gates
         if gates is None:
-            gates = epochs.begin(history.snapshot({name: start.seqs.get(name, 0) for name in end.seqs}))
+            snapshot = history.snapshot({name: start.seqs.get(name, 0) for name in end.seqs})
+            gates = epochs.begin(snapshot, is_new=False)
         told, lossy = list[Told](), set[str]()
         for name, until in end.seqs.items():
             after = begin.seqs.get(name, 0)
@@ -146,6 +147,9 @@ class _Reader:
         topics = [uris.parse(topic) for topic in self._options.topics]
         between = Between(begin.seqs, end.seqs, told, topics, frozenset(lossy), anew, gone)
         return epochs.advance(gates, between, _now_ms())
+
+    def _begun(self, history: History, start: Offset) -> Gates:
+        return epochs.begin(history.snapshot(start.seqs) if start.seqs else (), is_new=True)
 
     def _partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         ranges = offsets.split(start, end)
@@ -165,6 +169,8 @@ class BatchReader(_Reader, DataSourceReader):
         with History(self._options) as history:
             logs = history.describe()
             start = offsets.starting(offsets.parse(self._options.starting_offsets), logs)
+            if self._options.epochs == "complete" and start.gates is None:
+                start.gates = self._begun(history, start)
             end = self._plan(history, start, logs, None)
         return self._partitions(start, end)
 
@@ -191,7 +197,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         known, _ = self._driver.prove(start.seqs, start.known)
         start.known = start.known or known
         if self._options.epochs == "complete" and start.gates is None:
-            start.gates = epochs.begin(self._driver.snapshot(start.seqs) if start.seqs else ())
+            start.gates = self._begun(self._driver, start)
         self._hold(start)
         return start.json()
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
-from history.assembling import BEGUN_THERE, MISSED, REST, UNTOLD
+from history.assembling import BEGUN, BEGUN_THERE, MISSED, REST, UNTOLD
 from history.client import HistoryClient
 from history.frontier import Epoch
 from simulation.loop import VirtualLoop
@@ -190,6 +190,31 @@ def test_a_batch_has_all_of_an_epoch(first: int, monkeypatch: pytest.MonkeyPatch
     assert sums[1] > 20, f"epochs were seen, and most of them whole: {sums}"
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_asked_for_in_between_each_row_comes_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query that is started again with whole epochs, without them, and with them again."""
+    played = Played(seed, monkeypatch)
+    played.begin()
+    dice, seen = played.dice, set[Any]()
+    reader = played.reader()
+    offset = reader.initialOffset()
+    for turn in itertools.count():
+        played.go_on(dice.randrange(12)) if turn < ROUNDS else played.pass_s(20)
+        if dice.random() < 0.25 or turn == ROUNDS:
+            whole = turn >= ROUNDS or dice.random() < 0.5
+            reader = played.reader(epochs="complete" if whole else "all", max_records_per_batch=dice.choice([7, 1_000]))
+        end = json.loads(json.dumps(reader.latestOffset(offset, reader.getDefaultReadLimit())))
+        if end == offset and turn > ROUNDS + 1:
+            break
+        for place, epoch, _ in rows(reader, offset, end):
+            assert place not in seen, f"{place} of {epoch} comes again"
+            seen.add(place)
+        offset = end
+    truth = played.run(played.world.truth()).values()
+    assert {(log.hex(), seq) for records in truth for log, seq in records} <= seen
+    played.end()
+
+
 # --- one thing at a time
 
 A, B, CLOUD = "aa" * 16, "bb" * 16, "cc" * 16
@@ -308,6 +333,12 @@ def test_what_was_opened_where_nothing_was_heard_is_told_as_a_part() -> None:
     assert chosen(after, over, records(A, A, 8, 9, first=103), 109) == {103: MISSED, 104: None}
 
 
+def test_a_query_that_goes_on_with_whole_epochs_has_the_rest_of_what_it_had_a_part_of() -> None:
+    begun = epochs.begin([frontier(2, 2, {7})], is_new=False)
+    over = gates_after(frontier(7, 3, set(), ended="7"), gates=begun, start={A: 4})
+    assert chosen({}, over, records(A, A, 7, 8, first=5), 4) == {5: BEGUN, 6: None}
+
+
 def test_who_asks_for_whole_epochs_no_more_has_what_waited() -> None:
     waits = gates_after(frontier(2, 2, {7}, opened={7}))
     start = Offset({A: 5}, gates=waits)
@@ -330,7 +361,7 @@ def test_what_no_keeper_writes_changes_nothing() -> None:
 
 
 def test_a_checkpoint_takes_what_waits() -> None:
-    begun = epochs.begin([frontier(2, 2, {3, 5})])
+    begun = epochs.begin([frontier(2, 2, {3, 5})], is_new=True)
     assert begun[KEY].filter == {(5,)}
     gates = gates_after(frontier(7, 3, {5, 9}, opened={9}), gates=begun)
     offset = Offset({A: 9}, gates=gates)
