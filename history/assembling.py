@@ -142,7 +142,7 @@ class _Group:
         return time not in self.open and any(record.seq <= upto.get(record.incarnation, 0) for upto in ups)
 
     def hear(self, log: bytes, part: _Part, active: Iterable[Time]) -> None:
-        self.parts[log] = part
+        self.parts[log], self.unknown_since = part, None
         since = self.since.setdefault(part.keeper, {})
         for time in active:
             since[time] = min(part.version, since.get(time, part.version))
@@ -186,6 +186,7 @@ class Assembler:
         self._keepers: dict[bytes, dict[str, tuple[str, int]]] = {}  # by log, by group
         self._is_suspect = False  # a gap, and no snapshot since
         self._bytes = 0
+        self._due: float | None = None  # nothing is overdue before; None: not known
         self._gone: OrderedDict[tuple[Key, Time], None] = OrderedDict()
         self.dropped: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -232,7 +233,7 @@ class Assembler:
                 for key in self._move(record, now):
                     ready += self._over(key, self._groups[key])
             elif tells_of_epochs(source):
-                ready += self._begun(record)
+                ready += self._begun(record, now)
             else:
                 plain.append(record)
         if plain:
@@ -289,7 +290,7 @@ class Assembler:
             if one.incomplete and 0 < len(one.time.numbers) == group.length:
                 group.incomplete[tuple(one.time.numbers)] = one.incomplete
 
-    def _begun(self, record: Record) -> Iterator[Assembled]:
+    def _begun(self, record: Record, now: float) -> Iterator[Assembled]:
         """Somebody between us and the keeper has only begun to take some of what we read: of what is open there a part
         may be missing."""
         try:
@@ -308,6 +309,7 @@ class Assembler:
                 yield from self._not_whole(key, group, time)
             for log in [log for log, part in group.parts.items() if begins_to_hear(said, part.keeper)]:
                 del group.parts[log]  # what is told next is a snapshot
+                group.unknown_since = now
 
     def _not_whole(self, key: Key, group: _Group, time: Time) -> Iterator[Assembled]:
         """None of it is handed over, but that."""
@@ -400,28 +402,29 @@ class Assembler:
     def overdue(self, now: float) -> list[Assembled]:
         """What only silent logs hold back."""
         ready: list[Assembled] = []
+        if self._due is None or now < self._due:
+            return ready
+        self._due = None
         for key, group in self._groups.items():
             for time in sorted(group.pending):
-                silent = self._silent(group, time, now)
-                if silent:
+                if self._deadline(group, time) <= now:
+                    silent = ", ".join(sorted({part.keeper[0] for part in group.holding(time)})) or "one of its logs"
                     ready.append(self._hand(key, group, time, f"nothing was heard of {silent} for {self._timeout_s} s"))
         return ready
-
-    def _silent(self, group: _Group, time: Time, now: float) -> str:
-        """Whose log holds it back, if nobody else does."""
-        holding = group.holding(time)
-        if any(now - part.heard_at < self._timeout_s for part in holding):
-            return ""
-        if holding:
-            return ", ".join(sorted({part.keeper[0] for part in holding}))
-        heard = max((part.heard_at for part in group.parts.values()), default=0.0)
-        return "one of its logs" if now - heard >= self._timeout_s else ""
 
     @property
     def due(self) -> float | None:
         """When to ask for what is overdue; None: nothing waits."""
-        heard = [part.heard_at for group in self._groups.values() if group.pending for part in group.parts.values()]
-        return min(heard) + self._timeout_s if heard else None
+        if self._due is None:
+            waiting = ((group, time) for group in self._groups.values() for time in group.pending)
+            self._due = min((self._deadline(group, time) for group, time in waiting), default=None)
+        return self._due
+
+    def _deadline(self, group: _Group, time: Time) -> float:
+        """Until when it waits for those that hold it back, if none of them says anything."""
+        parts = group.holding(time) or group.parts.values()
+        heard = max((part.heard_at for part in parts), default=group.unknown_since or 0.0)
+        return heard + self._timeout_s
 
     def _shrink(self) -> list[Assembled]:
         ready: list[Assembled] = []

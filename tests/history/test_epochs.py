@@ -657,3 +657,18 @@ def test_where_frontiers_were_missed_the_next_one_is_the_snapshot() -> None:
         told.frontier([(5,)], [], 41),
     ]
     assert times(reader.take(came, 0.0)) == [((2,), BEGUN_THERE), ((4,), "")]
+
+
+def test_who_waits_for_one_keeper_does_not_ask_again_and_again_because_another_one_is_silent() -> None:
+    """One that is parked holds nothing: its silence makes nothing overdue."""
+    parked, drives, reader = Told(), Told(log=b"drives" + bytes(10)), Assembler()
+    reader.begin([parked.frontier([], [], 9), drives.frontier([(1,)], [], 9)], 0.0)
+    assert reader.due is None
+    assert reader.overdue(50.0) == []
+    reader.take([drives.frontier([(2,)], [(2,)], 10), drives.data((2,))], 100.0)
+    for now in (100.0, 130.0, 159.9):
+        assert reader.overdue(now) == []
+        assert reader.due == 160.0
+    (one,) = reader.overdue(160.0)
+    assert one.incomplete == "nothing was heard of gateway for 60.0 s"
+    assert reader.due is None
