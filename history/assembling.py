@@ -82,6 +82,7 @@ class _Part:
     active_times: frozenset[Time]
     logs: set[bytes]
     heard_at: float
+    number: int  # of what was told in that log
 
 
 @dataclass(slots=True)
@@ -230,8 +231,7 @@ class Assembler:
             if record.epoch is not None:
                 self._add(record, record.epoch, now)
             elif is_frontiers(source := record.message.attributes.source):
-                for key in self._move(record, now):
-                    ready += self._over(key, self._groups[key])
+                ready += self._move(record, now)
             elif tells_of_epochs(source):
                 ready += self._begun(record, now)
             else:
@@ -259,7 +259,8 @@ class Assembler:
             lower, active = times[: len(told.lower)], times[len(told.lower) :]
             self._keepers.setdefault(_log_of(record), {})[told.group] = keeper
             upper = maximal(active)
-            yield key, told, _Part(keeper, told.version, minimal(lower), upper, frozenset(active), set(told.logs), now)
+            logs, number = set(told.logs), told.number
+            yield key, told, _Part(keeper, told.version, minimal(lower), upper, frozenset(active), logs, now, number)
 
     def _group(self, key: Key) -> _Group:
         group = self._groups.get(key)
@@ -268,22 +269,27 @@ class Assembler:
             group.length = next((len(time) for time in group.filter), 0)
         return group
 
-    def _move(self, record: Record, now: float) -> set[Key]:
-        """A frontier; which groups it is of."""
+    def _move(self, record: Record, now: float) -> Iterator[Assembled]:
+        """A frontier."""
         log, touched = _log_of(record), set[Key]()
         for key, told, part in self._told(record, now):
             group = self._group(key)
-            if log not in group.parts and told.number != 1:  # nothing was known of it: so this is the snapshot
-                opened = {tuple(one.numbers) for one in told.opened}
-                active = (tuple(one.numbers) for one in told.active)
-                group.filter = maximal([*group.filter, *(time for time in active if time not in opened)])
+            known = group.parts.get(log)
+            before = part.active_times - {tuple(one.numbers) for one in told.opened}
+            if known is None and told.number != 1:  # nothing was known of it: so this is the snapshot
+                group.filter = maximal([*group.filter, *before])
+            elif known is not None and record.origin is not None and told.number > known.number + 1:
+                # somebody on the way was not given some of it. In the keeper's own log nobody is, and a number that
+                # is left out there is that of a frontier that could not be stored
+                yield from self._lose(key, group, before | known.active_times)
             group.hear(log, part, part.active_times)
             for gone in [one for one, other in group.parts.items() if other.keeper == part.keeper]:
                 if gone != log and gone not in part.logs and group.parts[gone].version <= part.version:
                     del group.parts[gone]  # a log in memory, of before a restart
             self._note_ended(group, told)
             touched.add(key)
-        return touched
+        for key in touched:
+            yield from self._over(key, self._groups[key])
 
     def _note_ended(self, group: _Group, told: GroupFrontier) -> None:
         for one in told.ended:
@@ -302,14 +308,18 @@ class Assembler:
             return
         for key, group in self._groups.items():
             open = [part.active_times for part in group.parts.values() if concerns(said, part.keeper[0])]
-            lost = [time for time in sorted(set().union(*open)) if not is_covered(group.filter, time)]
-            group.filter = maximal([*group.filter, *lost])
-            lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
-            for time in sorted(lost):
-                yield from self._not_whole(key, group, time)
+            yield from self._lose(key, group, frozenset[Time]().union(*open))
             for log in [log for log, part in group.parts.items() if begins_to_hear(said, part.keeper)]:
                 del group.parts[log]  # what is told next is a snapshot
                 group.unknown_since = now
+
+    def _lose(self, key: Key, group: _Group, open: Iterable[Time]) -> Iterator[Assembled]:
+        """Of these a part may be missing."""
+        lost = [time for time in open if not is_covered(group.filter, time)]
+        group.filter = maximal([*group.filter, *lost])
+        lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
+        for time in sorted(lost):
+            yield from self._not_whole(key, group, time)
 
     def _not_whole(self, key: Key, group: _Group, time: Time) -> Iterator[Assembled]:
         """None of it is handed over, but that."""

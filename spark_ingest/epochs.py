@@ -65,10 +65,17 @@ class Part:
     lower: Antichain
     active: frozenset[Time]
     logs: frozenset[str]
+    number: int
     is_gone: bool = False  # nothing more is told there: it was in memory
 
     def json(self) -> list[Any]:
-        return [self.read, self.version, sorted(self.lower), sorted(self.active), sorted(self.logs), self.is_gone]
+        times = sorted(self.lower), sorted(self.active)
+        return [self.read, self.version, *times, sorted(self.logs), self.number, self.is_gone]
+
+    @classmethod
+    def of(cls, read: Any, version: Any, lower: Any, active: Any, logs: Any, number: Any, gone: Any) -> Part:
+        times = minimal(_times(lower)), frozenset(_times(active))
+        return cls(str(read), int(version), *times, frozenset(map(str, logs)), int(number), bool(gone))
 
 
 @dataclass(slots=True)
@@ -104,12 +111,7 @@ class Gate:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Gate:
         """Raises KeyError, TypeError, ValueError."""
-        parts = {
-            str(origin): Part(
-                str(read), int(version), minimal(_times(lower)), frozenset(_times(active)), frozenset(logs), bool(gone)
-            )
-            for origin, (read, version, lower, active, logs, gone) in given["parts"].items()
-        }
+        parts = {str(origin): Part.of(*part) for origin, part in given["parts"].items()}
         waiting = {
             _time(time): Waiting(
                 int(since), {str(log): int(seq) for log, seq in after.items()}, str(why), bool(given_up)
@@ -178,7 +180,15 @@ class Gate:
             return
         opened = {_time(one.numbers) for one in group.opened} & part.active
         known = self.parts.get(told.origin)
-        before = part.active - opened if (known is None or known.is_gone) and group.number != 1 else frozenset[Time]()
+        before = part.active - opened
+        if known is not None and not known.is_gone:
+            # where its records were followed, some may not have been given to who follows; see Assembler
+            if told.read == told.origin or part.number <= known.number + 1:
+                before = frozenset()
+            else:
+                self.spoil(BEGUN_THERE)
+        elif part.number == 1:
+            before = frozenset()
         if known is None and not self._live and not is_lossy:  # so this is the snapshot
             self.filter, before = maximal([*self.filter, *before]), frozenset()
         for time in part.active:
@@ -189,7 +199,7 @@ class Gate:
             if time in opened:
                 waiting.after.setdefault(told.read, told.seq)
             if time in before:
-                waiting.why = waiting.why or MISSED
+                waiting.why = waiting.why or (MISSED if is_lossy else BEGUN_THERE)
         for ended in group.ended:
             ends = self.waiting.get(_time(ended.time.numbers))
             if ends is not None:
@@ -203,7 +213,7 @@ class Gate:
         if {len(time) for time in (*lower, *active)} - {length} or not 0 < length <= LENGTH_MAX:
             return None
         logs = frozenset(log.hex() for log in group.logs)
-        return Part(told.read, group.version, minimal(lower), frozenset(active), logs)
+        return Part(told.read, group.version, minimal(lower), frozenset(active), logs, group.number)
 
     def spoil(self, why: str) -> None:
         """A part of what waits may be missing."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -55,7 +55,7 @@ RING_S: Final = 0.25  # after a doorbell without an answer we ask anew
 # what can't be followed, and will not be soon: until then plain copies count
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
 COVERED: Final = "topics of "  # in front of the key of a place: what has been followed up to there without a hole
-BUT_MAX: Final = 1_000  # patterns that a Beginning leaves out; a reader that reads others takes less for whole
+NAMED_MAX: Final = 1_000  # patterns of a Beginning; of more a reader takes less for whole than there is
 DENIED_TOLD_MAX: Final = 100  # lines of a log about topics that may not be read
 
 log = structlog.get_logger()
@@ -82,7 +82,7 @@ class Follow:
         )
 
 
-Digest = bytes  # see digest_of
+Digest = bytes  # see Covered
 
 
 def family_of(authority: str) -> str:
@@ -125,6 +125,64 @@ class _RestartedError(UStatusError):
     """The other side knows nothing of us any more."""
 
 
+class Covered:
+    """Topics and patterns of which all that comes is had from here on, without a hole."""
+
+    def __init__(self, topics: Iterable[UUri] = ()) -> None:
+        self._exact: dict[uris.Key, UUri] = {}
+        self._wide: dict[uris.Key, UUri] = {}
+        self._sum = 0
+        for topic in topics:
+            self.add(topic)
+
+    def __iter__(self) -> Iterator[UUri]:
+        return chain(self._exact.values(), self._wide.values())
+
+    def __contains__(self, topic: UUri) -> bool:
+        """As it is, or as a part of a pattern."""
+        key = uris.key(topic)
+        return key in self._exact or key in self._wide or any(uris.matches(one, topic) for one in self._wide.values())
+
+    def _holds(self, topic: UUri) -> dict[uris.Key, UUri]:
+        return self._wide if uris.has_wildcard(topic) else self._exact
+
+    def add(self, topic: UUri) -> None:
+        key = uris.key(topic)
+        if key not in self._holds(topic):
+            self._holds(topic)[key] = topic
+            self._sum += _digest(key)
+
+    def discard(self, topic: UUri) -> bool:
+        """False: it was not there."""
+        key = uris.key(topic)
+        if self._holds(topic).pop(key, None) is None:
+            return False
+        self._sum -= _digest(key)
+        return True
+
+    def clear(self) -> None:
+        self._exact.clear()
+        self._wide.clear()
+        self._sum = 0
+
+    def meeting(self, topic: UUri) -> list[UUri]:
+        """Those that mean something that `topic` does."""
+        if uris.has_wildcard(topic):
+            return [one for one in self if uris.meets(one, topic)]
+        exact = self._exact.get(uris.key(topic))
+        wide = [one for one in self._wide.values() if uris.matches(one, topic)]
+        return wide if exact is None else [exact, *wide]
+
+    @property
+    def digest(self) -> Digest:
+        """16 bytes; no other set of topics has them."""
+        return (self._sum % (1 << 128)).to_bytes(16, "big")
+
+
+def _digest(key: uris.Key) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), "big")
+
+
 class Followed:
     """One history that is followed. `counts`: records (that came), stored, duplicate, unwanted, loop, spoofed,
     unreadable, refused (appends), doorbells, gaps, denied (topics that we may not read there)."""
@@ -144,8 +202,8 @@ class Followed:
         self._unseen: set[uris.Key] = set()  # topics that we may not read there
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
         # what has been followed up to here without a hole, and what begins or ends with the next answer
-        self._covered = self._covered_before(stored)
-        self._covered_kept: Digest = digest_of(self._covered)  # on disk, or soon
+        self._covered = Covered()
+        self._covered_kept = self._covered.digest  # on disk, or soon
         self._begun: list[UUri] = []
         self._kept_copies = False  # plain ones were stored since the last records
         self._rung_at: float | None = None  # loop time of the first doorbell since there was an answer
@@ -182,18 +240,15 @@ class Followed:
 
     def _end_here(self, topic: UUri) -> None:
         """It is not followed any more. Who reads epochs must know: of what is open there is a part here."""
-        if self._covered.pop(uris.key(topic), None) is not None:
+        if self._covered.discard(topic):
             self._begun.append(topic)
 
     def _begin(self, following: Following, topic: UUri) -> None:
         """From here on it is followed. Who reads epochs must know of what has come of it, and is not here."""
         following.follow(topic)
-        key = uris.key(topic)
-        if key in self._covered:
-            return
-        if not any(uris.matches(pattern, topic) for pattern in self._covered.values() if uris.has_wildcard(pattern)):
+        if topic not in self._covered:
             self._begun.append(topic)
-        self._covered[key] = topic
+        self._covered.add(topic)
 
     @property
     def is_gateway(self) -> bool:
@@ -230,8 +285,8 @@ class Followed:
             self._follow_more(following, all[key])
         for key in followed.keys() - all.keys():
             following.unfollow(followed[key])
-        for key in self._covered.keys() - all.keys():
-            self._end_here(self._covered[key])
+        for topic in [one for one in self._covered if uris.key(one) not in all]:
+            self._end_here(topic)
         self._tell_begun()
 
     def _follow_more(self, following: Following, topic: UUri) -> None:
@@ -246,14 +301,19 @@ class Followed:
             return  # when it is followed
         begun, self._begun = self._begun, []
         pending = self._pending
-        pending.covered = digest_of(self._covered)
+        pending.covered = self._covered.digest
         if begun and self._log.frontier_ids:
-            before = self._covered.keys() - set(map(uris.key, begun))
-            but = [self._covered[key] for key in sorted(before)]
-            but = [one for one in but if any(uris.meets(one, other) for other in begun)]
-            pending.records.append(Beginning(topics=begun, service=self.service, but=but[:BUT_MAX]))
+            anew = set(map(uris.key, begun))
+            others = {uris.key(one): one for topic in begun for one in self._covered.meeting(topic)}
+            but = [one for key, one in sorted(others.items()) if key not in anew]
+            pending.records.append(self._beginning(begun, but))
             pending.has_moved = True
             self._came.set()
+
+    def _beginning(self, topics: Sequence[UUri], but: Sequence[UUri] = ()) -> Beginning:
+        if len(topics) > NAMED_MAX:
+            topics, but = [uris.ANY], []
+        return Beginning(topics=topics, service=self.service, but=but[:NAMED_MAX])
 
     def _narrowed(self, pattern: UUri) -> list[UUri]:
         """To what it may have."""
@@ -333,6 +393,8 @@ class Followed:
 
     async def _converse(self) -> None:
         places = self._committed()
+        self._covered, self._begun = self._covered_before(self._log.place(self.key)), []
+        self._covered_kept = self._covered.digest  # what was not stored is told again
         # where we have a place, a log that we don't know is a new one: nothing of it was ours before
         start = PollRequest(earliest=True) if places.positions else PollRequest(latest=True)
         client = self._follows.client(self.service)
@@ -370,6 +432,8 @@ class Followed:
     def _denied(self, topic: UUri) -> None:
         self.counts["denied"] += 1
         self._unseen.add(uris.key(topic))
+        for one in self._covered.meeting(topic):
+            self._end_here(one)  # until it is followed anew, which it is when we may read it
         if self.counts["denied"] <= DENIED_TOLD_MAX:
             what = "a topic can't be followed: we may not read it there"
             log.warning(what, service=self.key, topic=uris.format(topic))
@@ -426,7 +490,8 @@ class Followed:
         """Accept, while what was accepted before is committed."""
         acceptor = self._acceptor = Acceptor(places=places, read=self._follows.read)
         self._pending = Pending(places=acceptor.places.copy(), has_moved=self._told_since != self._copies_since)
-        self._tell_begun()
+        if not self._begun:  # else with the first answer, which says what we may not read
+            self._pending.covered = self._covered.digest
         self._came.set()
         acked = dict(places.positions)
         storing = asyncio.create_task(self._store_on(acked), name=f"store {self.key}")
@@ -439,6 +504,8 @@ class Followed:
                 if storing.done():
                     storing.result()
                 answer = await following.next(acceptor.places, acked)
+                if self._begun:
+                    self._tell_begun()
                 if answer is None:
                     continue
                 self._answered()
@@ -454,8 +521,7 @@ class Followed:
             self.counts["gaps"] += 1
             self._follows.on_gap(self, gap)
             if gap.before_seq and self._log.frontier_ids:  # what comes behind it has predecessors that did not come
-                begin = Beginning(topics=self._covered.values(), service=self.service)
-                records.insert(_first_behind(gap, accepted.records), begin)
+                records.insert(_first_behind(gap, accepted.records), self._beginning([*self._covered]))
         pending = self._pending
         pending.has_moved = pending.has_moved or pending.places != accepted.places
         pending.places = accepted.places
@@ -530,23 +596,23 @@ class Followed:
             is_kept = target is self._log
         if not is_kept:
             self._log.keep_place(self.key, place)
-        if self._log.frontier_ids and self._covered_kept != pending.covered == digest_of(self._covered):
+        if self._log.frontier_ids and self._covered_kept != pending.covered == self._covered.digest:
             self._keep_covered(pending.covered)
         return is_kept
 
     def _keep_covered(self, digest: Digest) -> None:
         """Apart from the place, which has only a digest of it: it is long, and changes seldom."""
-        topics = Beginning(topics=self._covered.values()).SerializeToString()
+        topics = Beginning(topics=self._covered).SerializeToString()
         self._log.keep_place(COVERED + self.key, topics if len(topics) <= PLACE_BYTES_MAX else None, at_once=True)
         self._covered_kept = digest
 
-    def _covered_before(self, stored: bytes | None) -> dict[uris.Key, UUri]:
+    def _covered_before(self, stored: bytes | None) -> Covered:
         """A restart; nothing, where what is known of it is not of that place."""
         kept = self._log.place(COVERED + self.key)
         if stored is None or kept is None:
-            return {}
-        topics = {uris.key(topic): topic for topic in Beginning.FromString(kept).topics}
-        return topics if digest_of(topics) == FollowedPlaces.FromString(stored).topics else {}
+            return Covered()
+        covered = Covered(Beginning.FromString(kept).topics)
+        return covered if covered.digest == FollowedPlaces.FromString(stored).topics else Covered()
 
     def _told_here(self, said: Beginning) -> _Sorted:
         """As a record of ours."""
@@ -656,8 +722,3 @@ def _first_behind(gap: Gap, records: Sequence[Record]) -> int:
 def _since(stored: bytes) -> bytes | None:
     places = FollowedPlaces.FromString(stored)
     return uuids.to_bytes(places.since) if places.HasField("since") else None
-
-
-def digest_of(topics: Iterable[uris.Key]) -> bytes:
-    """16 bytes; no other set of topics has them."""
-    return hashlib.blake2b(repr(sorted(topics)).encode(), digest_size=16).digest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from history import epochs as epochs_module
 from history.acceptor import Record
 from history.assembling import BEGUN, BEGUN_THERE, MISSED, REST, Assembled, Assembler
-from history.chunk import Chunk, decode, encode
+from history.chunk import Chunk, Origin, decode, encode
 from history.client import HistoryClient
 from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, Arrived, Buckets, Group, Progress, timed, untimed
 from history.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
@@ -657,6 +658,25 @@ def test_where_frontiers_were_missed_the_next_one_is_the_snapshot() -> None:
         told.frontier([(5,)], [], 41),
     ]
     assert times(reader.take(came, 0.0)) == [((2,), BEGUN_THERE), ((4,), "")]
+
+
+def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
+    """Rules may take a topic away from a follower for a while, and say nothing when they give it back."""
+    told, followed, own = Told(), Assembler(), Assembler()
+    came = [
+        told.frontier([(2,)], [(2,)], 10),
+        told.data((2,)),
+        told.frontier([(3,)], [(3,)], 13),
+        told.data((3,)),
+        told.data((4,)),
+        told.frontier([(5,)], [], 14),
+    ]
+    first = told.frontier([(1,)], [], 9)
+    for reader, there in ((own, None), (followed, Origin(LOG, 1))):
+        reader.begin([replace(first, origin=there)], 0.0)
+        handed = reader.take([replace(one, origin=there) for one in came], 0.0)
+        lost = BEGUN_THERE if there else ""
+        assert times(handed) == [((2,), lost), ((3,), lost), ((4,), "")]
 
 
 def test_who_waits_for_one_keeper_does_not_ask_again_and_again_because_another_one_is_silent() -> None:

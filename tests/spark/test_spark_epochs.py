@@ -330,7 +330,20 @@ def test_what_was_opened_where_nothing_was_heard_is_told_as_a_part() -> None:
     after = gates_after(hole, frontier(102, 9, {8, 9}, opened={9}, number=8), gates=waits, start={A: 100})
     assert chosen(waits, after, records(A, A, 7, first=3), 100) == {3: BEGUN_THERE}
     over = gates_after(frontier(110, 10, set(), number=9, ended="8"), gates=after, start={A: 109})
-    assert chosen(after, over, records(A, A, 8, 9, first=103), 109) == {103: MISSED, 104: None}
+    assert chosen(after, over, records(A, A, 8, 9, first=103), 109) == {103: BEGUN_THERE, 104: None}
+
+
+def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
+    waits = gates_after(frontier(2, 1, {7}, opened={7}, read=CLOUD, origin=A, number=1))
+    after = gates_after(
+        frontier(101, 5, {8}, read=CLOUD, origin=A, number=5),
+        frontier(103, 6, {9}, read=CLOUD, origin=A, number=6, opened={9}, ended="8"),
+        frontier(105, 7, set(), read=CLOUD, origin=A, number=7, ended="9"),
+        gates=waits,
+        start={CLOUD: 100},
+    )
+    assert chosen(waits, after, records(CLOUD, A, 7, first=3), 100) == {3: BEGUN_THERE}
+    assert chosen(waits, after, records(CLOUD, A, 8, 9, first=102), 100) == {102: BEGUN_THERE, 103: None}
 
 
 def test_a_query_that_goes_on_with_whole_epochs_has_the_rest_of_what_it_had_a_part_of() -> None:
