@@ -200,10 +200,13 @@ class Followed:
         # plain messages with later ids are copies of what is followed; None: not known yet. As told, and as on disk
         self._told_since = self._copies_since = _since(stored) if stored is not None else None
         self._unseen: set[uris.Key] = set()  # topics that we may not read there
+        self._withheld: set[uris.Key] = set()  # these, and nothing of them has come since
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
         # what has been followed up to here without a hole, and what begins or ends with the next answer
-        self._covered = Covered()
+        self._covered = self._covered_before(stored)
         self._covered_kept = self._covered.digest  # on disk, or soon
+        self._missing: list[UUri] = []  # what is not given to us from here on, whatever is covered
+        self._untold = 0  # of these, what is about to be in the log
         self._begun: list[UUri] = []
         self._kept_copies = False  # plain ones were stored since the last records
         self._rung_at: float | None = None  # loop time of the first doorbell since there was an answer
@@ -300,19 +303,31 @@ class Followed:
         if self._acceptor is None:
             return  # when it is followed
         begun, self._begun = self._begun, []
+        missing, self._missing = self._missing, []
         pending = self._pending
-        pending.covered = self._covered.digest
-        if begun and self._log.frontier_ids:
+        pending.covered = self._covered_digest
+        if not self._log.frontier_ids or not (begun or missing):
+            return
+        if begun:
             anew = set(map(uris.key, begun))
             others = {uris.key(one): one for topic in begun for one in self._covered.meeting(topic)}
-            but = [one for key, one in sorted(others.items()) if key not in anew]
-            pending.records.append(self._beginning(begun, but))
-            pending.has_moved = True
-            self._came.set()
+            pending.records.append(
+                self._beginning(begun, [one for key, one in sorted(others.items()) if key not in anew])
+            )
+        if missing:
+            pending.records.append(self._beginning(missing))
+        pending.has_moved = True
+        self._came.set()
+
+    @property
+    def _covered_digest(self) -> Digest:
+        """For a restart; of what is withheld nothing is known then, so all of it is told as begun."""
+        return b"" if self._withheld else self._covered.digest
 
     def _beginning(self, topics: Sequence[UUri], but: Sequence[UUri] = ()) -> Beginning:
         if len(topics) > NAMED_MAX:
             topics, but = [uris.ANY], []
+        self._untold += 1
         return Beginning(topics=topics, service=self.service, but=but[:NAMED_MAX])
 
     def _narrowed(self, pattern: UUri) -> list[UUri]:
@@ -393,8 +408,9 @@ class Followed:
 
     async def _converse(self) -> None:
         places = self._committed()
-        self._covered, self._begun = self._covered_before(self._log.place(self.key)), []
-        self._covered_kept = self._covered.digest  # what was not stored is told again
+        if self._begun or self._missing or self._untold:  # and not stored: it is told again
+            self._covered.clear()
+            self._begun, self._missing, self._untold = [], [], 0
         # where we have a place, a log that we don't know is a new one: nothing of it was ours before
         start = PollRequest(earliest=True) if places.positions else PollRequest(latest=True)
         client = self._follows.client(self.service)
@@ -432,8 +448,9 @@ class Followed:
     def _denied(self, topic: UUri) -> None:
         self.counts["denied"] += 1
         self._unseen.add(uris.key(topic))
-        for one in self._covered.meeting(topic):
-            self._end_here(one)  # until it is followed anew, which it is when we may read it
+        if uris.key(topic) not in self._withheld:
+            self._withheld.add(uris.key(topic))
+            self._missing.append(topic)
         if self.counts["denied"] <= DENIED_TOLD_MAX:
             what = "a topic can't be followed: we may not read it there"
             log.warning(what, service=self.key, topic=uris.format(topic))
@@ -491,7 +508,7 @@ class Followed:
         acceptor = self._acceptor = Acceptor(places=places, read=self._follows.read)
         self._pending = Pending(places=acceptor.places.copy(), has_moved=self._told_since != self._copies_since)
         if not self._begun:  # else with the first answer, which says what we may not read
-            self._pending.covered = self._covered.digest
+            self._pending.covered = self._covered_digest
         self._came.set()
         acked = dict(places.positions)
         storing = asyncio.create_task(self._store_on(acked), name=f"store {self.key}")
@@ -504,7 +521,7 @@ class Followed:
                 if storing.done():
                     storing.result()
                 answer = await following.next(acceptor.places, acked)
-                if self._begun:
+                if self._begun or self._missing:
                     self._tell_begun()
                 if answer is None:
                     continue
@@ -516,12 +533,12 @@ class Followed:
             await asyncio.gather(storing, *self._appending, return_exceptions=True)
 
     def _take(self, accepted: Accepted, bytes: int) -> None:
-        records: list[Record | Beginning] = [*accepted.records]
         for gap in accepted.gaps:
             self.counts["gaps"] += 1
             self._follows.on_gap(self, gap)
-            if gap.before_seq and self._log.frontier_ids:  # what comes behind it has predecessors that did not come
-                records.insert(_first_behind(gap, accepted.records), self._beginning([*self._covered]))
+        records: list[Record | Beginning] = [*accepted.records]
+        for place, topics in reversed(self._holes(accepted)):
+            records.insert(place, self._beginning(topics))
         pending = self._pending
         pending.has_moved = pending.has_moved or pending.places != accepted.places
         pending.places = accepted.places
@@ -529,6 +546,19 @@ class Followed:
         pending.bytes += bytes
         if pending.has_moved:
             self._came.set()
+
+    def _holes(self, accepted: Accepted) -> list[tuple[int, list[UUri]]]:
+        """In front of which records something is missing, and of which topics."""
+        if not self._log.frontier_ids:
+            return []
+        gaps = [gap for gap in accepted.gaps if gap.before_seq]
+        found = [(_first_behind(gap, accepted.records), [*self._covered]) for gap in gaps]
+        for place, record in enumerate(accepted.records) if self._withheld else ():
+            source = record.message.attributes.source
+            if uris.key(source) in self._withheld:
+                self._withheld.discard(uris.key(source))
+                found.append((place, [source]))
+        return sorted(found, key=lambda one: one[0])
 
     # -- into the log
 
@@ -596,7 +626,8 @@ class Followed:
             is_kept = target is self._log
         if not is_kept:
             self._log.keep_place(self.key, place)
-        if self._log.frontier_ids and self._covered_kept != pending.covered == self._covered.digest:
+        self._untold -= sum(isinstance(record, Beginning) for record in pending.records)
+        if self._log.frontier_ids and self._covered_kept != pending.covered == self._covered_digest:
             self._keep_covered(pending.covered)
         return is_kept
 

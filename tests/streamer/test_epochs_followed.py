@@ -23,9 +23,10 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, Gap, GroupFrontier
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, Gap, GroupFrontier
 from uprotocol.message import UMessageBuilder
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 WIDTH_MS = 1_000
 EPOCHS = f"""
@@ -138,6 +139,13 @@ async def all_ended(pair: Pair, reads: list[Read], last: int) -> None:
         return Epoch("second", (last - WIDTH_MS,)) in read.epochs
 
     await pair.hub.until(lambda: all(map(is_there, reads)))
+
+
+async def one_by_one(pair: Pair, read: Read, drive: Drive) -> int:
+    """The one before is over before the next one comes: what comes at once is opened at once."""
+    time = await drive.second()
+    await all_ended(pair, [read], time)
+    return time
 
 
 @pytest.mark.parametrize("mode", ["poll", "push"])
@@ -288,6 +296,30 @@ async def test_what_ceases_to_be_followed_in_the_middle_of_an_epoch_is_missing_f
     await pair.hub.until(lambda: Epoch("second", (half,)) in read.epochs)
     assert {epoch.time[0] for epoch in read.whole} == set(first)
     assert not read.epochs[Epoch("second", (half,))].records
+    await read.end()
+
+
+async def test_what_may_not_be_read_for_a_while_is_told_once_and_when_it_comes_again(pair: Pair) -> None:
+    await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=EPOCHS)
+    await pair.handed_over()
+    read, drive = Read(pair, "hub"), Drive(pair, random.Random(6))
+    await read.begin()
+    first = [await drive.second() for _ in range(3)]
+    await all_ended(pair, [read], first[-1])
+    log = pair.hub.streamer.logs.durable
+    told = log.stream_id(pair.hub.streamer.local.get_resource(ids.BEGINNINGS), wanted=True)
+
+    async def topics() -> list[list[UUri]]:
+        chunks = await log.read(0, streams={told})
+        return [list(Beginning.FromString(one.payload).topics) for chunk in chunks for one in chunk.messages]
+
+    before = len(await topics())
+    for _ in range(3):  # as each conversation with the gateway says it
+        pair.followed._denied(DOOR)
+    half, *more = [await one_by_one(pair, read, drive) for _ in range(4)]
+    assert (await topics())[before:] == [[DOOR], [DOOR]]
+    assert read.epochs[Epoch("second", (first[-1],))].incomplete == BEGUN_THERE
+    assert {epoch.time[0] for epoch in read.whole} >= {*first[:-1], *more[:-1]} - {half}
     await read.end()
 
 
