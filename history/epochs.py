@@ -133,7 +133,7 @@ class Kept(abc.ABC):
         self.version = 0
         self._ended: list[GroupFrontier.Ended] = []  # and not told
         self._is_changed = False  # in what is to be kept
-        self.spoiled: set[Time] = set()  # that ended lately, by records that were refused then
+        self.spoiled: dict[Time, None] = {}  # that ended by records that were refused then; the newest of them
         self._told = GroupFrontier()
 
     def __repr__(self) -> str:
@@ -213,7 +213,6 @@ class Kept(abc.ABC):
         changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
         told.updates.extend(GroupFrontier.Update(time=_wire(time), change=change) for time, change in sorted(changes))
         self._ended, self._is_changed = [], False
-        self.spoiled.clear()
         self._keep(told.kept)
         self._told = told
         return told
@@ -512,8 +511,13 @@ class Progress(Kept):
 
     def refused(self, publisher: Publisher, topic: bytes, time: Time) -> None:
         held = self.publishers.get(publisher, {}).get(time)
-        if held is None:
-            self.spoiled.add(time)
+        if held is None and time in self.frontier.seen:  # what precedes it is open still
+            self.incomplete.setdefault(time, REFUSED)
+            self._is_changed = True
+        elif held is None:
+            self.spoiled[time] = None
+            if len(self.spoiled) > ACTIVE_MAX:
+                del self.spoiled[next(iter(self.spoiled))]
         elif topic in held.had:
             held.had[topic].count -= 1
 

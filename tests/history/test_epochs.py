@@ -458,6 +458,26 @@ async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: py
     assert stored.count(Epoch("lap", (1,))) >= 3 or not whole, "what is told as whole is stored"
 
 
+def test_what_is_refused_after_its_epoch_was_closed_is_told_with_its_end() -> None:
+    """What is closed counts messages that are on their way to the disk, and may not end before what precedes it."""
+    laps = Laps()
+    laps.say(((1,), 1), ((2,), 1))
+    laps.take(arrived(LAPS[0], START_MS))
+    sent = arrived(LAPS[1], START_MS + 1, timed((2,), UPayload(b"x", 4)))
+    assert laps.take(sent) == [(2,)]
+    assert isinstance(sent.message, UMessage)
+    laps.say(((2,), -1), last=[(sent.message, 1)])
+    assert laps.ended() == [], "(1,) precedes it"
+    laps.kept.refused(sent.publisher, sent.topic, (2,))
+    assert laps.kept.has_news
+    assert laps.ended() == []
+    laps.say(((1,), -1))
+    assert laps.ended() == [((1,), ""), ((2,), epochs_module.REFUSED)]
+    laps.kept.refused(sent.publisher, sent.topic, (1,))
+    laps.ended()
+    assert (1,) in laps.kept.spoiled, "until its end was stored"
+
+
 async def test_a_group_that_is_not_kept_any_more_ends_what_is_open(world: World) -> None:
     await world.say("car", 0x21, ((1,), 1))
     await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
