@@ -326,6 +326,10 @@ class Assembler:
         if self._filter == "all":
             group.pending.setdefault(time, _Pending()).incomplete = BEGUN_THERE
             return
+        if (key, time) in self._gone:  # and its reader knows that there is more
+            if time in group.pending:
+                yield self._hand(key, group, time)
+            return
         pending = group.pending.pop(time, None)
         if pending is not None:
             self.dropped["filtered"] += len(pending.records)

@@ -664,6 +664,17 @@ def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() 
     ]
 
 
+def test_what_was_handed_over_is_not_told_again_where_something_begins() -> None:
+    told, reader = Told(), Assembler(SIGNALS)
+    reader.begin([told.frontier([(1,)], [], 9)], 0.0)
+    reader.take([told.frontier([(2,)], [(2,), (3,)], 10), told.data((2,)), told.data((3,))], 0.0)
+    assert reader.due == 60.0
+    assert [time for time, _ in times(reader.overdue(60.0))] == [(2,), (3,)]
+    said = UMessageBuilder.publish(at("hub", 0x8006)).pack(Beginning(topics=SIGNALS, service=at("gateway")))
+    begun = Record(LOG, 99, 0, 0, said)
+    assert times(reader.take([told.data((2,)), begun], 61.0)) == [((2,), REST)]
+
+
 def test_where_frontiers_were_missed_the_next_one_is_the_snapshot() -> None:
     told, reader = Told(), Assembler(SIGNALS)
     said = Beginning(topics=[*SIGNALS, uris.parse("//*/FFFF0004/1/8005")], service=at("gateway"))
