@@ -184,10 +184,11 @@ class Checker:
         if _matches(self.recorded.get("V", ()), source) and _matches(self.reader_topics, source):
             self._owed_to_reader[sent.id] = sent
 
-    def lost(self, id: Id) -> None:
-        """A network that acknowledges nothing has lost it, here or there: nobody can be blamed."""
+    def lost(self, id: Id, *, is_for_good: bool) -> None:
+        """A network that acknowledges nothing has lost it, here or there: nobody can be blamed. What a publisher keeps
+        comes all the same, but for where nobody follows."""
         sent = self.sent.get(id)
-        if sent is not None and not sent.is_kept:
+        if sent is not None and (is_for_good or not sent.is_kept):
             sent.lost = True
             self._owed_to_reader.pop(id, None)
             for owed in self.owed.values():

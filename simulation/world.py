@@ -461,8 +461,12 @@ class World:
 
     def _on_the_way(self, what: str, message: UMessage, member: LocalTransport) -> None:
         self.note("on the way", what, message.payload[:20] if message.attributes.source.ue_id >= 0x8000 else "")
-        if what == "lost":
-            self.checker.lost(uuids.to_bytes(message.attributes.id))
+        if what == "lost":  # where nobody follows, it is for good
+            is_for_good = member in (
+                *self.networks["mcu"].members,
+                *(self.networks["hub"].members if self.has_hub else ()),
+            )
+            self.checker.lost(uuids.to_bytes(message.attributes.id), is_for_good=is_for_good)
 
     async def watch(self) -> None:
         """What must hold at every moment, of services and who follows."""
