@@ -325,14 +325,15 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["kill-record", "following-mqtt", "following-publisher"])
 def test_a_short_campaign_loses_nothing(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "chaos", "--minutes", "0.1", "--only", name, "--seed", "1"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "result.json")], capture_output=True, text=True, check=False
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert json.loads((tmp_path / "result.json").read_text()) == result
-    assert done.returncode == 0, done.stderr
-    total = result["total"]
+    command = [sys.executable, "-m", "chaos", "--only", name, "--seed", "1", "--json", str(tmp_path / "result.json")]
+    for minutes in ("0.1", "0.4", "1"):  # a busy machine gets to fewer faults
+        done = subprocess.run([*command, "--minutes", minutes], capture_output=True, text=True, check=False)
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert json.loads((tmp_path / "result.json").read_text()) == result
+        assert done.returncode == 0, done.stderr
+        total = result["total"]
+        if sum(result["faults"].values()) and (name != "kill-record" or total["kills"]):
+            break
     assert sum(result["faults"].values()) > 0
     assert name != "kill-record" or total["kills"] > 0
     assert total["acked"] > 100
