@@ -388,6 +388,7 @@ class Progress(Kept):
         super().__init__(group)
         self._places = places
         self.publishers: dict[Publisher, dict[Time, Held]] = {}
+        self.covered: dict[Time, Publisher] = {}  # that were closed, and what precedes them was not
         self._settled: list[tuple[Publisher, Time]] = []  # may be over by what came
 
     # -- what publishers say
@@ -452,9 +453,12 @@ class Progress(Kept):
                 what = f"{time} of {self.group.name!r} was not opened by the caller"
                 raise UStatusError(UCode.NOT_FOUND, what)
         open = [time for time in (*held, *opens) if time not in closes and not (time in held and held[time].is_closing)]
-        if self.frontier.held.total() + len(opens) > ACTIVE_MAX or len(open) > ACTIVE_EACH_MAX:
+        covered = [publisher for time, publisher in self.covered.items() if time not in self.frontier.held]
+        in_all = self.frontier.held.total() + len(covered) + len(opens)
+        if opens and (in_all > ACTIVE_MAX or len(open) + covered.count(whose) > ACTIVE_EACH_MAX):
             what = f"{ACTIVE_EACH_MAX} epochs of one publisher and {ACTIVE_MAX} in all are open at once"
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: close some of {self.group.name!r}")
+            do = f"close some of {self.group.name!r}, the lowest first: one that is greater ends with it"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: {do}")
         return opens
 
     def _is_to_come(self, time: Time) -> bool:
@@ -538,6 +542,8 @@ class Progress(Kept):
                 del self.publishers[publisher]
         if over:
             self._release(*(time for _, time in over))
+            self.covered.update((time, publisher) for publisher, time in over)
+            self.covered = {time: publisher for time, publisher in self.covered.items() if time in self.frontier.seen}
 
     def tick(self, now: float) -> None:
         overdue = [
@@ -574,6 +580,7 @@ class Progress(Kept):
             time = time_of(one.time)
             held_times.append(time)
             self.publishers.setdefault((one.publisher.authority_name, one.publisher.ue_id), {})[time] = held
+        self.covered = dict.fromkeys(map(time_of, told.kept.seen), ("", 0))  # of those that are held no matter
         return held_times
 
 

@@ -20,8 +20,8 @@ from typing import Final
 import structlog
 from google.protobuf.message import DecodeError
 
-from history.epochs import ENDED, REFUSED, Arrived, Buckets, Group, Kept, Progress, Publisher, time_of
-from history.frontier import Epoch
+from history.epochs import ACTIVE_MAX, ENDED, REFUSED, Arrived, Buckets, Group, Kept, Progress, Publisher, time_of
+from history.frontier import Epoch, Time
 from history.log import Log
 from history.stream import is_publish
 from history.writer import Append
@@ -47,9 +47,9 @@ class _InLog:
     plain: set[int] = field(default_factory=set)  # streams of no group
     of: dict[int, tuple[Kept, Publisher, bytes]] = field(default_factory=dict)  # streams of a group: who, which topic
     numbers: Counter[str] = field(default_factory=Counter)  # frontiers so far, by group; 0: it has nothing here
-    unsaid: dict[str, GroupFrontier] = field(
-        default_factory=dict
-    )  # what was opened and ended with frontiers that failed
+    # by group: what was opened and ended with frontiers that failed; and what ended before it could be told at all
+    unsaid: dict[str, GroupFrontier] = field(default_factory=dict)
+    unheard: dict[str, dict[Time, None]] = field(default_factory=dict)
     stream: int = 0  # of the frontiers
     told_after: int = 0  # the newest frontier has a greater seq
 
@@ -249,12 +249,8 @@ class Keeper:
                 continue
             told = frontier.groups.add()
             told.CopyFrom(news[name] if name in news else kept.retell())
-            unsaid = state.unsaid.pop(name, None)
-            if unsaid is not None:
-                now_active = {time_of(time) for time in told.active}
-                said = {time_of(time) for time in told.opened}
-                told.opened.extend(time for time in unsaid.opened if time_of(time) in now_active - said)
-                told.ended.extend(unsaid.ended)
+            if (unsaid := state.unsaid.pop(name, None)) is not None:
+                _say(told, unsaid, state.unheard.setdefault(name, {}))
             state.numbers[name] += 1
             told.number = state.numbers[name]
             told.logs.extend(log.incarnation for log in self._logs_of(name))
@@ -340,6 +336,24 @@ class Keeper:
         for done in waiting:
             await done
         return response
+
+
+def _say(told: GroupFrontier, unsaid: GroupFrontier, unheard: dict[Time, None]) -> None:
+    """Add what the log could not take. Of what it never heard of it has no record, so nobody has to hear that it ended,
+    however many did; only that some of it was refused, if another log has the rest. `unheard`: what is left of it."""
+    unheard.update(dict.fromkeys(map(time_of, unsaid.opened)))
+    said = set(map(time_of, told.opened))
+    for time in told.active:
+        if time_of(time) in unheard:
+            del unheard[time_of(time)]
+            if time_of(time) not in said:
+                told.opened.append(time)
+    ended = [*unsaid.ended, *told.ended]
+    refused = [one for one in ended if time_of(one.time) in unheard and one.incomplete == REFUSED][-ACTIVE_MAX:]
+    del told.ended[:]
+    told.ended.extend([one for one in ended if time_of(one.time) not in unheard] + refused)
+    unheard.clear()
+    unheard.update(dict.fromkeys(time_of(one.time) for one in refused))
 
 
 def _insert(append: Append, stream: int, message: Carried, *, is_ahead: bool) -> None:

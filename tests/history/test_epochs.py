@@ -322,6 +322,28 @@ def test_a_million_open_epochs_are_refused() -> None:
     assert laps.kept.tell().ByteSize() < 64 << 10
 
 
+def test_a_million_epochs_that_are_closed_while_a_lower_one_is_open_are_refused() -> None:
+    laps = Laps()
+    laps.say(((0,), 1))
+
+    def drive(lap: int) -> None:
+        laps.say(((lap,), 1))
+        sent = arrived(LAPS[0], START_MS + lap, timed((lap,), UPayload(b"x", 4)))
+        assert laps.take(sent) == [(lap,)]
+        assert isinstance(sent.message, UMessage)
+        laps.say(((lap,), -1), last=[(sent.message, 1)])
+        assert laps.ended() == []
+
+    for lap in range(1, ACTIVE_EACH_MAX):
+        drive(lap)
+    code, what = laps.refused(((ACTIVE_EACH_MAX,), 1))
+    assert (code, "the lowest first" in what) == (UCode.RESOURCE_EXHAUSTED, True)
+    laps.say(((1_000,), 1), publisher=OTHER_CAR)
+    laps.say(((0,), -1))
+    assert [time for time, _ in laps.ended()] == [(lap,) for lap in range(1, ACTIVE_EACH_MAX)]
+    laps.say(((2_000,), 1))
+
+
 def test_numbers_go_as_far_as_the_wire_bears() -> None:
     laps = Laps()
     laps.say(((NUMBER_MIN,), 1))
@@ -364,14 +386,14 @@ class World(HistoryWorld):
         payload = await rpc.invoke_method(at("gateway", 4), UPayload.pack(asked))
         return payload.unpack(ProgressResponse)
 
-    async def frontiers(self) -> list[GroupFrontier]:
-        """All that were told of laps."""
+    async def frontiers(self, name: str = "lap") -> list[GroupFrontier]:
+        """All that were told of a group."""
         log = self.logs[0]
         stream = log.known_id(FRONTIERS)
         assert stream is not None
         chunks = await log.read(0, streams={stream})
         told = (Frontier.FromString(message.payload) for chunk in chunks for message in chunk.messages)
-        return [group for one in told for group in one.groups if group.group == "lap"]
+        return [group for one in told for group in one.groups if group.group == name]
 
 
 @pytest.fixture
@@ -427,13 +449,14 @@ async def test_what_was_open_goes_on_after_a_restart_and_its_count_with_it(world
     assert (ended.number, ended.version) == (before.number + 1, before.version + 1)
 
 
+def full_disk(*_: object, **__: object) -> None:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
+
+
 async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last message of an epoch can't be stored: it is sent again, and ends the epoch then."""
-
-    def full(*_: object, **__: object) -> None:
-        error = sqlite3.OperationalError("database or disk is full")
-        error.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise error
 
     await world.say("car", 0x21, ((1,), 1), ((2,), 1))
     sent = [message(LAPS[0], START_MS + ms, DICE, timed((1,), UPayload(b"x", 4))) for ms in range(3)]
@@ -443,7 +466,7 @@ async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: py
     change.last.add(topic=LAPS[0], id=uuids.to_bytes(sent[2].attributes.id), count=3)
     await world.keeper.progress(CAR, asked)
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "commit", full)
+        patch.setattr(Store, "commit", full_disk)
         for refused in (sent[1:2], sent[2:]):
             with pytest.raises(UStatusError):
                 await world.append_all(world.logs[0], refused)
@@ -456,6 +479,24 @@ async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: py
     whole = not ended[0][1]
     stored = [epoch for chunk in await world.logs[0].read(0) for epoch in chunk.epochs or () if epoch is not None]
     assert stored.count(Epoch("lap", (1,))) >= 3 or not whole, "what is told as whole is stored"
+
+
+async def test_a_disk_that_is_full_for_long_makes_no_frontier_long(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was open before is told of when there is room again; what came and went meanwhile nobody heard of."""
+    log, seconds = world.logs[0], [START_MS + 1_000 * second for second in range(2 * ACTIVE_MAX)]
+    await world.append_all(log, [message(SIGNALS[0], seconds[0], DICE)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "commit", full_disk)
+        for second in seconds[1:]:
+            with pytest.raises(UStatusError):
+                await world.append_all(log, [message(SIGNALS[0], second, DICE)])
+    await world.append_all(log, [message(SIGNALS[0], seconds[-1] + 1, DICE)])
+    told = await world.frontiers("second")
+    assert [tuple(one.time.numbers) for frontier in told for one in frontier.ended] == [(START_MS,)]
+    assert tuple(told[-1].active[-1].numbers) == (seconds[-1],)
+    assert max(map(GroupFrontier.ByteSize, told)) < 500
 
 
 def test_what_is_refused_after_its_epoch_was_closed_is_told_with_its_end() -> None:
