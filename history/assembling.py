@@ -20,7 +20,6 @@ from google.protobuf.message import DecodeError
 
 from history.acceptor import Positions, Record
 from history.frontier import (
-    LENGTH_MAX,
     NOTHING,
     Antichain,
     Epoch,
@@ -31,7 +30,9 @@ from history.frontier import (
     minimal,
     not_passed,
     precedes,
+    raised,
 )
+from history.merging import Keeper, Merged, Part, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import is_frontiers, tells_of_epochs
@@ -41,7 +42,8 @@ from uprotocol.v1.uri_pb2 import UUri
 PENDING_BYTES_MAX: Final = 64 << 20  # of records that wait for the end of their epoch, and ...
 RECORD_BYTES: Final = 600  # ... what each takes beside its payload
 TIMEOUT_S: Final = 60.0  # without a word of a log that holds an epoch back
-GROUPS_MAX: Final = 64  # of one frontier; a gateway has fewer
+GROUPS_MAX: Final = 64  # that one log tells of; a gateway has fewer
+UNTOLD_MAX: Final = 1_024  # groups that nobody tells of
 GONE_MAX: Final = 4_096  # epochs that were handed over, of which more is known to be the rest
 
 MISSED: Final = "records of it may be in a gap"
@@ -52,7 +54,7 @@ UNTOLD: Final = "nothing is told of its group: may //*/4/1/8005 be read?"
 REST: Final = "it was handed over before, and this came later"
 
 Filter = Literal["atomic", "all"]
-Key = tuple[str, tuple[str, int] | None]  # a group; and who keeps it, where those are told apart
+Key = tuple[str, Keeper | None]  # a group; and who keeps it, where those are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +66,11 @@ class Assembled:
     epoch: Epoch | None
     records: list[Record]
     incomplete: str = ""
-    keeper: tuple[str, int] | None = None
+    keeper: Keeper | None = None
 
     @property
     def is_complete(self) -> bool:
         return not self.incomplete
-
-
-@dataclass(slots=True)
-class _Part:
-    """What one log says of a group."""
-
-    keeper: tuple[str, int]
-    version: int
-    lower: Antichain
-    active: Antichain  # the upper frontier
-    active_times: frozenset[Time]
-    logs: set[bytes]
-    heard_at: float
-    number: int  # of what was told in that log
 
 
 @dataclass(slots=True)
@@ -97,7 +85,7 @@ class _Pending:
 class _Group:
     filter: Antichain = NOTHING
     suspect: Antichain = NOTHING  # what is covered by these, and not over, may have records in a gap
-    parts: dict[bytes, _Part] = field(default_factory=dict)  # by the log in which it was told first
+    said: Merged = field(default_factory=Merged)
     pending: dict[Time, _Pending] = field(default_factory=dict)
     incomplete: dict[Time, str] = field(default_factory=dict)  # as frontiers said, of what is not handed over yet
     # What may be read again though it was handed over, or dropped, and up to where in each log: of a time, and of all
@@ -106,24 +94,7 @@ class _Group:
     open: set[Time] = field(default_factory=set)  # but for these: handed over in part, and the rest waited at a restart
     unknown_since: float | None = None  # records came, and nothing is told of the group; loop time
     known: set[bytes] = field(default_factory=set)  # logs that were parts before a restart
-    # by keeper: the first version, as far as we know, in which each open time was there
-    since: dict[tuple[str, int], dict[Time, int]] = field(default_factory=dict)
     length: int = 0  # of its times
-
-    @property
-    def lower(self) -> Antichain:
-        """The minimal of what any log may bring."""
-        return minimal(time for part in self.parts.values() for time in part.lower)
-
-    def holding(self, time: Time) -> list[_Part]:
-        """What may bring more of it, as far as they have said; also those that have not heard of it yet, which another
-        log of the same keeper has."""
-        found = []
-        for part in self.parts.values():
-            is_older = part.version < self.since.get(part.keeper, {}).get(time, 0)
-            if is_older or is_ahead(part.lower, time):
-                found.append(part)
-        return found
 
     def note(self, time: Time, records: Iterable[Record]) -> None:
         """They are not wanted again."""
@@ -136,26 +107,20 @@ class _Group:
                 for log, seq in self.handed.pop(other).items():
                     upto[log] = max(seq, upto.get(log, 0))
         self.handed[time] = upto
+        if len(self.handed) > GONE_MAX:
+            del self.handed[next(iter(self.handed))]
 
     def was_handed(self, time: Time, record: Record) -> bool:
         """Before a restart."""
         ups = (upto for other, upto in self.handed.items() if precedes(time, other))
         return time not in self.open and any(record.seq <= upto.get(record.incarnation, 0) for upto in ups)
 
-    def hear(self, log: bytes, part: _Part, active: Iterable[Time]) -> None:
-        self.parts[log], self.unknown_since = part, None
-        since = self.since.setdefault(part.keeper, {})
-        for time in active:
-            since[time] = min(part.version, since.get(time, part.version))
-        if self.is_whole:
-            oldest = min(other.version for other in self.parts.values() if other.keeper == part.keeper)
-            for time in [one for one, version in since.items() if version <= oldest and one not in part.active_times]:
-                del since[time]
-
-    @property
-    def is_whole(self) -> bool:
-        """Of each log that is told of something is known."""
-        return self.parts.keys() >= set[bytes]().union(*(part.logs for part in self.parts.values()))
+    def due(self, timeout_s: float) -> float | None:
+        """When somebody is to be waited for no longer; None: nothing waits."""
+        if not self.pending:
+            return None
+        at = self.said.silent_at(timeout_s) if self.said.parts else None
+        return (self.unknown_since or 0.0) + timeout_s if at is None else at
 
 
 class Assembler:
@@ -184,22 +149,23 @@ class Assembler:
         self._beyond = {name: maximal(times) for name, times in (beyond or {}).items()}
         self._timeout_s, self._bytes_max = timeout_s, bytes_max
         self._groups: dict[Key, _Group] = {}
-        self._keepers: dict[bytes, dict[str, tuple[str, int]]] = {}  # by log, by group
+        self._keepers: dict[bytes, dict[str, Keeper]] = {}  # by log, by group
+        self._untold: OrderedDict[Key, None] = OrderedDict()  # of which there are records, and no frontier so far
         self._is_suspect = False  # a gap, and no snapshot since
         self._bytes = 0
-        self._due: float | None = None  # nothing is overdue before; None: not known
+        self._due: float | None = None  # nothing is overdue before; None: nothing waits
         self._gone: OrderedDict[tuple[Key, Time], None] = OrderedDict()
         self.dropped: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        groups = {key: (sorted(one.lower), sorted(one.pending)) for key, one in self._groups.items()}
+        groups = {key: (one.said, sorted(one.pending)) for key, one in self._groups.items()}
         return f"Assembler({groups}, {dict(self.counts)}, dropped={dict(self.dropped)})"
 
     def frontiers(self) -> Iterator[tuple[str, Antichain, Antichain]]:
         """Of each group: its name, lower and upper frontier."""
         for (name, _), group in self._groups.items():
-            yield name, group.lower, maximal(time for part in group.parts.values() for time in part.active)
+            yield name, group.said.lower, group.said.upper
 
     # -- what comes
 
@@ -210,10 +176,10 @@ class Assembler:
                 group = self._group(key)
                 log = _log_of(record)
                 if self._is_suspect:
-                    group.suspect = maximal([*group.suspect, *part.active])
-                elif log not in group.known | group.parts.keys():
-                    group.filter = maximal([*group.filter, *part.active])
-                group.hear(log, part, part.active_times)
+                    group.suspect = raised(group.suspect, part.active)
+                elif log not in group.known and log not in group.said.parts:
+                    group.filter = raised(group.filter, part.active)
+                self._hear(group, log, part)
                 self._note_ended(group, told)
         self._is_suspect = False
         for group in self._groups.values():
@@ -240,8 +206,8 @@ class Assembler:
             ready.insert(0, Assembled(None, plain))
         return ready + self._shrink()
 
-    def _told(self, record: Record, now: float) -> Iterator[tuple[Key, GroupFrontier, _Part]]:
-        source = record.message.attributes.source
+    def _told(self, record: Record, now: float) -> Iterator[tuple[Key, GroupFrontier, Part]]:
+        source, log = record.message.attributes.source, _log_of(record)
         keeper = (source.authority_name, source.ue_id)
         try:
             frontier = Frontier.FromString(record.message.payload)
@@ -249,18 +215,36 @@ class Assembler:
             self.dropped["unreadable"] += 1
             return
         for told in frontier.groups[:GROUPS_MAX]:
-            times = [tuple(one.numbers) for one in (*told.lower, *told.active)]
             key = (told.group, keeper if self._each else None)
-            length = self._group(key).length or next(map(len, times), 0)
-            if {len(time) for time in times} - {length} or (times and not 0 < length <= LENGTH_MAX):
+            known = self._groups.get(key)
+            times = times_of(told, known.length if known is not None else 0)
+            if times is None or not self._has_room(log, told.group):
                 self.dropped["unreadable"] += 1
                 continue
-            self._group(key).length = length
-            lower, active = times[: len(told.lower)], times[len(told.lower) :]
-            self._keepers.setdefault(_log_of(record), {})[told.group] = keeper
-            upper = maximal(active)
-            logs, number = set(told.logs), told.number
-            yield key, told, _Part(keeper, told.version, minimal(lower), upper, frozenset(active), logs, now, number)
+            lower, active = times
+            group = self._group(key)
+            group.length = group.length or len((*lower, *active, ())[0])
+            self._untold.pop(key, None)
+            self._keepers[log][told.group] = keeper
+            logs = frozenset(told.logs)
+            yield key, told, Part(keeper, told.version, minimal(lower), frozenset(active), logs, told.number, now)
+
+    def _has_room(self, log: bytes, name: str) -> bool:
+        """One log may tell of so many groups that have not ended."""
+        known = self._keepers.setdefault(log, {})
+        if name not in known and len(known) >= GROUPS_MAX:
+            for other, keeper in list(known.items()):
+                said = self._group((other, keeper if self._each else None)).said
+                part = said.parts.get(log)
+                if part is None or not (part.lower or part.active):
+                    self._leave(said, other, log, 0.0 if part is None else part.heard_at)
+        return name in known or len(known) < GROUPS_MAX
+
+    def _leave(self, said: Merged, name: str, log: bytes, now: float) -> None:
+        """Nothing more is told of it in that log."""
+        if log in said.parts:
+            said.drop(log, now)
+        self._keepers[log].pop(name, None)
 
     def _group(self, key: Key) -> _Group:
         group = self._groups.get(key)
@@ -269,23 +253,27 @@ class Assembler:
             group.length = next((len(time) for time in group.filter), 0)
         return group
 
+    @staticmethod
+    def _hear(group: _Group, log: bytes, part: Part) -> None:
+        group.said.hear(log, part)
+        group.unknown_since = None
+
     def _move(self, record: Record, now: float) -> Iterator[Assembled]:
         """A frontier."""
         log, touched = _log_of(record), set[Key]()
         for key, told, part in self._told(record, now):
             group = self._group(key)
-            known = group.parts.get(log)
-            before = part.active_times - {tuple(one.numbers) for one in told.opened}
+            known = group.said.parts.get(log)
+            before = part.active - {tuple(one.numbers) for one in told.opened}
             if known is None and told.number != 1:  # nothing was known of it: so this is the snapshot
-                group.filter = maximal([*group.filter, *before])
+                group.filter = raised(group.filter, before)
             elif known is not None and record.origin is not None and told.number > known.number + 1:
                 # somebody on the way was not given some of it. In the keeper's own log nobody is, and a number that
                 # is left out there is that of a frontier that could not be stored
-                yield from self._lose(key, group, before | known.active_times)
-            group.hear(log, part, part.active_times)
-            for gone in [one for one, other in group.parts.items() if other.keeper == part.keeper]:
-                if gone != log and gone not in part.logs and group.parts[gone].version <= part.version:
-                    del group.parts[gone]  # a log in memory, of before a restart
+                yield from self._lose(key, group, before | known.active)
+            self._hear(group, log, part)
+            for gone in group.said.replaced_by(log):
+                self._leave(group.said, told.group, gone, now)
             self._note_ended(group, told)
             touched.add(key)
         for key in touched:
@@ -295,6 +283,8 @@ class Assembler:
         for one in told.ended:
             if one.incomplete and 0 < len(one.time.numbers) == group.length:
                 group.incomplete[tuple(one.time.numbers)] = one.incomplete
+        while len(group.incomplete) > GONE_MAX:
+            del group.incomplete[next(iter(group.incomplete))]
 
     def _begun(self, record: Record, now: float) -> Iterator[Assembled]:
         """Somebody between us and the keeper has only begun to take some of what we read: of what is open there a part
@@ -307,19 +297,21 @@ class Assembler:
         if not begins(said, self._topics):
             return
         for key, group in self._groups.items():
-            open = [part.active_times for part in group.parts.values() if concerns(said, part.keeper[0])]
+            parts = group.said.parts
+            open = [part.active for part in parts.values() if concerns(said, part.keeper[0])]
             yield from self._lose(key, group, frozenset[Time]().union(*open))
-            for log in [log for log, part in group.parts.items() if begins_to_hear(said, part.keeper)]:
-                del group.parts[log]  # what is told next is a snapshot
+            for log in [log for log, part in parts.items() if begins_to_hear(said, part.keeper)]:
+                group.said.drop(log, now)  # what is told next is a snapshot
                 group.unknown_since = now
 
     def _lose(self, key: Key, group: _Group, open: Iterable[Time]) -> Iterator[Assembled]:
         """Of these a part may be missing."""
         lost = [time for time in open if not is_covered(group.filter, time)]
-        group.filter = maximal([*group.filter, *lost])
+        group.filter = raised(group.filter, lost)
         lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
         for time in sorted(lost):
             yield from self._not_whole(key, group, time)
+        self._expect(group)
 
     def _not_whole(self, key: Key, group: _Group, time: Time) -> Iterator[Assembled]:
         """None of it is handed over, but that."""
@@ -343,10 +335,13 @@ class Assembler:
 
     def _add(self, record: Record, epoch: Epoch, now: float) -> None:
         key, log = self._key_of(record, epoch.group), _log_of(record)
-        group, time = self._group(key), epoch.time
-        part = group.parts.get(log) or group.parts.get(record.incarnation)
+        group, time = self._groups.get(key) or self._untold_group(key), epoch.time
+        said = group.said
+        part = said.parts.get(log)
+        if part is None:
+            log, part = record.incarnation, said.parts.get(record.incarnation)
         if part is not None:
-            part.heard_at = now
+            said.touch(log, part, now)
         group.length = group.length or len(time)
         if len(time) != group.length:
             self.dropped["unreadable"] += 1
@@ -361,7 +356,10 @@ class Assembler:
             self.dropped["filtered" if part is not None else "begun"] += 1
             group.note(time, [record])  # the filter may fall away while this may still be read again
             return
-        pending = group.pending.setdefault(time, _Pending())
+        pending = group.pending.get(time)
+        if pending is None:
+            pending = group.pending[time] = _Pending()
+            self._expect(group)
         if (key, time) in self._gone:
             pending.incomplete = REST
         pending.incomplete = pending.incomplete or begun
@@ -371,9 +369,18 @@ class Assembler:
         self._bytes += bytes
         pending.first.setdefault(record.incarnation, record.seq)
 
+    def _untold_group(self, key: Key) -> _Group:
+        group = self._group(key)
+        self._untold[key] = None
+        if len(self._untold) > UNTOLD_MAX:
+            oldest = next((one for one in self._untold if one != key and not self._groups[one].pending), None)
+            if oldest is not None:
+                del self._untold[oldest], self._groups[oldest]
+        return group
+
     def _is_untold(self, group: _Group, now: float) -> bool:
         """Nobody will say when it is over."""
-        if group.parts:
+        if group.said.parts:
             return False
         group.unknown_since = now if group.unknown_since is None else group.unknown_since
         return now - group.unknown_since >= self._timeout_s
@@ -387,17 +394,23 @@ class Assembler:
     # -- what is over
 
     def _over(self, key: Key, group: _Group) -> list[Assembled]:
-        if not group.is_whole:
+        said = group.said
+        if said.is_settled or not said.is_whole:
             return []
-        lower = group.lower
-        group.filter = maximal([*not_passed(group.filter, lower), *self._beyond.get(key[0], NOTHING)])
-        over = sorted(time for time in group.pending if not group.holding(time))
-        ready = [self._hand(key, group, time) for time in over]
+        said.is_settled, lower = True, said.lower
+        group.filter = raised(not_passed(group.filter, lower), self._beyond.get(key[0], NOTHING))
+        over = sorted(time for time in group.pending if said.is_over(time))
+        ready = [self._hand(key, group, time, self._silent(said, time)) for time in over]
         if not self._is_suspect:
             group.suspect = not_passed(group.suspect, lower)
         for time in [time for time in group.incomplete if time not in group.pending and not is_ahead(lower, time)]:
             del group.incomplete[time]
         return ready
+
+    def _silent(self, said: Merged, time: Time) -> str:
+        """Who was waited for, and is no longer."""
+        who = said.missing(time)
+        return who and f"nothing was heard of {who} for {self._timeout_s} s"
 
     def _hand(self, key: Key, group: _Group, time: Time, why: str = "") -> Assembled:
         pending = group.pending.pop(time)
@@ -420,25 +433,30 @@ class Assembler:
             return ready
         self._due = None
         for key, group in self._groups.items():
-            for time in sorted(group.pending):
-                if self._deadline(group, time) <= now:
-                    silent = ", ".join(sorted({part.keeper[0] for part in group.holding(time)})) or "one of its logs"
-                    ready.append(self._hand(key, group, time, f"nothing was heard of {silent} for {self._timeout_s} s"))
+            at = group.due(self._timeout_s)
+            if at is not None and at <= now:
+                if group.said.parts:
+                    group.said.silence(now - self._timeout_s)
+                    ready += self._over(key, group)
+                else:
+                    ready += [
+                        self._hand(key, group, time, group.pending[time].incomplete or UNTOLD)
+                        for time in sorted(group.pending)
+                    ]
+            self._expect(group)
         return ready
 
     @property
     def due(self) -> float | None:
         """When to ask for what is overdue; None: nothing waits."""
-        if self._due is None:
-            waiting = ((group, time) for group in self._groups.values() for time in group.pending)
-            self._due = min((self._deadline(group, time) for group, time in waiting), default=None)
         return self._due
 
-    def _deadline(self, group: _Group, time: Time) -> float:
-        """Until when it waits for those that hold it back, if none of them says anything."""
-        parts = group.holding(time) or group.parts.values()
-        heard = max((part.heard_at for part in parts), default=group.unknown_since or 0.0)
-        return heard + self._timeout_s
+    def _expect(self, group: _Group) -> None:
+        """Something came to what is pending there."""
+        group.said.is_settled = False
+        at = group.due(self._timeout_s)
+        if at is not None:
+            self._due = at if self._due is None else min(self._due, at)
 
     def _shrink(self) -> list[Assembled]:
         ready: list[Assembled] = []
@@ -490,7 +508,7 @@ class Assembler:
                     "keeper": key[1],
                     "filter": sorted(group.filter),
                     "suspect": sorted(group.suspect),
-                    "logs": sorted(log.hex() for log in group.parts),
+                    "logs": sorted(log.hex() for log in group.said.parts),
                     "handed": [
                         [time, {log.hex(): seq for log, seq in upto.items()}]
                         for time, upto in sorted(group.handed.items())

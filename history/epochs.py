@@ -21,7 +21,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 
 from history.chunk import ID_BYTES, message_id
-from history.frontier import LENGTH_MAX, NUMBER_MIN, Epoch, Frontier, Passed, State, Time
+from history.frontier import ACTIVE_MAX, LENGTH_MAX, NUMBER_MIN, Epoch, Frontier, Passed, State, Time
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime, ProgressRequest, Timed
@@ -32,9 +32,7 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-# open epochs of a group: each record of a frontier names them all. One publisher holds at most a quarter
-ACTIVE_MAX: Final = 256
-ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4
+ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4  # of one publisher
 CHANGES_MAX: Final = 2 * ACTIVE_EACH_MAX  # of one request
 LAST_MAX: Final = 1_000  # topics that a publisher names when it closes one
 ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY

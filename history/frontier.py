@@ -28,6 +28,8 @@ NUMBER_MIN: Final = -(1 << 63)  # of a time: what the wire and a file take
 NUMBER_MAX: Final = (1 << 63) - 1
 GROUP_MAX: Final = 64  # bytes of its name
 LENGTH_MAX: Final = 8  # numbers of a time: nobody reasons about more dimensions
+ACTIVE_MAX: Final = 256  # open epochs of a group: each record of a frontier names them all
+FILTER_MAX: Final = 1_024  # of an antichain of several logs; beyond it they become one that is greater than each
 PASSED_MAX: Final = 64  # of a frontier; beyond it they become one that is greater than each of them
 ENDED_KEPT_MAX: Final = 1_024  # completed times that are told from skipped ones
 
@@ -69,6 +71,21 @@ def is_covered(upper: Collection[Time], time: Time) -> bool:
 def not_passed(filter: Antichain, lower: Collection[Time]) -> Antichain:
     """What of a filter is still needed: something that it holds back may come."""
     return frozenset(one for one in filter if any(precedes(low, one) for low in lower))
+
+
+def raised(antichain: Antichain, times: Iterable[Time]) -> Antichain:
+    """The maximal of both. Where they are too many, the least that is greater than each of them."""
+    for time in times:
+        if not is_covered(antichain, time):
+            antichain = frozenset(one for one in antichain if not precedes(one, time)) | {time}
+    return few(antichain, FILTER_MAX)
+
+
+def few(times: Antichain, most: int) -> Antichain:
+    """As they are, or the least that is greater than each of them, where they are more than `most`."""
+    if len(times) <= most:
+        return times
+    return frozenset({tuple(map(max, zip(*times, strict=True)))})
 
 
 class State(enum.Enum):
@@ -171,7 +188,7 @@ class Frontier:
         over = sorted(one for one in self.seen.union(times) if one not in self.held and not is_ahead(self.lower, one))
         completed = [one for one in over if one in self.seen]
         self.seen.difference_update(over)
-        self.passed = _few(maximal([*self.passed, *over]))
+        self.passed = few(maximal([*self.passed, *over]), PASSED_MAX)
         self.floor = self.lower or self.floor
         self._remember(completed)
         return Passed(completed, [one for one in over if one not in set(completed)])
@@ -181,14 +198,7 @@ class Frontier:
         while len(self._ended) > ENDED_KEPT_MAX:
             oldest = next(iter(self._ended))
             del self._ended[oldest]
-            self._forgotten = _few(maximal([*self._forgotten, oldest]))
-
-
-def _few(times: Antichain) -> Antichain:
-    """As they are, or the least that is greater than each of them, where they are too many."""
-    if len(times) <= PASSED_MAX:
-        return times
-    return frozenset({tuple(map(max, zip(*times, strict=True)))})
+            self._forgotten = few(maximal([*self._forgotten, oldest]), PASSED_MAX)
 
 
 class Epoch(NamedTuple):

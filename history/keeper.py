@@ -20,8 +20,8 @@ from typing import Final
 import structlog
 from google.protobuf.message import DecodeError
 
-from history.epochs import ACTIVE_MAX, ENDED, REFUSED, Arrived, Buckets, Group, Kept, Progress, Publisher, time_of
-from history.frontier import Epoch, Time
+from history.epochs import ENDED, REFUSED, Arrived, Buckets, Group, Kept, Progress, Publisher, time_of
+from history.frontier import ACTIVE_MAX, Epoch, Time
 from history.log import Log
 from history.stream import is_publish
 from history.writer import Append

@@ -167,7 +167,8 @@ class GaplessSubscriber:
         self._assembler = assembler
         self._in_hand: deque[Assembled] = deque()  # handed over or about to be; not taken
         self._read = Places()  # up to where the assembler has everything
-        self._has_taken = False  # epochs, since the file was written
+        self._has_taken = False  # epochs, since the file was written,
+        self._is_stale = False  # or since it was looked up to where they bring us
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
         self._on_gap = on_gap
         self._following = Following(
@@ -187,8 +188,8 @@ class GaplessSubscriber:
         )
         for topic in topics or (uris.ANY,):
             self._following.follow(topic, sample_period_ms)
-        self._taken = Places(dict(positions or {}))
-        self._acceptor = Acceptor(places=self._taken)
+        self._places = Places(dict(positions or {}))
+        self._acceptor = Acceptor(places=self._places)
         self._queue: asyncio.Queue[Accepted | Exception] = asyncio.Queue(BATCHES_AHEAD_MAX)
         self._puller: asyncio.Task[None] | None = None
         self._handed: Accepted | None = None
@@ -232,8 +233,8 @@ class GaplessSubscriber:
         if self._file is not None:
             self._saved = await asyncio.to_thread(self._file.load)
             if self._saved.positions:
-                self._taken = self._saved.copy()
-                self._acceptor = Acceptor(places=self._taken)
+                self._places = self._saved.copy()
+                self._acceptor = Acceptor(places=self._places)
             if self._assembler is not None and self._file.epochs is not None:
                 self._assembler.restore(self._file.epochs)
         self._read = self._taken.copy()
@@ -291,7 +292,7 @@ class GaplessSubscriber:
             while self._in_hand:
                 yield self._in_hand[0]
                 self._in_hand.popleft()
-                self._take_epochs(assembler)
+                self._take_epochs()
             item = await self._next_item(assembler.due)
             if item is not None:
                 self._tell_gaps(item)
@@ -302,14 +303,21 @@ class GaplessSubscriber:
                 self._in_hand += assembler.take(item.records, time())
                 self._read = item.places.copy()
             self._in_hand += assembler.overdue(time())
-            self._take_epochs(assembler, is_news=False)
+            self._take_epochs(is_news=False)
 
-    def _take_epochs(self, assembler: Assembler, *, is_news: bool = True) -> None:
+    def _take_epochs(self, *, is_news: bool = True) -> None:
         self._has_taken = self._has_taken or is_news
-        taken = self._read.copy()
-        taken.positions = assembler.safe(taken.positions, self._in_hand)
-        assembler.forget(taken.positions)
-        self._taken = taken
+        self._is_stale = True
+
+    @property
+    def _taken(self) -> Places:
+        """Up to where everything was taken."""
+        if self._is_stale:
+            assert self._assembler is not None, "only epochs are"
+            self._is_stale, self._places = False, self._read.copy()
+            self._places.positions = self._assembler.safe(self._places.positions, self._in_hand)
+            self._assembler.forget(self._places.positions)
+        return self._places
 
     async def batches(self) -> AsyncIterator[list[Record]]:
         """`next_batch` for ever."""
@@ -329,7 +337,7 @@ class GaplessSubscriber:
         if self._assembler is not None:
             assert self._in_hand, "within the loop over `epochs`"
             self._in_hand[0] = Assembled(None, [])
-            self._take_epochs(self._assembler)
+            self._take_epochs()
         self._take_handed()
         await self._save()
 
@@ -337,10 +345,10 @@ class GaplessSubscriber:
         handed, self._handed = self._handed, None
         if handed is None:
             return
-        self._taken = handed.places.copy()
+        self._places = handed.places.copy()
         if self._rest:  # iteration by record stands in the middle of this batch
             self._handed = handed
-            taken = self._taken.positions
+            taken = self._places.positions
             for record in self._rest:
                 taken[record.incarnation] = min(taken.get(record.incarnation, 0), record.seq - 1)
 

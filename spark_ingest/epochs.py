@@ -9,15 +9,15 @@ each log on. A record is handed over in the first batch at whose end it does not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.assembling import BEGUN, BEGUN_THERE, MISSED, REST, UNTOLD, begins, begins_to_hear, concerns
+from history.assembling import BEGUN, BEGUN_THERE, GROUPS_MAX, MISSED, REST, UNTOLD, begins, begins_to_hear, concerns
 from history.frontier import (
-    LENGTH_MAX,
     NOTHING,
     Antichain,
     Time,
@@ -25,7 +25,9 @@ from history.frontier import (
     maximal,
     minimal,
     not_passed,
+    raised,
 )
+from history.merging import times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier, GroupFrontier, RecordBatch
@@ -33,6 +35,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 TOPICS: Final = ids.frontiers_of(uris.WILDCARD_AUTHORITY)  # where keepers and followers tell of epochs
+
+PARTS_MAX: Final = 64  # of a gate: logs, also those of before restarts for as long as something waits
+WAITING_MAX: Final = 1_024  # times of a gate; a keeper has 256 open
 
 Key = tuple[str, int, str]  # of a keeper: authority, uEntity; and the group
 Seqs = Mapping[str, int]  # by log, as it is read
@@ -167,17 +172,17 @@ class Gate:
             return
         self.parts[told.origin] = part
         if is_new:
-            self.filter = maximal([*self.filter, *part.active])
+            self.filter = raised(self.filter, part.active)
             return
         for time in part.active:
             waiting = self.waiting.setdefault(time, Waiting(part.version, why=BEGUN))
             waiting.since = min(waiting.since, part.version)
 
-    def hear(self, told: Told, group: GroupFrontier, *, is_lossy: bool) -> None:
-        """In the order of each log."""
+    def hear(self, told: Told, group: GroupFrontier, *, is_lossy: bool) -> bool:
+        """In the order of each log. False: it says what no keeper does, and nothing has changed."""
         part = self._part(told, group)
         if part is None:
-            return
+            return False
         opened = {_time(one.numbers) for one in group.opened} & part.active
         known = self.parts.get(told.origin)
         before = part.active - opened
@@ -190,7 +195,7 @@ class Gate:
         elif part.number == 1:
             before = frozenset()
         if known is None and not self._live and not is_lossy:  # so this is the snapshot
-            self.filter, before = maximal([*self.filter, *before]), frozenset()
+            self.filter, before = raised(self.filter, before), frozenset()
         for time in part.active:
             if is_covered(self.filter, time):
                 continue
@@ -205,12 +210,17 @@ class Gate:
             if ends is not None:
                 ends.why = ends.why or ended.incomplete
         self.parts[told.origin] = part
+        return True
 
     def _part(self, told: Told, group: GroupFrontier) -> Part | None:
         """None: not what a keeper writes."""
-        lower, active = ([_time(one.numbers) for one in times] for times in (group.lower, group.active))
-        length = len(next(self._all_times(), next(iter([*lower, *active]), (0,))))
-        if {len(time) for time in (*lower, *active)} - {length} or not 0 < length <= LENGTH_MAX:
+        times = times_of(group, len(next(self._all_times(), ())))
+        if times is None:
+            return None
+        lower, active = times
+        if told.origin not in self.parts and len(self.parts) >= PARTS_MAX:
+            return None
+        if len(self.waiting) + len(active) > WAITING_MAX and len(self.waiting.keys() | active) > WAITING_MAX:
             return None
         logs = frozenset(log.hex() for log in group.logs)
         return Part(told.read, group.version, minimal(lower), frozenset(active), logs, group.number)
@@ -302,14 +312,19 @@ def advance(gates: Gates, what: Between, now_ms: int) -> Gates:
         if carried is not None:
             carried.leave(what.anew, what.gone)
             made[key] = carried
+    groups = Counter(key[:2] for key in made)
     for told in what.told:
         if not ids.is_frontiers(told.message.attributes.source):
             _spoil_begun(made, told, what.topics)
             continue
         for key, group in _groups(told):
+            if key not in made and groups[key[:2]] >= GROUPS_MAX:
+                continue
+            if key not in made:
+                groups[key[:2]] += 1
             gate = made.setdefault(key, Gate())
-            gate.hear(told, group, is_lossy=told.read in what.lossy | what.anew)
-            gate.heard_ms = now_ms
+            if gate.hear(told, group, is_lossy=told.read in what.lossy | what.anew):
+                gate.heard_ms = now_ms
     for gate in made.values():
         if {part.read for part in gate.parts.values()} & what.lossy:
             gate.spoil(MISSED)
@@ -426,7 +441,7 @@ def _groups(told: Told) -> Iterator[tuple[Key, GroupFrontier]]:
         frontier = Frontier.FromString(told.message.payload)
     except DecodeError:
         return
-    for group in frontier.groups:
+    for group in frontier.groups[:GROUPS_MAX]:
         yield (source.authority_name, source.ue_id, group.group), group
 
 
