@@ -22,6 +22,7 @@ from history.acceptor import Positions, Record
 from history.frontier import (
     NOTHING,
     Antichain,
+    Ended,
     Epoch,
     Time,
     is_ahead,
@@ -44,14 +45,15 @@ RECORD_BYTES: Final = 600  # ... what each takes beside its payload
 TIMEOUT_S: Final = 60.0  # without a word of a log that holds an epoch back
 GROUPS_MAX: Final = 64  # that one log tells of; a gateway has fewer
 UNTOLD_MAX: Final = 1_024  # groups that nobody tells of
-GONE_MAX: Final = 4_096  # epochs that were handed over, of which more is known to be the rest
+HANDED_MAX: Final = 4_096  # epochs of a group that may be read again, and whose end is told with a reason
 
 MISSED: Final = "records of it may be in a gap"
 BEGUN: Final = "it had begun before it was read"
 BEGUN_THERE: Final = "it had begun before a gateway on the way followed all of its topics"
 TOO_BIG: Final = "it is too big to be held until its end"
 UNTOLD: Final = "nothing is told of its group: may //*/4/1/8005 be read?"
-REST: Final = "it was handed over before, and this came later"
+REST: Final = "it, or a greater one, was handed over before, and this came later"
+ODD: Final = "its time has not as many numbers as others of its group"
 
 Filter = Literal["atomic", "all"]
 Key = tuple[str, Keeper | None]  # a group; and who keeps it, where those are told apart
@@ -94,7 +96,12 @@ class _Group:
     open: set[Time] = field(default_factory=set)  # but for these: handed over in part, and the rest waited at a restart
     unknown_since: float | None = None  # records came, and nothing is told of the group; loop time
     known: set[bytes] = field(default_factory=set)  # logs that were parts before a restart
+    gone: Ended = field(default_factory=Ended)  # what was handed over: of these, more is the rest
+    again: set[Time] = field(default_factory=set)  # but for these, which nobody had taken before a restart
     length: int = 0  # of its times
+
+    def is_rest(self, time: Time) -> bool:
+        return time not in self.again and time in self.gone
 
     def note(self, time: Time, records: Iterable[Record]) -> None:
         """They are not wanted again."""
@@ -107,7 +114,7 @@ class _Group:
                 for log, seq in self.handed.pop(other).items():
                     upto[log] = max(seq, upto.get(log, 0))
         self.handed[time] = upto
-        if len(self.handed) > GONE_MAX:
+        if len(self.handed) > HANDED_MAX:
             del self.handed[next(iter(self.handed))]
 
     def was_handed(self, time: Time, record: Record) -> bool:
@@ -154,7 +161,6 @@ class Assembler:
         self._is_suspect = False  # a gap, and no snapshot since
         self._bytes = 0
         self._due: float | None = None  # nothing is overdue before; None: nothing waits
-        self._gone: OrderedDict[tuple[Key, Time], None] = OrderedDict()
         self.dropped: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
 
@@ -179,7 +185,7 @@ class Assembler:
                     group.suspect = raised(group.suspect, part.active)
                 elif log not in group.known and log not in group.said.parts:
                     group.filter = raised(group.filter, part.active)
-                self._hear(group, log, part)
+                self._hear(group, told.group, log, part)
                 self._note_ended(group, told)
         self._is_suspect = False
         for group in self._groups.values():
@@ -195,7 +201,7 @@ class Assembler:
         plain: list[Record] = []
         for record in records:
             if record.epoch is not None:
-                self._add(record, record.epoch, now)
+                ready += self._add(record, record.epoch, now)
             elif is_frontiers(source := record.message.attributes.source):
                 ready += self._move(record, now)
             elif tells_of_epochs(source):
@@ -215,19 +221,29 @@ class Assembler:
             self.dropped["unreadable"] += 1
             return
         for told in frontier.groups[:GROUPS_MAX]:
-            key = (told.group, keeper if self._each else None)
-            known = self._groups.get(key)
-            times = times_of(told, known.length if known is not None else 0)
+            key, times = (told.group, keeper if self._each else None), times_of(told)
             if times is None or not self._has_room(log, told.group):
                 self.dropped["unreadable"] += 1
                 continue
             lower, active = times
-            group = self._group(key)
-            group.length = group.length or len((*lower, *active, ())[0])
+            if not self._has_length(key, keeper, len((*lower, *active, ())[0])):
+                self.dropped["unreadable"] += 1
+                continue
             self._untold.pop(key, None)
             self._keepers[log][told.group] = keeper
             logs = frozenset(told.logs)
             yield key, told, Part(keeper, told.version, minimal(lower), frozenset(active), logs, told.number, now)
+
+    def _has_length(self, key: Key, keeper: Keeper, length: int) -> bool:
+        """Times of a group have as many numbers as the first one had; until its only keeper begins it anew with others,
+        and nothing waits for what was before."""
+        group = self._group(key)
+        if length and group.length not in (0, length):
+            if group.pending or any(part.keeper != keeper for part in group.said.parts.values()):
+                return False
+            group = self._groups[key] = _Group()
+        group.length = group.length or length
+        return True
 
     def _has_room(self, log: bytes, name: str) -> bool:
         """One log may tell of so many groups that have not ended."""
@@ -245,6 +261,8 @@ class Assembler:
         if log in said.parts:
             said.drop(log, now)
         self._keepers[log].pop(name, None)
+        if not self._keepers[log]:
+            del self._keepers[log]
 
     def _group(self, key: Key) -> _Group:
         group = self._groups.get(key)
@@ -253,10 +271,14 @@ class Assembler:
             group.length = next((len(time) for time in group.filter), 0)
         return group
 
-    @staticmethod
-    def _hear(group: _Group, log: bytes, part: Part) -> None:
+    def _hear(self, group: _Group, name: str, log: bytes, part: Part) -> None:
         group.said.hear(log, part)
         group.unknown_since = None
+        for gone in group.said.replaced_by(log):
+            old = group.said.parts[gone]
+            if old.version > part.version:  # its disk was replaced
+                group.suspect = raised(group.suspect, old.active)
+            self._leave(group.said, name, gone, part.heard_at)
 
     def _move(self, record: Record, now: float) -> Iterator[Assembled]:
         """A frontier."""
@@ -271,9 +293,7 @@ class Assembler:
                 # somebody on the way was not given some of it. In the keeper's own log nobody is, and a number that
                 # is left out there is that of a frontier that could not be stored
                 yield from self._lose(key, group, before | known.active)
-            self._hear(group, log, part)
-            for gone in group.said.replaced_by(log):
-                self._leave(group.said, told.group, gone, now)
+            self._hear(group, told.group, log, part)
             self._note_ended(group, told)
             touched.add(key)
         for key in touched:
@@ -283,7 +303,7 @@ class Assembler:
         for one in told.ended:
             if one.incomplete and 0 < len(one.time.numbers) == group.length:
                 group.incomplete[tuple(one.time.numbers)] = one.incomplete
-        while len(group.incomplete) > GONE_MAX:
+        while len(group.incomplete) > HANDED_MAX:
             del group.incomplete[next(iter(group.incomplete))]
 
     def _begun(self, record: Record, now: float) -> Iterator[Assembled]:
@@ -318,7 +338,7 @@ class Assembler:
         if self._filter == "all":
             group.pending.setdefault(time, _Pending()).incomplete = BEGUN_THERE
             return
-        if (key, time) in self._gone:  # and its reader knows that there is more
+        if group.is_rest(time):  # and its reader knows that there is more
             if time in group.pending:
                 yield self._hand(key, group, time)
             return
@@ -333,7 +353,7 @@ class Assembler:
         self.counts["incomplete"] += 1
         yield Assembled(Epoch(key[0], time), [], BEGUN_THERE, key[1])
 
-    def _add(self, record: Record, epoch: Epoch, now: float) -> None:
+    def _add(self, record: Record, epoch: Epoch, now: float) -> list[Assembled]:
         key, log = self._key_of(record, epoch.group), _log_of(record)
         group, time = self._groups.get(key) or self._untold_group(key), epoch.time
         said = group.said
@@ -344,30 +364,30 @@ class Assembler:
             said.touch(log, part, now)
         group.length = group.length or len(time)
         if len(time) != group.length:
-            self.dropped["unreadable"] += 1
-            return
+            self.counts["epochs"] += 1
+            self.counts["incomplete"] += 1
+            return [Assembled(epoch, [record], ODD, key[1])]
         if group.was_handed(time, record):
             self.dropped["handed"] += 1
-            return
+            return []
         begun = BEGUN if part is None or is_covered(group.filter, time) else ""
         if part is None and self._is_untold(group, now):
             begun = UNTOLD
         elif begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
             self.dropped["filtered" if part is not None else "begun"] += 1
             group.note(time, [record])  # the filter may fall away while this may still be read again
-            return
+            return []
         pending = group.pending.get(time)
         if pending is None:
-            pending = group.pending[time] = _Pending()
+            pending = group.pending[time] = _Pending(incomplete=REST if group.is_rest(time) else "")
             self._expect(group)
-        if (key, time) in self._gone:
-            pending.incomplete = REST
         pending.incomplete = pending.incomplete or begun
         bytes = len(record.message.payload) + RECORD_BYTES
         pending.records.append(record)
         pending.bytes += bytes
         self._bytes += bytes
         pending.first.setdefault(record.incarnation, record.seq)
+        return []
 
     def _untold_group(self, key: Key) -> _Group:
         group = self._group(key)
@@ -419,9 +439,8 @@ class Assembler:
         missed = MISSED if self._is_suspect or is_covered(group.suspect, time) else ""
         incomplete = why or pending.incomplete or told or missed
         group.note(time, pending.records)
-        self._gone[key, time] = None
-        if len(self._gone) > GONE_MAX:
-            self._gone.popitem(last=False)
+        group.gone.add(time)
+        group.again.discard(time)
         self.counts["epochs" if pending.incomplete != REST else "rest"] += 1
         self.counts["incomplete"] += bool(incomplete)
         return Assembled(Epoch(key[0], time), pending.records, incomplete, key[1])
@@ -496,12 +515,13 @@ class Assembler:
 
     def save(self, safe: Positions, held: Iterable[Assembled] = ()) -> dict[str, Any]:
         """What is to be kept with `safe`, for `restore`. Plain data for JSON."""
-        in_hand: dict[Key, set[Time]] = {}
+        in_hand: dict[Key, dict[Time, str]] = {}
         for one in held:
-            if one.epoch is not None:
-                in_hand.setdefault((one.epoch.group, one.keeper), set()).add(one.epoch.time)
+            if one.epoch is not None and one.incomplete != ODD:
+                in_hand.setdefault((one.epoch.group, one.keeper), {})[one.epoch.time] = one.incomplete
         saved = []
         for key, group in self._groups.items():
+            open = {time: one.incomplete for time, one in group.pending.items()} | in_hand.get(key, {})
             saved.append(
                 {
                     "group": key[0],
@@ -514,7 +534,9 @@ class Assembler:
                         for time, upto in sorted(group.handed.items())
                         if not _is_behind(upto, safe)
                     ],
-                    "open": sorted({*group.pending, *in_hand.get(key, ())}),
+                    "open": sorted(open),
+                    "rest": sorted(time for time, why in open.items() if why == REST),
+                    "gone": [sorted(group.gone.times), sorted(group.gone.below)],
                 }
             )
         return {"groups": saved}
@@ -532,7 +554,9 @@ class Assembler:
                 _time(time): {bytes.fromhex(log): int(seq) for log, seq in upto.items()} for time, upto in one["handed"]
             }
             group.open = set(map(_time, one["open"]))
-            times = [*group.filter, *group.suspect, *group.handed, *group.open]
+            group.again = group.open.difference(map(_time, one.get("rest", ())))
+            group.gone = Ended(*(map(_time, gone) for gone in one.get("gone", ())))
+            times = [*group.filter, *group.suspect, *group.handed, *group.open, *group.gone.times, *group.gone.below]
             group.length = next(map(len, times), group.length)
             if {len(time) for time in times} - {group.length}:
                 raise ValueError("times of one group have one length")

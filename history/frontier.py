@@ -12,6 +12,7 @@ Dataflow System", SOSP 2013). Unlike there, a stream that holds nothing has not 
 from __future__ import annotations
 
 import enum
+import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ LENGTH_MAX: Final = 8  # numbers of a time: nobody reasons about more dimensions
 ACTIVE_MAX: Final = 256  # open epochs of a group: each record of a frontier names them all
 FILTER_MAX: Final = 1_024  # of an antichain of several logs; beyond it they become one that is greater than each
 PASSED_MAX: Final = 64  # of a frontier; beyond it they become one that is greater than each of them
-ENDED_KEPT_MAX: Final = 1_024  # completed times that are told from skipped ones
+ENDED_KEPT_MAX: Final = 256  # times that are over and known each by itself
 
 
 def precedes(one: Time, other: Time) -> bool:
@@ -88,6 +89,32 @@ def few(times: Antichain, most: int) -> Antichain:
     return frozenset({tuple(map(max, zip(*times, strict=True)))})
 
 
+class Ended:
+    """Times that are over. The greatest of them are known each by itself; of the others that what is less than or equal
+    to one of `below` counts as over, too. So one that is far ahead of all others ends nothing but itself."""
+
+    def __init__(self, times: Iterable[Time] = (), below: Iterable[Time] = ()) -> None:
+        self.times = set(times)
+        self.below = maximal(below)
+        self._lowest = sorted(self.times)  # a heap
+
+    def __repr__(self) -> str:
+        return f"Ended(below={sorted(self.below)}, {len(self.times)} times)"
+
+    def __contains__(self, time: Time) -> bool:
+        return time in self.times or is_covered(self.below, time)
+
+    def add(self, time: Time) -> None:
+        if time in self.times:
+            return
+        self.times.add(time)
+        heapq.heappush(self._lowest, time)
+        if len(self.times) > ENDED_KEPT_MAX:
+            lowest = heapq.heappop(self._lowest)  # no other one is less than it
+            self.times.remove(lowest)
+            self.below = few(raised(self.below, [lowest]), PASSED_MAX)
+
+
 class State(enum.Enum):
     """Of a time, as its publisher sees it."""
 
@@ -124,8 +151,7 @@ class Frontier:
         self.passed = maximal(passed)
         self.floor = minimal(self.held or floor)
         self._lower: Antichain | None = None
-        self._ended: dict[Time, None] = {}  # the newest of those that were completed
-        self._forgotten = NOTHING  # the others
+        self._completed = Ended()
 
     def __repr__(self) -> str:
         return f"Frontier(lower={sorted(self.lower)}, upper={sorted(self.upper)}, passed={sorted(self.passed)})"
@@ -153,7 +179,7 @@ class Frontier:
             return State.ACTIVE
         if self.may_come(time):
             return State.LATENT
-        return State.COMPLETED if time in self._ended or is_covered(self._forgotten, time) else State.SKIPPED
+        return State.COMPLETED if time in self._completed else State.SKIPPED
 
     def may_come(self, time: Time) -> bool:
         """It is not over."""
@@ -190,15 +216,9 @@ class Frontier:
         self.seen.difference_update(over)
         self.passed = few(maximal([*self.passed, *over]), PASSED_MAX)
         self.floor = self.lower or self.floor
-        self._remember(completed)
+        for time in completed:
+            self._completed.add(time)
         return Passed(completed, [one for one in over if one not in set(completed)])
-
-    def _remember(self, completed: Iterable[Time]) -> None:
-        self._ended.update(dict.fromkeys(completed))
-        while len(self._ended) > ENDED_KEPT_MAX:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest]
-            self._forgotten = few(maximal([*self._forgotten, oldest]), PASSED_MAX)
 
 
 class Epoch(NamedTuple):

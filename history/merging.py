@@ -10,9 +10,9 @@ Cost follows the change: each of a thousand vehicles says something all the time
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from history.frontier import ACTIVE_MAX, GROUP_MAX, LENGTH_MAX, Antichain, Time, is_ahead, maximal, minimal
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier
@@ -21,20 +21,25 @@ LOGS_MAX: Final = 16  # of one keeper; it has a durable and a volatile one
 SINCE_MAX: Final = 4_096  # times that some log of a keeper has not heard of
 
 Keeper = tuple[str, int]  # who keeps a group: authority, uEntity
+Life = tuple[Any, int, Collection[Any]]  # of a log: its incarnation, the version, and which logs there are by that
 
 
-def times_of(told: GroupFrontier, length: int = 0) -> tuple[list[Time], list[Time]] | None:
-    """Its lower frontier, and what is active. None: no keeper says that, or not of times with `length` numbers (0: with
-    any)."""
+def times_of(told: GroupFrontier) -> tuple[list[Time], list[Time]] | None:
+    """Its lower frontier, and what is active, all with as many numbers. None: no keeper says that."""
     if max(len(told.lower), len(told.active)) > ACTIVE_MAX or len(told.logs) > LOGS_MAX:
         return None
     if not 0 < len(told.group.encode()) <= GROUP_MAX:
         return None
     lower, active = ([tuple(one.numbers) for one in times] for times in (told.lower, told.active))
     lengths = {len(time) for time in (*lower, *active)}
-    if length:
-        lengths.add(length)
     return (lower, active) if not lengths or (len(lengths) == 1 and 0 < lengths.pop() <= LENGTH_MAX) else None
+
+
+def is_replaced(old: Life, new: Life) -> bool:
+    """Of two logs of one keeper: the old one is not there any more, by what was told last in each, in the new one last.
+    One that lives beside the other names it, or is named by it."""
+    (old_log, old_version, old_logs), (log, version, logs) = old, new
+    return old_log not in logs and (old_version <= version or log not in old_logs)
 
 
 @dataclass(slots=True)
@@ -143,15 +148,18 @@ class Merged:
             self._unname(old.logs if old is not None else ())
         if not self.unheard:
             self._forget(keeper, part)
-        if len(keeper.parts) > LOGS_MAX:
-            self.drop(min(keeper.parts, key=lambda one: (keeper.parts[one].version, one)), part.heard_at)
         self._note_unheard(part.heard_at)
 
     def replaced_by(self, log: bytes) -> list[bytes]:
-        """Logs that are not there any more, by what was said in this one: they were in memory before a restart."""
+        """Logs that are not there any more, by what was said in this one: they were in memory before a restart, or
+        their disk was replaced. To be dropped."""
         part = self.parts[log]
-        others = self._keepers[part.keeper].parts.items()
-        return [one for one, other in others if one not in (log, *part.logs) and other.version <= part.version]
+        parts = self._keepers[part.keeper].parts
+        new = log, part.version, part.logs
+        gone = [one for one, old in parts.items() if one != log and is_replaced((one, old.version, old.logs), new)]
+        if len(parts) - len(gone) > LOGS_MAX:
+            gone.append(min(parts.keys() - {log, *gone}, key=lambda one: (parts[one].version, one)))
+        return gone
 
     def touch(self, log: bytes, part: Part, now: float) -> None:
         """It is there, and has said nothing new."""
@@ -176,7 +184,10 @@ class Merged:
         keeper = self._keepers[part.keeper]
         del keeper.parts[log]
         self._count(part.keeper)
-        if not keeper.parts:
+        if keeper.parts:
+            newest = max(one.version for one in keeper.parts.values())
+            keeper.since = {time: version for time, version in keeper.since.items() if version <= newest}
+        else:
             del self._keepers[part.keeper]
         self._unname(part.logs)
         if log in self._named:

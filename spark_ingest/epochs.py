@@ -16,7 +16,18 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.assembling import BEGUN, BEGUN_THERE, GROUPS_MAX, MISSED, REST, UNTOLD, begins, begins_to_hear, concerns
+from history.assembling import (
+    BEGUN,
+    BEGUN_THERE,
+    GROUPS_MAX,
+    MISSED,
+    ODD,
+    REST,
+    UNTOLD,
+    begins,
+    begins_to_hear,
+    concerns,
+)
 from history.frontier import (
     NOTHING,
     Antichain,
@@ -27,7 +38,7 @@ from history.frontier import (
     not_passed,
     raised,
 )
-from history.merging import times_of
+from history.merging import is_replaced, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier, GroupFrontier, RecordBatch
@@ -38,6 +49,7 @@ TOPICS: Final = ids.frontiers_of(uris.WILDCARD_AUTHORITY)  # where keepers and f
 
 PARTS_MAX: Final = 64  # of a gate: logs, also those of before restarts for as long as something waits
 WAITING_MAX: Final = 1_024  # times of a gate; a keeper has 256 open
+TOO_MANY: Final = "too many epochs wait for a log of their gateway"
 
 Key = tuple[str, int, str]  # of a keeper: authority, uEntity; and the group
 Seqs = Mapping[str, int]  # by log, as it is read
@@ -103,6 +115,8 @@ class Gate:
     waiting: dict[Time, Waiting] = field(default_factory=dict)
     incomplete: dict[Time, str] = field(default_factory=dict)  # of what the batch that ends here hands over: why
     heard_ms: int = 0  # when something was told last, Unix ms
+    rest: Antichain = NOTHING  # of what is less than or equal to it a part was handed over, as `TOO_MANY`,
+    rest_since: int = 0  # until this version is told in each log, and none of it may come
 
     def json(self) -> dict[str, Any]:
         return {
@@ -111,6 +125,7 @@ class Gate:
             "waiting": [[time, *one.json()] for time, one in sorted(self.waiting.items())],
             "incomplete": sorted(self.incomplete.items()),
             "heard_ms": self.heard_ms,
+            "rest": [sorted(self.rest), self.rest_since],
         }
 
     @classmethod
@@ -124,7 +139,8 @@ class Gate:
             for time, since, after, why, given_up in given["waiting"]
         }
         incomplete = {_time(time): str(why) for time, why in given["incomplete"]}
-        made = cls(parts, maximal(_times(given["filter"])), waiting, incomplete, int(given["heard_ms"]))
+        filter, (rest, since) = maximal(_times(given["filter"])), given["rest"]
+        made = cls(parts, filter, waiting, incomplete, int(given["heard_ms"]), maximal(_times(rest)), int(since))
         if len({len(time) for time in made._all_times()}) > 1:
             raise ValueError("times of one group have one length")
         return made
@@ -132,7 +148,12 @@ class Gate:
     def _all_times(self) -> Iterator[Time]:
         for part in self.parts.values():
             yield from (*part.lower, *part.active)
-        yield from (*self.filter, *self.waiting, *self.incomplete)
+        yield from (*self.filter, *self.waiting, *self.incomplete, *self.rest)
+
+    @property
+    def length(self) -> int:
+        """Of its times; 0: there is none."""
+        return len(next(self._all_times(), ()))
 
     # -- how far it has come
 
@@ -154,7 +175,7 @@ class Gate:
     def _is_idle(self) -> bool:
         """Whatever comes, it will be told anew in each log in front of it."""
         is_level = len({part.version for part in self._live}) <= 1
-        return not self.waiting and not self.filter and self._is_whole and is_level
+        return not self.waiting and not self.filter and not self.rest and self._is_whole and is_level
 
     def carried(self) -> Gate | None:
         """Into the next batch; None: nothing is to be known of it."""
@@ -164,7 +185,7 @@ class Gate:
         filter = not_passed(self.filter, lower) if self._is_whole and self._live else self.filter
         parts = {origin: part for origin, part in self.parts.items() if self.waiting or not part.is_gone}
         waiting = {time: replace(one, after=dict(one.after)) for time, one in self.waiting.items()}
-        return Gate(parts, filter, waiting, {}, self.heard_ms)
+        return Gate(parts, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since)
 
     def begin(self, told: Told, group: GroupFrontier, *, is_new: bool) -> None:
         part = self._part(told, group)
@@ -196,8 +217,9 @@ class Gate:
             before = frozenset()
         if known is None and not self._live and not is_lossy:  # so this is the snapshot
             self.filter, before = raised(self.filter, before), frozenset()
+        self._replace(told.origin, part)
         for time in part.active:
-            if is_covered(self.filter, time):
+            if is_covered(self.filter, time) or is_covered(self.rest, time):
                 continue
             waiting = self.waiting.setdefault(time, Waiting(part.version))
             waiting.since = min(waiting.since, part.version)
@@ -210,18 +232,39 @@ class Gate:
             if ends is not None:
                 ends.why = ends.why or ended.incomplete
         self.parts[told.origin] = part
+        if len(self.waiting) > WAITING_MAX:
+            self._let_go()
         return True
+
+    def _replace(self, origin: str, part: Part) -> None:
+        """Logs that are not there any more, by what is told in this one."""
+        for other, old in self.parts.items():
+            new = origin, part.version, part.logs
+            if not old.is_gone and other != origin and is_replaced((other, old.version, old.logs), new):
+                self.parts[other] = replace(old, is_gone=True)
+                if old.version > part.version:  # its disk was replaced, and versions begin anew
+                    self.spoil(MISSED)
+                    self.rest_since = 0
+                    for waiting in self.waiting.values():
+                        waiting.since = 0
+
+    def _let_go(self) -> None:
+        """What waits. One of the logs is far behind the others."""
+        self.rest_since = max(self.rest_since, *(one.since for one in self.waiting.values()))
+        self.rest = raised(self.rest, self.waiting)
+        self.give_up(TOO_MANY)
+        self.waiting.clear()
 
     def _part(self, told: Told, group: GroupFrontier) -> Part | None:
         """None: not what a keeper writes."""
-        times = times_of(group, len(next(self._all_times(), ())))
-        if times is None:
+        times = times_of(group)
+        if times is None or (told.origin not in self.parts and len(self.parts) >= PARTS_MAX):
             return None
         lower, active = times
-        if told.origin not in self.parts and len(self.parts) >= PARTS_MAX:
-            return None
-        if len(self.waiting) + len(active) > WAITING_MAX and len(self.waiting.keys() | active) > WAITING_MAX:
-            return None
+        if (lower or active) and self.length not in (0, len((*lower, *active)[0])):
+            if self.waiting or self.incomplete or self.rest:
+                return None
+            self.parts, self.filter = {}, NOTHING  # it begins anew, with other times
         logs = frozenset(log.hex() for log in group.logs)
         return Part(told.read, group.version, minimal(lower), frozenset(active), logs, group.number)
 
@@ -234,7 +277,7 @@ class Gate:
         """Logs that went back: so do the versions there. And logs that are gone: nothing more is told in them."""
         if any(part.read in anew for part in self.parts.values()):
             self.give_up(MISSED)
-            self.parts, self.waiting, self.filter = {}, {}, NOTHING
+            self.parts, self.waiting, self.filter, self.rest = {}, {}, NOTHING, NOTHING
         for origin, part in self.parts.items():
             if part.read in gone:
                 self.parts[origin] = replace(part, is_gone=True)
@@ -242,12 +285,9 @@ class Gate:
 
     def settle(self, start: Seqs, end: Seqs) -> None:
         """Let go what is over."""
-        if self._live:
-            newest = max(self._live, key=lambda part: part.version)
-            for origin, part in self.parts.items():
-                if newest.logs and origin not in newest.logs and part.version <= newest.version:
-                    self.parts[origin] = replace(part, is_gone=True)
         live, is_whole = self._live, self._is_whole
+        if not live or (is_whole and all(part.version >= self.rest_since for part in live)):
+            self.rest = not_passed(self.rest, [time for part in live for time in part.lower])
         reads = {part.read for part in self.parts.values()}
         for time, waiting in list(self.waiting.items()):
             if not live or (
@@ -367,7 +407,17 @@ class _Known:
     before: dict[Time, int] = field(default_factory=dict)  # held at the start: what comes after this seq
     held: dict[Time, int] = field(default_factory=dict)  # at the end
     filter: Antichain = NOTHING
+    rest: Antichain = NOTHING
     incomplete: dict[Time, str] = field(default_factory=dict)
+    length: int = 0  # of its times
+
+    def why(self, time: Time) -> str | None:
+        """What is handed over of it is not whole."""
+        if len(time) != self.length:
+            return ODD if self.length else None
+        if is_covered(self.rest, time) and time not in self.incomplete:
+            return REST
+        return self.incomplete.get(time)
 
 
 class Choice:
@@ -385,8 +435,8 @@ class Choice:
             for origin in gate.parts:
                 known = self._known.setdefault((origin, group), _Known())
                 known.held.update({time: waiting.after.get(read, 0) for time, waiting in gate.held.items()})
-                known.filter = gate.filter
-                known.incomplete = gate.incomplete
+                known.filter, known.rest = gate.filter, gate.rest
+                known.incomplete, known.length = gate.incomplete, gate.length
 
     def of(self, batch: RecordBatch) -> Columns:
         """What `Decoder.decode` takes."""
@@ -405,7 +455,7 @@ class Choice:
                 known = self._known.get((names[origin - 1] if origin else read, epoch[0]))
                 if not self._has(known, epoch[1], seq):
                     continue
-                why = UNTOLD if known is None else known.incomplete.get(epoch[1])
+                why = UNTOLD if known is None else known.why(epoch[1])
             places.append(place)
             whys.append(why)
         columns: list[Any] = [batch.seq, batch.time_ms, batch.message, batch.epochs, batch.epoch]
@@ -418,7 +468,8 @@ class Choice:
         if known is None:
             return seq > self._after
         if seq > self._after:
-            if time not in known.before and time not in known.held and is_covered(known.filter, time):
+            is_old = time not in known.before and time not in known.held and len(time) == known.length
+            if is_old and is_covered(known.filter, time):
                 return False
         elif not 0 <= known.before.get(time, seq) < seq:
             return False

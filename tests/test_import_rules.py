@@ -22,7 +22,7 @@ from tools.house import PRODUCT
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = {"transports.plugin", "transports.listeners", "transports.arrivals", "transports.base"}  # by all plugins
 
-READING = {"history.subscriber", "history.witness", "history.frontier", "history.assembling"}
+READING = {"history.subscriber", "history.witness", "history.frontier", "history.assembling", "history.merging"}
 
 # module or package -> what it may import beside itself; the longest name that fits counts
 ALLOWED: dict[str, set[str]] = {

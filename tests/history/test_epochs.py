@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sqlite3
 from collections.abc import Sequence
@@ -14,11 +15,22 @@ from hypothesis import strategies as st
 
 from history import epochs as epochs_module
 from history.acceptor import Record
-from history.assembling import BEGUN, BEGUN_THERE, MISSED, REST, Assembled, Assembler
+from history.assembling import (
+    BEGUN,
+    BEGUN_THERE,
+    GROUPS_MAX,
+    MISSED,
+    ODD,
+    REST,
+    UNTOLD,
+    UNTOLD_MAX,
+    Assembled,
+    Assembler,
+)
 from history.chunk import Chunk, Origin, decode, encode
 from history.client import HistoryClient
 from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, Arrived, Buckets, Group, Progress, timed, untimed
-from history.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
+from history.frontier import ENDED_KEPT_MAX, NUMBER_MAX, NUMBER_MIN, Epoch, Time
 from history.keeper import Keeper
 from history.log import Log
 from history.store import Store
@@ -679,10 +691,111 @@ def test_what_is_too_big_is_handed_over_in_parts() -> None:
 def test_what_can_not_be_read_or_compared_is_counted() -> None:
     told, reader = Told(), Assembler()
     reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
-    assert reader.take([told.junk(), told.frontier([(1, 2)], []), told.data((1, 2))], 0.0) == []
+    reader.take([told.data((2,))], 0.0)
+    assert times(reader.take([told.junk(), told.frontier([(1, 2)], []), told.data((1, 2))], 0.0)) == [((1, 2), ODD)]
     sent = UMessageBuilder.publish(at("hub", 0x8006)).build_from_upayload(UPayload(b"\xff\xff", 2))
     reader.take([Record(LOG, 99, 0, 0, sent)], 0.0)
-    assert reader.dropped["unreadable"] == 4
+    assert reader.dropped["unreadable"] == 3
+    assert times(reader.take([told.frontier([(3,)], [])], 0.0)) == [((2,), "")]
+
+
+def test_a_group_may_begin_anew_with_times_of_another_length() -> None:
+    told, other, reader = Told(), Told(OTHER_LOG), Assembler()
+    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+    reader.take([told.data((2,)), told.frontier([], [])], 0.0)
+    came = [other.frontier([(0, 1)], [(0, 1)], 1), other.data((0, 1)), other.frontier([(1, 0)], [])]
+    came[0].message.payload = _opened(came[0].message.payload)
+    assert times(reader.take(came, 0.0)) == [((0, 1), "")]
+    assert reader.dropped["unreadable"] == 0
+
+
+def _opened(payload: bytes) -> bytes:
+    frontier = Frontier.FromString(payload)
+    for group in frontier.groups:
+        group.opened.extend(group.active)
+    return frontier.SerializeToString()
+
+
+def reborn(reader: Assembler, told: Told, held: Sequence[Assembled] = ()) -> Assembler:
+    """After a restart, with what it had saved when all of `told` was read, and `held` not taken."""
+    positions = reader.safe({told.log: told.seq}, held)
+    saved = json.loads(json.dumps(reader.save(positions, held)))
+    again = Assembler(timeout_s=10)
+    again.restore(saved)
+    return again
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_a_silent_gateway_brings_later_is_the_rest_after_a_restart_and_an_hour_too(restarts: bool) -> None:
+    """One of two vehicles is away for longer than each epoch can be known by itself."""
+    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(timeout_s=10)
+    snapshot = [one.frontier([(0,)], [], 9), other.frontier([(0,)], [], 9)]
+    reader.begin(snapshot, 0.0)
+    handed: list[Assembled] = []
+    seconds = 2 * ENDED_KEPT_MAX
+    for second in range(1, seconds):
+        now = second * 20.0
+        handed += reader.take([one.data((second,)), one.frontier([(second + 1,)], [])], now)
+        handed += reader.overdue(now + 15.0)
+    assert [time for time, _ in times(handed)] == [(second,) for second in range(1, seconds)]
+    if restarts:
+        reader = reborn(reader, one)
+        reader.begin([one.frontier([(seconds,)], []), snapshot[1]], now)
+    for second in (1, 5, seconds - 1):
+        came = [other.data((second,)), other.frontier([(second + 1,)], [])]
+        assert times(reader.take(came, now + 20.0)) == [((second,), REST)]
+    assert times(reader.take([one.data((seconds,)), one.frontier([(seconds + 1,)], [])], now + 20.0)) == []
+    assert times(reader.take([other.frontier([(seconds + 1,)], [])], now + 20.0)) == [((seconds,), "")]
+
+
+def test_what_was_handed_over_and_not_taken_is_no_rest_after_a_restart() -> None:
+    told, reader = Told(), Assembler()
+    snapshot = told.frontier([(0,)], [], 9)
+    reader.begin([snapshot], 0.0)
+    seconds = [(second,) for second in range(1, 3 * ENDED_KEPT_MAX)]
+    came = [told.data(second) for second in seconds] + [told.frontier([(1_000_000,)], [])]
+    held = reader.take(came, 0.0)
+    assert [time for time, _ in times(held)] == seconds
+    again = reborn(reader, told, held=held[1:])
+    again.begin([snapshot], 0.0)
+    assert times(again.take(came, 0.0)) == [(second, "") for second in seconds[1:]]
+
+
+def test_a_vehicle_whose_clock_is_years_ahead_makes_nobody_else_late() -> None:
+    """The others are parked when it ends its epochs."""
+    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([one.frontier([], [], 9), other.frontier([], [], 9)], 0.0)
+    future = [(1 << 40) + second for second in range(ENDED_KEPT_MAX // 2)]
+    handed = [epoch for second in future for epoch in reader.take([other.data((second,)), other.frontier([], [])], 0.0)]
+    assert [time for time, _ in times(handed)] == [(second,) for second in future]
+    for second in range(1, 2 * ENDED_KEPT_MAX):
+        opened = one.frontier([(second,)], [(second,)])
+        assert times(reader.take([opened, one.data((second,)), one.frontier([], [])], 0.0)) == [((second,), "")]
+
+
+def test_whatever_logs_tell_takes_bounded_memory_and_none_of_their_records_is_lost() -> None:
+    told, reader = Told(), Assembler(timeout_s=10)
+    frontiers = []
+    for place in range(20 * GROUPS_MAX):
+        one = told.frontier([(1,)], [(1,)])
+        frontier = Frontier.FromString(one.message.payload)
+        frontier.groups[0].group = f"g{place}"
+        one.message.payload = frontier.SerializeToString()
+        frontiers.append(one)
+    reader.take(frontiers, 0.0)
+    assert reader.dropped["unreadable"] == 19 * GROUPS_MAX
+    assert len(list(reader.frontiers())) == GROUPS_MAX
+
+    def unheard(groups: int) -> list[Record]:
+        return [replace(told.data((5,)), epoch=Epoch(f"unheard{place}", (5,))) for place in range(groups)]
+
+    reader.take(unheard(100), 0.0)
+    assert reader.dropped["begun"] == 100
+    handed = [*reader.take(unheard(100), 20.0), *reader.overdue(20.0)]
+    assert [why for _, why in times(handed)] == [UNTOLD] * 100
+    reader.take(unheard(4 * UNTOLD_MAX), 20.0)
+    assert len(reader.overdue(40.0)) + reader.dropped["begun"] == 100 + 4 * UNTOLD_MAX
+    assert len(list(reader.frontiers())) <= GROUPS_MAX + UNTOLD_MAX + 1
 
 
 def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from history.assembling import Assembled, Assembler
+from history.assembling import MISSED, Assembled, Assembler
 from history.client import HistoryClient
 from history.epochs import Group, timed
 from history.frontier import Epoch, Time, precedes
@@ -76,6 +76,18 @@ class World(HistoryWorld):
         """As after a restart of the gateway; its logs are as they were."""
         self.keeper.close()
         await self.service.stop()
+        self.keeper = self._keeper(self.logs)
+        await self.keeper.open()
+        self._arguments["keeper"] = self.keeper
+        await self.serve()
+
+    async def replace_log(self) -> None:
+        """As after its disk was replaced; there is one log."""
+        self.keeper.close()
+        await self.service.stop()
+        for log in self.logs:
+            await log.close()
+        self.logs = [await Log.open(None, name="log0", now_ms=lambda: self.now_ms)]
         self.keeper = self._keeper(self.logs)
         await self.keeper.open()
         self._arguments["keeper"] = self.keeper
@@ -289,3 +301,44 @@ def test_all_of_an_epoch_or_none(first: int, tmp_path: Path, monkeypatch: pytest
 
         virtually(go(), seed)
     assert sums[1] > 100, f"epochs were seen, and most of them whole: {sums}"
+
+
+@pytest.mark.parametrize("seconds", [20, 400])
+def test_a_disk_that_was_replaced_holds_nobody_back(
+    seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its versions begin anew, after however long a time."""
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+
+    async def go() -> None:
+        world, dice = World(), random.Random(1)
+        await world.begin(dice, 1)
+        client = HistoryClient(await world.caller("cloud0"), SERVICE, timeout_ms=2_000)
+        reader = Reader(world, client, tmp_path / "cursor.json", latest=False)
+        reader.come()
+
+        async def drive(seconds: int) -> list[tuple[int, str]]:
+            """What it saw meanwhile."""
+            known = len(reader.has)
+            for _ in range(seconds):
+                await world.publish([message(SIGNALS[0], world.now_ms + ms, dice) for ms in (0, 100)])
+                world.now_ms += 1_000
+                await asyncio.sleep(1.0)
+            return [
+                ((one.epoch.time[0] - START_MS) // 1_000, one.incomplete)
+                for one in reader.has[known:]
+                if one.epoch is not None
+            ]
+
+        before = await drive(seconds)
+        assert before == [(second, "") for second in range(seconds - 2)]
+        await world.replace_log()
+        after = await drive(10)
+        assert [second for second, _ in after] == list(range(seconds - 2, seconds + 8))
+        assert {why for second, why in after if second <= seconds} == {MISSED}
+        assert {why for second, why in after if second > seconds} == {""}
+        await reader.go()
+        world.keeper.close()
+        await world.close()
+
+    virtually(go(), 1)

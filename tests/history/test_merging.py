@@ -183,8 +183,8 @@ def test_what_no_keeper_says() -> None:
         return made
 
     assert times_of(told()) == ([(0,)], [(0,)])
-    assert times_of(told(0, 0, 0), 3) == ([], [])
-    assert times_of(told(ACTIVE_MAX, ACTIVE_MAX, LOGS_MAX, "x" * 64, 8), 8) is not None
+    assert times_of(told(0, 0, 0)) == ([], [])
+    assert times_of(told(ACTIVE_MAX, ACTIVE_MAX, LOGS_MAX, "x" * 64, 8)) is not None
     for wrong in (
         told(ACTIVE_MAX + 1),
         told(active=ACTIVE_MAX + 1),
@@ -195,16 +195,43 @@ def test_what_no_keeper_says() -> None:
         told(numbers=9),
     ):
         assert times_of(wrong) is None
-    assert times_of(told(), 2) is None
+    odd = told()
+    odd.active.add(numbers=[1, 2])
+    assert times_of(odd) is None
+
+
+def hear(merged: Merged, log: bytes, part: Part) -> None:
+    merged.hear(log, part)
+    for gone in merged.replaced_by(log):
+        merged.drop(gone, part.heard_at)
 
 
 def test_a_keeper_that_invents_logs_is_waited_for_no_longer_than_others() -> None:
-    merged = Merged()
-    for place in range(1_000):
-        log = place.to_bytes(16, "big")
-        merged.hear(log, Part(("car", 4), place, frozenset({(0,)}), frozenset({(place,)}), frozenset({log}), 1, 0.0))
-    assert len(merged.parts) == LOGS_MAX
-    assert merged.is_whole
-    merged.hear(LOGS[4], Part(("car", 4), 9_999, frozenset(), frozenset(), frozenset({b"none" * 4}), 1, 1.0))
+    merged, logs = Merged(), [place.to_bytes(16, "big") for place in range(1_000)]
+    for place, log in enumerate(logs):
+        named = frozenset([log, *logs[place + 1 : place + 3]])  # so that none is replaced by the next one
+        hear(merged, log, Part(("car", 4), 1_000 - place, frozenset({(0,)}), frozenset({(place,)}), named, 1, 0.0))
+    assert len(merged.parts) <= LOGS_MAX
+    hear(merged, LOGS[4], Part(("car", 4), 9_999, frozenset(), frozenset(), frozenset({b"none" * 4}), 1, 1.0))
     merged.silence(1.0)
     assert merged.is_whole
+
+
+def test_logs_that_are_not_there_any_more_are_known_by_what_the_others_say() -> None:
+    """[durable, volatile] -> a restart: [durable, another volatile] -> another disk: [another durable]"""
+    durable, memory, other_memory, other_disk, _ = LOGS
+    merged = Merged()
+
+    def say(log: bytes, version: int, *logs: bytes) -> set[bytes]:
+        hear(merged, log, Part(("car", 4), version, minimal([(version,)]), frozenset(), frozenset(logs), version, 0.0))
+        return set(merged.parts)
+
+    assert say(durable, 1, durable) == {durable}
+    assert say(memory, 900, durable, memory) == {durable, memory}, "who is read further is not replaced by who is not"
+    assert say(durable, 2, durable) == {durable, memory}
+    assert say(memory, 901, durable, memory) == {durable, memory}
+    assert say(durable, 901, durable, memory) == {durable, memory}
+    assert say(durable, 902, durable, other_memory) == {durable}
+    assert say(other_memory, 902, durable, other_memory) == {durable, other_memory}
+    assert say(other_disk, 1, other_disk) == {other_disk}, "its versions begin anew"
+    assert merged.lower == {(1,)}

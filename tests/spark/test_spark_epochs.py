@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
-from history.assembling import BEGUN, BEGUN_THERE, MISSED, REST, UNTOLD
+from history.assembling import BEGUN, BEGUN_THERE, GROUPS_MAX, MISSED, ODD, REST, UNTOLD
 from history.client import HistoryClient
 from history.frontier import Epoch
 from simulation.loop import VirtualLoop
@@ -371,6 +371,81 @@ def test_what_no_keeper_writes_changes_nothing() -> None:
     unread = Told(A, 4, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).build())
     unread.message.payload = b"\xff\xff"
     assert gates_after(odd, garbage, unread, gates=gates)[KEY] == gates[KEY]
+
+
+def test_too_many_epochs_that_wait_for_a_log_are_let_go_and_told() -> None:
+    """The durable log is read from days ago, and the one in memory has the last minutes."""
+    both, gates = [A, B], Gates()
+    seen: dict[int, str | None] = {}
+    step = epochs.WAITING_MAX // 4
+    for first in range(2, 8 * step, step):
+        versions = range(first, first + step)
+        told = [frontier(3 * version, version, {version}, opened={version}, logs=both) for version in versions]
+        old = frontier(1, 1, set(), read=B, logs=both)
+        end = gates_after(*(told if gates else [old, *told]), gates=gates, start={A: 3 * first - 1, B: 1})
+        rows = records(A, A, *versions, first=3 * first + 1)
+        for place in range(step):
+            rows.seq[place] = 3 * (first + place) + 1
+        seen |= chosen(gates, end, rows, 3 * first - 1)
+        assert len(end[KEY].waiting) <= epochs.WAITING_MAX
+        assert len(json.dumps(epochs.to_json(end))) < 300_000
+        gates = end
+    assert set(seen.values()) == {epochs.TOO_MANY}, "what was read in the batch in which there were too many"
+    assert gates[KEY].rest
+    late = records(A, A, 5, first=30_000)
+    assert chosen(gates, gates_after(gates=gates, start={A: 29_000}), late, 29_000) == {30_000: REST}
+    newest = 9 * step
+    level = gates_after(
+        frontier(40_000, newest, set(), logs=both),
+        frontier(40_001, newest, set(), read=B, logs=both),
+        gates=gates,
+        start={A: 39_000, B: 1},
+    )
+    assert not level[KEY].rest
+    assert not level[KEY].held
+
+
+def test_versions_of_a_disk_that_was_replaced_begin_anew_where_it_is_followed() -> None:
+    waits = gates_after(frontier(2, 900, {7}, opened={7}, read=CLOUD, origin=A))
+    after = gates_after(
+        frontier(101, 1, {8}, read=CLOUD, origin=B, opened={8}, number=1),
+        frontier(103, 2, set(), read=CLOUD, origin=B, ended="8"),
+        gates=waits,
+        start={CLOUD: 100},
+    )
+    assert chosen(waits, after, records(CLOUD, A, 7, first=3), 100) == {3: MISSED}
+    assert chosen(waits, after, records(CLOUD, B, 8, first=102), 100) == {102: None}
+    assert gates_after(gates=after, start={CLOUD: 103}) == {}, "of what is over nothing is kept"
+
+
+def test_a_group_may_begin_anew_with_times_of_another_length() -> None:
+    two = frontier(101, 3, set())
+    said = Frontier.FromString(two.message.payload)
+    for told in (said.groups[0].lower, said.groups[0].active, said.groups[0].opened):
+        told.add(numbers=[8, 1])
+    two.message.payload = said.SerializeToString()
+    rows = records(A, A, 7, 7, first=102)
+    rows.epochs[1].time.numbers[:] = [8, 1]
+    waits = gates_after(frontier(2, 2, {7}, opened={7}))
+    assert chosen(waits, gates_after(two, gates=waits, start={A: 100}), rows, 100) == {103: ODD}, "7 waits"
+    idle = gates_after(frontier(2, 2, {7}, opened={7}), frontier(3, 2, set(), ended="7"))
+    anew = gates_after(two, gates=idle, start={A: 100})
+    assert set(anew[KEY].held) == {(8, 1)}
+    assert Offset.of(json.loads(json.dumps(Offset({A: 101}, gates=anew).json()))).gates == anew
+
+
+def test_what_anybody_tells_takes_bounded_room_in_a_checkpoint() -> None:
+    told = []
+    for place in range(1_000):
+        one = frontier(place, place, {place}, opened={place})
+        said = Frontier.FromString(one.message.payload)
+        said.groups[0].group = f"g{place}"
+        one.message.payload = said.SerializeToString()
+        told.append(one)
+    assert len(gates_after(*told)) == GROUPS_MAX
+    logs = [place.to_bytes(16, "big").hex() for place in range(1, 1_000)]
+    gates = gates_after(*(frontier(9, 1, {7}, read=CLOUD, origin=log, logs=logs[:2]) for log in logs))
+    assert len(gates[KEY].parts) == epochs.PARTS_MAX
 
 
 def test_a_checkpoint_takes_what_waits() -> None:
