@@ -30,7 +30,7 @@ from history.assembling import Assembler
 from history.frontier import Time
 from history.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
-from streamer.demo import drive
+from streamer.demo import drive, replay
 from streamer.demo.processes import Child, free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
@@ -38,12 +38,14 @@ from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, PollRequest
+from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 
 HERE: Final = Path(__file__).parent
 TOPICS: Final = [uris.pattern(authority, drive.PUBLISHER_UE_ID, 1) for authority in (drive.VEHICLE, drive.MCU)]
 EVERYTHING: Final = [*TOPICS, *ids.frontiers_of(drive.VEHICLE)]
 SEED: Final = 7
+SECONDS_MIN: Final = 4
 WAIT_S: Final = 60.0  # for something to come through; no measure of speed
 
 
@@ -138,13 +140,24 @@ async def stored(client: HistoryClient, count: int) -> int:
             await asyncio.sleep(0.05)
 
 
-async def run(asked: argparse.Namespace, folder: Path) -> int:
-    made = drive.read(asked.data.read_text()) if asked.data else drive.simulate(SEED, asked.seconds)
-    start_ms = uuids.now_ms() // 1_000 * 1_000
+def by_seconds(asked: argparse.Namespace, start_ms: int) -> dict[int, list[drive.Sample]]:
+    """The drive, by the Unix millisecond in which each second of it begins. Raises UStatusError(INVALID_ARGUMENT) for
+    one that has no middle of a second to join in."""
     seconds: dict[int, list[drive.Sample]] = defaultdict(list)
-    for sample in made.samples(start_ms):
+    for sample in replay.load(asked.data, SEED, asked.seconds).samples(start_ms):
         seconds[sample.time_ms].append(sample)
-    times = sorted(seconds)[: asked.seconds]
+    found = {time: seconds[time] for time in sorted(seconds)[: asked.seconds]}
+    counts = [len(samples) for samples in found.values()]
+    if len(counts) < SECONDS_MIN or counts[len(counts) // 2] < 2:
+        what = f"expected a drive of {SECONDS_MIN} seconds or more, with two signals or more in its middle"
+        raise invalid(f"{what}, got {len(counts)} seconds of up to {max(counts, default=0)} signals: take another one")
+    return found
+
+
+async def run(asked: argparse.Namespace, folder: Path) -> int:
+    start_ms = uuids.now_ms() // 1_000 * 1_000
+    seconds = by_seconds(asked, start_ms)
+    times = list(seconds)
     middle = times[len(times) // 2]
     first, second = Seen(), Seen()
     async with contextlib.AsyncExitStack() as stack:
@@ -232,11 +245,16 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="a recorded drive (CSV, a row for each second), in place of our own")
     parser.add_argument("--pictures", type=Path, help="a folder for the pictures of this run")
     asked = parser.parse_args()
-    if asked.seconds < 4:
-        parser.error("--seconds is at least 4: one has to be joined in the middle")
+    if asked.seconds < SECONDS_MIN:
+        parser.error(f"--seconds is at least {SECONDS_MIN}: one has to be joined in the middle")
     logs.configure("error")
     with tempfile.TemporaryDirectory(prefix="epochs-") as folder:
-        return asyncio.run(run(asked, Path(folder)))
+        try:
+            if asked.pictures is not None:
+                asked.pictures.mkdir(parents=True, exist_ok=True)
+            return asyncio.run(run(asked, Path(folder)))
+        except (OSError, UStatusError) as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":
