@@ -86,10 +86,13 @@ class Keeper:
             for told in newest.groups if newest is not None else ():
                 state.numbers[told.group] = told.number
                 kept = self._kept.get(told.group)
-                if one is self._logs[0] and kept is not None:
+                if one is self._logs[0] and kept is not None and told.kept.kind:
                     kept.resume(told, self._loop.time())
             await self._end_others(one, newest)
         for kept in self._kept.values():
+            # beyond what it was, if it was kept before and that is not known any more: nothing changes every
+            # millisecond for years
+            kept.version = kept.version or self._now_ms()
             if isinstance(kept, Progress) and kept.publishers:
                 await self._count_again(kept)
         if self._kept:
@@ -122,8 +125,6 @@ class Keeper:
             # nothing was
             log.warning("how far the epochs had come is lost: they begin anew", log=one.name)
             self._in[one].numbers.update(dict.fromkeys(self._kept, 1))
-            for kept in self._kept.values():
-                kept.version = self._now_ms()  # beyond what it was: nothing changes every millisecond for years
         return None
 
     async def _end_others(self, one: Log, newest: Frontier | None) -> None:
@@ -131,7 +132,8 @@ class Keeper:
         over = Frontier()
         for told in newest.groups if newest is not None else ():
             if told.group not in self._kept and (told.lower or told.active):
-                ended = over.groups.add(group=told.group, number=told.number + 1, logs=[one.incarnation])
+                ended = over.groups.add(group=told.group, number=told.number + 1, version=told.version + 1)
+                ended.logs.append(one.incarnation)
                 ended.ended.extend(GroupFrontier.Ended(time=time, incomplete=ENDED) for time in told.active)
                 ended.updates.extend(GroupFrontier.Update(time=time, change=-1) for time in told.lower)
         if over.groups:

@@ -535,9 +535,30 @@ async def test_a_group_that_is_not_kept_any_more_ends_what_is_open(world: World)
     await world.say("car", 0x21, ((1,), 1))
     await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
     await world.restart([SECOND])
-    (*_, last) = await world.frontiers()
+    (*_, before, last) = await world.frontiers()
     assert (list(last.lower), list(last.active)) == ([], [])
     assert [(tuple(one.time.numbers), one.incomplete) for one in last.ended] == [((1,), epochs_module.ENDED)]
+    assert last.version > before.version, "who waits for all logs to know of an epoch knows that it is over"
+
+
+@pytest.mark.parametrize("others", [[], [SECOND]])
+@pytest.mark.parametrize("width_ms", [None, 1_000])
+async def test_a_group_that_was_taken_out_may_come_back(
+    world: World, others: list[Group], width_ms: int | None
+) -> None:
+    """Whether or not something else was told in between, and in the other way, too."""
+    await world.say("car", 0x21, ((1,), 1))
+    await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
+    await world.restart(others)
+    await world.append_all(world.logs[0], [message(topic, START_MS, DICE) for topic in (LAPS[0], SIGNALS[0])])
+    (*_, before) = await world.frontiers()
+    await world.restart([replace(LAP, width_ms=width_ms)])
+    if width_ms is None:
+        await world.say("car", 0x21, ((2,), 1))
+    await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
+    (*_, last) = await world.frontiers()
+    assert [tuple(time.numbers) for time in last.active] == [(2,) if width_ms is None else (START_MS,)]
+    assert last.version > before.version
 
 
 async def test_another_kind_under_the_same_name_is_refused_at_the_start(world: World) -> None:
