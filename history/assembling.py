@@ -11,6 +11,7 @@ over before it is behind the minimal of what any of them may still bring.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from history.acceptor import Positions, Record
 from history.frontier import (
     NOTHING,
     Antichain,
-    Ended,
     Epoch,
+    Spans,
     Time,
     is_ahead,
     is_covered,
@@ -52,7 +53,7 @@ BEGUN: Final = "it had begun before it was read"
 BEGUN_THERE: Final = "it had begun before a gateway on the way followed all of its topics"
 TOO_BIG: Final = "it is too big to be held until its end"
 UNTOLD: Final = "nothing is told of its group: may //*/4/1/8005 be read?"
-REST: Final = "it, or a greater one, was handed over before, and this came later"
+REST: Final = "it was handed over before, and this came later"
 ODD: Final = "its time has not as many numbers as others of its group"
 
 Filter = Literal["atomic", "all"]
@@ -96,7 +97,7 @@ class _Group:
     open: set[Time] = field(default_factory=set)  # but for these: handed over in part, and the rest waited at a restart
     unknown_since: float | None = None  # records came, and nothing is told of the group; loop time
     known: set[bytes] = field(default_factory=set)  # logs that were parts before a restart
-    gone: Ended = field(default_factory=Ended)  # what was handed over: of these, more is the rest
+    gone: Spans = field(default_factory=Spans)  # what was handed over: of these, more is the rest
     again: set[Time] = field(default_factory=set)  # but for these, which nobody had taken before a restart
     length: int = 0  # of its times
 
@@ -536,7 +537,7 @@ class Assembler:
                     ],
                     "open": sorted(open),
                     "rest": sorted(time for time, why in open.items() if why == REST),
-                    "gone": [sorted(group.gone.times), sorted(group.gone.below)],
+                    "gone": group.gone.spans,
                 }
             )
         return {"groups": saved}
@@ -555,8 +556,9 @@ class Assembler:
             }
             group.open = set(map(_time, one["open"]))
             group.again = group.open.difference(map(_time, one.get("rest", ())))
-            group.gone = Ended(*(map(_time, gone) for gone in one.get("gone", ())))
-            times = [*group.filter, *group.suspect, *group.handed, *group.open, *group.gone.times, *group.gone.below]
+            group.gone = Spans((_time(first), _time(last)) for first, last in one.get("gone", ()))
+            gone = itertools.chain.from_iterable(group.gone.spans)
+            times = [*group.filter, *group.suspect, *group.handed, *group.open, *gone]
             group.length = next(map(len, times), group.length)
             if {len(time) for time in times} - {group.length}:
                 raise ValueError("times of one group have one length")

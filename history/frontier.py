@@ -11,12 +11,13 @@ Dataflow System", SOSP 2013). Unlike there, a stream that holds nothing has not 
 
 from __future__ import annotations
 
+import bisect
 import enum
-import heapq
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from operator import le
+from operator import le, sub
 from typing import Final, NamedTuple
 
 # A logical time: (second,), or (trip, lap, sector). One of them is less than or equal to another one if each of its
@@ -32,7 +33,8 @@ LENGTH_MAX: Final = 8  # numbers of a time: nobody reasons about more dimensions
 ACTIVE_MAX: Final = 256  # open epochs of a group: each record of a frontier names them all
 FILTER_MAX: Final = 1_024  # of an antichain of several logs; beyond it they become one that is greater than each
 PASSED_MAX: Final = 64  # of a frontier; beyond it they become one that is greater than each of them
-ENDED_KEPT_MAX: Final = 256  # times that are over and known each by itself
+ENDED_KEPT_MAX: Final = 1_024  # completed times that are told from skipped ones
+SPANS_MAX: Final = 8  # drives that are told apart; a cursor file names them
 
 
 def precedes(one: Time, other: Time) -> bool:
@@ -89,30 +91,30 @@ def few(times: Antichain, most: int) -> Antichain:
     return frozenset({tuple(map(max, zip(*times, strict=True)))})
 
 
-class Ended:
-    """Times that are over. The greatest of them are known each by itself; of the others that what is less than or equal
-    to one of `below` counts as over, too. So one that is far ahead of all others ends nothing but itself."""
+class Spans:
+    """Times that were, in little room: spans from a first to a last one, and what is between these counts, too. Where
+    there are too many, the two that are closest become one; so what is years ahead of all others stays apart."""
 
-    def __init__(self, times: Iterable[Time] = (), below: Iterable[Time] = ()) -> None:
-        self.times = set(times)
-        self.below = maximal(below)
-        self._lowest = sorted(self.times)  # a heap
+    def __init__(self, spans: Iterable[tuple[Time, Time]] = ()) -> None:
+        self.spans = sorted(spans)
 
     def __repr__(self) -> str:
-        return f"Ended(below={sorted(self.below)}, {len(self.times)} times)"
+        return f"Spans({self.spans})"
 
     def __contains__(self, time: Time) -> bool:
-        return time in self.times or is_covered(self.below, time)
+        return any(precedes(first, time) and precedes(time, last) for first, last in self.spans)
 
     def add(self, time: Time) -> None:
-        if time in self.times:
+        if time in self:
             return
-        self.times.add(time)
-        heapq.heappush(self._lowest, time)
-        if len(self.times) > ENDED_KEPT_MAX:
-            lowest = heapq.heappop(self._lowest)  # no other one is less than it
-            self.times.remove(lowest)
-            self.below = few(raised(self.below, [lowest]), PASSED_MAX)
+        bisect.insort(self.spans, (time, time))
+        if len(self.spans) > SPANS_MAX:
+            pairs = itertools.pairwise(self.spans)
+            gaps = (tuple(map(sub, after[0], before[1])) for before, after in pairs)
+            place, _ = min(enumerate(gaps), key=lambda one: one[1])
+            (one_first, one_last), (other_first, other_last) = self.spans[place : place + 2]
+            first, last = tuple(map(min, one_first, other_first)), tuple(map(max, one_last, other_last))
+            self.spans[place : place + 2] = [(first, last)]
 
 
 class State(enum.Enum):
@@ -151,7 +153,8 @@ class Frontier:
         self.passed = maximal(passed)
         self.floor = minimal(self.held or floor)
         self._lower: Antichain | None = None
-        self._completed = Ended()
+        self._ended: dict[Time, None] = {}  # the newest of those that were completed
+        self._forgotten = NOTHING  # the others
 
     def __repr__(self) -> str:
         return f"Frontier(lower={sorted(self.lower)}, upper={sorted(self.upper)}, passed={sorted(self.passed)})"
@@ -179,7 +182,7 @@ class Frontier:
             return State.ACTIVE
         if self.may_come(time):
             return State.LATENT
-        return State.COMPLETED if time in self._completed else State.SKIPPED
+        return State.COMPLETED if time in self._ended or is_covered(self._forgotten, time) else State.SKIPPED
 
     def may_come(self, time: Time) -> bool:
         """It is not over."""
@@ -216,9 +219,15 @@ class Frontier:
         self.seen.difference_update(over)
         self.passed = few(maximal([*self.passed, *over]), PASSED_MAX)
         self.floor = self.lower or self.floor
-        for time in completed:
-            self._completed.add(time)
+        self._remember(completed)
         return Passed(completed, [one for one in over if one not in set(completed)])
+
+    def _remember(self, completed: Iterable[Time]) -> None:
+        self._ended.update(dict.fromkeys(completed))
+        while len(self._ended) > ENDED_KEPT_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._forgotten = few(maximal([*self._forgotten, oldest]), PASSED_MAX)
 
 
 class Epoch(NamedTuple):

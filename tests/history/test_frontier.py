@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from history.frontier import (
     PASSED_MAX,
+    SPANS_MAX,
     Antichain,
     Frontier,
+    Spans,
     State,
     Time,
     is_ahead,
@@ -232,3 +234,24 @@ def test_the_filter_of_any_moment_lets_through_what_was_latent_then(
     for time in history.seen - over_before:
         if not is_covered(filter, time):
             assert time not in seen_before, "some of it was missed, and it was let through"
+
+
+@given(st.lists(TIMES, max_size=60))
+def test_spans_have_all_that_was_in_little_room(added: list[Time]) -> None:
+    spans = Spans()
+    for place, time in enumerate(added):
+        spans.add(time)
+        assert all(one in spans for one in added[: place + 1])
+        assert len(spans.spans) <= SPANS_MAX
+
+
+def test_what_is_far_ahead_of_all_others_stays_apart() -> None:
+    spans, night, years = Spans(), 30_000, 1 << 32
+    for drive in range(4):
+        for second in range(100):
+            spans.add((drive * night + second,))
+            spans.add((drive * night + second + years,))
+    assert (years - 1,) not in spans
+    assert (night - 1,) not in spans
+    assert (night + 5,) in spans
+    assert (3 * night + years,) in spans
