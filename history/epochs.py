@@ -80,8 +80,9 @@ class Arrived(NamedTuple):
 
 
 def timed(time: Time, payload: UPayload) -> UPayload:
-    """`payload` of an epoch that it names: for a publisher that has several open at once."""
-    named = Timed(time=LogicalTime(numbers=time), payload=payload.data, format=payload.format)
+    """`payload` of an epoch that it names: for a publisher that has several open at once. Raises INVALID_ARGUMENT as
+    `wire_time`."""
+    named = Timed(time=wire_time(time), payload=payload.data, format=payload.format)
     return UPayload.pack_to_any(named)
 
 
@@ -170,7 +171,7 @@ class Kept(abc.ABC):
             why = self.incomplete.pop(time, "")
             self.counts["epochs"] += 1
             self.counts["incomplete"] += bool(why)
-            self._ended.append(GroupFrontier.Ended(time=_wire(time), incomplete=why))
+            self._ended.append(GroupFrontier.Ended(time=wire_time(time), incomplete=why))
         for time in passed.skipped:
             self.incomplete.pop(time, None)
             self.counts["skipped"] += 1
@@ -205,11 +206,13 @@ class Kept(abc.ABC):
         before, was_active = _times(self._told.lower), _times(self._told.active)
         self.version += 1
         told = GroupFrontier(group=self.group.name, ended=self._ended, version=self.version)
-        told.lower.extend(map(_wire, sorted(self._lower)))
-        told.active.extend(map(_wire, sorted(self._active)))
-        told.opened.extend(map(_wire, sorted(self._active - was_active)))
+        told.lower.extend(map(wire_time, sorted(self._lower)))
+        told.active.extend(map(wire_time, sorted(self._active)))
+        told.opened.extend(map(wire_time, sorted(self._active - was_active)))
         changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
-        told.updates.extend(GroupFrontier.Update(time=_wire(time), change=change) for time, change in sorted(changes))
+        told.updates.extend(
+            GroupFrontier.Update(time=wire_time(time), change=change) for time, change in sorted(changes)
+        )
         self._ended, self._is_changed = [], False
         self._keep(told.kept)
         self._told = told
@@ -227,11 +230,11 @@ class Kept(abc.ABC):
     def _keep(self, kept: GroupFrontier.Kept) -> None:
         """What `resume` needs."""
         kept.kind = self.kind
-        kept.seen.extend(map(_wire, sorted(self.frontier.seen)))
-        kept.passed.extend(map(_wire, sorted(self.frontier.passed)))
-        kept.floor.extend(map(_wire, sorted(self.frontier.floor)))
+        kept.seen.extend(map(wire_time, sorted(self.frontier.seen)))
+        kept.passed.extend(map(wire_time, sorted(self.frontier.passed)))
+        kept.floor.extend(map(wire_time, sorted(self.frontier.floor)))
         kept.incomplete.extend(
-            GroupFrontier.Ended(time=_wire(time), incomplete=why) for time, why in sorted(self.incomplete.items())
+            GroupFrontier.Ended(time=wire_time(time), incomplete=why) for time, why in sorted(self.incomplete.items())
         )
 
     def resume(self, told: GroupFrontier, now: float) -> None:
@@ -562,7 +565,7 @@ class Progress(Kept):
         super()._keep(kept)
         for (authority, ue_id), all in self.publishers.items():
             for time, held in all.items():
-                told = kept.held.add(time=_wire(time), is_closing=held.is_closing)
+                told = kept.held.add(time=wire_time(time), is_closing=held.is_closing)
                 told.publisher.CopyFrom(uris.uri(authority, ue_id, 0, 0))
                 for topic, (id, count) in held.last.items():
                     told.last.add(topic=UUri.FromString(topic), id=id, count=count)
@@ -586,8 +589,12 @@ def time_of(told: LogicalTime) -> Time:
     return tuple(told.numbers)
 
 
-def _wire(time: Time) -> LogicalTime:
-    return LogicalTime(numbers=time)
+def wire_time(time: Time) -> LogicalTime:
+    """Raises INVALID_ARGUMENT for what are no numbers of 64 bits."""
+    try:
+        return LogicalTime(numbers=time)
+    except (TypeError, ValueError):
+        raise invalid(f"a time has whole numbers of 64 bits, got {time!r}: give a tuple of them") from None
 
 
 def _times(told: Iterable[LogicalTime]) -> set[Time]:

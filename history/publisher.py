@@ -20,7 +20,7 @@ from typing import Final, Self, Unpack
 
 import structlog
 
-from history.epochs import Group
+from history.epochs import Group, wire_time
 from history.frontier import Time
 from history.keeper import Keeper
 from history.log import RETENTION_MS, Log
@@ -29,7 +29,7 @@ from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.communication import MessageOptions, Publisher, SimplePublisher
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, LogicalTime, ProgressRequest
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, ProgressRequest
 from uprotocol.encoded import decoded
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import OK, UStatusError, invalid
@@ -109,7 +109,7 @@ class HistoryPublisher(Publisher):
         assert self._publisher is None, "one publisher is open once at a time"
         async with contextlib.AsyncExitStack() as stack:
             kept = await stack.enter_async_context(await self._open_log())
-            keeper = await self._keep(kept, stack) if self._groups else None
+            keeper = await self._keep(kept, stack)  # also of no groups: it ends what is open of those of before
             await self._serve(kept, keeper, stack)
             copies = _Copies(kept, self._transport, self.counts)
             stack.push_async_callback(copies.close)
@@ -157,12 +157,11 @@ class HistoryPublisher(Publisher):
         over, and while the publisher is not open; INVALID_ARGUMENT, RESOURCE_EXHAUSTED as a gateway does.
         """
         if self._publisher is None or self._keeper is None:
-            what = "the publisher is not open, or has no groups: give it `groups`, and use `async with`"
-            raise UStatusError(UCode.FAILED_PRECONDITION, what)
+            raise UStatusError(UCode.FAILED_PRECONDITION, "the publisher is not open: use `async with`")
         asked = ProgressRequest(group=group)
         for change, times in ((1, opens), (-1, closes)):
             for time in times:
-                asked.changes.add(time=LogicalTime(numbers=time), change=change)
+                asked.changes.add(time=wire_time(time), change=change)
         await self._keeper.progress(self._local.get_source(), asked)
 
     async def _keep(self, kept: Log, stack: contextlib.AsyncExitStack) -> Keeper:
@@ -182,7 +181,7 @@ class HistoryPublisher(Publisher):
             runtime=self._runtime,
         )
 
-    async def _serve(self, kept: Log, keeper: Keeper | None, stack: contextlib.AsyncExitStack) -> None:
+    async def _serve(self, kept: Log, keeper: Keeper, stack: contextlib.AsyncExitStack) -> None:
         service = HistoryService(
             self._transport,
             self._local,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from history import publisher as publisher_module
 from history.assembling import Assembler
-from history.epochs import Group
+from history.epochs import ENDED, Group
 from history.frontier import Epoch
 from history.publisher import HistoryPublisher
 from history.store import Store
@@ -215,6 +215,31 @@ async def test_a_publisher_opens_and_closes_epochs_of_its_own(world: World) -> N
     assert publisher.counts["sent"] == 4
     with pytest.raises(UStatusError, match="not open"):
         await publisher.progress("door", opens=[(3,)])
+
+
+async def test_a_publisher_that_has_no_groups_any_more_ends_what_it_had_open(world: World) -> None:
+    topics = [topics_of(DOOR)]
+    async with world.publisher(groups=[Group("door", topics, None)]) as publisher:
+        await publisher.progress("door", opens=[(1,)])
+        await publisher.publish(TOPIC, text(10))
+    async with (
+        world.publisher() as publisher,
+        GaplessSubscriber(world.client(), topics, assembler=Assembler(topics)) as subscriber,
+    ):
+        epoch = await asyncio.wait_for(anext(subscriber.epochs()), 30)
+        assert (epoch.epoch, epoch.incomplete) == (Epoch("door", (1,)), ENDED)
+        with pytest.raises(UStatusError, match="there are: none"):
+            await publisher.progress("door", closes=[(1,)])
+
+
+@pytest.mark.parametrize("time", [(1 << 63,), ("one",), (1.5,), None, 7, ()])
+async def test_what_is_no_time_opens_nothing(world: World, time: Any) -> None:
+    async with world.publisher(groups=[Group("door", [topics_of(DOOR)], None)]) as publisher:
+        with pytest.raises(UStatusError) as error:
+            await publisher.progress("door", opens=[(1,), time])
+        assert error.value.code == UCode.INVALID_ARGUMENT
+        with pytest.raises(UStatusError, match="was not opened"):
+            await publisher.progress("door", closes=[(1,)])
 
 
 @pytest.mark.parametrize("resource", [-1, 0, 1, 0x7FFF, 0xFFFF, 0x1_0000])
