@@ -38,7 +38,7 @@ from history.frontier import (
     not_passed,
     raised,
 )
-from history.merging import is_replaced, times_of
+from history.merging import LOGS_MAX, is_replaced, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier, GroupFrontier, RecordBatch
@@ -47,7 +47,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 TOPICS: Final = ids.frontiers_of(uris.WILDCARD_AUTHORITY)  # where keepers and followers tell of epochs
 
-PARTS_MAX: Final = 64  # of a gate: logs, also those of before restarts for as long as something waits
+PARTS_MAX: Final = 64  # of a gate: logs, also those of before restarts that may have records of what waits
 WAITING_MAX: Final = 1_024  # times of a gate; a keeper has 256 open
 TOO_MANY: Final = "too many epochs wait for a log of their gateway"
 
@@ -139,7 +139,7 @@ class Gate:
             for time, since, after, why, given_up in given["waiting"]
         }
         incomplete = {_time(time): str(why) for time, why in given["incomplete"]}
-        filter, (rest, since) = maximal(_times(given["filter"])), given["rest"]
+        filter, (rest, since) = maximal(_times(given["filter"])), given.get("rest", ((), 0))
         made = cls(parts, filter, waiting, incomplete, int(given["heard_ms"]), maximal(_times(rest)), int(since))
         if len({len(time) for time in made._all_times()}) > 1:
             raise ValueError("times of one group have one length")
@@ -183,9 +183,18 @@ class Gate:
             return None
         lower = minimal(time for part in self._live for time in part.lower)
         filter = not_passed(self.filter, lower) if self._is_whole and self._live else self.filter
-        parts = {origin: part for origin, part in self.parts.items() if self.waiting or not part.is_gone}
         waiting = {time: replace(one, after=dict(one.after)) for time, one in self.waiting.items()}
-        return Gate(parts, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since)
+        return Gate(self._needed, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since)
+
+    @property
+    def _needed(self) -> dict[str, Part]:
+        """Logs that are there, and those of which there may be records of what waits."""
+        first = min((one.since for one in self.waiting.values()), default=None)
+        return {
+            origin: part
+            for origin, part in self.parts.items()
+            if not part.is_gone or (first is not None and part.version >= first)
+        }
 
     def begin(self, told: Told, group: GroupFrontier, *, is_new: bool) -> None:
         part = self._part(told, group)
@@ -258,7 +267,7 @@ class Gate:
     def _part(self, told: Told, group: GroupFrontier) -> Part | None:
         """None: not what a keeper writes."""
         times = times_of(group)
-        if times is None or (told.origin not in self.parts and len(self.parts) >= PARTS_MAX):
+        if times is None:
             return None
         lower, active = times
         if (lower or active) and self.length not in (0, len((*lower, *active)[0])):
@@ -285,6 +294,7 @@ class Gate:
 
     def settle(self, start: Seqs, end: Seqs) -> None:
         """Let go what is over."""
+        self._leave_surplus()
         live, is_whole = self._live, self._is_whole
         if not live or (is_whole and all(part.version >= self.rest_since for part in live)):
             self.rest = not_passed(self.rest, [time for part in live for time in part.lower])
@@ -302,6 +312,15 @@ class Gate:
                 self.incomplete[time] = REST
             for log in {*start, *end}:
                 waiting.after.setdefault(log, start.get(log, 0) if log in reads else end.get(log, 0))
+        if len(self._needed) > PARTS_MAX:
+            self._let_go()
+
+    def _leave_surplus(self) -> None:
+        """No keeper has so many logs at once."""
+        surplus = sorted((part.version, origin) for origin, part in self.parts.items() if not part.is_gone)
+        for _, origin in surplus[:-LOGS_MAX]:
+            self.parts[origin] = replace(self.parts[origin], is_gone=True)
+            self.spoil(MISSED)
 
     def give_up(self, why: str) -> None:
         """What is there is handed over."""

@@ -444,8 +444,39 @@ def test_what_anybody_tells_takes_bounded_room_in_a_checkpoint() -> None:
         told.append(one)
     assert len(gates_after(*told)) == GROUPS_MAX
     logs = [place.to_bytes(16, "big").hex() for place in range(1, 1_000)]
-    gates = gates_after(*(frontier(9, 1, {7}, read=CLOUD, origin=log, logs=logs[:2]) for log in logs))
-    assert len(gates[KEY].parts) == epochs.PARTS_MAX
+    gates = Gates()
+    seen = 0
+    for first in range(0, len(logs), 100):
+        told = []
+        for place, log in enumerate(logs[first : first + 100], first):
+            named, version = logs[place : place + 10], 10_000 - place
+            told.append(frontier(9, version, {place}, read=CLOUD, origin=log, logs=named, opened={place}))
+        gates = gates_after(*told, gates=gates)
+        seen = max(seen, len(gates[KEY].parts))
+        after = gates[KEY].carried()
+        assert after is not None
+        assert len(after.parts) <= epochs.PARTS_MAX
+    assert seen > epochs.PARTS_MAX
+    assert gates[KEY].rest
+
+
+def test_a_hundred_restarts_in_one_batch_make_no_epoch_incomplete() -> None:
+    """Each has another log in memory, which is followed, too."""
+    told = []
+    memory = [place.to_bytes(16, "big").hex() for place in range(1, 101)]
+    for place, log in enumerate(memory):
+        version, logs = 2 * place + 1, [A, log]
+        told.append(frontier(4 * place, version, {place}, opened={place}, read=CLOUD, origin=A, logs=logs))
+        told.append(frontier(4 * place + 1, version, {place}, opened={place}, read=CLOUD, origin=log, logs=logs))
+        told.append(frontier(4 * place + 2, version + 1, set(), read=CLOUD, origin=A, logs=logs))
+        if log != memory[-1]:
+            told.append(frontier(4 * place + 3, version + 1, set(), read=CLOUD, origin=log, logs=logs))
+    gates = epochs.advance({}, Between({}, {CLOUD: 400}, told), 1_000)
+    assert set(gates[KEY].held) == {(99,)}, "the last log has not said that it is over"
+    assert gates[KEY].incomplete == {}
+    carried = gates[KEY].carried()
+    assert carried is not None
+    assert set(carried.parts) == {A, memory[-1]}
 
 
 def test_a_checkpoint_takes_what_waits() -> None:
