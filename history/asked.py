@@ -36,6 +36,7 @@ TTL_MARGIN_MS: Final = 200  # of the request's ttl, or a tenth of it, is left fo
 LEASE_MS_DEFAULT: Final = 60_000
 LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
 INCARNATION_BYTES: Final = 16
+PAGE_BYTES: Final = INCARNATION_BYTES + 8  # of frontiers: a log, and a stream there
 # a streamer has two logs; the others are of logs that are gone, and each costs a gap in the reply
 POSITIONS_MAX: Final = 256
 DIGEST_BYTES_MAX: Final = 64  # of a witness: ours are shorter
@@ -99,6 +100,7 @@ class Poll:
     response: PollResponse = field(default_factory=PollResponse)
     woken: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits
     follower: Follower | None = None  # who says what is wanted, in place of `patterns`
+    has_room: bool = True  # for records, beside frontiers
     is_pushed: bool = False  # asked on its behalf
     is_cut: bool = False  # to be answered with what there is
 
@@ -130,6 +132,8 @@ def checked(asked: PollRequest, attributes: UAttributes, now_ms: int) -> Poll:
         raise invalid(f"a position has at most {witness.WITNESSES_MAX} witnesses, got {most}")
     if asked.follower and asked.topics:
         raise invalid("a poll names topics, or a follower that has named them before, not both")
+    if len(asked.frontiers_page) not in (0, PAGE_BYTES):
+        raise invalid(f"a page of frontiers is what an answer said, not {len(asked.frontiers_page)} bytes")
     ttl = attributes.ttl
     left_ms = ttl - max(0, now_ms - uuids.time_ms(attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
     caller = attributes.source.authority_name

@@ -25,6 +25,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     LogState,
     PollRequest,
     PollResponse,
+    RecordBatch,
     TopicState,
 )
 from uprotocol.message import M, UPayload
@@ -109,6 +110,19 @@ class HistoryClient:
         for an answer that may be lost on its way."""
         request = request if request is not None else PollRequest()
         return await self._call(self._poll, request, PollResponse, request.wait_ms, patience_ms)
+
+    async def frontiers(self, request: PollRequest) -> list[RecordBatch]:
+        """How far epochs have come where `request` begins to read, all pages of it. Raises UNIMPLEMENTED from a service
+        that knows no epochs."""
+        asked, pages = PollRequest(), FrontierPages(self.authority)
+        asked.CopyFrom(request)
+        while True:
+            pages.ask(asked)
+            answer = await self.poll(asked)
+            if pages.take(answer):
+                return list(answer.frontiers)
+            del asked.positions[:]
+            asked.positions.extend(answer.next)
 
     async def command(self, request: CommandRequest, *, patience_ms: int | None = None) -> CommandResponse:
         """One batch of changes of what is followed."""
@@ -205,9 +219,42 @@ class Frames(UListener):
             callback(frame, len(message.payload))
 
 
+class FrontierPages:
+    """How far epochs have come, from one answer or several that read nothing on."""
+
+    def __init__(self, authority: str) -> None:
+        """`authority`: whose history it is, for what is told of it."""
+        self._authority = authority
+        self._told: list[RecordBatch] = []
+        self._page = b""
+        self._at: dict[bytes, int] = {}  # where they are asked for
+
+    def ask(self, request: PollRequest) -> None:
+        """For the next page; for the first one, if it begins elsewhere than those before."""
+        at = {one.incarnation: one.seq for one in request.positions}
+        if at != self._at:
+            self._told, self._page = [], b""
+        request.frontiers, request.frontiers_page = True, self._page
+
+    def take(self, answer: PollResponse) -> bool:
+        """True: it has those of all pages now. Raises UNIMPLEMENTED."""
+        if answer.has_frontiers:
+            told = [*self._told, *answer.frontiers]
+            self._told, self._page, self._at = [], b"", {}
+            del answer.frontiers[:]
+            answer.frontiers.extend(told)
+            return True
+        if not answer.next_frontiers_page:
+            raise UStatusError(UCode.UNIMPLEMENTED, f"the history of {self._authority} knows no epochs: read without")
+        self._told += answer.frontiers
+        self._page = answer.next_frontiers_page
+        self._at = {one.incarnation: one.seq for one in answer.next}
+        return False
+
+
 def is_sound(answer: PollResponse) -> bool:
     """The logs in it can be logs."""
-    told = (answer.begin, answer.next, answer.gaps, answer.batches)
+    told = (answer.begin, answer.next, answer.gaps, answer.batches, answer.frontiers)
     return all(len(one.incarnation) == INCARNATION_BYTES for all in told for one in all)
 
 

@@ -25,7 +25,7 @@ import structlog
 
 from history.acceptor import Places, Positions, went_back
 from history.asked import PATTERNS_MAX
-from history.client import AGAIN, HistoryClient, Poller
+from history.client import AGAIN, FrontierPages, HistoryClient, Poller
 from history.pushing import WINDOW_BYTES_MAX
 from history.stream import plain_address
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
@@ -125,7 +125,8 @@ class Following:
         self._follower, self._number = b"", 0
         self._error: Exception | None = None  # of speaking: why there is nothing to be had
         self.knows_commands = True  # the service does, as far as we know
-        self.wants_frontiers = False  # with the next answer; that has them, and this is False again
+        self.wants_frontiers = False  # with the next answers; when one has them, this is False again
+        self._frontiers = FrontierPages(client.authority)
         self._hand_over: deque[tuple[HandOver, asyncio.Future[list[Position]]]] = deque()
         # the push there is
         self._subscription = 0
@@ -414,7 +415,7 @@ class Following:
             if answer is None or asks != self._asks:
                 return None
             if request.frontiers:
-                self._heard_frontiers(answer)
+                self.wants_frontiers = not self._frontiers.take(answer)
             return answer
         except UStatusError as error:
             if error.code != UCode.NOT_FOUND or not request.follower:
@@ -422,12 +423,6 @@ class Following:
             if request.follower == self._follower:
                 self._forgotten()
             return None
-
-    def _heard_frontiers(self, answer: PollResponse) -> None:
-        if not answer.has_frontiers:
-            what = f"the history of {self._client.authority} knows no epochs: read without"
-            raise UStatusError(UCode.UNIMPLEMENTED, what)
-        self.wants_frontiers = False
 
     async def _unless_rung(self, polling: Coroutine[Any, Any, PollResponse | None]) -> PollResponse | None:
         """A call that was cut off without a word is given up when somebody rings."""
@@ -445,7 +440,8 @@ class Following:
         request = PollRequest()
         request.CopyFrom(self._base)
         request.positions.extend(places.request())
-        request.frontiers = self.wants_frontiers
+        if self.wants_frontiers:
+            self._frontiers.ask(request)
         if request.consumer or self._acks:
             request.acked.extend(Position(incarnation=one, seq=seq) for one, seq in self._acked.items())
         return request

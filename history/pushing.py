@@ -139,6 +139,8 @@ class Pushing:
         del self._request.acked[:]  # what is safe since then, commands say
         del self._request.positions[:]
         self._request.positions.extend(poll.response.next)
+        self._request.frontiers_page = poll.response.next_frontiers_page
+        self._request.frontiers = bool(poll.response.next_frontiers_page)
         return poll.response
 
     def _send(self, answer: PollResponse, *, tell: bool = False) -> None:

@@ -371,11 +371,10 @@ class HistoryService:
                 self.counts["withheld"] += any(match.withholds for match in poll.matches.values())
                 await self._place(poll)
                 response.begin.extend(await _told(poll))
-                if poll.asked.frontiers:
-                    await add_frontiers(poll)
+                poll.has_room = not poll.asked.frontiers or await add_frontiers(poll)
                 if poll.asked.consumer:
                     self._hold(poll)
-            complete = await self._read_all(poll)
+            complete = poll.has_room and await self._read_all(poll)
             del response.next[:]
             response.next.extend(await _told(poll))
             if not poll.positions:

@@ -1,4 +1,4 @@
-"""How far epochs have come where a poll begins to read: the newest frontiers up to there.
+"""How far epochs have come where a poll begins to read: the newest frontiers up to there, in pages.
 
 for each log: topics of frontiers that match -> the first one behind the place names the one before it -> that record
                      told in several logs, and followed into one? -> further back, until each of them is found
@@ -10,32 +10,41 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from history.asked import Poll
+from history.asked import INCARNATION_BYTES, Poll
 from history.batch import add_records
 from history.chunk import Chunk
 from history.log import Log
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, RecordBatch
-from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
 
 TOPICS_MAX: Final = 1_024  # of one answer; each costs two reads
 BACK_MAX: Final = 8  # frontiers of one topic: who tells in several logs tells in all of them at once
+BESIDE_BYTES_MAX: Final = 128 << 10  # with more of them an answer has no records: it has room for one of any size
 
 
-async def add_frontiers(poll: Poll) -> None:
-    """To the response: as of where it reads on. Raises RESOURCE_EXHAUSTED."""
-    for log, place in poll.places.items():
-        wanted = [id for id in sorted(log.frontier_ids) if id in poll.matches[log].ids]
-        if len(wanted) > TOPICS_MAX:
-            what = f"{len(wanted)} topics tell of epochs, at most {TOPICS_MAX} in one answer: name authorities"
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-        batch = RecordBatch(incarnation=log.incarnation)
-        for id in wanted:
-            for chunk in await _newest(log, id, place):
+async def add_frontiers(poll: Poll) -> bool:
+    """To the response: as of where it begins to read, as many as it has room for. True: all of them are there, and it
+    has room for records."""
+    response, page = poll.response, poll.asked.frontiers_page
+    logs = {log.incarnation: log for log in poll.places}
+    begin, known = page[:INCARNATION_BYTES], int.from_bytes(page[INCARNATION_BYTES:], "big", signed=True)
+    left, room = TOPICS_MAX, poll.bytes_max
+    for incarnation, log in list(logs.items())[[*logs].index(begin) if begin in logs else 0 :]:
+        after = known if incarnation == begin else -1
+        batch = RecordBatch(incarnation=incarnation)
+        for id in sorted(id for id in log.frontier_ids if id > after and id in poll.matches[log].ids):
+            if not left or room <= 0:
+                response.next_frontiers_page = incarnation + after.to_bytes(8, "big", signed=True)
+                break
+            told = len(batch.message)
+            for chunk in await _newest(log, id, poll.places[log]):
                 add_records(batch, chunk)
+            left, room, after = left - 1, room - sum(map(len, batch.message[told:])), id
         if batch.seq:
-            poll.response.frontiers.append(batch)
-    poll.response.has_frontiers = True
+            response.frontiers.append(batch)
+        if response.next_frontiers_page:
+            return False
+    response.has_frontiers = True
+    return poll.bytes_max - room <= BESIDE_BYTES_MAX
 
 
 async def _newest(log: Log, id: int, place: int) -> list[Chunk]:

@@ -195,8 +195,8 @@ class History:
     def snapshot(self, seqs: Offsets) -> list[Told]:
         """How far epochs have come at these places: what was told last of each keeper."""
         at = _positions(Offset(seqs))
-        asked = PollRequest(topics=epochs.TOPICS, positions=at, until=at, latest=True, max_records=1, frontiers=True)
-        return list(epochs.told_of(self._call(lambda client: client.poll(asked)).frontiers))
+        asked = PollRequest(topics=epochs.TOPICS, positions=at, until=at, latest=True, max_records=1)
+        return list(epochs.told_of(self._call(lambda client: client.frontiers(asked))))
 
     def told(self, range: Range) -> tuple[list[Told], bool]:
         """What is told of epochs in `range`, and whether any of its records are gone."""

@@ -23,8 +23,6 @@ from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier, LogState, PollRequest, TopicState
-from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -124,12 +122,10 @@ async def _poll(network: Network, streamer: UUri, patterns: list[UUri], limit: i
 
 async def _frontiers(network: Network, streamer: UUri) -> list[dict[str, Any]]:
     """A row for each group, and each log in which it is told."""
-    request = PollRequest(topics=ids.frontiers_of(uris.WILDCARD_AUTHORITY), latest=True, frontiers=True)
+    request = PollRequest(topics=ids.frontiers_of(uris.WILDCARD_AUTHORITY), latest=True)
     async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
-        reply = await HistoryClient(rpc, streamer).poll(request)
-    if not reply.has_frontiers:
-        raise UStatusError(UCode.UNIMPLEMENTED, f"the history of {streamer.authority_name} knows no epochs")
-    records = [one for batch in reply.frontiers for one in decode(batch) or () if isinstance(one, Record)]
+        told = await HistoryClient(rpc, streamer).frontiers(request)
+    records = [one for batch in told for one in decode(batch) or () if isinstance(one, Record)]
     return [
         _group_row(record, group)
         for record in records

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from history import epochs as epochs_module
+from history import snapshot
 from history.acceptor import Record
 from history.assembling import (
     BEGUN,
@@ -46,6 +49,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     GroupFrontier,
     LogicalTime,
     PollRequest,
+    PollResponse,
     ProgressRequest,
     ProgressResponse,
 )
@@ -58,6 +62,7 @@ from uprotocol.v1.uri_pb2 import UUri
 CAR = uris.uri("car", 0x21, 1)
 OTHER_CAR = uris.uri("car", 0x22, 1)
 DICE = random.Random(1)
+LOG, OTHER_LOG = b"A" * 16, b"B" * 16
 SECOND = Group("second", [uris.uri("car", 0x10, 1, 0xFFFF)], 1_000, lateness_ms=300, ahead_ms=5_000, timeout_ms=2_000)
 
 
@@ -600,6 +605,66 @@ async def test_the_snapshot_is_as_of_where_reading_begins(world: World) -> None:
         assert [one for batch in answer.frontiers for one in batch.seq] == ([expected] if expected else [])
 
 
+async def fleet_tells(log: Log, vehicles: int, bytes: int = 0) -> set[str]:
+    """That each vehicle has an epoch open. Their authorities."""
+    names = [f"v{place}.fleet" for place in range(vehicles)]
+    told = GroupFrontier(group="second", number=5, version=5, logs=[OTHER_LOG])
+    told.active.add(numbers=[START_MS])
+    told.kept.incomplete.add(incomplete="x" * bytes)
+    said = UPayload.pack(Frontier(groups=[told]))
+    for first in range(0, vehicles, 500):
+        sent = [UMessageBuilder.publish(at(name, 0x8005)).build_from_upayload(said) for name in names[first:][:500]]
+        await log.append([log.stream_id(one.attributes.source) for one in sent], sent)
+    return set(names)
+
+
+@pytest.mark.parametrize(("vehicles", "bytes"), [(2 * snapshot.TOPICS_MAX + 100, 0), (40, 60_000)])
+async def test_a_fleet_tells_in_pages_how_far_it_has_come(
+    world: World, vehicles: int, bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are, and whatever they say, no answer is too long for a transport."""
+    log, topic, polled, is_told = world.logs[0], SIGNALS[0], list[PollResponse](), asyncio.Event()
+    names = await fleet_tells(log, vehicles, bytes)
+    poll = HistoryClient.poll
+
+    async def counted(self: HistoryClient, *arguments: Any, **more: Any) -> PollResponse:
+        polled.append(await poll(self, *arguments, **more))
+        if polled[-1].has_frontiers:
+            is_told.set()
+        return PollResponse.FromString(polled[-1].SerializeToString())
+
+    monkeypatch.setattr(HistoryClient, "poll", counted)
+    at_end = await world.client.frontiers(PollRequest(latest=True))
+    at_begin = await world.client.frontiers(PollRequest(earliest=True))
+    assert (sum(len(batch.seq) for batch in at_end), at_begin) == (vehicles, [])
+    assembler = Assembler([topic], each=True)
+    is_told.clear()
+    async with GaplessSubscriber(
+        world.client, [topic], start=PollRequest(latest=True), assembler=assembler, mode="poll"
+    ) as subscriber:
+        reading = asyncio.create_task(anext(subscriber.epochs()))
+        await asyncio.wait_for(is_told.wait(), 30)
+        await world.append_all(log, [message(topic, START_MS, DICE), message(topic, START_MS + 10_000, DICE)])
+        await asyncio.wait_for(reading, 30)
+    assert len([name for name, _, upper in assembler.frontiers() if upper == {(START_MS,)}]) >= len(names)
+    assert max(answer.ByteSize() for answer in polled) < 1 << 20
+    pages = [answer for answer in polled if answer.next_frontiers_page]
+    assert len(pages) >= 4
+    assert not any(answer.batches for answer in pages)
+
+
+async def test_a_page_that_nobody_gave_is_refused_or_the_first(world: World) -> None:
+    names = await fleet_tells(world.logs[0], 3)
+    with pytest.raises(UStatusError, match="what an answer said") as caught:
+        await world.client.poll(PollRequest(frontiers=True, frontiers_page=b"x"))
+    assert caught.value.code == UCode.INVALID_ARGUMENT
+    for page in (b"\xff" * 24, bytes(24), OTHER_LOG + b"\x80" + bytes(7)):
+        answer = await world.client.poll(PollRequest(latest=True, frontiers=True, frontiers_page=page))
+        assert sum(len(batch.seq) for batch in answer.frontiers) == len(names)
+    none = PollRequest(latest=True, frontiers=True, frontiers_page=world.logs[0].incarnation + b"\x7f" + bytes(7))
+    assert (await world.client.poll(none)).has_frontiers
+
+
 def test_a_cursor_file_with_epochs_that_are_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cursor.json"
     path.write_text('{"positions": {}, "epochs": {"groups": [{"group": 1}]}}')
@@ -608,8 +673,6 @@ def test_a_cursor_file_with_epochs_that_are_none_is_refused(tmp_path: Path) -> N
 
 
 # -- the assembler by itself
-
-LOG, OTHER_LOG = b"A" * 16, b"B" * 16
 
 
 class Told:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import pytest
 
+from history import snapshot
 from history.acceptor import Acceptor
 from history.client import Frames, HistoryClient
 from history.log import Log
@@ -295,3 +296,32 @@ def test_a_sample_period_gives_the_first_record_of_each(seed: int) -> None:
         await world.close()
 
     virtually(run(), seed)
+
+
+def test_frontiers_come_with_the_first_frames_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pages, as they are polled; then what is followed."""
+    monkeypatch.setattr(snapshot, "TOPICS_MAX", 2)
+
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        tellers = [uris.uri(f"v{place}", 4, 1, 0x8005) for place in range(5)]
+        await world.append_all(world.logs[0], publishes(tellers, b"", 2))
+        asked = CommandRequest()
+        for topic in (TOPIC, *tellers):
+            asked.changes.add().follow.topic.CopyFrom(topic)
+        asked.push.sink.CopyFrom(THERE.get_source())
+        asked.push.subscription = 7
+        asked.push.poll.CopyFrom(PollRequest(latest=True, frontiers=True))
+        await world.say(changes=asked.changes, push=asked.push)
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            await world.append(10, 10)
+        await asyncio.sleep(0.1)
+        answers = [frame.answer for frame, _ in world.came]
+        assert [sum(len(batch.seq) for batch in one.frontiers) for one in answers] == [2, 2, 1, 0]
+        assert [one.has_frontiers for one in answers] == [False, False, True, False]
+        assert [sum(len(batch.seq) for batch in one.batches) for one in answers] == [0, 0, 2, 2]
+        await world.close()
+
+    virtually(run())

@@ -278,6 +278,7 @@ class PollRequest(_message.Message):
     FOLLOWER_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     FRONTIERS_FIELD_NUMBER: _builtins.int
+    FRONTIERS_PAGE_FIELD_NUMBER: _builtins.int
     earliest: _builtins.bool
     """the default"""
     latest: _builtins.bool
@@ -300,6 +301,8 @@ class PollRequest(_message.Message):
     """of its last Command that was answered; where fewer are known: NOT_FOUND"""
     frontiers: _builtins.bool
     """answer `frontiers`, too"""
+    frontiers_page: _builtins.bytes
+    """`next_frontiers_page` of the answer before, whose `next` are `positions`"""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns; none means every topic"""
@@ -339,10 +342,11 @@ class PollRequest(_message.Message):
         follower: _builtins.bytes = ...,
         number: _builtins.int = ...,
         frontiers: _builtins.bool = ...,
+        frontiers_page: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after_message_id", b"after_message_id", "after_time", b"after_time", "earliest", b"earliest", "latest", b"latest", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "frontiers", b"frontiers", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "frontiers", b"frontiers", "frontiers_page", b"frontiers_page", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_start: _TypeAlias = _typing.Literal["earliest", "latest", "after_time", "after_message_id"]  # noqa: Y015
     _WhichOneofArgType_start: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
@@ -363,12 +367,15 @@ class PollResponse(_message.Message):
     MADE_FIELD_NUMBER: _builtins.int
     FRONTIERS_FIELD_NUMBER: _builtins.int
     HAS_FRONTIERS_FIELD_NUMBER: _builtins.int
+    NEXT_FRONTIERS_PAGE_FIELD_NUMBER: _builtins.int
     more: _builtins.bool
     """true: there is more at hand right now"""
     lease_ms: _builtins.int
     """granted"""
     has_frontiers: _builtins.bool
-    """these are all that there are"""
+    """these are all that there are, with those of the pages before"""
+    next_frontiers_page: _builtins.bytes
+    """opaque; empty: there is no more. Until the last page nothing is read on"""
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordBatch]:
         """in log order; one log after the other"""
@@ -407,10 +414,11 @@ class PollResponse(_message.Message):
         made: _uuid_pb2.UUID | None = ...,
         frontiers: _abc.Iterable[Global___RecordBatch] | None = ...,
         has_frontiers: _builtins.bool = ...,
+        next_frontiers_page: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "frontiers", b"frontiers", "gaps", b"gaps", "has_frontiers", b"has_frontiers", "lease_ms", b"lease_ms", "made", b"made", "more", b"more", "next", b"next"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "frontiers", b"frontiers", "gaps", b"gaps", "has_frontiers", b"has_frontiers", "lease_ms", b"lease_ms", "made", b"made", "more", b"more", "next", b"next", "next_frontiers_page", b"next_frontiers_page"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
