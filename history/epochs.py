@@ -32,9 +32,12 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4  # of one publisher
+ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4  # of one publisher; in a group of several hosts, of all on one host
 CHANGES_MAX: Final = 2 * ACTIVE_EACH_MAX  # of one request
-LAST_MAX: Final = 1_000  # topics that a publisher names when it closes one
+# topics that are named with the end of epochs, and of which not all has come: each record of a frontier has them, some
+# 40 bytes for each. A publisher, or all on one host, has a quarter
+LAST_MAX: Final = 4_000
+LAST_EACH_MAX: Final = LAST_MAX // 4
 ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
 
 INTERRUPTED: Final = "the gateway was not running in between"
@@ -45,7 +48,7 @@ ENDED: Final = "the group is not kept any more"
 
 COUNTED: Final = ("records", "late", "ahead", "crowded", "unnamed", "without", "epochs", "incomplete", "skipped")
 
-Publisher = tuple[str, int]  # authority, uEntity
+Publisher = tuple[str, int]  # authority, uEntity; or a host, and 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,12 @@ class Group:
 
     def has(self, source: UUri) -> bool:
         return any(uris.matches(pattern, source) for pattern in self.topics)
+
+    def owner(self, publisher: Publisher) -> Publisher:
+        """Who shares with others what a group has room for: in a group of several hosts each of these."""
+        hosts = {topic.authority_name for topic in self.topics}
+        are_several = len(hosts) > 1 or any(host.startswith(uris.WILDCARD_AUTHORITY) for host in hosts)
+        return (publisher[0], 0) if are_several else publisher
 
     def is_publisher(self, entity: UUri) -> bool:
         """It may publish what is of this group."""
@@ -402,6 +411,7 @@ class Progress(Kept):
         for place, one in enumerate(changes):
             self._check(publisher, one, place)
         opens = self._opens(whose, changes)
+        self._check_room(whose, opens, changes)
         self.frontier.hold(*opens)
         self._is_changed = True
         held = self.publishers.setdefault(whose, {})
@@ -426,8 +436,6 @@ class Progress(Kept):
             raise invalid(f"{what}: a time has 1 to {LENGTH_MAX} numbers, got {len(time)}")
         if length is not None and len(time) != length:
             raise invalid(f"{what}: the times of {self.group.name!r} have {length} numbers, got {time}")
-        if len(one.last) > LAST_MAX:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{what} names more than {LAST_MAX} topics")
         for last in one.last:
             whose = (last.topic.authority_name, last.topic.ue_id)
             if whose != (publisher.authority_name, publisher.ue_id) or not self.group.has(last.topic):
@@ -453,14 +461,32 @@ class Progress(Kept):
             if time not in held and time not in opens and self._is_to_come(time):
                 what = f"{time} of {self.group.name!r} was not opened by the caller"
                 raise UStatusError(UCode.NOT_FOUND, what)
+        return opens
+
+    def _check_room(self, whose: Publisher, opens: Sequence[Time], changes: Sequence[ProgressRequest.Change]) -> None:
+        """Raises RESOURCE_EXHAUSTED."""
+        owner, held = self.group.owner(whose), self.publishers.get(whose, {})
+        others = {publisher: all for publisher, all in self.publishers.items() if publisher != whose}
+        near = [
+            one for publisher, all in others.items() if self.group.owner(publisher) == owner for one in all.values()
+        ]
+        closes = {time_of(one.time): len(one.last) for one in changes if one.change < 0}
         open = [time for time in (*held, *opens) if time not in closes and not (time in held and held[time].is_closing)]
-        covered = [publisher for time, publisher in self.covered.items() if time not in self.frontier.held]
+        covered = [self.group.owner(by) for time, by in self.covered.items() if time not in self.frontier.held]
+        of_owner = len(open) + sum(not one.is_closing for one in near) + covered.count(owner)
         in_all = self.frontier.held.total() + len(covered) + len(opens)
-        if opens and (in_all > ACTIVE_MAX or len(open) + covered.count(whose) > ACTIVE_EACH_MAX):
+        if opens and (in_all > ACTIVE_MAX or of_owner > ACTIVE_EACH_MAX):
             what = f"{ACTIVE_EACH_MAX} epochs of one publisher and {ACTIVE_MAX} in all are open at once"
             do = f"close some of {self.group.name!r}, the lowest first: one that is greater ends with it"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: {do}")
-        return opens
+        closing = [time for time in closes if time in opens or (time in held and not held[time].is_closing)]
+        new = sum(closes[time] for time in closing)
+        own = new + sum(len(one.last) for one in (*held.values(), *near))
+        all = new + sum(len(one.last) for each in self.publishers.values() for one in each.values())
+        if new and (own > LAST_EACH_MAX or all > LAST_MAX):
+            what = f"{LAST_EACH_MAX} topics of one publisher and {LAST_MAX} in all are named by what closes at once"
+            do = f"wait until the messages of what was closed of {self.group.name!r} before have come, or name fewer"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: {do}")
 
     def _is_to_come(self, time: Time) -> bool:
         length = self.frontier.length

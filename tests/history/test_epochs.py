@@ -32,7 +32,7 @@ from history.assembling import (
 )
 from history.chunk import Chunk, Origin, decode, encode
 from history.client import HistoryClient
-from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, Arrived, Buckets, Group, Progress, timed, untimed
+from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, LAST_EACH_MAX, Arrived, Buckets, Group, Progress, timed, untimed
 from history.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
 from history.keeper import Keeper
 from history.log import Log
@@ -359,6 +359,49 @@ def test_a_million_epochs_that_are_closed_while_a_lower_one_is_open_are_refused(
     laps.say(((0,), -1))
     assert [time for time, _ in laps.ended()] == [(lap,) for lap in range(1, ACTIVE_EACH_MAX)]
     laps.say(((2_000,), 1))
+
+
+def test_a_million_topics_that_are_named_with_the_end_of_epochs_are_refused() -> None:
+    """Each record of a frontier would have them all."""
+    laps = Laps()
+
+    def close(lap: int, topics: int, publisher: UUri = CAR) -> None:
+        asked = ProgressRequest(group="lap")
+        asked.changes.add(time=LogicalTime(numbers=[lap]), change=1)
+        closed = asked.changes.add(time=LogicalTime(numbers=[lap]), change=-1)
+        for place in range(topics):
+            topic = uris.uri(publisher.authority_name, publisher.ue_id, 1, 0x8000 + place)
+            closed.last.add(topic=topic, id=bytes(16), count=1)
+        laps.kept.change(publisher, asked.changes, laps.now)
+
+    for lap in range(4):
+        close(lap, LAST_EACH_MAX // 4)
+    with pytest.raises(UStatusError, match="wait until the messages") as caught:
+        close(9, 1)
+    assert caught.value.code == UCode.RESOURCE_EXHAUSTED
+    assert len(laps.kept.frontier.held) == 4
+    close(0, LAST_EACH_MAX)  # once more: it was done
+    close(9, 1, OTHER_CAR)
+    assert laps.kept.tell().ByteSize() < 100_000
+    laps.now = 100.0
+    laps.kept.tick(laps.now)
+    close(10, LAST_EACH_MAX)
+
+
+def test_in_a_group_of_several_hosts_each_host_has_a_share() -> None:
+    """However many publishers it says it has."""
+    kept = Progress(Group("lap", [uris.pattern("*", 0xFFFFFFFF, 0xFF)], None), dict)
+
+    def open_lap(lap: int, host: str, entity: int) -> None:
+        asked = ProgressRequest(group="lap")
+        asked.changes.add(time=LogicalTime(numbers=[lap]), change=1)
+        kept.change(uris.uri(host, entity, 1), asked.changes, 0.0)
+
+    for lap in range(ACTIVE_EACH_MAX):
+        open_lap(lap, "hostile", 0x100 + lap)
+    with pytest.raises(UStatusError, match="of one publisher"):
+        open_lap(ACTIVE_EACH_MAX, "hostile", 0x1000)
+    open_lap(ACTIVE_EACH_MAX, "car", 0x21)
 
 
 def test_numbers_go_as_far_as_the_wire_bears() -> None:
