@@ -249,13 +249,15 @@ class EpochsChecker:
 
     def finish(self) -> None:
         for reader in self.readers:
-            kept = set[Epoch]()
+            kept, records = set[Epoch](), set[Place]()
             for life, count in zip(reader.lives, reader.kept, strict=True):
                 self._look_at(reader, life)
                 again = [one.epoch for one in life if one.epoch in kept and one.incomplete != REST]
+                again += [one.epoch for one in life if one.epoch is not None and _places(one) & records]
                 if again and not self._is_disturbed(reader):
                     self._fail("an epoch twice", f"{reader.name} has {again[0]} again, which is behind its cursor")
                 kept.update(one.epoch for one in life[:count] if one.epoch is not None)
+                records.update(*(_places(one) for one in life[:count] if one.epoch is not None))
             self._look_at_counts(reader)
             for epoch in sorted(self.owed(reader)):
                 self._fail("an epoch that is lost", f"{reader.name} never had {epoch}, which began while it read")
@@ -299,6 +301,10 @@ class EpochsChecker:
         if lacks or more:
             seqs = sorted(seq for _, seq in lacks), sorted(seq for _, seq in more)
             self._fail("a part of an epoch", f"{reader.name}: {epoch} as complete, without {seqs[0]}, with {seqs[1]}")
+
+
+def _places(one: Assembled) -> set[Place]:
+    return set(map(_place, one.records))
 
 
 def _place(record: Record) -> Place:
