@@ -159,6 +159,7 @@ class Assembler:
         self._groups: dict[Key, _Group] = {}
         self._keepers: dict[bytes, dict[str, Keeper]] = {}  # by log, by group
         self._untold: OrderedDict[Key, None] = OrderedDict()  # of which there are records, and no frontier so far
+        self._plain: Positions = {}  # up to where what waits for nothing was handed over
         self._is_suspect = False  # a gap, and no snapshot since
         self._bytes = 0
         self._due: float | None = None  # nothing is overdue before; None: nothing waits
@@ -192,9 +193,15 @@ class Assembler:
         for group in self._groups.values():
             group.known.clear()
 
-    def lose(self) -> None:
-        """A gap: what is behind it may be of anything that is not over."""
+    def lose(self, damaged: Collection[bytes] = ()) -> None:
+        """A gap: what is behind it may be of anything that is not over. `damaged`: logs that may have gone back, so
+        that other records have the numbers of those that were handed over."""
         self._is_suspect = True
+        for log in damaged:
+            self._plain.pop(log, None)
+            for group in self._groups.values():
+                for upto in group.handed.values():
+                    upto.pop(log, None)
 
     def take(self, records: Iterable[Record], now: float) -> list[Assembled]:
         """In the order of each log."""
@@ -207,11 +214,19 @@ class Assembler:
                 ready += self._move(record, now)
             elif tells_of_epochs(source):
                 ready += self._begun(record, now)
-            else:
+            elif not self._was_plain(record):
                 plain.append(record)
         if plain:
             ready.insert(0, Assembled(None, plain))
         return ready + self._shrink()
+
+    def _was_plain(self, record: Record) -> bool:
+        """It was handed over, as it came, before a restart."""
+        if record.seq <= self._plain.get(record.incarnation, 0):
+            self.dropped["handed"] += 1
+            return True
+        self._plain[record.incarnation] = record.seq
+        return False
 
     def _told(self, record: Record, now: float) -> Iterator[tuple[Key, GroupFrontier, Part]]:
         source, log = record.message.attributes.source, _log_of(record)
@@ -365,6 +380,8 @@ class Assembler:
             said.touch(log, part, now)
         group.length = group.length or len(time)
         if len(time) != group.length:
+            if self._was_plain(record):
+                return []
             self.counts["epochs"] += 1
             self.counts["incomplete"] += 1
             return [Assembled(epoch, [record], ODD, key[1])]
@@ -517,8 +534,12 @@ class Assembler:
     def save(self, safe: Positions, held: Iterable[Assembled] = ()) -> dict[str, Any]:
         """What is to be kept with `safe`, for `restore`. Plain data for JSON."""
         in_hand: dict[Key, dict[Time, str]] = {}
+        plain = dict(self._plain)
         for one in held:
-            if one.epoch is not None and one.incomplete != ODD:
+            if one.epoch is None or one.incomplete == ODD:
+                for record in one.records:
+                    plain[record.incarnation] = min(plain.get(record.incarnation, 0), record.seq - 1)
+            else:
                 in_hand.setdefault((one.epoch.group, one.keeper), {})[one.epoch.time] = one.incomplete
         saved = []
         for key, group in self._groups.items():
@@ -540,10 +561,11 @@ class Assembler:
                     "gone": group.gone.spans,
                 }
             )
-        return {"groups": saved}
+        return {"groups": saved, "plain": {log.hex(): seq for log, seq in plain.items() if seq > safe.get(log, seq)}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Before anything is taken. Raises KeyError, TypeError, ValueError for what `save` never gave."""
+        self._plain = {bytes.fromhex(log): int(seq) for log, seq in saved.get("plain", {}).items()}
         for one in saved["groups"]:
             keeper = one["keeper"]
             key = (str(one["group"]), None if keeper is None else (str(keeper[0]), int(keeper[1])))

@@ -297,7 +297,7 @@ class GaplessSubscriber:
             if item is not None:
                 self._tell_gaps(item)
                 if item.gaps:
-                    assembler.lose()
+                    assembler.lose({gap.incarnation for gap in item.gaps if gap.reason == Gap.REASON_CORRUPTION})
                 if item.frontiers is not None:
                     assembler.begin(item.frontiers, time())
                 self._in_hand += assembler.take(item.records, time())

@@ -888,6 +888,23 @@ def test_what_was_handed_over_and_not_taken_is_no_rest_after_a_restart() -> None
     assert times(again.take(came, 0.0)) == [(second, "") for second in seconds[1:]]
 
 
+def test_what_waits_for_nothing_does_not_come_again_because_something_else_waited() -> None:
+    told, reader = Told(), Assembler()
+    plain = [Record(LOG, seq, 0, 0, message(SIGNALS[1], START_MS, DICE)) for seq in (3, 4, 5)]
+    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+    (first,) = reader.take([told.data((2,)), *plain[:1]], 0.0)
+    (held,) = reader.take(plain[1:], 0.0)
+    told.seq = 5
+    for not_taken, comes in (([], []), ([held], plain[1:])):
+        again = reborn(reader, told, not_taken)
+        assert [record for one in again.take(plain, 0.0) for record in one.records] == comes
+    again = reborn(reader, told)
+    again.lose({LOG})
+    (anew,) = again.take(plain, 0.0)
+    assert anew.records == plain, "the log went back: these are other records"
+    assert first.records == plain[:1]
+
+
 def test_a_vehicle_whose_clock_is_years_ahead_makes_nobody_else_late() -> None:
     """The others are parked when it ends its epochs."""
     one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()

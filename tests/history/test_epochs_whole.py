@@ -254,11 +254,13 @@ async def play(seed: int, folder: Path) -> tuple[int, int]:
     for reader in readers:
         assert reader.task is not None
         assert not reader.task.done(), reader.task
-        seen = set[Epoch]()
+        seen, plain = set[Epoch](), set[tuple[bytes, int]]()
         for one in reader.has:
-            if one.epoch is None:
-                continue
             records = [(record.incarnation, record.seq) for record in one.records]
+            if one.epoch is None:
+                assert plain.isdisjoint(records), f"seed {seed}: records without an epoch come again"
+                plain.update(records)
+                continue
             assert len(set(records)) == len(records), f"seed {seed}: twice the same"
             assert one.epoch not in seen, f"seed {seed}: {one.epoch} comes again: {one}"
             seen.add(one.epoch)
