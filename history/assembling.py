@@ -179,13 +179,15 @@ class Assembler:
 
     def begin(self, snapshot: Iterable[Record], now: float) -> None:
         """As of where the next records begin. After a gap again."""
+        running = {key for key, group in self._groups.items() if group.known or group.said.parts}
         for record in sorted(snapshot, key=lambda one: one.seq):
             for key, told, part in self._told(record, now):
                 group = self._group(key)
                 log = _log_of(record)
-                if self._is_suspect:
+                is_known = log in group.known or log in group.said.parts
+                if self._is_suspect or (not is_known and key in running):
                     group.suspect = raised(group.suspect, part.active)
-                elif log not in group.known and log not in group.said.parts:
+                elif not is_known:
                     group.filter = raised(group.filter, part.active)
                 self._hear(group, told.group, log, part)
                 self._note_ended(group, told)
@@ -303,7 +305,9 @@ class Assembler:
             group = self._group(key)
             known = group.said.parts.get(log)
             before = part.active - {tuple(one.numbers) for one in told.opened}
-            if known is None and told.number != 1:  # nothing was known of it: so this is the snapshot
+            if known is None and told.number != 1 and group.said.parts:  # what waits has begun there, too
+                group.suspect = raised(group.suspect, before)
+            elif known is None and told.number != 1:  # nothing was known of it: so this is the snapshot
                 group.filter = raised(group.filter, before)
             elif known is not None and record.origin is not None and told.number > known.number + 1:
                 # somebody on the way was not given some of it. In the keeper's own log nobody is, and a number that
@@ -389,7 +393,7 @@ class Assembler:
             self.dropped["handed"] += 1
             return []
         begun = BEGUN if part is None or is_covered(group.filter, time) else ""
-        if part is None and self._is_untold(group, now):
+        if part is None and (said.parts or self._is_untold(group, now)):
             begun = UNTOLD
         elif begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
             self.dropped["filtered" if part is not None else "begun"] += 1
@@ -418,8 +422,6 @@ class Assembler:
 
     def _is_untold(self, group: _Group, now: float) -> bool:
         """Nobody will say when it is over."""
-        if group.said.parts:
-            return False
         group.unknown_since = now if group.unknown_since is None else group.unknown_since
         return now - group.unknown_since >= self._timeout_s
 
@@ -473,7 +475,7 @@ class Assembler:
             at = group.due(self._timeout_s)
             if at is not None and at <= now:
                 if group.said.parts:
-                    group.said.silence(now - self._timeout_s)
+                    group.said.silence(now, self._timeout_s)
                     ready += self._over(key, group)
                 else:
                     ready += [

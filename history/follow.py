@@ -96,10 +96,11 @@ class Following:
         rng: random.Random | None = None,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """`start`: a PollRequest of which only `start` is read, for logs that `next` is not told a place of. `plain`:
-        polls name the topics, and the service keeps nothing of us while it does not push. `acks`: say what is safe with
-        us, though we have no consumer. `rng`: for pauses; `random_bytes`: for names that nobody may have again, nor we
-        after a restart, nor a process that is forked from this one."""
+        """`start`: a PollRequest of which only `start` is read, for logs that `next` is not told a place of, until the
+        first answer. Then, and where `has_begun` is set, a log that is not known is a new one: nothing of it was before
+        us. `plain`: polls name the topics, and the service keeps nothing of us while it does not push. `acks`: say what
+        is safe with us, though we have no consumer. `rng`: for pauses; `random_bytes`: for names that nobody may have
+        again, nor we after a restart, nor a process that is forked from this one."""
         self.mode: Mode = mode
         self._client, self._plain, self._acks = client, plain, acks
         self._on_denied, self._on_forgotten, self._on_told = on_denied, on_forgotten, on_told
@@ -114,6 +115,7 @@ class Following:
             consumer=consumer, lease_ms=consumer_lease_ms, max_records=max_records, max_bytes=max_bytes
         )
         self._base.MergeFrom(limits)
+        self.has_begun = False
         self._window, self._lease_ms = min(window_bytes, WINDOW_BYTES_MAX), lease_ms
         # what is to be followed, by pattern, and what of it the service has not been told
         self._topics: dict[bytes, tuple[UUri, int]] = {}
@@ -416,6 +418,7 @@ class Following:
                 return None
             if request.frontiers:
                 self.wants_frontiers = not self._frontiers.take(answer)
+            self.has_begun = True
             return answer
         except UStatusError as error:
             if error.code != UCode.NOT_FOUND or not request.follower:
@@ -439,6 +442,8 @@ class Following:
     def _request(self, places: Places) -> PollRequest:
         request = PollRequest()
         request.CopyFrom(self._base)
+        if self.has_begun:
+            request.earliest = True
         request.positions.extend(places.request())
         if self.wants_frontiers:
             self._frontiers.ask(request)

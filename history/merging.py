@@ -2,7 +2,7 @@
 
 hear(log, Part) -> lower: the minimal of what any log may bring -> is_over(time): in each log, as of a version in which
                                                                    that time was there
-silence(until): who has said nothing since is waited for no longer, until it says something
+silence: who has said nothing for too long is waited for no longer, until it says something
 
 Cost follows the change: each of a thousand vehicles says something all the time.
 """
@@ -204,18 +204,18 @@ class Merged:
             heard = self.unheard_since if heard is None else min(heard, self.unheard_since)
         return None if heard is None else heard + timeout_s
 
-    def silence(self, until: float) -> None:
-        """Whoever was not heard since is waited for no longer."""
+    def silence(self, now: float, timeout_s: float) -> None:
+        """Whoever was not heard for so long is waited for no longer: all of whom `silent_at` told."""
         while self._waited_for:
             log, part = next(iter(self._waited_for.items()))
-            if part.heard_at > until:
+            if part.heard_at + timeout_s > now:  # as there, to the last bit
                 break
             del self._waited_for[log]
             self._silent[log] = part
             part.is_silent = True
             self._sink(part.lower)
             self._count(part.keeper)
-        if self.unheard and self.unheard_since is not None and self.unheard_since <= until:
+        if self.unheard and self.unheard_since is not None and self.unheard_since + timeout_s <= now:
             self._has_given_up = True
             self.is_settled = False
 

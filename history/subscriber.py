@@ -115,12 +115,12 @@ class GaplessSubscriber:
         async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
             async for record in subscriber: ...
 
-    Without a cursor it begins after `positions`, in other logs where `start` says: a PollRequest of which only `start`
-    is read (default: earliest). `consumer` names a cursor with the service that holds retention while we poll. A batch
-    counts as taken when the next one is asked for. `on_gap(gap)` is told what can never be read; `on_connected(bool)`
-    whether the service answers. Both are called on the loop, and kept as `gaps` (counted) and `connected`. While the
-    service is away it is asked again, with growing, random pauses; any other error ends the iteration. `next_batch` and
-    `commit` are the plain interface below.
+    Without a cursor it begins after `positions`, in other logs that there are where `start` says: a PollRequest of
+    which only `start` is read (default: earliest); a log that comes later is read whole. `consumer` names a cursor with
+    the service that holds retention while we poll. A batch counts as taken when the next one is asked for.
+    `on_gap(gap)` is told what can never be read; `on_connected(bool)` whether the service answers. Both are called on
+    the loop, and kept as `gaps` (counted) and `connected`. While the service is away it is asked again, with growing,
+    random pauses; any other error ends the iteration. `next_batch` and `commit` are the plain interface below.
 
     `mode`: how records come, see Following; it may be set at any time, and nothing is lost or doubled by that. Only a
     client that can be pushed to is. With `sample_period_ms` each topic has one record at most in each period.
@@ -197,6 +197,7 @@ class GaplessSubscriber:
         self._saved = Places()
         self._denied = 0
         self._next_save = 0.0
+        self._saving: asyncio.Task[None] | None = None
         self.gaps = 0
 
     def __repr__(self) -> str:
@@ -235,6 +236,7 @@ class GaplessSubscriber:
             if self._saved.positions:
                 self._places = self._saved.copy()
                 self._acceptor = Acceptor(places=self._places)
+                self._following.has_begun = True
             if self._assembler is not None and self._file.epochs is not None:
                 self._assembler.restore(self._file.epochs)
         self._read = self._taken.copy()
@@ -377,14 +379,21 @@ class GaplessSubscriber:
         return self._file is not None and (self._has_taken or self._taken != self._saved)
 
     async def _save(self) -> None:
+        """One after the other, also where who has begun one is cancelled: an older place must not replace a newer."""
+        while self._saving is not None and not self._saving.done():
+            await asyncio.wait([self._saving])
         if self._file is None or not self._is_unsaved:
             return
         taken = self._taken.copy()
         epochs = None if self._assembler is None else self._assembler.save(taken.positions, self._in_hand)
         self._has_taken = False
         self._next_save = asyncio.get_running_loop().time() + CURSOR_SAVE_MS / 1000
+        self._saving = asyncio.create_task(self._write(self._file, taken, epochs), name="save a cursor")
+        await asyncio.shield(self._saving)
+
+    async def _write(self, file: CursorFile, taken: Places, epochs: dict[str, Any] | None) -> None:
         try:
-            await asyncio.to_thread(self._file.save, taken, epochs)
+            await asyncio.to_thread(file.save, taken, epochs)
         except OSError as error:
             log.error("the cursor can't be saved; after a restart more comes twice", error=str(error))
             self._has_taken = self._assembler is not None

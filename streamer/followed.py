@@ -411,14 +411,12 @@ class Followed:
         if self._begun or self._missing or self._untold:  # and not stored: it is told again
             self._covered.clear()
             self._begun, self._missing, self._untold = [], [], 0
-        # where we have a place, a log that we don't know is a new one: nothing of it was ours before
-        start = PollRequest(earliest=True) if places.positions else PollRequest(latest=True)
         client = self._follows.client(self.service)
         try:
             async with Following(
                 client,
                 mode=self.follow.mode if self.follow is not None else "auto",
-                start=start,
+                start=PollRequest(latest=True),
                 acks=True,
                 window_bytes=self._follows.window_bytes,
                 on_denied=self._denied,
@@ -428,6 +426,7 @@ class Followed:
                 random_bytes=self._follows.random_bytes,
             ) as following:
                 self._following, self._fixed = following, {}
+                following.has_begun = bool(places.positions)
                 if self.is_gateway:
                     await self._take_over(following, places)
                 if not places.positions:

@@ -905,6 +905,27 @@ def test_what_waits_for_nothing_does_not_come_again_because_something_else_waite
     assert first.records == plain[:1]
 
 
+@pytest.mark.parametrize("by_snapshot", [False, True])
+def test_what_had_begun_in_a_log_that_is_new_drops_nothing_of_the_others(by_snapshot: bool) -> None:
+    """A reader that is behind in one log; the other one has come since, and its beginning is gone already."""
+    told, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([told.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([told.data((2,)), told.data((3,))], 0.0) == []
+    begins = other.frontier([(9,)], [(9,)], 12)
+    if by_snapshot:
+        reader.begin([begins], 0.0)
+    else:
+        reader.take([other.data((3,)), begins], 0.0)
+    came = [told.data((2,)), told.data((8,)), other.data((9,)), told.frontier([(10,)], []), other.frontier([(10,)], [])]
+    handed = reader.take(came, 0.0)
+    assert [time for time, _ in times(handed)] == [(2,), (3,), (8,), (9,)]
+    assert {why for _, why in times(handed)} <= {MISSED, UNTOLD}
+    assert [len(one.records) for one in handed] == [2, 1 if by_snapshot else 2, 1, 1]
+    opened = [one.frontier([(11,)], [(11,)]) for one in (told, other)]
+    over = [one.frontier([(12,)], []) for one in (told, other)]
+    assert times(reader.take([*opened, told.data((11,)), other.data((11,)), *over], 0.0)) == [((11,), "")]
+
+
 def test_a_vehicle_whose_clock_is_years_ahead_makes_nobody_else_late() -> None:
     """The others are parked when it ends its epochs."""
     one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()

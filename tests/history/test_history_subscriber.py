@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -50,14 +51,14 @@ class World(HistoryWorld):
     def log(self) -> Log:
         return self.logs[0]
 
-    async def append(self, first: int, count: int) -> None:
+    async def append(self, first: int, count: int, log: Log | None = None) -> None:
         """Messages numbered from `first`, over the topics in turn."""
         numbers = range(first, first + count)
         messages = [
             UMessageBuilder.publish(TOPICS[number % 5]).build_from_upayload(UPayload(str(number).encode(), 4))
             for number in numbers
         ]
-        await self.append_all(self.log, messages)
+        await self.append_all(log or self.log, messages)
 
 
 @pytest.fixture
@@ -87,14 +88,44 @@ async def test_what_was_there_and_what_comes(world: World) -> None:
         assert (subscriber.gaps, dict(subscriber.dropped)) == (0, {})
 
 
+async def at_the_end(world: World, subscriber: GaplessSubscriber) -> None:
+    """Until it has begun there."""
+    async with asyncio.timeout(5):
+        while not subscriber.connected and not world.service._waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
 async def test_start_at_the_end(world: World) -> None:
     await world.append(0, 10)
     async with GaplessSubscriber(world.client, start=PollRequest(latest=True)) as subscriber:
-        async with asyncio.timeout(5):
-            while not subscriber.connected and not world.service._waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await at_the_end(world, subscriber)
         await world.append(10, 3)
         assert await take(subscriber, 3) == [10, 11, 12]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_log_that_is_new_is_read_from_its_beginning(world: World, tmp_path: Path, restarts: bool) -> None:
+    """The gateway was restarted, and has another log in memory. Who began at the end has been there since."""
+    await world.append(0, 10)
+    path, start = tmp_path / "cursor", PollRequest(latest=True)
+    memory = await Log.open(None, name="memory")
+    async with contextlib.AsyncExitStack() as stack:
+        subscriber = GaplessSubscriber(world.client, start=start, cursor_path=path)
+        await stack.enter_async_context(subscriber)
+        await at_the_end(world, subscriber)
+        await world.append(10, 1)
+        assert await take(subscriber, 1) == [10]
+        await subscriber.commit()
+        if restarts:
+            await stack.aclose()
+        await world.service.stop()
+        world.logs.append(memory)
+        await world.append(20, 5, memory)
+        await world.serve()
+        if restarts:
+            subscriber = GaplessSubscriber(world.client, start=start, cursor_path=path)
+            await stack.enter_async_context(subscriber)
+        assert await take(subscriber, 5) == [20, 21, 22, 23, 24]
 
 
 async def test_the_cursor_file_makes_it_at_least_once_across_restarts(world: World, tmp_path: Path) -> None:
@@ -109,6 +140,37 @@ async def test_the_cursor_file_makes_it_at_least_once_across_restarts(world: Wor
     async with GaplessSubscriber(world.client, cursor_path=path, max_records=10) as subscriber:
         again = await take(subscriber, 65)
         assert again == list(range(35, 100))
+
+
+async def test_a_save_that_was_given_up_does_not_replace_a_newer_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever commits is cancelled while the disk is slow, and the subscriber is closed."""
+    await world.append(0, 20)
+    path, loop, begun, goes_on = tmp_path / "cursor", asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    save, saved = CursorFile.save, list[int]()
+
+    def slow(self: CursorFile, places: Places, epochs: dict[str, object] | None = None) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert goes_on.wait(30)
+        save(self, places, epochs)
+        saved.extend(places.positions.values())
+
+    monkeypatch.setattr(CursorFile, "save", slow)
+    async with GaplessSubscriber(world.client, cursor_path=path, max_records=10) as subscriber:
+        await take(subscriber, 7)
+        committing = asyncio.create_task(subscriber.commit())
+        await begun.wait()
+        committing.cancel()
+        await asyncio.gather(committing, return_exceptions=True)
+        await take(subscriber, 8)
+        closing = asyncio.create_task(subscriber.close())
+        await asyncio.sleep(0)
+        goes_on.set()
+        await closing
+    assert saved == sorted(saved)
+    assert len(saved) == 2
+    assert CursorFile(path).load().positions == {world.log.incarnation: saved[-1]}
 
 
 async def test_breaking_off_the_iteration_loses_nothing(world: World) -> None:

@@ -68,7 +68,7 @@ def test_it_is_what_all_of_them_say(todo: list[tuple]) -> None:  # type: ignore[
             model.silent.discard(log)
             merged.hear(log, part)
         elif what == "silence":
-            merged.silence(now - TIMEOUT_S)
+            merged.silence(now, TIMEOUT_S)
             model.silent |= {log for log, part in model.waited_for.items() if part.heard_at <= now - TIMEOUT_S}
         elif more[0] in model.parts:
             (log,) = more
@@ -122,15 +122,15 @@ def test_of_one_keeper_only_a_log_that_falls_behind_can_be_silent() -> None:
         merged.hear(log, part(1, [(1,)], [(1,)]))
     for now in range(1, 100):
         merged.touch(LOGS[0], merged.parts[LOGS[0]], float(now))
-        merged.silence(now - TIMEOUT_S)
+        merged.silence(now, TIMEOUT_S)
     assert merged.lower == {(1,)}
     merged.hear(LOGS[0], part(2, [(2,)], [(2,)], heard_at=100.0))
     for now in (101.0, 102.9):
         merged.touch(LOGS[0], merged.parts[LOGS[0]], now)
-        merged.silence(now - TIMEOUT_S)
+        merged.silence(now, TIMEOUT_S)
     assert not merged.is_over((1,))
     assert merged.silent_at(TIMEOUT_S) == 103.0
-    merged.silence(100.0)
+    merged.silence(103.0, TIMEOUT_S)
     assert (merged.is_over((1,)), merged.missing((1,))) == (True, "car")
     merged.touch(LOGS[1], merged.parts[LOGS[1]], 104.0)
     assert not merged.is_over((1,))
@@ -141,10 +141,10 @@ def test_a_log_of_which_nothing_comes_is_waited_for_as_long_as_one_that_is_silen
     merged.hear(LOGS[0], part(1, [(1,)], [(1,)], heard_at=1.0))
     for now in (2.0, 3.9):
         merged.hear(LOGS[0], part(2, [(2,)], [(2,)], heard_at=now))
-        merged.silence(now - TIMEOUT_S)
+        merged.silence(now, TIMEOUT_S)
         assert not merged.is_whole
     assert merged.silent_at(TIMEOUT_S) == 4.0
-    merged.silence(1.0)
+    merged.silence(4.0, TIMEOUT_S)
     assert (merged.is_whole, merged.is_over((1,)), merged.missing((1,))) == (True, True, "one of its logs")
     merged.hear(LOGS[1], part(2, [(2,)], [(2,)], heard_at=5.0))
     assert (merged.is_whole, merged.missing((1,))) == (True, "")
@@ -213,7 +213,7 @@ def test_a_keeper_that_invents_logs_is_waited_for_no_longer_than_others() -> Non
         hear(merged, log, Part(("car", 4), 1_000 - place, frozenset({(0,)}), frozenset({(place,)}), named, 1, 0.0))
     assert len(merged.parts) <= LOGS_MAX
     hear(merged, LOGS[4], Part(("car", 4), 9_999, frozenset(), frozenset(), frozenset({b"none" * 4}), 1, 1.0))
-    merged.silence(1.0)
+    merged.silence(4.0, TIMEOUT_S)
     assert merged.is_whole
 
 
@@ -235,3 +235,15 @@ def test_logs_that_are_not_there_any_more_are_known_by_what_the_others_say() -> 
     assert say(other_memory, 902, durable, other_memory) == {durable, other_memory}
     assert say(other_disk, 1, other_disk) == {other_disk}, "its versions begin anew"
     assert merged.lower == {(1,)}
+
+
+@given(st.floats(0, 1e9), st.floats(0.001, 1e6))
+def test_who_is_due_is_silent_then(heard_at: float, timeout_s: float) -> None:
+    """Else who waits until then asks again and again."""
+    merged = Merged()
+    merged.hear(LOGS[0], part(1, [(1,)], heard_at=heard_at))
+    due = merged.silent_at(timeout_s)
+    assert due is not None
+    merged.silence(due, timeout_s)
+    assert merged.is_whole
+    assert merged.silent_at(timeout_s) is None
