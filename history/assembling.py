@@ -392,8 +392,9 @@ class Assembler:
         if group.was_handed(time, record):
             self.dropped["handed"] += 1
             return []
+        is_untold = part is None and (bool(said.parts) or self._is_untold(group, now))
         begun = BEGUN if part is None or is_covered(group.filter, time) else ""
-        if part is None and (said.parts or self._is_untold(group, now)):
+        if is_untold and not is_covered(group.filter, time):
             begun = UNTOLD
         elif begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
             self.dropped["filtered" if part is not None else "begun"] += 1

@@ -905,6 +905,14 @@ def test_what_waits_for_nothing_does_not_come_again_because_something_else_waite
     assert first.records == plain[:1]
 
 
+def test_what_a_filter_covers_is_dropped_of_a_log_too_of_which_nothing_is_told() -> None:
+    told, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(beyond={"second": [(4,)]})
+    reader.begin([told.frontier([(1,)], [(2,)], 9)], 0.0)
+    assert reader.take([other.data((2,)), other.data((4,)), other.data((5,))], 0.0) == []
+    assert times(reader.take([told.frontier([(6,)], [])], 0.0)) == [((5,), UNTOLD)]
+    assert reader.dropped["begun"] == 2
+
+
 @pytest.mark.parametrize("by_snapshot", [False, True])
 def test_what_had_begun_in_a_log_that_is_new_drops_nothing_of_the_others(by_snapshot: bool) -> None:
     """A reader that is behind in one log; the other one has come since, and its beginning is gone already."""
