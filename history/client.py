@@ -45,6 +45,7 @@ PATIENCE_MS_MAX: Final = 60_000
 PATIENCE_TIMES: Final = 8
 BACKOFF_MS_MIN: Final = 100
 BACKOFF_MS_MAX: Final = 10_000  # a streamer that is back is found within that
+FRONTIERS_BYTES_MAX: Final = 64 << 20  # of all pages together: some 200,000 gateways
 PAUSE_MS: Final = 100  # between polls, if a service answers at once with nothing though it was asked to wait
 STUCK_MAX: Final = 8  # twice what answers that bring nothing may come to, two each, until we pause as well
 AGAIN: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED})
@@ -113,7 +114,7 @@ class HistoryClient:
 
     async def frontiers(self, request: PollRequest) -> list[RecordBatch]:
         """How far epochs have come where `request` begins to read, all pages of it. Raises UNIMPLEMENTED from a service
-        that knows no epochs."""
+        that knows no epochs, RESOURCE_EXHAUSTED from one that tells without end."""
         asked, pages = PollRequest(), FrontierPages(self.authority)
         asked.CopyFrom(request)
         while True:
@@ -227,25 +228,30 @@ class FrontierPages:
         self._authority = authority
         self._told: list[RecordBatch] = []
         self._page = b""
+        self._bytes = 0  # of answers
         self._at: dict[bytes, int] = {}  # where they are asked for
 
     def ask(self, request: PollRequest) -> None:
         """For the next page; for the first one, if it begins elsewhere than those before."""
         at = {one.incarnation: one.seq for one in request.positions}
         if at != self._at:
-            self._told, self._page = [], b""
+            self._told, self._page, self._bytes = [], b"", 0
         request.frontiers, request.frontiers_page = True, self._page
 
     def take(self, answer: PollResponse) -> bool:
-        """True: it has those of all pages now. Raises UNIMPLEMENTED."""
+        """True: it has those of all pages now. Raises UNIMPLEMENTED, RESOURCE_EXHAUSTED."""
         if answer.has_frontiers:
             told = [*self._told, *answer.frontiers]
-            self._told, self._page, self._at = [], b"", {}
+            self._told, self._page, self._bytes, self._at = [], b"", 0, {}
             del answer.frontiers[:]
             answer.frontiers.extend(told)
             return True
         if not answer.next_frontiers_page:
             raise UStatusError(UCode.UNIMPLEMENTED, f"the history of {self._authority} knows no epochs: read without")
+        self._bytes += answer.ByteSize()
+        if self._bytes > FRONTIERS_BYTES_MAX:
+            what = f"the history of {self._authority} tells of epochs in more than {FRONTIERS_BYTES_MAX >> 20} MiB"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{what}: name the authorities that you read")
         self._told += answer.frontiers
         self._page = answer.next_frontiers_page
         self._at = {one.incarnation: one.seq for one in answer.next}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from history import epochs as epochs_module
 from history import snapshot
 from history.acceptor import Record
+from history.asked import Poll
 from history.assembling import (
     BEGUN,
     BEGUN_THERE,
@@ -694,6 +695,22 @@ async def test_a_fleet_tells_in_pages_how_far_it_has_come(
     pages = [answer for answer in polled if answer.next_frontiers_page]
     assert len(pages) >= 4
     assert not any(answer.batches for answer in pages)
+
+
+async def test_pages_without_end_are_read_no_further(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(poll: Poll) -> bool:
+        poll.response.next_frontiers_page = bytes(24)
+        poll.response.frontiers.add(incarnation=LOG, message=[bytes(500_000)])
+        return False
+
+    monkeypatch.setattr("history.service.add_frontiers", endless)
+    monkeypatch.setattr("history.client.FRONTIERS_BYTES_MAX", 5 << 20)
+    with pytest.raises(UStatusError, match="name the authorities") as caught:
+        await world.client.frontiers(PollRequest())
+    assert caught.value.code == UCode.RESOURCE_EXHAUSTED
+    async with GaplessSubscriber(world.client, SIGNALS, assembler=Assembler(SIGNALS)) as subscriber:
+        with pytest.raises(UStatusError, match="name the authorities"):
+            await asyncio.wait_for(anext(subscriber.epochs()), 30)
 
 
 async def test_a_page_that_nobody_gave_is_refused_or_the_first(world: World) -> None:
