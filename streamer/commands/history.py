@@ -23,6 +23,7 @@ from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier, LogState, PollRequest, TopicState
+from uprotocol.status import invalid
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -58,6 +59,8 @@ def history_(
     if service in ("verify", "acknowledge"):
         (_verify if service == "verify" else _acknowledge)(DataDir(data_dir, where.config).log, as_json)
         return
+    if epochs and (poll or topics):
+        raise invalid("--epochs shows how far groups have come: say it without --poll, and without topics")
     logs.configure()
     network, patterns = where.network(), [uris.parse(topic) for topic in topics or []]
     streamer = ids.at(service)

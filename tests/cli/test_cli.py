@@ -413,6 +413,13 @@ def test_check_shows_groups_of_epochs(invoke: Invoke, tmp_path: Path) -> None:
     assert (group["name"], group["by"], group["width_ms"], group["timeout_ms"]) == ("lap", "bucket", 1_000, 10_000)
 
 
+@pytest.mark.parametrize("more", [["--poll"], ["//vehicle1/8001/1/8000"]])
+def test_epochs_are_of_groups_and_not_of_topics(invoke: Invoke, more: list[str]) -> None:
+    result = invoke("history", "vehicle1", *more, "--epochs", "-t", "zenoh", "-a", "vehicle1")
+    assert result.exit_code != 0
+    assert "say it without --poll, and without topics" in result.output
+
+
 ONE_WAY = '[[rule]]\nfrom = "{}"\nto = "{}"'
 UNASKED = "no uSubscription says what is wanted, and [history] record names nothing"
 
