@@ -46,6 +46,7 @@ RECORD_BYTES: Final = 600  # ... what each takes beside its payload
 TIMEOUT_S: Final = 60.0  # without a word of a log that holds an epoch back
 GROUPS_MAX: Final = 64  # that one log tells of; a gateway has fewer
 UNTOLD_MAX: Final = 1_024  # groups that nobody tells of
+TOLD_MAX: Final = 256  # epochs of a group of which it is known that their loss was told
 HANDED_MAX: Final = 4_096  # epochs of a group that may be read again, and whose end is told with a reason
 
 MISSED: Final = "records of it may be in a gap"
@@ -99,6 +100,7 @@ class _Group:
     known: set[bytes] = field(default_factory=set)  # logs that were parts before a restart
     gone: Spans = field(default_factory=Spans)  # what was handed over: of these, more is the rest
     again: set[Time] = field(default_factory=set)  # but for these, which nobody had taken before a restart
+    told: dict[Time, None] = field(default_factory=dict)  # of which nothing is handed over but that; the newest
     length: int = 0  # of its times
 
     def is_rest(self, time: Time) -> bool:
@@ -159,6 +161,7 @@ class Assembler:
         self._groups: dict[Key, _Group] = {}
         self._keepers: dict[bytes, dict[str, Keeper]] = {}  # by log, by group
         self._untold: OrderedDict[Key, None] = OrderedDict()  # of which there are records, and no frontier so far
+        self._lost: list[Assembled] = []  # was to be told at a restart
         self._plain: Positions = {}  # up to where what waits for nothing was handed over
         self._is_suspect = False  # a gap, and no snapshot since
         self._bytes = 0
@@ -207,7 +210,7 @@ class Assembler:
 
     def take(self, records: Iterable[Record], now: float) -> list[Assembled]:
         """In the order of each log."""
-        ready: list[Assembled] = []
+        ready, self._lost = self._lost, []
         plain: list[Record] = []
         for record in records:
             if record.epoch is not None:
@@ -312,7 +315,7 @@ class Assembler:
             elif known is not None and record.origin is not None and told.number > known.number + 1:
                 # somebody on the way was not given some of it. In the keeper's own log nobody is, and a number that
                 # is left out there is that of a frontier that could not be stored
-                yield from self._lose(key, group, before | known.active)
+                yield from self._lose(key, group, before | known.active, record)
             self._hear(group, told.group, log, part)
             self._note_ended(group, told)
             touched.add(key)
@@ -339,21 +342,21 @@ class Assembler:
         for key, group in self._groups.items():
             parts = group.said.parts
             open = [part.active for part in parts.values() if concerns(said, part.keeper[0])]
-            yield from self._lose(key, group, frozenset[Time]().union(*open))
+            yield from self._lose(key, group, frozenset[Time]().union(*open), record)
             for log in [log for log, part in parts.items() if begins_to_hear(said, part.keeper)]:
                 group.said.drop(log, now)  # what is told next is a snapshot
                 group.unknown_since = now
 
-    def _lose(self, key: Key, group: _Group, open: Iterable[Time]) -> Iterator[Assembled]:
-        """Of these a part may be missing."""
+    def _lose(self, key: Key, group: _Group, open: Iterable[Time], by: Record) -> Iterator[Assembled]:
+        """Of these a part may be missing, as `by` shows."""
         lost = [time for time in open if not is_covered(group.filter, time)]
         group.filter = raised(group.filter, lost)
         lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
         for time in sorted(lost):
-            yield from self._not_whole(key, group, time)
+            yield from self._not_whole(key, group, time, by)
         self._expect(group)
 
-    def _not_whole(self, key: Key, group: _Group, time: Time) -> Iterator[Assembled]:
+    def _not_whole(self, key: Key, group: _Group, time: Time, by: Record) -> Iterator[Assembled]:
         """None of it is handed over, but that."""
         if self._filter == "all":
             group.pending.setdefault(time, _Pending()).incomplete = BEGUN_THERE
@@ -366,9 +369,12 @@ class Assembler:
         if pending is not None:
             self.dropped["filtered"] += len(pending.records)
             self._bytes -= pending.bytes
-        elif any(precedes(time, other) for other in group.handed):
-            return  # told before a restart
-        group.note(time, [] if pending is None else pending.records)
+        group.note(time, [by] if pending is None else [*pending.records, by])
+        if time in group.told:
+            return
+        group.told[time] = None
+        if len(group.told) > TOLD_MAX:
+            del group.told[next(iter(group.told))]
         self.counts["epochs"] += 1
         self.counts["incomplete"] += 1
         yield Assembled(Epoch(key[0], time), [], BEGUN_THERE, key[1])
@@ -538,8 +544,11 @@ class Assembler:
         """What is to be kept with `safe`, for `restore`. Plain data for JSON."""
         in_hand: dict[Key, dict[Time, str]] = {}
         plain = dict(self._plain)
-        for one in held:
-            if one.epoch is None or one.incomplete == ODD:
+        lost: dict[Key, list[tuple[Time, str]]] = {}  # of which is to be told, and nothing more
+        for one in (*self._lost, *held):
+            if one.epoch is not None and not one.records:
+                lost.setdefault((one.epoch.group, one.keeper), []).append((one.epoch.time, one.incomplete))
+            elif one.epoch is None or one.incomplete == ODD:
                 for record in one.records:
                     plain[record.incarnation] = min(plain.get(record.incarnation, 0), record.seq - 1)
             else:
@@ -562,6 +571,8 @@ class Assembler:
                     "open": sorted(open),
                     "rest": sorted(time for time, why in open.items() if why == REST),
                     "gone": group.gone.spans,
+                    "told": list(group.told),
+                    "lost": lost.get(key, []),
                 }
             )
         return {"groups": saved, "plain": {log.hex(): seq for log, seq in plain.items() if seq > safe.get(log, seq)}}
@@ -582,8 +593,11 @@ class Assembler:
             group.open = set(map(_time, one["open"]))
             group.again = group.open.difference(map(_time, one.get("rest", ())))
             group.gone = Spans((_time(first), _time(last)) for first, last in one.get("gone", ()))
+            group.told = dict.fromkeys(map(_time, one.get("told", ())))
+            lost = [(_time(time), str(why)) for time, why in one.get("lost", ())]
+            self._lost += [Assembled(Epoch(key[0], time), [], why, key[1]) for time, why in lost]
             gone = itertools.chain.from_iterable(group.gone.spans)
-            times = [*group.filter, *group.suspect, *group.handed, *group.open, *gone]
+            times = [*group.filter, *group.suspect, *group.handed, *group.open, *group.told, *gone]
             group.length = next(map(len, times), group.length)
             if {len(time) for time in times} - {group.length}:
                 raise ValueError("times of one group have one length")

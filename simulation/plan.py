@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from simulation.disk import DiskFaults
+from simulation.epochs import SIGNALS
 from simulation.network import CALM, Weather
 from transports.local import Faults
 from uprotocol import uri as uris
@@ -71,6 +72,9 @@ class Plan:
         if dice.random() < (0.3 if world.follows else 0.1):
             history["volatile"] = ["//vin1/8001/1/8002"]
             world.checker.volatile = [uris.parse("//vin1/8001/1/8002")]
+        if world.epochs is not None and world.epoch_dice.random() < 0.4:  # an epoch is over in both logs
+            history["volatile"] = [*history.get("volatile", ()), SIGNALS[1]]
+            world.checker.volatile = [*world.checker.volatile, uris.parse(SIGNALS[1])]
         self._base = {name: copy.deepcopy(machine.config) for name, machine in world.machines.items()}
         world.note("kind", world.kind, history)
         for machine in world.all_machines:

@@ -1019,6 +1019,22 @@ def test_what_was_handed_over_is_not_told_again_where_something_begins() -> None
     assert times(reader.take([told.data((2,)), begun], 61.0)) == [((2,), REST)]
 
 
+def test_what_began_on_the_way_is_told_once_though_it_is_read_again_after_a_restart() -> None:
+    told, reader = Told(), Assembler(SIGNALS)
+    snapshot = told.frontier([(1,)], [], 9)
+    reader.begin([snapshot], 0.0)
+    said = UMessageBuilder.publish(at("hub", 0x8006)).pack(Beginning(topics=SIGNALS, service=at("gateway")))
+    opened = told.frontier([(2,)], [(2,)], 10)
+    told.seq += 1
+    came = [opened, Record(LOG, told.seq, 0, 0, said)]
+    lost = reader.take(came, 0.0)
+    assert times(lost) == [((2,), BEGUN_THERE)]
+    for not_taken in ([], lost):
+        again = reborn(reader, told, not_taken)
+        again.begin([snapshot], 0.0)
+        assert times(again.take(came, 0.0)) == times(not_taken), "something else holds the cursor back"
+
+
 def test_where_frontiers_were_missed_the_next_one_is_the_snapshot() -> None:
     told, reader = Told(), Assembler(SIGNALS)
     said = Beginning(topics=[*SIGNALS, uris.parse("//*/FFFF0004/1/8005")], service=at("gateway"))
