@@ -34,7 +34,7 @@ from history.frontier import (
     precedes,
     raised,
 )
-from history.merging import Keeper, Merged, Part, times_of
+from history.merging import Keeper, Merged, Part, passed_unread, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import is_frontiers, tells_of_epochs
@@ -192,6 +192,8 @@ class Assembler:
                     group.suspect = raised(group.suspect, part.active)
                 elif not is_known:
                     group.filter = raised(group.filter, part.active)
+                if not is_known:
+                    self._suspect_passed(group, told)
                 self._hear(group, told.group, log, part)
                 self._note_ended(group, told)
         self._is_suspect = False
@@ -308,6 +310,8 @@ class Assembler:
             group = self._group(key)
             known = group.said.parts.get(log)
             before = part.active - {tuple(one.numbers) for one in told.opened}
+            if known is None:
+                self._suspect_passed(group, told)
             if known is None and told.number != 1 and group.said.parts:  # what waits has begun there, too
                 group.suspect = raised(group.suspect, before)
             elif known is None and told.number != 1:  # nothing was known of it: so this is the snapshot
@@ -321,6 +325,12 @@ class Assembler:
             touched.add(key)
         for key in touched:
             yield from self._over(key, self._groups[key])
+
+    @staticmethod
+    def _suspect_passed(group: _Group, told: GroupFrontier) -> None:
+        passed = passed_unread(told, group.length)
+        group.length = group.length or len(next(iter(passed), ()))
+        group.suspect = raised(group.suspect, passed)
 
     def _note_ended(self, group: _Group, told: GroupFrontier) -> None:
         for one in told.ended:

@@ -42,6 +42,16 @@ def is_replaced(old: Life, new: Life) -> bool:
     return old_log not in logs and (old_version <= version or log not in old_logs)
 
 
+def passed_unread(told: GroupFrontier, length: int) -> list[Time]:
+    """Of a log of which this is the first that is read: what was over there before, and may have had records that are
+    not read. Only other logs of the group can still bring more of it. All have `length` numbers; 0: as many as the
+    first."""
+    if told.number == 1 or len(told.logs) < 2:
+        return []
+    passed = [tuple(one.numbers) for one in told.kept.passed if 0 < len(one.numbers) <= LENGTH_MAX]
+    return [time for time in passed if len(time) == (length or len(passed[0]))]
+
+
 @dataclass(slots=True)
 class Part:
     """What one log says."""

@@ -38,7 +38,7 @@ from history.frontier import (
     not_passed,
     raised,
 )
-from history.merging import LOGS_MAX, is_replaced, times_of
+from history.merging import LOGS_MAX, is_replaced, passed_unread, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier, GroupFrontier, RecordBatch
@@ -117,6 +117,7 @@ class Gate:
     heard_ms: int = 0  # when something was told last, Unix ms
     rest: Antichain = NOTHING  # of what is less than or equal to it a part was handed over, as `TOO_MANY`,
     rest_since: int = 0  # until this version is told in each log, and none of it may come
+    suspect: Antichain = NOTHING  # what is less than or equal to it may lack records of a log that was read later
 
     def json(self) -> dict[str, Any]:
         return {
@@ -126,6 +127,7 @@ class Gate:
             "incomplete": sorted(self.incomplete.items()),
             "heard_ms": self.heard_ms,
             "rest": [sorted(self.rest), self.rest_since],
+            "suspect": sorted(self.suspect),
         }
 
     @classmethod
@@ -140,7 +142,9 @@ class Gate:
         }
         incomplete = {_time(time): str(why) for time, why in given["incomplete"]}
         filter, (rest, since) = maximal(_times(given["filter"])), given.get("rest", ((), 0))
-        made = cls(parts, filter, waiting, incomplete, int(given["heard_ms"]), maximal(_times(rest)), int(since))
+        suspect = maximal(_times(given.get("suspect", ())))
+        heard_ms, rest = int(given["heard_ms"]), maximal(_times(rest))
+        made = cls(parts, filter, waiting, incomplete, heard_ms, rest, int(since), suspect)
         if len({len(time) for time in made._all_times()}) > 1:
             raise ValueError("times of one group have one length")
         return made
@@ -148,7 +152,7 @@ class Gate:
     def _all_times(self) -> Iterator[Time]:
         for part in self.parts.values():
             yield from (*part.lower, *part.active)
-        yield from (*self.filter, *self.waiting, *self.incomplete, *self.rest)
+        yield from (*self.filter, *self.waiting, *self.incomplete, *self.rest, *self.suspect)
 
     @property
     def length(self) -> int:
@@ -182,9 +186,11 @@ class Gate:
         if self._is_idle:
             return None
         lower = minimal(time for part in self._live for time in part.lower)
-        filter = not_passed(self.filter, lower) if self._is_whole and self._live else self.filter
+        filter, suspect = self.filter, self.suspect
+        if self._is_whole and self._live:
+            filter, suspect = not_passed(filter, lower), not_passed(suspect, lower)
         waiting = {time: replace(one, after=dict(one.after)) for time, one in self.waiting.items()}
-        return Gate(self._needed, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since)
+        return Gate(self._needed, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since, suspect)
 
     @property
     def _needed(self) -> dict[str, Part]:
@@ -227,6 +233,11 @@ class Gate:
         if known is None and not self._live and not is_lossy:  # so this is the snapshot
             self.filter, before = raised(self.filter, before), frozenset()
         self._replace(told.origin, part)
+        if known is None:
+            length = self.length or len(next(iter((*part.lower, *part.active)), ()))
+            self.suspect = raised(self.suspect, passed_unread(group, length))
+            for time, one in self.waiting.items():
+                one.why = one.why or (MISSED if is_covered(self.suspect, time) else "")
         for time in part.active:
             if is_covered(self.filter, time) or is_covered(self.rest, time):
                 continue
@@ -236,6 +247,8 @@ class Gate:
                 waiting.after.setdefault(told.read, told.seq)
             if time in before:
                 waiting.why = waiting.why or (MISSED if is_lossy else BEGUN_THERE)
+            if is_covered(self.suspect, time):
+                waiting.why = waiting.why or MISSED
         for ended in group.ended:
             ends = self.waiting.get(_time(ended.time.numbers))
             if ends is not None:
@@ -273,7 +286,7 @@ class Gate:
         if (lower or active) and self.length not in (0, len((*lower, *active)[0])):
             if self.waiting or self.incomplete or self.rest:
                 return None
-            self.parts, self.filter = {}, NOTHING  # it begins anew, with other times
+            self.parts, self.filter, self.suspect = {}, NOTHING, NOTHING  # it begins anew, with other times
         logs = frozenset(log.hex() for log in group.logs)
         return Part(told.read, group.version, minimal(lower), frozenset(active), logs, group.number)
 
@@ -286,7 +299,8 @@ class Gate:
         """Logs that went back: so do the versions there. And logs that are gone: nothing more is told in them."""
         if any(part.read in anew for part in self.parts.values()):
             self.give_up(MISSED)
-            self.parts, self.waiting, self.filter, self.rest = {}, {}, NOTHING, NOTHING
+            self.parts, self.waiting = {}, {}
+            self.filter = self.rest = self.suspect = NOTHING
         for origin, part in self.parts.items():
             if part.read in gone:
                 self.parts[origin] = replace(part, is_gone=True)

@@ -922,6 +922,31 @@ def test_what_waits_for_nothing_does_not_come_again_because_something_else_waite
     assert first.records == plain[:1]
 
 
+@pytest.mark.parametrize("durable_first", [False, True])
+def test_what_was_over_in_a_log_before_it_was_read_is_not_whole_by_what_another_one_has(durable_first: bool) -> None:
+    """A follower has all of the log in memory, and of the one on disk what came since it follows."""
+    durable, memory, reader = Told(LOG), Told(OTHER_LOG), Assembler()
+    durable.version = 2
+
+    def say(log: Told, lower: int, active: Sequence[Time], number: int, passed: Sequence[Time] = ()) -> Record:
+        record = log.frontier([(lower,)], active, number)
+        frontier = Frontier.FromString(record.message.payload)
+        (told,) = frontier.groups
+        told.logs[:] = [LOG, OTHER_LOG]
+        told.opened.extend(told.active)
+        told.kept.passed.extend(LogicalTime(numbers=time) for time in passed)
+        record.message.payload = frontier.SerializeToString()
+        return record
+
+    in_memory = [say(memory, 1, [(1,)], 1), memory.data((1,)), say(memory, 2, [(2,)], 2), memory.data((2,))]
+    in_memory += [say(memory, 9, [(9,)], 3), memory.data((9,))]
+    on_disk = [say(durable, 9, [(9,)], 40, [(2,)]), durable.data((9,))]
+    handed = reader.take([*on_disk, *in_memory] if durable_first else [*in_memory, *on_disk], 0.0)
+    memory.version = durable.version = 50
+    handed += reader.take([say(durable, 10, [], 41), say(memory, 10, [], 4)], 0.0)
+    assert times(handed) == [((1,), MISSED), ((2,), MISSED), ((9,), "")]
+
+
 def test_what_a_filter_covers_is_dropped_of_a_log_too_of_which_nothing_is_told() -> None:
     told, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(beyond={"second": [(4,)]})
     reader.begin([told.frontier([(1,)], [(2,)], 9)], 0.0)

@@ -228,6 +228,7 @@ def frontier(
     """Of the log `read`; what is active is what may come, too. `ended`: "TIME WHY"."""
     group = GroupFrontier(group="g", version=version, number=more.get("number", version))
     group.logs.extend(bytes.fromhex(log) for log in more.get("logs", [origin or read]))
+    group.kept.passed.extend(LogicalTime(numbers=[number]) for number in more.get("passed", ()))
     for times, numbers in ((group.lower, active), (group.active, active), (group.opened, more.get("opened", ()))):
         times.extend(LogicalTime(numbers=[number]) for number in sorted(numbers))
     if ended is not None:
@@ -416,6 +417,30 @@ def test_versions_of_a_disk_that_was_replaced_begin_anew_where_it_is_followed() 
     assert chosen(waits, after, records(CLOUD, A, 7, first=3), 100) == {3: MISSED}
     assert chosen(waits, after, records(CLOUD, B, 8, first=102), 100) == {102: None}
     assert gates_after(gates=after, start={CLOUD: 103}) == {}, "of what is over nothing is kept"
+
+
+@pytest.mark.parametrize("durable_first", [False, True])
+def test_what_was_over_in_a_log_before_it_was_read_is_not_whole_by_what_another_one_has(durable_first: bool) -> None:
+    both, memory = [A, B], {"read": CLOUD, "origin": B, "logs": [A, B]}
+    in_memory = [
+        frontier(1, 1, {1}, opened={1}, number=1, **memory),
+        frontier(3, 2, {2}, opened={2}, ended="1", **memory),
+        frontier(5, 3, {9}, opened={9}, ended="2", **memory),
+    ]
+    disk = {"read": CLOUD, "origin": A, "logs": both}
+    on_disk = [frontier(7, 3, {9}, opened={9}, number=40, passed=[2], **disk)]
+    first, second = (on_disk, in_memory) if durable_first else (in_memory, on_disk)
+    waits = gates_after(*first)
+    waits = epochs.from_json(json.loads(json.dumps(epochs.to_json(waits))))
+    over = gates_after(*second, gates=waits, start={CLOUD: 100})
+    end = gates_after(
+        frontier(201, 4, set(), number=41, ended="9", **disk),
+        frontier(202, 4, set(), number=4, ended="9", **memory),
+        gates=over,
+        start={CLOUD: 200},
+    )
+    whys = {time[0]: why for gates in (over, end) for time, why in gates[KEY].incomplete.items()}
+    assert whys == {1: MISSED, 2: MISSED}
 
 
 def test_a_group_may_begin_anew_with_times_of_another_length() -> None:
