@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -36,7 +37,7 @@ TTL_MARGIN_MS: Final = 200  # of the request's ttl, or a tenth of it, is left fo
 LEASE_MS_DEFAULT: Final = 60_000
 LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
 INCARNATION_BYTES: Final = 16
-PAGE_BYTES: Final = INCARNATION_BYTES + 8  # of frontiers: a log, and a stream there
+FRONTIERS_PAGE: Final = struct.Struct(f">{INCARNATION_BYTES}sq")  # a log, and the last stream that was told there
 # a streamer has two logs; the others are of logs that are gone, and each costs a gap in the reply
 POSITIONS_MAX: Final = 256
 DIGEST_BYTES_MAX: Final = 64  # of a witness: ours are shorter
@@ -132,7 +133,7 @@ def checked(asked: PollRequest, attributes: UAttributes, now_ms: int) -> Poll:
         raise invalid(f"a position has at most {witness.WITNESSES_MAX} witnesses, got {most}")
     if asked.follower and asked.topics:
         raise invalid("a poll names topics, or a follower that has named them before, not both")
-    if len(asked.frontiers_page) not in (0, PAGE_BYTES):
+    if len(asked.frontiers_page) not in (0, FRONTIERS_PAGE.size):
         raise invalid(f"a page of frontiers is what an answer said, not {len(asked.frontiers_page)} bytes")
     ttl = attributes.ttl
     left_ms = ttl - max(0, now_ms - uuids.time_ms(attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)

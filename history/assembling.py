@@ -187,13 +187,11 @@ class Assembler:
             for key, told, part in self._told(record, now):
                 group = self._group(key)
                 log = _log_of(record)
-                is_known = log in group.known or log in group.said.parts
-                if self._is_suspect or (not is_known and key in running):
+                if log not in group.known and log not in group.said.parts:
+                    is_running = self._is_suspect or key in running
+                    self._begin_to_hear(group, told, part.active, is_running=is_running)
+                elif self._is_suspect:
                     group.suspect = raised(group.suspect, part.active)
-                elif not is_known:
-                    group.filter = raised(group.filter, part.active)
-                if not is_known:
-                    self._suspect_passed(group, told)
                 self._hear(group, told.group, log, part)
                 self._note_ended(group, told)
         self._is_suspect = False
@@ -310,12 +308,8 @@ class Assembler:
             group = self._group(key)
             known = group.said.parts.get(log)
             before = part.active - {tuple(one.numbers) for one in told.opened}
-            if known is None:
-                self._suspect_passed(group, told)
-            if known is None and told.number != 1 and group.said.parts:  # what waits has begun there, too
-                group.suspect = raised(group.suspect, before)
-            elif known is None and told.number != 1:  # nothing was known of it: so this is the snapshot
-                group.filter = raised(group.filter, before)
+            if known is None and told.number != 1:  # nothing was known of it: so this is the snapshot
+                self._begin_to_hear(group, told, before, is_running=bool(group.said.parts))
             elif known is not None and record.origin is not None and told.number > known.number + 1:
                 # somebody on the way was not given some of it. In the keeper's own log nobody is, and a number that
                 # is left out there is that of a frontier that could not be stored
@@ -327,10 +321,14 @@ class Assembler:
             yield from self._over(key, self._groups[key])
 
     @staticmethod
-    def _suspect_passed(group: _Group, told: GroupFrontier) -> None:
+    def _begin_to_hear(group: _Group, told: GroupFrontier, open: Iterable[Time], *, is_running: bool) -> None:
+        """A log in which something came before, which is not read. `is_running`: others of the group are read already,
+        so what is `open` is not dropped, but may not be whole."""
         passed = passed_unread(told, group.length)
         group.length = group.length or len(next(iter(passed), ()))
-        group.suspect = raised(group.suspect, passed)
+        group.suspect = raised(group.suspect, [*passed, *(open if is_running else ())])
+        if not is_running:
+            group.filter = raised(group.filter, open)
 
     def _note_ended(self, group: _Group, told: GroupFrontier) -> None:
         for one in told.ended:

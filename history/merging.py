@@ -65,10 +65,6 @@ class Part:
     heard_at: float
     is_silent: bool = False
 
-    @property
-    def upper(self) -> Antichain:
-        return maximal(self.active)
-
 
 @dataclass(slots=True)
 class _Keeper:

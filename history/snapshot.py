@@ -10,7 +10,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from history.asked import INCARNATION_BYTES, Poll
+from history.asked import FRONTIERS_PAGE, Poll
 from history.batch import add_records
 from history.chunk import Chunk
 from history.log import Log
@@ -26,14 +26,14 @@ async def add_frontiers(poll: Poll) -> bool:
     has room for records."""
     response, page = poll.response, poll.asked.frontiers_page
     logs = {log.incarnation: log for log in poll.places}
-    begin, known = page[:INCARNATION_BYTES], int.from_bytes(page[INCARNATION_BYTES:], "big", signed=True)
+    begin, known = FRONTIERS_PAGE.unpack(page) if page else (b"", -1)
     left, room = TOPICS_MAX, poll.bytes_max
     for incarnation, log in list(logs.items())[[*logs].index(begin) if begin in logs else 0 :]:
         after = known if incarnation == begin else -1
         batch = RecordBatch(incarnation=incarnation)
         for id in sorted(id for id in log.frontier_ids if id > after and id in poll.matches[log].ids):
             if not left or room <= 0:
-                response.next_frontiers_page = incarnation + after.to_bytes(8, "big", signed=True)
+                response.next_frontiers_page = FRONTIERS_PAGE.pack(incarnation, after)
                 break
             told = len(batch.message)
             for chunk in await _newest(log, id, poll.places[log]):

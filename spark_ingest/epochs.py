@@ -260,8 +260,8 @@ class Gate:
 
     def _replace(self, origin: str, part: Part) -> None:
         """Logs that are not there any more, by what is told in this one."""
+        new = origin, part.version, part.logs
         for other, old in self.parts.items():
-            new = origin, part.version, part.logs
             if not old.is_gone and other != origin and is_replaced((other, old.version, old.logs), new):
                 self.parts[other] = replace(old, is_gone=True)
                 if old.version > part.version:  # its disk was replaced, and versions begin anew
