@@ -389,7 +389,9 @@ class Following:
         if not self._may_push:
             if self._subscription or self._is_asked:
                 self._end_push(tell=True)
-            return await self._poll(places, at_once=self.wants_frontiers or not places.positions)
+            # a service that is not known to be there is asked for an answer at once, which shows that it is
+            at_once = self.wants_frontiers or not places.positions or not self.connected
+            return await self._poll(places, at_once=at_once)
         if self.wants_frontiers or not places.positions:  # a first frame that is lost would not be missed
             return await self._poll(places, at_once=True)
         if not self._subscription:
