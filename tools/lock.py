@@ -1,6 +1,7 @@
 """Pin what is installed, with hashes, for every Python and platform that we support: `make lock`.
 
 pyproject.toml -> requirements.lock (to develop: every extra) -> deploy/requirements.lock (a gateway: fewer of the same)
+                                                              -> requirements-build.lock (`make wheel`: likewise)
 
 Hashes bar an editable install, so that is a second step, without dependencies: see the Makefile.
 """
@@ -17,6 +18,8 @@ PYTHON: Final = "3.11"  # the lowest; newer ones have lines of their own where t
 ALL: Final = "requirements.lock"
 GATEWAY: Final = "deploy/requirements.lock"
 GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds")
+BUILD: Final = "requirements-build.lock"
+BUILD_EXTRAS: Final = ("build",)
 OPTIONS: Final = ("--universal", "--python-version", PYTHON, "--generate-hashes", "--no-annotate")
 
 
@@ -36,7 +39,8 @@ def compile(output: str, *options: str) -> None:
 
 def main() -> None:
     compile(ALL, "--all-extras")
-    compile(GATEWAY, *(f"--extra={extra}" for extra in GATEWAY_EXTRAS), "--constraint", ALL)
+    for output, extras in ((GATEWAY, GATEWAY_EXTRAS), (BUILD, BUILD_EXTRAS)):
+        compile(output, *(f"--extra={extra}" for extra in extras), "--constraint", ALL)
 
 
 if __name__ == "__main__":

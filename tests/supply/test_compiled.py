@@ -18,6 +18,7 @@ from typing import Any, Final
 import pytest
 
 import hatch_build
+from tests.tiers import full
 from tools import house
 from uprotocol import CORE, compiled, encoded
 
@@ -173,6 +174,7 @@ def small(tmp_path: Path) -> Path:
 USE: Final = "import uprotocol.small as it, uprotocol; print(it.double(21), uprotocol.CORE)"
 
 
+@full
 @needs_compiler
 @pytest.mark.slow
 def test_a_change_of_a_source_is_what_runs_before_it_is_compiled_and_after(small: Path) -> None:
@@ -211,7 +213,7 @@ def test_without_a_compiler_the_python_does(small: Path) -> None:
 
 def test_what_compiles_is_pinned_with_what_is_tested() -> None:
     """The compiler of a wheel that is built in isolation is one that development uses, too."""
-    assert set(HOOK["compiler"]) <= set(PROJECT["project"]["optional-dependencies"]["dev"])
+    assert set(HOOK["compiler"]) <= set(PROJECT["project"]["optional-dependencies"]["build"])
 
 
 # What is compiled reads as it runs

@@ -15,8 +15,11 @@ from packaging.utils import canonicalize_name
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS: Final = ("3.11", "3.12", "3.13")
-GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds")
-LOCKS: Final = ("requirements.lock", "deploy/requirements.lock")
+LOCKS: Final = {  # and the extras that each is made of
+    "requirements.lock": tuple(PROJECT["optional-dependencies"]),
+    "deploy/requirements.lock": ("zenoh", "mqtt5", "dds"),
+    "requirements-build.lock": ("build",),
+}
 
 
 def pinned(lock: str, python: str) -> dict[str, str]:
@@ -41,9 +44,7 @@ def wanted(extras: tuple[str, ...], python: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize(
-    ("lock", "extras"), [(LOCKS[0], tuple(PROJECT["optional-dependencies"])), (LOCKS[1], GATEWAY_EXTRAS)], ids=LOCKS
-)
+@pytest.mark.parametrize(("lock", "extras"), LOCKS.items(), ids=LOCKS)
 def test_each_dependency_is_pinned_within_its_bounds(lock: str, extras: tuple[str, ...], python: str) -> None:
     versions = pinned(lock, python)
     for requirement in wanted(extras, python):
@@ -55,9 +56,9 @@ def test_each_dependency_is_pinned_within_its_bounds(lock: str, extras: tuple[st
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_gateway_gets_the_versions_that_the_tests_ran_with(python: str) -> None:
-    tested = pinned(LOCKS[0], python)
-    deployed = pinned(LOCKS[1], python)
+@pytest.mark.parametrize("lock", list(LOCKS)[1:])
+def test_the_smaller_locks_have_the_versions_that_the_tests_ran_with(lock: str, python: str) -> None:
+    tested, deployed = pinned("requirements.lock", python), pinned(lock, python)
     assert deployed
     assert deployed.items() <= tested.items()
 
