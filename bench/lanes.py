@@ -19,7 +19,7 @@ from bench import subject, wire
 from bench.networks import MATCH_TIMEOUT_S, Address
 from bench.processes import BenchError, Child, free_domain
 from bench.subject import Scene
-from streamer.demo.processes import free_port
+from transports.ports import free_port
 
 Kind = Literal["bare", "streamer", "bridge", "rust"]
 RUN_TIMEOUT_S: Final = 120.0  # beyond what a run takes by itself

@@ -26,8 +26,8 @@ from typing import Any, Final
 
 import structlog
 
-from streamer.demo.processes import free_port
 from transports.plugin import create
+from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from chaos.nursery import Child, Nursery
-from streamer.demo.processes import die_with_parent, free_port
+from streamer.demo.processes import die_with_parent
+from transports.ports import free_port
 
 READY_S_MAX: Final = 90.0  # for a process to say that it is ready, on a busy machine
 START_S_MAX: Final = 4.0  # what a start may take to count as usual; more was spent waiting for others

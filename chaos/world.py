@@ -59,7 +59,7 @@ from chaos.plan import (
 from chaos.processes import Broker, ChaosError, Gateway, Process, publisher, reader, service
 from chaos.proxy import Datagrams, Link, Proxy
 from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri
-from streamer.demo.processes import free_port
+from transports.ports import free_port
 
 LATE_S_MAX: Final = 3.0  # between two subscriptions while things are hurt
 SETTLE_S_MAX: Final = 60.0  # for everything to pass before the first fault

@@ -36,7 +36,14 @@ ALLOWED: dict[str, set[str]] = {
     # and never names a plugin
     "streamer": {"uprotocol", "storage", "history", "usubscription", "usubscription_client", "spark_ingest", *SHARED},
     # but it starts a broker
-    "streamer.demo.demo": {"uprotocol", "usubscription_client", "spark_ingest", "transports.mqtt5.broker", *SHARED},
+    "streamer.demo.demo": {
+        "uprotocol",
+        "usubscription_client",
+        "spark_ingest",
+        "transports.mqtt5.broker",
+        "transports.ports",
+        *SHARED,
+    },
     "spark_ingest": {"uprotocol", "transports.plugin", *READING, "storage.logs"},
     "pyspark_uprotocol": {"spark_ingest"},
 }

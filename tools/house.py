@@ -19,7 +19,6 @@ import asyncio
 import io
 import json
 import logging
-import socket
 import sys
 import tempfile
 import threading
@@ -31,6 +30,8 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import structlog
+
+from transports.ports import free_port
 
 PRODUCT: Final = (
     "uprotocol",
@@ -181,7 +182,7 @@ async def walks(tree: Path, names: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, Broker() as broker:
         tracer = Tracer(tree)
         tracer.install()
-        port = _free_port()
+        port = free_port()
         config = loads(CONFIG.format(data_dir=folder, zenoh_port=port, mqtt_port=broker.port))
         streamer = await Streamer.create(config)
         running = asyncio.ensure_future(streamer.run())
@@ -231,12 +232,6 @@ async def _ask(client: asyncio.subprocess.Process, walk: str) -> None:
         answer = json.loads(await client.stdout.readline() or b'"ended"')
     if answer != "done":
         raise SystemExit(f"the client was to {walk}, and says: {answer}")
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 async def client(zenoh_port: int, mqtt_port: int) -> None:

@@ -15,7 +15,7 @@ from bench.costs.subscribing import ask
 from bench.networks import Address
 from bench.processes import BenchError, Child
 from bench.subject import Scene
-from streamer.demo.processes import free_port
+from transports.ports import free_port
 from uprotocol import uri as uris
 
 TOPICS: Final = (8_000, 30_000, 300_000)

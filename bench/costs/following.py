@@ -23,8 +23,8 @@ from bench.subject import Scene
 from history.client import HistoryClient
 from history.log import Log
 from history.service import HistoryService
-from streamer.demo.processes import free_port
 from transports.local import LocalNetwork, LocalTransport
+from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids

@@ -15,8 +15,8 @@ from bench.costs.common import Figures, Setting, points
 from bench.networks import Address
 from bench.processes import BenchError, Child
 from bench.subject import Scene
-from streamer.demo.processes import free_port
 from transports.mqtt5.broker import Broker
+from transports.ports import free_port
 from usubscription.database import Database
 from usubscription.state import Status
 

@@ -31,7 +31,8 @@ from history.frontier import Time
 from history.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
 from streamer.demo import drive, replay
-from streamer.demo.processes import Child, free_port
+from streamer.demo.processes import Child
+from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

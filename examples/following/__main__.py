@@ -23,8 +23,9 @@ from typing import Final
 from history.publisher import HistoryPublisher
 from history.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
-from streamer.demo.processes import Child, free_port
+from streamer.demo.processes import Child
 from transports.conformance.proxy import TcpProxy
+from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient

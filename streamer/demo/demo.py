@@ -34,7 +34,8 @@ from streamer.commands import drives as commands
 from streamer.commands.network import Network
 from streamer.demo import drive as drives
 from streamer.demo import replay as replays
-from streamer.demo.processes import START_TIMEOUT_S, Child, free_port
+from streamer.demo.processes import START_TIMEOUT_S, Child
+from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError, invalid

@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import itertools
 import json
 import os
-import random
 import signal
-import socket
 import sys
 from collections import deque
 from typing import Any, Final
@@ -25,10 +22,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 START_TIMEOUT_S: Final = 60.0  # for a process to say that it is ready, on a busy machine
 STOP_TIMEOUT_S: Final = 20.0  # for a process to end after SIGTERM, before it is killed
 LINES_KEPT: Final = 50  # of a process's output, to show when it fails
-PORTS: Final = range(20_000, 32_768)  # below those that Linux (32768), Windows and macOS (49152) give to connections
 _PR_SET_PDEATHSIG: Final = 1
-
-_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))  # by chance, so that processes rarely meet
 
 
 class Child:
@@ -130,15 +124,3 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody has now, and that the system gives to nobody who does not name it.
-
-    A port that the system chooses (port 0) may go to the next connection, too, before its user listens on it.
-    """
-    for port in itertools.islice(_ports, len(PORTS)):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"no port of {PORTS.start} to {PORTS.stop - 1} is free on 127.0.0.1")

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.processes import Child, free_port
+from streamer.demo.processes import Child
+from tests.tiers import dds_domain
 from transports import plugin as plugins
 from transports.conformance import Sink
 from transports.mqtt5.broker import Broker
+from transports.ports import free_port
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -164,7 +166,7 @@ async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
             cloud: str = "",
             extra: str = "",
             usubscription: dict[str, str] | None = None,
-            domain: int = 0,
+            domain: int = dds_domain(),
             start: bool = True,
         ) -> Gateway:
             port, tag = free_port(), tmp_path.name

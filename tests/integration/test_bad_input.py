@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -21,6 +20,7 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from tests.tiers import dds_domain
 from transports.dds import mapping as dds_mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
@@ -51,7 +51,7 @@ SUBSCRIBED = {
     "//mcu1/8001/1/8001": ["//cloud/9001/1/0"],
     "//cloud/8001/1/8001": ["//vehicle1/9001/1/0"],
 }
-DOMAIN = 1 + os.getpid() % 90
+DOMAIN = dds_domain()
 TEXT = UPayloadFormat.UPAYLOAD_FORMAT_TEXT
 
 MakeGateway = Callable[..., Awaitable[Any]]

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import full
+
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
 KEYS = [
@@ -119,6 +121,7 @@ async def test_everything_adds_up(demo: Demo) -> None:
     await demo.assert_nothing_left()
 
 
+@full
 async def test_a_recorded_drive_without_mqtt_tells_of_rows_that_cannot_be_read(demo: Demo) -> None:
     rows = ["VEHICLE_SPEED (),ENGINE_RPM (),COOLANT_TEMPERATURE (),", *(f"{n},{900 + n},{80 + n}," for n in range(30))]
     rows[5], rows[9], rows[12] = "fast,1000,80,", ",,,", '"7,8'

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from examples.following.__main__ import Heard
+from tests.tiers import full
 
 ROOT = Path(__file__).parents[2]
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_over_cuts_and_kills_everything_is_heard_once_and_in_order() -> None:

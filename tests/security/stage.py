@@ -15,7 +15,7 @@ from typing import Final
 
 from chaos.processes import Broker, Gateway
 from chaos.wire import Uri
-from streamer.demo.processes import free_port
+from transports.ports import free_port
 
 CLOUD, VEHICLE = "cloud", "vehicle1"
 FLEET: Final = [f"v{number:04d}" for number in range(999)]  # the honest ones; v0999 is not

@@ -17,6 +17,7 @@ from streamer.access import Access, Entry, Pattern
 from streamer.config import loads
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.rules import Rule, Rules
+from tests.tiers import examples
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
@@ -340,7 +341,7 @@ SOURCES = [
 ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(st.sampled_from(NAMED), max_size=2),
     st.lists(st.sampled_from(NAMED), max_size=2),

@@ -21,6 +21,7 @@ from streamer.endpoint import Endpoint, Endpoints
 from streamer.flow import Flow
 from streamer.paused import Paused
 from streamer.view import Decision, Leg, Target
+from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
@@ -137,7 +138,7 @@ async def test_what_is_kept_aside_is_bounded_and_nothing_of_it_is_lost(monkeypat
 
 
 @given(seed=st.integers(0, 1 << 30))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_streams_that_get_stuck_and_free_by_chance_lose_and_reorder_nothing(seed: int) -> None:
     asyncio.run(_by_chance(seed))
 

@@ -18,10 +18,11 @@ from typing import Final
 
 import pytest
 
-from streamer.demo.processes import free_port
 from tests.supply import sandbox
+from tests.tiers import dds_domain
 from transports import plugin
 from transports.mqtt5.broker import Broker
+from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -115,7 +116,7 @@ async def crosses(sender: UTransport, receiver: UTransport, source: str, sink: s
 @pytest.mark.broker
 async def test_a_gateway_works_in_it(tmp_path: Path, make_broker: Callable[..., Broker]) -> None:
     broker = make_broker()
-    zenoh_port, domain = free_port(), 1 + os.getpid() % 200
+    zenoh_port, domain = free_port(), dds_domain()
     dds = {"domain_id": domain, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
     config = tmp_path / "gateway.toml"
     toml = "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in dds.items()) + " }"

@@ -18,9 +18,9 @@ import pytest
 import zenoh
 
 from streamer.config import loads
-from streamer.demo.processes import free_port
 from transports.conformance import Sink
 from transports.conformance.messages import publish, topic
+from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider

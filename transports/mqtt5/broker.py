@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from transports.ports import free_port
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -183,7 +184,7 @@ class Broker:
         run = runner()
         atexit.register(self.close)
         for _ in range(PORT_TRIES_MAX):
-            port = self._port or _free_port()
+            port = self._port or free_port()
             self._running = run(self._write_config(port))
             deadline = time.monotonic() + START_MS_MAX / 1000
             while self._running.alive() and time.monotonic() < deadline:
@@ -307,9 +308,3 @@ def _password_line(name: str, password: str) -> str:
     salt, rounds = os.urandom(12), 101
     digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, rounds)
     return f"{name}:$7${rounds}${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
