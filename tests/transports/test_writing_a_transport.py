@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from streamer import config as configs
+from tests.tiers import full
 from transports import arrivals, base, conformance, listeners, plugin
 from transports.listeners import ListenerTable
 from uprotocol import attributes, status, transport
@@ -63,6 +64,7 @@ def toml(key: str) -> str:
     return text
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.timeout(SUITE_S_MAX + 20)
 def test_the_transport_of_the_page_passes_the_conformance_suite(written: Path) -> None:

@@ -9,12 +9,13 @@
 base.py      the hooks that a plugin's class overrides
 sending.py   filters.py  listening.py  delivery.py  pressure.py  connection.py  loop.py  errors.py    the tests
 messages.py  what they send             sinks.py  listeners that wait
+deadline.py  what a test that hangs was waiting for
 peer.py      the other end of the test with two processes
 proxy.py     a TCP link that a test can cut
 watch.py     the loop and its threads
 
-Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are both fine). With --strict-markers, add
-"spec(id, doc): the requirement of the uProtocol specification that the test proves" to the markers of your project.
+Needs the extra `conformance` (pytest, pytest-asyncio in strict or auto mode, pytest-timeout). With --strict-markers,
+add "spec(id, doc): the requirement of the uProtocol specification that the test proves" to the markers of your project.
 """
 
 import pytest

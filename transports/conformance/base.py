@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pytest
 import pytest_asyncio
 
+from transports.conformance.deadline import limited
 from transports.conformance.messages import ALPHA, BETA, PROBE, codes, example, notification, reply, topic
 from transports.conformance.sinks import Changes, Gated, Sink
 from uprotocol.message import UMessageBuilder
@@ -34,10 +36,12 @@ Pair = tuple[UTransport, UTransport]
 PROBE_EVERY_S: Final = 0.05
 SENT_AT_ONCE: Final = 500
 EVENTUALLY_EVERY_S: Final = 0.01
+HANGS_S: Final = 120.0  # for a test with its fixtures; a loop that can't be closed is given up then
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the marker need not be registered in the plugin's project
     spec = pytest.mark.spec
+    _hangs = pytest.mark.timeout(HANGS_S)
 
 
 class Ends:
@@ -71,7 +75,7 @@ class Ends:
 class TransportHarness:
     """Override `capabilities` and `make_end`; the others make more tests possible, or describe the network."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark: ClassVar[list[pytest.MarkDecorator]] = [pytest.mark.asyncio, _hangs]
 
     capabilities: Capability
     """What the transport declares; the suite checks that it is what it does."""
@@ -90,6 +94,9 @@ class TransportHarness:
 
     deadline_s: float = 10.0
     """How long the suite waits for what must come."""
+
+    test_deadline_s: float = 60.0
+    """How long a test may take in all, at most 100. One that hangs fails then, and says what it was waiting for."""
 
     settle_s: float = 0.05
     """How much later than a message of another stream something may arrive; how long the suite waits for what must not
@@ -172,6 +179,12 @@ class TransportHarness:
         pytest.skip("this plugin's class has no peer_process hook")
 
     # What follows is the suite's own.
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, test in list(vars(cls).items()):
+            if name.startswith("test_") and inspect.iscoroutinefunction(test):
+                setattr(cls, name, limited(test, lambda harness, *_, **__: float(harness.test_deadline_s)))
 
     @pytest_asyncio.fixture
     async def ends(self) -> AsyncIterator[Ends]:

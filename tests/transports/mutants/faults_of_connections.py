@@ -199,6 +199,15 @@ class CancelledOpenIsStuck(HubTransport):
         await super().open()
 
 
+@fault("an open goes on though it was cancelled", "test_an_open_that_is_cancelled_leaves_it_closed")
+class CancelledOpenGoesOn(HubTransport):
+    async def open(self) -> None:
+        try:
+            await super().open()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+
 @fault("the first connection is not told", "test_each_change_is_told_once_from_the_first_connection_to_the_end")
 class FirstConnectionUntold(HubTransport):
     first = True

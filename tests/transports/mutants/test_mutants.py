@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import drawn
 from tests.transports.mutants.__main__ import table
 from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.faults import MUTANTS
@@ -22,7 +23,7 @@ class TestHub(HubConformance):
     """The good plugin, with all of pytest around it."""
 
 
-@pytest.mark.parametrize("name", CAUGHT)
+@pytest.mark.parametrize("name", drawn(CAUGHT))
 def test_the_suite_catches(name: str) -> None:
     mutant = CAUGHT[name]
     assert verdict(mutant.transport, CASES[mutant.caught_by], SOON_S), (
@@ -30,7 +31,7 @@ def test_the_suite_catches(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", sorted({mutant.caught_by for mutant in CAUGHT.values()}))
+@pytest.mark.parametrize("case", drawn(sorted({mutant.caught_by for mutant in CAUGHT.values()})))
 def test_what_catches_a_fault_passes_the_good_plugin(case: str) -> None:
     assert verdict(HubTransport, CASES[case], IN_TIME_S) == ""
 
