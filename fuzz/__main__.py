@@ -56,11 +56,11 @@ def hunt_all(names: list[str], seconds: float, out: Path, *, seed: int = 1, with
     print(f"{len(names)} targets, {seconds:.0f} s in all, --seed {seed}; what they say is in {out}", flush=True)
     failed = False
     for report in engine.hunt(
-        names, max(1.0, seconds * engine.SIDE_BY_SIDE / len(names)), out, seed=seed, with_atheris=with_atheris
+        names, seconds * engine.SIDE_BY_SIDE / len(names), out, seed=seed, with_atheris=with_atheris
     ):
         found = "FOUND " + ", ".join(report.finds) if report.failed else "nothing found"
         print(
-            f"{report.target:26} {report.executions:9} executions, {report.engine}, {report.seconds:.0f} s: {found}",
+            f"{report.target:26} {report.executions:9} executions, {report.engine}, {report.seconds:.1f} s: {found}",
             flush=True,
         )
         failed = failed or report.failed

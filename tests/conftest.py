@@ -1,25 +1,36 @@
-"""What tests of every area share: a real broker, data directories of older versions, and the watch over skipped
-proofs."""
+"""What tests of every area share: a real broker, data directories of older versions, the watch over skipped proofs,
+and what runs with several workers need."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from hypothesis import settings
 
+from tests import tiers
+from tests.side_by_side import PLUGIN_NAME as SUMMARY
+from tests.side_by_side import Summary, Turns
 from tools import spec_coverage
+from transports import ports
+from transports.conformance.deadline import limited
 from transports.mqtt5.broker import Broker
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-settings.register_profile("up-streamer", deadline=None)  # a slow machine is no failure
-settings.load_profile("up-streamer")
+os.environ.pop("COLUMNS", None)  # a console reads it once; the tests that need a width set it
+
+settings.register_profile("full", deadline=None)  # a slow machine is no failure
+settings.register_profile("fast", settings.get_profile("full"), max_examples=30)
+settings.load_profile("full")  # unless --hypothesis-profile names the other one
+
+PART_OF_TEST: Final = 0.8  # of a timeout; what is left is for its fixtures
 
 MakeBroker = Callable[..., Broker]
 OldData = Callable[[str], Path]
@@ -30,6 +41,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # it is, where tools/spec_coverage.py runs the tests
     if not config.pluginmanager.has_plugin(spec_coverage.PLUGIN_NAME):
         config.pluginmanager.register(spec_coverage.proofs(), spec_coverage.PLUGIN_NAME)
+    config.pluginmanager.register(Summary(), SUMMARY)
+    if (run_id := os.environ.get("PYTEST_XDIST_TESTRUNUID")) and hasattr(config, "workerinput"):
+        config.pluginmanager.register(Turns(run_id), "turns_of_workers")
+        ports.use_part(tiers.worker, tiers.WORKERS_MAX)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Ends an asynchronous test that hangs, and says what it was waiting for; pytest-timeout sees the idle loop only.
+    The rest of the time is that of its fixtures."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        mark = item.get_closest_marker("timeout")
+        timeout_s = float(mark.args[0] if mark is not None else item.config.getini("timeout"))
+        item.obj = limited(item.obj, lambda *_, **__: timeout_s * PART_OF_TEST)
+    return (yield)
 
 
 def _start(**options: Any) -> Broker:

@@ -112,6 +112,7 @@ def run(path: Path, listed: list[str], *options: str, must_hold: bool = True) ->
         sys.executable,
         "-m",
         "pytest",
+        *("-p", "xdist.plugin"),
         "-q",
         "-p",
         "no:cacheprovider",
@@ -121,7 +122,7 @@ def run(path: Path, listed: list[str], *options: str, must_hold: bool = True) ->
         str(path),
         *options,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=100)
     assert "INTERNALERROR" not in done.stdout + done.stderr
     return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("test_marked.py::")]
@@ -141,6 +142,15 @@ def test_a_run_that_passes_what_the_list_calls_skipped_fails(tmp_path: Path) -> 
         for name in ("test_runs", "test_runs_in_part")
     ]
     assert run(tmp_path, [*SKIPPED, "test_runs", "test_runs_in_part"]) == (1, wrong)
+
+
+def test_what_several_workers_saw_counts_as_one_run(tmp_path: Path) -> None:
+    """The cases of one test run on two of them: skipped here, passed there."""
+    told = [f"test_marked.py::{name} was skipped, but counts as a proof" for name in SKIPPED]
+    assert run(tmp_path, [], "-n", "2") == (1, told)
+    assert run(tmp_path, SKIPPED, "-n", "2") == (0, [])
+    wrong = "test_marked.py::test_runs_in_part passed, but tools/spec_skipped.txt says that it is skipped"
+    assert run(tmp_path, [*SKIPPED, "test_runs_in_part"], "-n", "2") == (1, [wrong])
 
 
 def test_of_what_was_not_selected_whole_nothing_is_said(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from chaos.ledger import Ledger, Verdict
 from chaos.machine import DIE, NAMESPACE, IoFault, no_namespace, no_preload
 from chaos.plan import Places, cloud_config, vehicle_config
 from streamer.config import loads
+from tests.tiers import full
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import uri as uris
@@ -319,6 +320,7 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
     assert (verdict.untold, verdict.problems) == (0, []), verdict.examples
 
 
+@full
 @pytest.mark.skipif(bool(campaigns.no_mosquitto()), reason=campaigns.no_mosquitto())
 @pytest.mark.broker
 @pytest.mark.slow

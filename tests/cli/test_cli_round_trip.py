@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.processes import Child, free_port
+from streamer.demo.processes import Child
+from transports.ports import free_port
 from uprotocol import uri as uris
 
 WAIT_S = 60

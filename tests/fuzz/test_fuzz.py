@@ -21,12 +21,14 @@ from fuzz import __main__ as main
 from fuzz import engine, registry
 from fuzz.mutate import mutated
 from history import chunk
+from tests.tiers import full
 from transports.dds import mapping as dds_mapping
 from transports.mqtt5 import wire
 from uprotocol import encoded
 from uprotocol import uri as uris
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))  # in all; a busy machine tries fewer inputs in it
+QUICK_SECONDS = 5.0
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRIES_MAX = 20_000  # until a fault that was put back is found; some hundred are enough
 
@@ -65,8 +67,13 @@ def test_every_target_has_inputs_that_are_small_and_named_by_what_they_are(targe
 
 
 @pytest.mark.timeout(1_800)
-def test_new_inputs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fuzz", "--seconds", str(SECONDS), "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("seconds", "options"),
+    [pytest.param(QUICK_SECONDS, ["--random"], id="quick"), pytest.param(SECONDS, [], marks=full, id="whole")],
+)
+def test_new_inputs(seconds: float, options: list[str], tmp_path: Path) -> None:
+    """The quick one without feedback: atheris instruments each target for a second before its first input."""
+    command = [sys.executable, "-m", "fuzz", "--seconds", str(seconds), "--out", str(tmp_path), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     print(done.stdout)
     if done.returncode:

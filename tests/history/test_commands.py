@@ -14,6 +14,7 @@ from history import followers as followers_module
 from history.client import HistoryClient
 from history.log import Log
 from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.tiers import full, seeds
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, PollRequest
 from uprotocol.status import UStatusError
@@ -56,7 +57,7 @@ async def refused(client: HistoryClient, asked: CommandRequest | PollRequest) ->
     return error.value.code
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, quick=3))
 async def test_a_poll_of_a_follower_answers_as_one_that_names_the_topics(world: World, seed: int) -> None:
     rng = random.Random(seed)
     wanted: dict[bytes, UUri] = {}
@@ -116,6 +117,7 @@ async def test_a_follower_that_a_late_copy_has_made_anew_is_not_polled(world: Wo
     await world.client.poll(PollRequest(follower=NAME, number=1))
 
 
+@full
 async def test_ten_thousand_that_came_and_went_have_left_no_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

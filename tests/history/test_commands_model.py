@@ -17,6 +17,7 @@ from history.client import HistoryClient
 from history.log import Log
 from simulation.loop import VirtualLoop
 from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandRequest,
@@ -252,7 +253,7 @@ class CommandMachine(RuleBasedStateMachine):
 
 class TestCommands(CommandMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(
-        max_examples=60,
+        max_examples=examples(60),
         stateful_step_count=40,
         phases=(Phase.explicit, Phase.reuse, Phase.generate),  # what fails is short enough, and shrinking takes minutes
         suppress_health_check=list(HealthCheck),

@@ -20,6 +20,7 @@ from history.log import Log
 from history.matches import Match
 from history.subscriber import HistoryClient
 from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, DescribeResponse, LogState, TopicState
@@ -213,7 +214,7 @@ def small_pages(topics: int, step: int) -> Iterator[None]:
         describe_module.PAGE_TOPICS_MAX, describe_module.STREAMS_PER_STEP, describe_module.STREAMS_PER_PAGE = before  # type: ignore[misc]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.integers(0, 40), max_size=40),
     st.lists(st.lists(st.integers(-1, 60), max_size=12), max_size=30),

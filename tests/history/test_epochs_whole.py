@@ -22,6 +22,7 @@ from history.keeper import Keeper
 from history.log import Log
 from history.subscriber import GaplessSubscriber
 from tests.history.world import SERVICE, HistoryWorld, virtually
+from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogicalTime, PollRequest, ProgressRequest
@@ -290,7 +291,7 @@ async def inline(call: Callable[..., Any], *arguments: Any) -> Any:
     return call(*arguments)
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", seeds(4, quick=1, step=10))
 def test_all_of_an_epoch_or_none(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "to_thread", inline)
     sums = [0, 0]

@@ -18,6 +18,7 @@ from history.matches import Access, Sight
 from history.subscriber import GaplessSubscriber
 from simulation.loop import EPOCH_S
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
+from tests.tiers import seeds
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -193,7 +194,7 @@ async def whole(world: World, mode: Mode, seed: int = 0, count: int = 300) -> Ga
     return subscriber
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200, quick=5))
 def test_under_faults_each_record_comes_once_and_in_order(seed: int) -> None:
     async def run() -> None:
         world = World()
@@ -303,7 +304,7 @@ STOPS: dict[str, tuple[Stop, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5, quick=1))
 @pytest.mark.parametrize("how", STOPS)
 def test_a_push_that_the_service_ends_is_gone_on_with_by_poll(how: str, seed: int) -> None:
     """Whenever it does: nothing is missed or doubled, and what comes late of the old push is ignored."""
@@ -506,7 +507,7 @@ class Resource:
         return (await self._world.rpc.invoke_method(self.METHOD)).unpack(PollRequest)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30, quick=1))
 @pytest.mark.parametrize("mode", get_args(Mode))
 @pytest.mark.parametrize("has_place", [False, True], ids=["id", "place"])
 @pytest.mark.parametrize("is_lost", [False, True], ids=["kept", "lost"])
@@ -575,7 +576,7 @@ def id_of(message: UMessage) -> bytes:
     return id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100, quick=4))
 def test_a_topic_that_is_wanted_later_is_whole_from_then_on(seed: int) -> None:
     """Whatever was asked for or pushed without it is on its way."""
 

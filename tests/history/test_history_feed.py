@@ -18,6 +18,7 @@ from history.feed import HistoryFeed
 from history.log import Log
 from history.subscriber import HistoryClient
 from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, Gap, PollRequest, PollResponse
 from uprotocol.status import UStatusError
@@ -134,6 +135,7 @@ class Listener:
             await self._taking()
 
 
+@full
 async def test_one_long_poll_feeds_1000_listeners_of_10000_topics(world: World) -> None:
     listeners = [Listener() for _ in range(LISTENERS)]
     client, each = world.client, TOPICS // LISTENERS

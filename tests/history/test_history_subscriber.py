@@ -22,6 +22,7 @@ from history.acceptor import Acceptor, Places, Record
 from history.log import Log
 from history.subscriber import CursorFile, GaplessSubscriber, HistoryClient
 from tests.history.world import SERVICE, HistoryWorld
+from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, RecordBatch, Witness
 from uprotocol.message import UMessageBuilder, UPayload
@@ -439,7 +440,7 @@ class Faulty(HistoryClient):
             del batch.message[-1]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8, quick=2))
 async def test_under_faults_every_record_comes_once_and_in_order(
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from history.log import Log, Stream
 from history.matches import EVERYTHING, Match, Matches, Patterns, Sight
 from history.stream import is_publish
 from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse
@@ -78,7 +79,7 @@ async def append(log: Log, topic: UUri, kind: int = 0) -> None:
     await log.append([log.stream_id(topic, sink, wanted=True)], [message])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.sampled_from(PATTERNS), max_size=4, unique_by=uris.key),
     st.booleans(),
@@ -196,7 +197,7 @@ async def test_the_work_follows_the_question_and_the_change_and_not_all_topics(
     await log.close()
 
 
-@pytest.mark.parametrize("sight", [EVERYTHING, Odd()], ids=repr)
+@pytest.mark.parametrize("sight", [EVERYTHING, Odd()], ids=["everything", "odd"])
 async def test_the_newest_is_told_before_all_streams_are_looked_at_if_it_is_among_the_last(
     sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:

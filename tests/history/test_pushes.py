@@ -15,6 +15,7 @@ from history.client import Frames, HistoryClient
 from history.log import Log
 from history.pushing import WINDOW_BYTES_MIN
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
+from tests.tiers import seeds
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -70,7 +71,7 @@ class World(HistoryWorld):
         await self.there.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, quick=2))
 def test_never_more_is_under_way_than_the_window(seed: int) -> None:
     async def run() -> None:
         world, rng = World(), random.Random(seed)
@@ -153,7 +154,7 @@ def since(world: World, how: Since, rng: random.Random) -> tuple[PollRequest, in
             return PollRequest(latest=True), log.newest_seq
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, quick=2))
 @pytest.mark.parametrize("how", get_args(Since))
 def test_replay_becomes_live_without_hole_or_double(how: Since, seed: int) -> None:
     """Wherever it begins: what comes while the command is being answered comes once, and so does what comes right
@@ -268,7 +269,7 @@ def test_frames_go_to_nobody_else() -> None:
     virtually(run())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, quick=2))
 def test_a_sample_period_gives_the_first_record_of_each(seed: int) -> None:
     async def run() -> None:
         world, rng = World(), random.Random(seed)

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.processes import free_port
+from tests.tiers import dds_domain
 from transports.dds import DdsTransport
 from transports.dds.config import DdsConfig
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
+from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -236,7 +237,7 @@ async def test_dds_keeps_nobody_out_who_reaches_the_domain_so_reset_is_off_there
     async with (
         serving(dds("vehicle1", tag=tag), "vehicle1", tmp_path, "off") as service,
         dds("vehicle1", tag=tag) as attacker,
-        dds("vehicle1", tag=tag, domain_id=9) as elsewhere,
+        dds("vehicle1", tag=tag, domain_id=dds_domain()) as elsewhere,
     ):
         linked = LocalUriProvider("cloud", 0, 4)
         assert await answered(attacker, linked, SUBSCRIBE, subscribing("vehicle1"))
@@ -252,7 +253,7 @@ async def test_dds_keeps_nobody_out_who_reaches_the_domain_so_reset_is_off_there
 async def test_dds_security_is_not_in_the_wheel() -> None:
     """As the page says; where this fails, the page has to tell of something better."""
     xml = "<CycloneDDS><Domain><Security><Authentication/></Security></Domain></CycloneDDS>"
-    transport = DdsTransport(DdsConfig(domain_id=11, cyclone_xml=xml), LocalUriProvider("vehicle1", 1, 1))
+    transport = DdsTransport(DdsConfig(domain_id=dds_domain(), cyclone_xml=xml), LocalUriProvider("vehicle1", 1, 1))
     with pytest.raises(UStatusError) as error:
         await transport.open()
     assert "Security: unknown element" in error.value.message

@@ -22,6 +22,7 @@ from tests.security.honest import Honest, percentile
 from tests.security.hostile import ME, status_of
 from tests.security.stage import Scene, Stage
 from tests.security.trial import Trial
+from tests.tiers import full
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,6 +32,7 @@ SCENES = list(dict.fromkeys(attack.scene for attack in ATTACKS))
 SHORT = sorted(
     (attack for attack in ATTACKS if attack.short is not None), key=lambda attack: SCENES.index(attack.scene)
 )
+QUICK = ("malformed-zenoh", "polls", "publish-50mb")  # one of each kind: bytes, requests, floods
 LAST = {attack.scene: attack.name for attack in SHORT}  # after it the gateway is started again
 
 
@@ -73,7 +75,9 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
 
 
 def _param(attack: Attack) -> object:
-    marks = [pytest.mark.xfail(reason=NOT_YET[attack.name], strict=False)] if attack.name in NOT_YET else []
+    marks = [] if attack.name in QUICK else [full]
+    if attack.name in NOT_YET:
+        marks.append(pytest.mark.xfail(reason=NOT_YET[attack.name], strict=False))
     return pytest.param(attack, id=attack.name, marks=marks)
 
 

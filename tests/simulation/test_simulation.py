@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.tiers import full
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-SEEDS, START = 60, 9_000  # the fixed list: some 20 s of one processor
 TIMEOUT_S = 110
 
 
@@ -28,24 +31,26 @@ def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_no_seed_of_the_fixed_list_finds_a_fault() -> None:
-    done = simulation("--seeds", str(SEEDS), "--start", str(START), "--json", "--jobs", "2")
+@pytest.mark.parametrize(("start", "count"), [(9_000, 10), pytest.param(9_010, 50, marks=full)])
+def test_no_seed_of_the_fixed_list_finds_a_fault(start: int, count: int) -> None:
+    done = simulation("--seeds", str(count), "--start", str(start), "--json", "--jobs", "2")
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     failed = [f"seed {one['seed']}: {one['violations'][0]}" for one in found["failed"]]
     assert not failed, "\n".join([*failed, "see python -m simulation --seed SEED -v"])
-    assert found["seeds"] == SEEDS
+    assert found["seeds"] == count
 
 
-def test_whoever_reads_epochs_has_all_of_one_or_none() -> None:
+@pytest.mark.parametrize(("start", "count"), [(400, 4), pytest.param(404, 36, marks=full)])
+def test_whoever_reads_epochs_has_all_of_one_or_none(start: int, count: int) -> None:
     """Of the gateway that keeps them, and of one that follows it."""
     kinds = "epochs,static,follow,keeper"
-    done = simulation("--seeds", "40", "--start", "400", "--kinds", kinds, "--json", "--jobs", "2")
+    done = simulation("--seeds", str(count), "--start", str(start), "--kinds", kinds, "--json", "--jobs", "2")
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     failed = [f"seed {one['seed']}: {one['violations'][0]}" for one in found["failed"]]
     assert not failed, "\n".join([*failed, f"see python -m simulation --seed SEED --kinds {kinds} -v"])
-    assert found["epochs"] > 400, "that were seen whole"
+    assert found["epochs"] > 10 * count, "that were seen whole"
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -24,6 +24,7 @@ from spark_ingest.offsets import Offset
 from spark_ingest.source import BatchReader, StreamReader
 from tests.history.test_epochs_whole import LAPS, OTHER, SIGNALS, World, inline
 from tests.history.world import SERVICE
+from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier, LogicalTime, RecordBatch
 from uprotocol.message import UMessageBuilder
@@ -180,7 +181,7 @@ def check_read_at_once(played: Played, truth: dict[Epoch, set[tuple[bytes, int]]
     assert has == {epoch: len(records) for epoch, records in truth.items()}, f"seed {played.seed}"
 
 
-@pytest.mark.parametrize("first", range(0, 20, 5))
+@pytest.mark.parametrize("first", seeds(4, quick=1, step=5))
 def test_a_batch_has_all_of_an_epoch(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sums = [0, 0]
     for seed in range(first, first + 5):
@@ -190,7 +191,7 @@ def test_a_batch_has_all_of_an_epoch(first: int, monkeypatch: pytest.MonkeyPatch
     assert sums[1] > 20, f"epochs were seen, and most of them whole: {sums}"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, quick=2))
 def test_whatever_is_asked_for_in_between_each_row_comes_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One query that is started again with whole epochs, without them, and with them again."""
     played = Played(seed, monkeypatch)

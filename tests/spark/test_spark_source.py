@@ -24,7 +24,8 @@ from spark_ingest.decode import Decoder
 from spark_ingest.offsets import Offset, Range
 from spark_ingest.source import StreamReader
 from streamer.demo import drive
-from streamer.demo.processes import free_port
+from tests.tiers import full
+from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder, UPayload
@@ -262,6 +263,7 @@ def test_topics_choose_and_quiet_ones_make_no_batch(host: Host) -> None:
         reader.stop()
 
 
+@full
 def test_a_streamer_that_dies_is_waited_for(host: Host) -> None:
     host.ask(samples(30_000))
     with History(host.options(poll_timeout_ms=1_000)) as history:
@@ -397,6 +399,7 @@ def fleet(begin: int, end: int) -> list[UMessage]:
     return [UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"1", 5)) for topic in topics]
 
 
+@full
 def test_a_query_over_a_fleet_goes_on_however_many_topics_there_are(host: Host) -> None:
     """More than one answer could name: 8,000."""
     wide = StreamReader(host.options(starting_offsets="latest"))
@@ -577,6 +580,7 @@ def seconds(*tenths: int) -> list[UMessage]:
     return made
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_each_batch_has_whole_epochs(host: Host, spark: SparkSession, tmp_path: Path) -> None:
@@ -605,6 +609,7 @@ def test_each_batch_has_whole_epochs(host: Host, spark: SparkSession, tmp_path: 
     assert spark.read.parquet(str(tmp_path / "rows")).count() == 14
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_running_query_goes_on_while_a_fleet_grows(host: Host, spark: SparkSession, tmp_path: Path) -> None:
@@ -622,6 +627,7 @@ def test_a_running_query_goes_on_while_a_fleet_grows(host: Host, spark: SparkSes
     assert [row["seq"] for row in written(tmp_path)] == list(range(1, 9_001))
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_killed_in_a_batch_and_stopped_by_a_signal_every_row_is_there_once(host: Host, tmp_path: Path) -> None:

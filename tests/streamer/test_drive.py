@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.demo import drive
+from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.message import UPayload, validate
@@ -126,7 +127,7 @@ def test_simulated_drive_comes_from_its_seed() -> None:
     assert drive.simulate(5, 400).rows[:300] == drive.simulate(5, 300).rows
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5, quick=1))
 def test_simulated_drive_hangs_together(seed: int) -> None:
     made = drive.simulate(seed, 1_800)
     column = {path: [row[number] for row in made.rows] for number, path in enumerate(paths(made))}

@@ -19,6 +19,7 @@ from history.subscriber import GaplessSubscriber
 from streamer.followed import _first_behind
 from tests.streamer.conftest import MakeWorld
 from tests.streamer.test_following import DOOR, SPEED, SUBSCRIBED, Pair, Publish
+from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcClient
@@ -165,7 +166,7 @@ async def test_epochs_are_whole_where_they_are_followed(pair: Pair, mode: str) -
         await read.end()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3, quick=1))
 async def test_cuts_and_restarts_on_the_way_make_no_epoch_a_part_of_one(pair: Pair, seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=EPOCHS)

@@ -19,6 +19,7 @@ from streamer.config import FollowSection
 from streamer.followed import Followed
 from streamer.metrics import expose
 from tests.streamer.conftest import Hearer, MakeWorld, World, endpoints, text
+from tests.tiers import seeds
 from transports.local import Faults
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -144,7 +145,7 @@ async def test_each_record_tells_its_origin(pair: Pair) -> None:
     assert {origin.incarnation for origin in origins} == {vehicle.incarnation}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, quick=1))
 async def test_over_cuts_and_restarts_on_both_sides_nothing_is_lost_or_doubled(pair: Pair, seed: int) -> None:
     """The seed is in the test's name."""
     rng = random.Random(seed)

@@ -24,6 +24,7 @@ from streamer.paused import Pause, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from tests.streamer.conftest import THREE, endpoints, publication
+from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.encoded import EncodedMessage
@@ -178,7 +179,7 @@ def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
 
 
 @pytest.mark.spec("local~disp-at-least-once")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(steps, min_size=10, max_size=30), st.sampled_from([1, 1_000]))
 def test_what_is_kept_up_change_by_change_is_what_making_it_anew_gives(steps: list[Any], journal: int) -> None:
     asyncio.run(_driven(steps, journal))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import seeds
 from transports.local import Faults, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.v1.ucode_pb2 import UCode
@@ -56,7 +57,7 @@ def unique(messages: list[UMessage]) -> dict[str, list[bytes]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5, quick=2))
 @pytest.mark.parametrize("volatile", [False, True], ids=["durable", "volatile"])
 @pytest.mark.spec("local~disp-at-least-once")
 @pytest.mark.spec("local~disp-no-discard")

@@ -22,6 +22,11 @@ def test_each_way_to_choose_versions_is_tried() -> None:
     assert re.search(r"make test LOCK=(\s|$)", commands("newest"))
 
 
+def test_every_test_runs_compiled_and_as_python_source() -> None:
+    assert "make test-all COMPILED=${{ matrix.compiled }}" in commands("test-all")
+    assert WORKFLOW["jobs"]["test-all"]["strategy"]["matrix"] == {"compiled": ["1", "0"]}
+
+
 def test_the_newest_versions_are_tried_though_nobody_pushes() -> None:
     triggers = WORKFLOW[True]  # YAML 1.1 reads the key `on` so
     assert [len(one["cron"].split()) for one in triggers["schedule"]] == [5]

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.tiers import dds_domain
 from transports import plugin
 from transports.conformance import Sink, TransportConformance
 from transports.dds import DdsTransport, mapping
@@ -43,7 +44,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 DEADLINE_S = 15.0
 SLOW_MS = 15_000  # for a sender on a busy computer
-DOMAIN = 100 + os.getpid() % 100  # ports follow from it; the tag keeps runs apart that meet all the same
+DOMAIN = dds_domain()
 RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 TOPIC = uris.uri("alpha", 0x10AB, 3, 0x8001)
 
@@ -146,7 +147,7 @@ class TestDds(TransportConformance):
         await asyncio.to_thread(raw.close)
 
     async def make_unreachable(self, authority: str) -> UTransport:
-        elsewhere = settings(self.tag, interface="nosuch0", domain_id=DOMAIN + 2)
+        elsewhere = settings(self.tag, interface="nosuch0", domain_id=dds_domain(2))
         return DdsTransport(DdsConfig(**elsewhere), LocalUriProvider(authority, 0x10AB, 3))
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
@@ -268,7 +269,7 @@ async def test_a_process_that_is_killed_stops_nobody(tag: str) -> None:
 
 
 async def test_different_domains_never_hear_each_other(tag: str) -> None:
-    elsewhere = settings(tag) | {"domain_id": DOMAIN + 1}
+    elsewhere = settings(tag) | {"domain_id": dds_domain(1)}
     async with (
         end(tag, "alpha") as alpha,
         end(tag, "beta") as beta,

@@ -26,6 +26,7 @@ from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
+from tests.tiers import dds_domain
 from transports.conformance import Sink
 from transports.dds import DdsTransport, mapping
 from transports.dds.config import DdsConfig
@@ -39,7 +40,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 
 DEADLINE_S = 30.0
 LOOK_S = 0.02
-DOMAIN = 100 + os.getpid() % 100
+DOMAIN = dds_domain()
 STUCK, WELL = 0x8001, 0x8002  # topics: one that beta listens to, one for gamma
 EVERY = 0xFFFF  # for a listener: all topics
 RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW

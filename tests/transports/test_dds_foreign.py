@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import os
 import re
 import sys
 import uuid
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import dds_domain
 from transports.conformance import Sink
 from transports.dds import DdsTransport, mapping
 from transports.dds.config import DdsConfig
@@ -31,7 +31,7 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dds-mapping.md"
 APP = Path(__file__).with_name("dds_foreign.py")
-DOMAIN = 100 + os.getpid() % 100
+DOMAIN = dds_domain()
 DEADLINE_S = 40.0
 OURS = ["beta", 0x10AB, 3]
 THEIRS = ["alpha", 0x10AB, 3]

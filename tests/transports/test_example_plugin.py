@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.tiers import full
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "transport-plugin"
 
 
+@full
 def test_the_example_plugin_passes_the_conformance_suite(tmp_path: Path) -> None:
     environment = {
         **os.environ,

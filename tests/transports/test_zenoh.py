@@ -17,10 +17,10 @@ import zenoh
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.demo.processes import free_port
 from transports import plugin
 from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
 from transports.conformance.messages import PROBE, notification, publish, reply, request, response, streamed, topic
+from transports.ports import free_port
 from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport, mapping
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -9,6 +9,7 @@ import zenoh
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import examples
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.covers import COVERS_MAX, WIDTHS, Covers, widened
@@ -80,7 +81,7 @@ def filters() -> st.SearchStrategy[str]:
     return st.builds(lambda source, sink: mapping.filter_key(source, sink, "me"), addresses(), st.none() | addresses())
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.booleans(), filters()), max_size=100), st.integers(0, 2**32))
 def test_whatever_comes_and_goes_all_filters_are_covered_by_few_subscriptions(
     steps: list[tuple[bool, str]], seed: int
@@ -123,7 +124,7 @@ keys_of_messages = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.booleans(), addresses(), st.none() | addresses()), max_size=20), st.data())
 def test_a_key_is_wanted_for_the_filters_that_zenoh_would_match(
     steps: list[tuple[bool, UUri, UUri | None]], data: st.DataObject

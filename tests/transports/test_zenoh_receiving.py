@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import zenoh
 
-from streamer.demo.processes import free_port
 from transports.conformance import Sink
 from transports.conformance.messages import PROBE, notification, publish, topic
+from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport, mapping
 from transports.zenoh.threads import KEPT, keep_state
 from uprotocol import uri as uris

@@ -17,10 +17,10 @@ import pytest_asyncio
 import structlog
 import zenoh
 
-from streamer.demo.processes import free_port
 from transports.arrivals import MESSAGES_MAX
 from transports.conformance import Sink
 from transports.conformance.messages import method, notification, publish, reply, request, topic
+from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from transports.zenoh.sender import FLUSH_KEY, LINGER_S, PUTS_BEFORE_DECLARED, ZenohSender, answer_flush
 from uprotocol import uri as uris

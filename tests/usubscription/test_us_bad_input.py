@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import examples
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -328,7 +329,7 @@ async def test_v3_fetch_subscriptions_without_argument(world: Any, raw: Any) -> 
     await nothing_happened(world, raw)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(OPERATIONS),
     st.binary(max_size=300)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.processes import free_port
 from transports.plugin import create
+from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4

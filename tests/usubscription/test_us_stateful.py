@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.tiers import examples, seeds
 from uprotocol.status import UStatusError
 from usubscription.database import Database, Outcome, Register, Reset, Sent
 from usubscription.state import (
@@ -330,11 +331,11 @@ TestSubscriptions = pytest.mark.slow(
         pytest.mark.spec("dsn~usubscription-state-machine~1", doc="v4")(Subscriptions.TestCase)
     )
 )
-TestSubscriptions.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestSubscriptions.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, quick=1))
 def test_long_random_walks(seed: int) -> None:
     """The same steps, many more of them than hypothesis draws, each walk replayed by its seed."""
     chance = random.Random(seed)
