@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -128,7 +128,7 @@ def write_skipped(tests: Collection[str]) -> None:
 
 class Proofs:
     """A pytest plugin that compares what was skipped with the list. `must_hold`: a difference fails the run; else it is
-    told."""
+    told. Under pytest-xdist each worker sends what it saw, and the process that started them compares."""
 
     __name__ = PLUGIN_NAME
 
@@ -157,7 +157,19 @@ class Proofs:
         if outcomes is not None and (report.when == "call" or report.outcome != "passed"):
             outcomes.add(report.outcome)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """What a worker of pytest-xdist saw. One that crashed sends nothing."""
+        outcomes, partly = getattr(node, "workeroutput", {}).get(PLUGIN_NAME, ({}, []))
+        for test, seen in outcomes.items():
+            self._outcomes.setdefault(test, set()).update(seen)
+        self._partly.update(partly)
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):  # this is a worker
+            outcomes = {test: sorted(seen) for test, seen in self._outcomes.items()}
+            session.config.workeroutput[PLUGIN_NAME] = (outcomes, sorted(self._partly))
+            return
         not_tried = [test for test in self.skipped if test not in self._listed]
         passed = sorted(test for test in self._listed if "passed" in self._outcomes.get(test, ()))
         self.differences = [f"{test} was skipped, but counts as a proof" for test in not_tried]

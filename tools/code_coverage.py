@@ -1,0 +1,83 @@
+"""How much of the product the tests run through: the floor that it must not fall below, and the least covered files.
+
+make test-all -> .coverage (pytest-cov, lines and branches) -> percent, against tools/coverage_floor.toml
+                                                            -> docs/developing.md: the twenty least covered files
+
+python -m tools.code_coverage    after `make test-all`; exit 1 if it is below the floor. Where it is higher, the floor
+                                 is raised and the page written, for the next commit; it is never lowered by itself.
+
+Measured is what the tests' own processes run. Compiled modules can't be traced, so they count only where the core is
+interpreted; the two ways have a floor each. Source: `req~up-language-test-coverage~1`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import hatch_build
+import uprotocol
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+FLOOR: Final = ROOT / "tools" / "coverage_floor.toml"
+PAGE: Final = ROOT / "docs" / "developing.md"
+BEGIN, END = "<!-- least covered: begin -->\n", "<!-- least covered: end -->\n"
+LEAST_COVERED: Final = 20
+RAISE_PERCENT: Final = 0.2  # a smaller gain is noise: which branch a race took
+
+
+def measured() -> dict[str, Any]:
+    """`coverage json` of what the last run left: files with their summaries, and totals."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, "-m", "coverage", "json", "--quiet", "-o", file.name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"nothing was measured, run `make test-all` first: {done.stdout}{done.stderr}")
+        found: dict[str, Any] = json.loads(Path(file.name).read_text())
+        return found
+
+
+def percent(summary: dict[str, int]) -> float:
+    """Of lines and branches together, as coverage.py counts it."""
+    of = summary["num_statements"] + summary["num_branches"]
+    return 100.0 * (summary["covered_lines"] + summary["covered_branches"]) / of if of else 100.0
+
+
+def total(files: dict[str, dict[str, int]]) -> float:
+    keys = ("num_statements", "num_branches", "covered_lines", "covered_branches")
+    return percent({key: sum(summary[key] for summary in files.values()) for key in keys})
+
+
+def table(files: dict[str, dict[str, int]]) -> str:
+    least = sorted(files.items(), key=lambda item: (percent(item[1]), item[0]))[:LEAST_COVERED]
+    rows = [f"| `{name}` | {percent(summary):.0f} % | {summary['num_statements']} |" for name, summary in least]
+    return "\n".join(["| file | covered | statements |", "|---|---|---|", *rows, ""])
+
+
+def main() -> int:
+    is_compiled = uprotocol.CORE.startswith("compiled")
+    untraced = {f"{name.replace('.', '/')}.py" for name in hatch_build.modules()} if is_compiled else set()
+    files = {name: found["summary"] for name, found in measured()["files"].items() if name not in untraced}
+    way, now, floors = "compiled" if is_compiled else "interpreted", total(files), tomllib.loads(FLOOR.read_text())
+    print(f"code coverage, {way}: {now:.1f} % of lines and branches, {len(files)} files; the floor is {floors[way]} %")
+    if now < floors[way]:
+        print(f"expected at least {floors[way]} %: test what is new, see docs/developing.md", file=sys.stderr)
+        return 1
+    if now >= floors[way] + RAISE_PERCENT:
+        floors[way] = int(now * 10) / 10
+        comment = "# Percent of lines and branches. Raised by tools/code_coverage.py, never lowered.\n"
+        FLOOR.write_text(comment + "".join(f"{name} = {value}\n" for name, value in sorted(floors.items())))
+        print(f"the floor is {floors[way]} % now: commit tools/coverage_floor.toml")
+    if is_compiled:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(before + BEGIN + table(files) + END + rest.split(END)[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
