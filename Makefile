@@ -1,7 +1,7 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
+#   make demo [DATA=drive.csv]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
-#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=0]   make chaos   make interop   make attack [ATTACK=polls SECONDS=20]
+#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make interop   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
 # The core is compiled where there is a C compiler (docs/installing.md): COMPILED=0 runs the same Python as it is, COMPILED=1 fails where nothing can be compiled
 
@@ -11,19 +11,26 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 LOCK   ?= requirements.lock
 LOWEST := .venv-lowest
+BUILDER := .venv-build
 DATA   ?=
 ARGS   ?=
 SEEDS  ?= 2000
-START  ?= 0
+ifndef START
+START  := $(shell $(PYTHON) -c 'import random; print(random.randrange(1_000_000))')
+endif
 MINUTES ?= 10
 ATTACK ?=
 SECONDS ?=
 COMPILED ?=
+WORKERS ?= 4  # of pytest-xdist: half of the time of a test is waiting, so more than there are processors
+PYTEST  := -m pytest -n $(WORKERS) --dist worksteal --durations 10 --durations-min 1
+FAST    := -m "not full" --hypothesis-profile fast
+unexport PYTHONDONTWRITEBYTECODE  # without bytecode each process of a test compiles all modules again: a fifth of all that is computed
 ifneq ($(COMPILED),)
 export UP_STREAMER_COMPILED := $(COMPILED)
 endif
 
-.PHONY: core demo test check format house fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
+.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -45,9 +52,19 @@ demo: core
 	@$(if $(findstring --without-mqtt,$(ARGS)),:,$(BIN)/python -m tools.mosquitto >/dev/null || true)
 	@$(BIN)/up-streamer demo $(if $(DATA),--data '$(DATA)') $(ARGS)
 
-test: core
+test: core  # docs/developing.md: what it leaves out, and how to run one test
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python $(PYTEST) $(FAST) $(ARGS)
+
+test-interpreted: $(STAMP)  # where compiled code could differ: the fast tests of the packages that hold compiled modules
+	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
+	@UP_STREAMER_COMPILED=0 $(BIN)/python $(PYTEST) $(FAST) \
+	  $$($(BIN)/python -c "import hatch_build; print(*sorted({'tests/' + name.split('.')[0] for name in hatch_build.modules()}))") $(ARGS)
+
+test-all: core  # every test, and how much of the product they run through
+	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
+	@$(BIN)/python $(PYTEST) --cov --cov-report= $(ARGS)
+	@$(if $(ARGS),:,$(BIN)/python -m tools.code_coverage)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .
@@ -67,8 +84,9 @@ fuzz: $(STAMP)  # of compiled code it does not see what it has reached
 house: $(STAMP)  # lines, what stands twice, and how far three messages walk; --tree DIR counts another checkout
 	@UP_STREAMER_COMPILED=0 $(BIN)/python -m tools.house $(ARGS)
 
-simulate: core
+simulate: core  # worlds, and the tests that run with many seeds; other seeds each time, unless START names the first
 	@$(BIN)/python -m simulation --seeds $(SEEDS) --start $(START) $(ARGS)
+	@$(if $(ARGS),:,echo "tests with the seeds from $(START) on" && FIRST_SEED=$(START) $(BIN)/python $(PYTEST) -m seeded -q)
 
 bench: core
 	@$(BIN)/python -m tools.mosquitto
@@ -95,9 +113,14 @@ spec-coverage: $(STAMP)
 config-reference: $(STAMP)
 	@$(BIN)/python tools/config_reference.py
 
-wheel: $(STAMP)  # one for every Python and machine, and one with the compiled core for this one; pip takes the better that fits
-	@UP_STREAMER_COMPILED=0 $(BIN)/python -m build --wheel --no-isolation --outdir dist .
-	@$(if $(filter 0,$(COMPILED)),:,$(BIN)/python -m build --wheel --no-isolation --outdir dist .)
+$(BUILDER)/.installed: requirements-build.lock
+	@$(PYTHON) -m venv $(BUILDER)
+	@$(BUILDER)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-build.lock
+	@touch $@
+
+wheel: $(BUILDER)/.installed  # one for every Python and machine, and one with the compiled core for this one; pip takes the better that fits
+	@UP_STREAMER_COMPILED=0 $(BUILDER)/bin/python -m build --wheel --no-isolation --outdir dist .
+	@$(if $(filter 0,$(COMPILED)),:,$(BUILDER)/bin/python -m build --wheel --no-isolation --outdir dist .)
 
 lock: $(STAMP)  # the newest versions that pyproject.toml allows, for every Python and platform; then `make test`
 	@$(BIN)/python tools/lock.py
@@ -106,7 +129,7 @@ lowest: $(STAMP)  # are the lower bounds in pyproject.toml true?
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
 	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable '.[test,java]'
 	@$(LOWEST)/bin/python -m tools.mosquitto || test "$$CI" != true
-	@$(LOWEST)/bin/python -m pytest $(ARGS)
+	@$(LOWEST)/bin/python $(PYTEST) $(FAST) $(ARGS)
 
 audit: $(STAMP)  # known weaknesses in what is pinned, and what a gateway is made of (CycloneDX)
 	@mkdir -p dist
@@ -114,4 +137,4 @@ audit: $(STAMP)  # known weaknesses in what is pinned, and what a gateway is mad
 	@$(BIN)/pip-audit --strict --disable-pip --require-hashes --requirement requirements.lock $(ARGS)  # strict: who could not look has found nothing
 
 clean:
-	rm -rf $(VENV) $(LOWEST) uprotocol/_compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out
+	rm -rf $(VENV) $(LOWEST) $(BUILDER) uprotocol/_compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out
