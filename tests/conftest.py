@@ -3,6 +3,7 @@ and what runs with several workers need."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -45,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if (run_id := os.environ.get("PYTEST_XDIST_TESTRUNUID")) and hasattr(config, "workerinput"):
         config.pluginmanager.register(Turns(run_id), "turns_of_workers")
         ports.use_part(tiers.worker, tiers.WORKERS_MAX)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of collected tests, which each full collection would look through
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
