@@ -25,6 +25,8 @@ from transports.mqtt5.broker import Broker
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
+# compiled by the first compiler only: a JVM that lives for one test spends less time on the second than it saves
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
 os.environ.pop("COLUMNS", None)  # a console reads it once; the tests that need a width set it
 
 settings.register_profile("full", deadline=None)  # a slow machine is no failure

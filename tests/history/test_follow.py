@@ -18,7 +18,7 @@ from history.matches import Access, Sight
 from history.subscriber import GaplessSubscriber
 from simulation.loop import EPOCH_S
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
-from tests.tiers import seeds
+from tests.tiers import full, seeds
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -241,7 +241,7 @@ SPOILS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("how", SPOILS)
-@pytest.mark.parametrize("mode", ["auto", "push"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("push", marks=full)])
 def test_frames_of_every_kind_do_no_harm(how: str, mode: Mode) -> None:
     async def run() -> None:
         world = World()
@@ -439,7 +439,9 @@ LIES: dict[str, Callable[[int], PollResponse]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[full] if mode != "auto" else []) for mode in get_args(Mode)]
+)
 def test_a_service_that_lies_is_not_asked_without_end(mode: Mode, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         world = World()

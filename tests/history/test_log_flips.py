@@ -22,6 +22,7 @@ from history.log import Cursor, Log
 from history.rows import CURSOR, PAGE_BYTES
 from history.verify import verify
 from history.writer import Followed
+from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -190,15 +191,18 @@ VERSION = range(60, 64)  # in the header of an SQLite file
 FILES = ["l.db", "l.db-wal", "l.db.mark", "l.db.head"]
 
 
+@pytest.mark.parametrize("bits", [25, pytest.param(100, marks=full)])
 @pytest.mark.parametrize("file", FILES)
-async def test_a_bit_that_turns_anywhere_moves_nothing_in_silence(made: Made, tmp_path: Path, file: str) -> None:
+async def test_a_bit_that_turns_anywhere_moves_nothing_in_silence(
+    made: Made, tmp_path: Path, file: str, bits: int
+) -> None:
     if not (made.folder / file).exists():
         return
     dice = random.Random(file)
     content = (made.folder / file).read_bytes()
     places = [place for place, byte in enumerate(content) if byte]
     heads = [place for place in range(len(content)) if place % PAGE_BYTES < 12]  # where SQLite tells of a page's rows
-    for number in range(100):
+    for number in range(bits):
         place, bit = dice.choice(heads if number % 4 == 0 else places), dice.randrange(8)
 
         def turn(content: bytearray, place: int = place, bit: int = bit) -> bytearray:

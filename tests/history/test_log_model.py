@@ -18,6 +18,7 @@ from history.chunk import Origin
 from history.log import Log
 from history.retention import Ages
 from history.writer import Followed, Written
+from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -250,7 +251,9 @@ class VolatileMachine(LogMachine):
     durable = False
 
 
-QUICK = settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=examples(15), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.fixture(autouse=True)

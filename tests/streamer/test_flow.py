@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from simulation.loop import VirtualLoop
 from storage.runtime import Used
 from streamer.flow import ACTIVE_S, HELD_S_MAX, LAG_RECORDS_MAX, LOOK_S, SHARE_RECORDS, Flow
+from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.status import OK, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -163,7 +164,7 @@ COST_S = st.floats(2e-6, 1e-3)
 
 
 @pytest.mark.spec("local~disp-queue")
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(taking_s=COST_S, sending_s=COST_S)
 @example(taking_s=10e-6, sending_s=40e-6)
 @example(taking_s=1e-3, sending_s=2e-6)
@@ -180,7 +181,7 @@ def test_taking_in_does_not_run_away_from_sending(taking_s: float, sending_s: fl
 
 
 @pytest.mark.spec("local~disp-queue")
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(cost_s=st.floats(2e-6, 8e-6), answer_s=st.floats(0.05, 2.0))
 def test_a_burst_is_taken_in_though_the_peer_is_slow(cost_s: float, answer_s: float) -> None:
     """The peer answers a batch after so long, in which we have nothing to do: the disk has room for the burst."""
@@ -197,7 +198,7 @@ def test_a_burst_is_taken_in_though_the_peer_is_slow(cost_s: float, answer_s: fl
     on_virtual_time(scenario)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(taking_s=COST_S, sending_s=COST_S)
 def test_senders_go_on_while_a_peer_reads_all_that_it_has_missed(taking_s: float, sending_s: float) -> None:
     async def scenario(loop: VirtualLoop) -> None:

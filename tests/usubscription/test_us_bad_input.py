@@ -368,7 +368,7 @@ def test_raw_bytes_never_do_more_than_an_error(operation: tuple[int, str, int], 
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.binary(max_size=120)), min_size=50, max_size=100))
 def test_raw_bytes_at_the_rpc_entry_leave_the_service_alive(tmp_path_factory: Any, requests: list[Any]) -> None:
     """The same against the whole service: each request gets an answer of a documented code, and the service goes on."""
