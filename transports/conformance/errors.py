@@ -107,7 +107,7 @@ class ErrorConformance(TransportHarness):
         opening = asyncio.ensure_future(end.open())
         await asyncio.sleep(0)  # it has begun
         opening.cancel()
-        await asyncio.wait({opening}, timeout=self.deadline_s)  # not `gather`, which waits for whoever goes on
+        await asyncio.wait({opening}, timeout=self.deadline_s)  # `gather` would wait for a task that goes on
         assert opening.done(), "open() went on though it was cancelled"
         assert opening.cancelled() or opening.exception() is None, opening.exception()
         await end.close()
