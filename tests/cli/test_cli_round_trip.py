@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from streamer.demo.processes import Child
+from tests.tiers import full
 from transports.ports import free_port
 from uprotocol import uri as uris
 
@@ -185,7 +186,7 @@ async def _interrupted(child: Child) -> int:
     return await asyncio.wait_for(child.ended(), WAIT_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=full), signal.SIGTERM])
 async def test_a_streamer_ends_in_order(terminal: Terminal, number: signal.Signals) -> None:
     (terminal.folder / "second.toml").write_text(
         CONFIG.format(folder=terminal.folder / "second", inside=free_port(), outside=free_port())

@@ -41,6 +41,7 @@ from history.store import Store
 from history.subscriber import CursorFile, GaplessSubscriber
 from tests.history.test_epochs_whole import FRONTIERS, LAP, LAPS, SIGNALS, START_MS, message
 from tests.history.world import SERVICE, HistoryWorld
+from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.ids import at
@@ -869,7 +870,7 @@ def reborn(reader: Assembler, told: Told, held: Sequence[Assembled] = ()) -> Ass
     return again
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("restarts", [pytest.param(False, marks=full), True])
 def test_what_a_silent_gateway_brings_later_is_the_rest_after_a_restart_and_an_hour_too(restarts: bool) -> None:
     """One of two vehicles is away for longer than each epoch can be known by itself."""
     one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(timeout_s=10)

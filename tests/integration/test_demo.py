@@ -139,7 +139,7 @@ async def test_a_recorded_drive_without_mqtt_tells_of_rows_that_cannot_be_read(d
 
 @pytest.mark.parametrize(
     "moment",
-    ["mosquitto", *[pytest.param(moment, marks=full) for moment in ("usubscription", "spark_ingest")], "replay"],
+    [*[pytest.param(moment, marks=full) for moment in ("mosquitto", "usubscription", "spark_ingest")], "replay"],
 )
 async def test_control_c_leaves_nothing_behind(demo: Demo, moment: str) -> None:
     await demo.start("--seconds", "600", "--rate", "100")

@@ -339,7 +339,7 @@ def copied(host: Host, tmp_path: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("grown", [0, 50, 150])
+@pytest.mark.parametrize("grown", [0, pytest.param(50, marks=full), 150])
 def test_a_log_that_went_back_is_a_loss_whatever_came_since(host: Host, copied: Path, grown: int) -> None:
     strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from streamer.limits import Limits
+from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.asking import Services
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
@@ -176,7 +177,7 @@ class Sizes:
         transport.send_batch = send_batch
 
 
-@pytest.mark.parametrize("version", [3, 4])
+@pytest.mark.parametrize("version", [pytest.param(3, marks=full), 4])
 async def test_a_long_listing_comes_in_messages_that_every_transport_takes(world: Any, version: int) -> None:
     await filled(world)
     sizes = Sizes(world.transports["dev1"])
