@@ -312,8 +312,8 @@ class Followers:
         follower = self._followers[key] = Follower(key, caller, self._matches, sight, _lease_ms(asked))
         self._room.add(caller.authority_name, 1)
         self._touch(follower)
-        if self._sweeping is None:
-            self._sweep()
+        if self._sweeping is None:  # not at once: the lease of this one may be over before its topics are counted
+            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         return follower
 
     def _change(self, follower: Follower, changes: Iterable[Change]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import sqlite3
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -403,6 +404,27 @@ def spoil(log: Log) -> None:
     writer._store.file.db = Fails(writer._store.file.connect())  # type: ignore[assignment]
 
 
+@contextlib.asynccontextmanager
+async def one_commit(log: Log) -> AsyncIterator[None]:
+    """What is appended in the block shares a transaction: the writer waits for its end."""
+    assert isinstance(log._storage, Disk)
+    worker = log._storage.writer._worker
+    work, waiting, may_go_on = worker._work, threading.Event(), threading.Event()
+
+    def wait(_: object) -> None:
+        worker._work = work
+        waiting.set()
+        may_go_on.wait()
+
+    worker._work = wait
+    log._storage.writer.flush()
+    await asyncio.to_thread(waiting.wait)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["first", "later"])
 async def test_a_commit_that_happened_though_it_failed_leaves_no_place_behind(path: Path, known: bool) -> None:
     async with await open_log(path) as log:
@@ -411,8 +433,10 @@ async def test_a_commit_that_happened_though_it_failed_leaves_no_place_behind(pa
             await follow(log, 1)
         before = log.places()
         spoil(log)
+        async with one_commit(log):
+            appends = [follow(log, 2), follow(log, 3, key="another")]
         with pytest.raises(UStatusError):
-            await asyncio.gather(follow(log, 2), follow(log, 3, key="another"))
+            await asyncio.gather(*appends)
         assert on_disk(path).keys() == {"other", "another"}, "it happened"
         assert log.places() == before
         await append(log, 8)
