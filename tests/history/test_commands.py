@@ -118,6 +118,7 @@ async def test_a_follower_that_a_late_copy_has_made_anew_is_not_polled(world: Wo
 
 
 @full
+@pytest.mark.timeout(300)
 async def test_ten_thousand_that_came_and_went_have_left_no_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ class Listener:
 
 
 @full
+@pytest.mark.timeout(300)
 async def test_one_long_poll_feeds_1000_listeners_of_10000_topics(world: World) -> None:
     listeners = [Listener() for _ in range(LISTENERS)]
     client, each = world.client, TOPICS // LISTENERS

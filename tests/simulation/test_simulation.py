@@ -15,7 +15,7 @@ import pytest
 from tests.tiers import full
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT_S = 110
+TIMEOUT_S = 180
 
 
 def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:
