@@ -57,8 +57,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Measures coverage by the tests that `make test` has. The others run the same code in more cases, and would take
-    half as long again."""
+    """`make test-all` measures coverage while it runs the tests of `make test` only: the others run the same code in
+    more cases, and would take half as long again."""
     measures = Coverage.current() if item.get_closest_marker("full") is not None else None
     if measures is None:
         return (yield)

@@ -78,10 +78,10 @@ def test_nothing_runs_beside_a_test_that_is_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [[], ["-p", "xdist.plugin", "-n", "2"]], ids=["one process", "two workers"])
 def test_a_run_ends_with_what_it_has_left_out(workers: list[str], tmp_path: Path) -> None:
     said = run(tmp_path, SPANS, *workers, "-m", "not full", "-k", "long or alone")
-    assert "left to `make test-all`: 3 tests (docs/developing.md)" in said
+    assert "tests left to `make test-all`: 3 (docs/developing.md)" in said
     assert "processors busy: " in said
     said = run(tmp_path, SPANS, *workers, "-k", "long")
-    assert "left to" not in said
+    assert "tests left to" not in said
 
 
 def test_seeds_begin_where_make_simulate_says(monkeypatch: pytest.MonkeyPatch) -> None:
