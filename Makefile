@@ -61,10 +61,10 @@ test-interpreted: $(STAMP)  # where compiled code could differ: the fast tests o
 	@UP_STREAMER_COMPILED=0 $(BIN)/python $(PYTEST) $(FAST) \
 	  $$($(BIN)/python -c "import hatch_build; print(*sorted({'tests/' + name.split('.')[0] for name in hatch_build.modules()}))") $(ARGS)
 
-test-all: core  # every test, and how much of the product they run through
+test-all: core  # every test; with COMPILED=0 also how much of the product they run through: compiled code can't be traced
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
-	@$(BIN)/python $(PYTEST) --cov --cov-report= $(ARGS)
-	@$(if $(ARGS),:,$(BIN)/python -m tools.code_coverage)
+	@$(BIN)/python $(PYTEST) $(if $(filter 0,$(COMPILED)),--cov --cov-report=) $(ARGS)
+	@$(if $(filter 0,$(COMPILED)),$(if $(ARGS),:,$(BIN)/python -m tools.code_coverage),:)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

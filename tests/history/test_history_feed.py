@@ -110,7 +110,7 @@ class World(HistoryWorld):
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not holds():  # noqa: ASYNC110 - of many things at once
             await asyncio.sleep(0.005)
 
