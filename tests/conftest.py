@@ -50,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         ports.use_part(tiers.worker, tiers.WORKERS_MAX)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # last: all workers wait for each
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # thousands of collected tests, which each full collection would look through
 
