@@ -427,7 +427,7 @@ class World(HistoryWorld):
         self.keeper = Keeper(FRONTIERS, [SECOND, LAP], [log], uuids.now_ms)
         await self.keeper.open()
         await self.open(log, keeper=self.keeper)
-        self.client = HistoryClient(self.rpc, SERVICE, timeout_ms=2_000)
+        self.client = HistoryClient(self.rpc, SERVICE, timeout_ms=20_000)
 
     async def restart(self, groups: Sequence[Group] = (SECOND, LAP)) -> None:
         self.keeper.close()
@@ -438,7 +438,7 @@ class World(HistoryWorld):
             await self.keeper.open()
         finally:
             await self.open(log, keeper=self.keeper)
-        self.client = HistoryClient(self.rpc, SERVICE, timeout_ms=2_000)
+        self.client = HistoryClient(self.rpc, SERVICE, timeout_ms=20_000)
 
     async def say(self, caller: str, entity: int, *changes: tuple[Time, int], group: str = "lap") -> ProgressResponse:
         asked = ProgressRequest(group=group)

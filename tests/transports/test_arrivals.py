@@ -292,8 +292,8 @@ async def test_what_was_not_taken_comes_again_in_order_with_all_behind_it() -> N
     assert told == list(range(6)), "each is taken once, in order"
     assert consumer.batches == [[0, 1], *[[2, 3], [4, 5]] * 4]
     pauses = [later - before for before, later in zip(consumer.at[1::2], consumer.at[3::2], strict=False)]
-    assert pauses == sorted(pauses), "longer each time"
-    assert pauses[0] >= REDELIVERY_MS_MIN / 1000
+    least = [REDELIVERY_MS_MIN / 1000 * 2**number for number in range(3)]  # a busy machine makes any of them longer
+    assert all(pause >= shortest for pause, shortest in zip(pauses, least, strict=True)), "twice as long each time"
 
 
 async def test_after_close_nothing_comes_again_and_what_was_not_taken_is_answered() -> None:
