@@ -59,9 +59,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Coverage is measured by the tests of `make test`: the others run the same code in more cases. Traced, those that
-    press on a transport take so long that the network gives up."""
-    if item.get_closest_marker("full") is not None or "_slow_listener_" in item.name or "_cut_off_" in item.name:
+    """Coverage is measured by the tests of `make test`: the others run the same code in more cases."""
+    if item.get_closest_marker("full") is not None:
         item.add_marker("no_cover")  # of pytest-cov
 
 
