@@ -232,6 +232,7 @@ class Commands(CommandQueue[Key, _Command]):
         self._remote, self.authority = remote, authority
         self._loop = asyncio.get_running_loop()
         self._answered_at = self._retried_at = self._loop.time()
+        self._departure = asyncio.Lock()  # first come, first served, though each waits for something of its own
 
     def __repr__(self) -> str:
         return f"Commands({self.authority}, {super().__repr__()})"
@@ -278,10 +279,11 @@ class Commands(CommandQueue[Key, _Command]):
     async def _see_answered(self, topic: Key, command: _Command) -> int:
         """The outcome comes back through `update`, which replaces the command; if it does not, it runs again."""
         try:
-            if command.link.command is Command.SUBSCRIBE:
-                await self._remote.partners.remember((topic[0], command.link.major))
-            # the dispatcher prepares on the pending change, so that is told first
-            await self._remote.notifier.notified(command.after)
+            async with self._departure:
+                if command.link.command is Command.SUBSCRIBE:
+                    await self._remote.partners.remember((topic[0], command.link.major))
+                # the dispatcher prepares on the pending change, so that is told first
+                await self._remote.notifier.notified(command.after)
             place = await self._remote.places.take()
             try:
                 event = await self._answer(topic, command) if self.is_current(topic, command) else None

@@ -583,6 +583,32 @@ async def test_commands_to_one_remote_leave_in_order_and_a_lost_one_holds_its_ow
     await wait_for(lambda: _pending(service, [uris.format(topics[1])]))
 
 
+async def test_a_command_does_not_overtake_one_that_still_waits_for_the_disk(
+    world: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topics = [uris.uri("b", 0x20, 1, 0x8000 + number) for number in range(3)]
+    await world.service("c")
+    service = await world.service("a")
+    saved, waiting = asyncio.Event(), False
+
+    async def slow_the_first_time(partner: Any) -> None:
+        nonlocal waiting
+        if partner == ("b", 4) and not waiting:
+            waiting = True
+            await saved.wait()
+
+    monkeypatch.setattr(service.remote.partners, "remember", slow_the_first_time)
+    raw = await world.raw("a")
+    for topic in [*topics, uris.parse("//c/20/1/8001")]:
+        await raw.call(4, 1, subscribe(4, topic))
+    assert await wait_for(lambda: _status_of(service, "up://c/20/1/8001", "SUBSCRIBED"))
+    assert waiting
+    assert not peer.commands
+    saved.set()
+    await peer.until(*["subscribe"] * len(topics))
+    assert [UPayload.of(request).unpack(v4.SubscribeRequest).topic for _, request in peer.commands] == topics
+
+
 async def _pending(service: Any, topics: list[str]) -> bool:
     return [entry[0] for entry in await known(service) if entry[2] == "SUBSCRIBE_PENDING"] == topics
 
