@@ -152,6 +152,7 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
         "send_all",
         "send_in_parts",
         "traffic",
+        "flood",
         "eventually",
         "settle",
     }

@@ -286,6 +286,16 @@ class TransportHarness:
         """`count` notifications, numbered in their payload."""
         return [notification(b"%d" % number, source, sink) for number in range(count)]
 
+    async def flood(self, source: UUri | None = None, sink: UUri | None = None, padding: bytes = b"") -> list[UMessage]:
+        """`flood_messages` notifications, numbered in their payload. They are made in parts: what carries the network
+        on this event loop, such as a proxy, may not stand still for longer than a connection lives without a sign."""
+        messages: list[UMessage] = []
+        while len(messages) < self.flood_messages:
+            part = range(len(messages), min(len(messages) + SENT_AT_ONCE, self.flood_messages))
+            messages += [notification(b"%d" % number + padding, source, sink) for number in part]
+            await asyncio.sleep(0)
+        return messages
+
     async def eventually(self, holds: Callable[[], bool], what: str) -> None:
         """For what no event tells of, such as a counter."""
         for _ in range(int(self.deadline_s / EVENTUALLY_EVERY_S)):

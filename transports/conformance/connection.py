@@ -151,7 +151,7 @@ class ConnectionConformance(TransportHarness):
         self.needs_hook("break_network")
         alpha, beta = pair
         heard = await self.gated((beta, alpha), FROM_BETA, TO_ALPHA)
-        messages = self.traffic(self.flood_messages, FROM_BETA, TO_ALPHA)
+        messages = await self.flood(FROM_BETA, TO_ALPHA)
         sending = asyncio.ensure_future(beta.send_batch(messages))
         try:
             await heard.expect(1)

@@ -103,7 +103,7 @@ class DeliveryConformance(TransportHarness):
 
     async def test_a_slow_listener_loses_nothing(self, pair: Pair) -> None:
         heard = await self.gated(pair)
-        messages = self.traffic(self.flood_messages)
+        messages = await self.flood()
         sending = asyncio.ensure_future(self.send_in_parts(pair[0], messages))
         await heard.expect(1)
         await asyncio.sleep(self.settle_s)

@@ -57,7 +57,7 @@ class PressureConformance(TransportHarness):
         """Neither end takes more than its queues hold while a listener takes nothing."""
         heard = await self.gated(pair)
         sent: list[UMessage] = []
-        flood = _padded(self.flood_messages)
+        flood = await self.flood(padding=PADDING)
         sending = asyncio.ensure_future(self.send_in_parts(pair[0], flood, sent))
         try:
             handed_over = await _stalled(sending, heard, sent)
@@ -76,7 +76,8 @@ class PressureConformance(TransportHarness):
 
     async def test_what_was_answered_ok_arrives_though_its_sender_closes(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
-        assert codes(await pair[0].send_batch(_padded(LAST_WORDS))) == [UCode.OK] * LAST_WORDS
+        last_words = [notification(b"%d" % number + PADDING) for number in range(LAST_WORDS)]
+        assert codes(await pair[0].send_batch(last_words)) == [UCode.OK] * LAST_WORDS
         await pair[0].close()
         await heard.expect(LAST_WORDS)
         assert [int(payload) for payload in heard.payloads] == list(range(LAST_WORDS))
@@ -148,7 +149,3 @@ async def _stalled(sending: asyncio.Future[None], heard: BatchSink, sent: Sequen
         if sending.done():
             await asyncio.sleep(STALLED_S)
     return len(heard.messages)
-
-
-def _padded(count: int) -> list[UMessage]:
-    return [notification(b"%d" % number + PADDING) for number in range(count)]
