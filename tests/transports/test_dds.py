@@ -44,6 +44,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 DEADLINE_S = 15.0
 SLOW_MS = 15_000  # for a sender on a busy computer
+QUIET_MS = 1_000  # until a process on a busy computer has found the others
 DOMAIN = dds_domain()
 RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 TOPIC = uris.uri("alpha", 0x10AB, 3, 0x8001)
@@ -169,7 +170,7 @@ class OtherProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             script,
-            json.dumps(settings(tag, send_timeout_ms=SLOW_MS)),
+            json.dumps(settings(tag, send_timeout_ms=SLOW_MS, discovery_quiet_ms=QUIET_MS)),
             stdin=pipe,
             stdout=pipe,
             env=environment,
@@ -200,10 +201,19 @@ class OtherProcess:
 
 
 @pytest.fixture
-async def other(tag: str) -> AsyncIterator[OtherProcess]:
+async def other(tag: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtherProcess]:
+    """It was there before; on a busy computer it may take its time to announce a new reader."""
+    monkeypatch.setattr("transports.dds.transport.SEEN_S", DEADLINE_S)
     other = await OtherProcess.start(tag)
     yield other
     await other.close()
+
+
+async def meet(here: DdsTransport) -> None:
+    """Until the other process is discovered: a new listener waits for those that are known."""
+    async with asyncio.timeout(DEADLINE_S):
+        while "peers=1," not in repr(here):  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.01)
 
 
 def payloads(count: int) -> list[bytes]:
@@ -212,6 +222,7 @@ def payloads(count: int) -> list[bytes]:
 
 async def test_a_new_writer_loses_nothing_to_a_listener_that_was_there_before(tag: str, other: OtherProcess) -> None:
     async with end(tag, "beta") as beta:
+        await meet(beta)
         heard = Sink(DEADLINE_S)
         await beta.register_listener(uris.pattern("alpha"), heard)
         for resource in range(0x8000, 0x8020):
@@ -226,6 +237,7 @@ async def test_a_new_listener_gets_all_that_is_sent_from_then_on(
     tag: str, other: OtherProcess, writer_was_there: bool
 ) -> None:
     async with end(tag, "beta") as beta:
+        await meet(beta)
         for resource in range(0x8000, 0x8010):
             if writer_was_there:
                 await other.send(resource, 5)
@@ -249,6 +261,7 @@ async def test_a_participant_that_has_just_come_loses_nothing(tag: str) -> None:
 
 async def test_ten_thousand_messages_come_in_order_from_another_process(tag: str, other: OtherProcess) -> None:
     async with end(tag, "beta") as beta:
+        await meet(beta)
         heard = Sink(DEADLINE_S)
         await beta.register_listener(TOPIC, heard)
         await other.send(TOPIC.resource_id, 10_000)
@@ -369,6 +382,7 @@ async def test_a_receiver_that_does_not_keep_up_is_told_to_the_sender(tag: str) 
 
 async def test_listeners_that_overlap_get_each_message_once_though_one_is_slow(tag: str, other: OtherProcess) -> None:
     async with end(tag, "beta", inbox_messages_max=32) as beta:
+        await meet(beta)
 
         class Slow(Sink):
             async def on_receive_batch(self, messages: list[UMessage]) -> None:
