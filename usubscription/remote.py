@@ -232,7 +232,7 @@ class Commands(CommandQueue[Key, _Command]):
         self._remote, self.authority = remote, authority
         self._loop = asyncio.get_running_loop()
         self._answered_at = self._retried_at = self._loop.time()
-        self._departure = asyncio.Lock()  # first come, first served, though each waits for something of its own
+        self._departure = asyncio.Lock()  # commands pass in the order in which they began to run
 
     def __repr__(self) -> str:
         return f"Commands({self.authority}, {super().__repr__()})"
@@ -282,7 +282,7 @@ class Commands(CommandQueue[Key, _Command]):
             async with self._departure:
                 if command.link.command is Command.SUBSCRIBE:
                     await self._remote.partners.remember((topic[0], command.link.major))
-                # the dispatcher prepares on the pending change, so that is told first
+                # a dispatcher that is notified of SUBSCRIBE_PENDING prepares to forward: this comes before the command
                 await self._remote.notifier.notified(command.after)
             place = await self._remote.places.take()
             try:

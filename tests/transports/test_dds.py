@@ -44,7 +44,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 DEADLINE_S = 15.0
 SLOW_MS = 15_000  # for a sender on a busy computer
-QUIET_MS = 1_000  # until a process on a busy computer has found the others
+QUIET_MS = 1_000  # opening ends when nothing was discovered for so long; 100 ms are too short on a busy computer
 DOMAIN = dds_domain()
 RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 TOPIC = uris.uri("alpha", 0x10AB, 3, 0x8001)
@@ -202,7 +202,8 @@ class OtherProcess:
 
 @pytest.fixture
 async def other(tag: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtherProcess]:
-    """It was there before; on a busy computer it may take its time to announce a new reader."""
+    """It starts before the transports of the test. On a busy computer it may need more than SEEN_S to announce that it
+    has found a new reader."""
     monkeypatch.setattr("transports.dds.transport.SEEN_S", DEADLINE_S)
     other = await OtherProcess.start(tag)
     yield other
@@ -210,7 +211,7 @@ async def other(tag: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Othe
 
 
 async def meet(here: DdsTransport) -> None:
-    """Until the other process is discovered: a new listener waits for those that are known."""
+    """Wait until `here` has discovered the other process: register_listener waits for known participants only."""
     async with asyncio.timeout(DEADLINE_S):
         while "peers=1," not in repr(here):  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0.01)

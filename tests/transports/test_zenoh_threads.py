@@ -38,7 +38,7 @@ def call_on_foreign_threads(count: int) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_a_thread_that_has_ended_leaves_no_state() -> None:
-    """In a process of its own: in this one, threads of earlier tests may end meanwhile."""
+    """In a new process: in the process of the tests, a thread that an earlier test left may end between the counts."""
     run_python(f"from {__name__} import leave_no_state; leave_no_state()")
 
 

@@ -282,17 +282,21 @@ class TransportHarness:
             if sent is not None:
                 sent += part
 
-    def traffic(self, count: int, source: UUri | None = None, sink: UUri | None = None) -> list[UMessage]:
-        """`count` notifications, numbered in their payload."""
-        return [notification(b"%d" % number, source, sink) for number in range(count)]
+    def traffic(
+        self, count: int, source: UUri | None = None, sink: UUri | None = None, *, first: int = 0, padding: bytes = b""
+    ) -> list[UMessage]:
+        """`count` notifications, numbered from `first` on in their payload, before the `padding`."""
+        return [notification(b"%d" % number + padding, source, sink) for number in range(first, first + count)]
 
-    async def flood(self, source: UUri | None = None, sink: UUri | None = None, padding: bytes = b"") -> list[UMessage]:
-        """`flood_messages` notifications, numbered in their payload. They are made in parts: what carries the network
-        on this event loop, such as a proxy, may not stand still for longer than a connection lives without a sign."""
+    async def flood(
+        self, source: UUri | None = None, sink: UUri | None = None, *, padding: bytes = b""
+    ) -> list[UMessage]:
+        """`traffic` of `flood_messages`. The event loop runs between its parts: where it was blocked for longer than
+        the lease of a connection, a proxy that runs on it forwarded nothing, and the connection was dropped."""
         messages: list[UMessage] = []
-        while len(messages) < self.flood_messages:
-            part = range(len(messages), min(len(messages) + SENT_AT_ONCE, self.flood_messages))
-            messages += [notification(b"%d" % number + padding, source, sink) for number in part]
+        while (missing := self.flood_messages - len(messages)) > 0:
+            part = min(missing, SENT_AT_ONCE)
+            messages += self.traffic(part, source, sink, first=len(messages), padding=padding)
             await asyncio.sleep(0)
         return messages
 

@@ -76,8 +76,7 @@ class PressureConformance(TransportHarness):
 
     async def test_what_was_answered_ok_arrives_though_its_sender_closes(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
-        last_words = [notification(b"%d" % number + PADDING) for number in range(LAST_WORDS)]
-        assert codes(await pair[0].send_batch(last_words)) == [UCode.OK] * LAST_WORDS
+        assert codes(await pair[0].send_batch(self.traffic(LAST_WORDS, padding=PADDING))) == [UCode.OK] * LAST_WORDS
         await pair[0].close()
         await heard.expect(LAST_WORDS)
         assert [int(payload) for payload in heard.payloads] == list(range(LAST_WORDS))
