@@ -20,7 +20,9 @@ GATEWAY: Final = "deploy/requirements.lock"
 GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds")
 BUILD: Final = "requirements-build.lock"
 BUILD_EXTRAS: Final = ("build",)
-OPTIONS: Final = ("--universal", "--python-version", PYTHON, "--generate-hashes", "--no-annotate")
+# a line `coverage==1` does not keep pip 23 from taking a newer `coverage[toml]`, which it then refuses: it has no hash
+WITH_EXTRAS: Final = "--no-strip-extras"
+OPTIONS: Final = ("--universal", "--python-version", PYTHON, "--generate-hashes", "--no-annotate", WITH_EXTRAS)
 
 
 def compile(output: str, *options: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +17,8 @@ from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAME: Final = r"[\w.-]+"
+EXTRAS: Final = r"(?:\[[\w.,-]+\])?"
 PYTHONS: Final = ("3.11", "3.12", "3.13")
 LOCKS: Final = {  # and the extras that each is made of
     "requirements.lock": tuple(PROJECT["optional-dependencies"]),
@@ -28,7 +33,7 @@ def pinned(lock: str, python: str) -> dict[str, str]:
     here = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "os_name": "posix"}
     here |= {"platform_machine": "x86_64", "platform_system": "Linux", "platform_python_implementation": "CPython"}
     found: dict[str, str] = {}
-    for name, version, marker in re.findall(r"^([\w.-]+)==(\S+)(?: ; (.*?))?(?: \\)?$", text, re.MULTILINE):
+    for name, version, marker in re.findall(rf"^({NAME}){EXTRAS}==(\S+)(?: ; (.*?))?(?: \\)?$", text, re.MULTILINE):
         if not marker or Marker(marker).evaluate(here):
             assert name not in found, f"{lock} pins {name} twice for Python {python}"
             found[canonicalize_name(name)] = version
@@ -68,9 +73,36 @@ def test_a_lock_has_hashes_and_no_addresses(lock: str) -> None:
     text = (ROOT / lock).read_text()
     assert "://" not in text
     assert not re.search(r"^--?(index-url|i|extra-index-url|find-links|f)\b", text, re.MULTILINE)
-    pins = re.split(r"^(?=[\w.-]+==)", text, flags=re.MULTILINE)[1:]
+    pins = re.split(rf"^(?={NAME}{EXTRAS}==)", text, flags=re.MULTILINE)[1:]
     assert pins
     assert [pin.split()[0] for pin in pins if "--hash=sha256:" not in pin] == []
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_what_is_required_with_extras_is_pinned_with_them(lock: str) -> None:
+    """By the project, or by a package that it installs. A line without the extras does not bind pip 23, which comes
+    with Python 3.11: it takes the newest release instead, and then refuses that, since it has no hash."""
+    installed = pinned(lock, f"{sys.version_info.major}.{sys.version_info.minor}")
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for extra in LOCKS[lock] for text in PROJECT["optional-dependencies"][extra]),
+    ]
+    for name, version in installed.items():
+        with contextlib.suppress(
+            PackageNotFoundError
+        ):  # for another platform, or of an extra that is not installed here
+            package = distribution(name)
+            texts += package.requires or () if package.version == version else ()
+    required = [one for one in map(Requirement, texts) if one.extras and one.name != PROJECT["name"]]
+    lines = re.findall(rf"^({NAME}{EXTRAS})==", (ROOT / lock).read_text(), re.MULTILINE)
+    extras = {canonicalize_name(one.name): one.extras for one in map(Requirement, lines)}
+    wrong = [
+        str(one)
+        for one in required
+        if (one.marker is None or one.marker.evaluate({"extra": ""}))
+        and not one.extras <= extras[canonicalize_name(one.name)]
+    ]
+    assert not wrong, f"{lock} pins {wrong} without the extras: run `make lock`"
 
 
 def test_each_bound_has_a_version_in_it() -> None:
