@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -28,6 +29,8 @@ from types import TracebackType
 from typing import Any, Final, Literal, TextIO
 
 import structlog
+
+from storage.log_output import LogOutput
 
 Format = Literal["text", "json"]
 Event = MutableMapping[str, Any]
@@ -59,14 +62,19 @@ log = structlog.get_logger()
 
 
 def configure(level: str = "warning", format: Format = "text", file: TextIO | None = None) -> None:
-    """Log what is as bad as `level` or worse to `file`, by default standard error. May be called again."""
-    target = file if file is not None else sys.stderr
+    """Log what is as bad as `level` or worse to `file`, by default standard error. May be called again.
+
+    Standard error is written by a thread of its own: a reader that stands still or is gone, and a full disk, harm the
+    log alone.
+    """
+    target: Any = file if file is not None else _standard_error()
+    is_terminal = (file if file is not None else sys.stderr).isatty()
     rest: list[Any] = [structlog.processors.add_log_level]
     if format == "json":
         rest += [_utc, harmless, _json]
     else:
         plain = structlog.dev.plain_traceback
-        text = structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=plain)
+        text = structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=plain)
         rest += [structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False), harmless, text]
 
     def emit(method: str, event: Any) -> None:
@@ -87,6 +95,20 @@ def configure(level: str = "warning", format: Format = "text", file: TextIO | No
     threading.excepthook = lambda told: _uncaught(told.exc_type, told.exc_value, told.exc_traceback, told.thread)
     sys.unraisablehook = lambda told: log.error("an exception that could not be raised", exc_info=told.exc_value)
     atexit.register(repeats.close)
+
+
+@functools.cache
+def _output(descriptor: int) -> LogOutput:
+    output = LogOutput(descriptor)
+    atexit.register(output.close)  # before that of `Repeats` is registered, so that it runs after it
+    return output
+
+
+def _standard_error() -> LogOutput | TextIO:
+    try:
+        return _output(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):  # it is no file, but what a test or a notebook has put there
+        return sys.stderr
 
 
 # What is written

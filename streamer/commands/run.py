@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import signal
 import sys
@@ -47,7 +48,8 @@ async def _serve(config: configs.Config, as_json: bool) -> None:
         port = streamer.admin.port if streamer.admin else None
         names = ", ".join(endpoint.name for endpoint in streamer.endpoints)
         data = {"ready": True, "authority": config.authority, "admin_port": port}
-        terminal.tell(as_json, data, f"ready: {config.authority} joins {names}")
+        with contextlib.suppress(OSError):  # nobody reads it: no reason to stop
+            terminal.tell(as_json, data, f"ready: {config.authority} joins {names}")
         manager.ready(lambda: "; ".join(streamer.problems()) or "ready")
 
     def stop() -> None:
@@ -89,6 +91,7 @@ def usubscription(
     def tell(state: dict[str, Any]) -> None:
         ready = f"ready: core.usubscription of {authority} on {transport}"
         line = ready if state["ready"] else f"every request is answered UNAVAILABLE: {state['trouble']}"
-        terminal.tell(as_json, state, line)
+        with contextlib.suppress(OSError):
+            terminal.tell(as_json, state, line)
 
     raise typer.Exit(service.run(config, tell))

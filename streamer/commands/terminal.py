@@ -64,10 +64,7 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
 
 def tell(as_json: bool, data: dict[str, Any], line: str) -> None:
     """One thing: a JSON object, or a line."""
-    if as_json:
-        print(json.dumps(data), flush=True)
-    else:
-        out.print(plain(line), markup=False)
+    print(json.dumps(data) if as_json else plain(line), flush=True)
 
 
 def tell_all(as_json: bool, rows: Iterable[dict[str, Any]], title: str, columns: Sequence[str]) -> None:
