@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -27,6 +30,8 @@ LARGE_BYTES: Final = 1 << 16
 ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
 
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
+# Linux: what of a TCP socket its peer has not acknowledged (SIOCOUTQ, tcp(7)); elsewhere nobody tells us
+_UNACKNOWLEDGED: Final[int | None] = termios.TIOCOUTQ if sys.platform == "linux" else None
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 Packets = Sequence[tuple[int, bytes | memoryview]]
@@ -110,6 +115,8 @@ class Connection(asyncio.BufferedProtocol):
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
         self.lost: asyncio.Future[OSError] = self._loop.create_future()  # it has ended, and why
         self._heard_s = self._said_s = self._pinged_s = self._loop.time()
+        self._written_bytes = self._delivered_bytes = 0
+        self.delivered_s = self._loop.time()  # when the peer was last seen to take some of what we write
         self.up = False  # the broker has let us in, and we have not lost it since
         self._paused = False  # the socket is not read
 
@@ -117,21 +124,29 @@ class Connection(asyncio.BufferedProtocol):
         """Whole packets; what the socket does not take at once leaves as soon as it can."""
         if self._transport is not None:
             self._said_s = self._loop.time()
+            self._written_bytes += len(data)
             self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
 
-    async def ask(self, packet_id: int, packet: bytes, timeout_s: float = ANSWER_MS_MAX / 1000) -> Any:
-        """The broker's answer: a Welcome for packet id 0, else a ReasonCode. One that does not come costs the
-        connection. Raises OSError if that is lost meanwhile."""
+    async def ask(self, packet_id: int, packet: bytes, timeout_s: float | None = None) -> Any:
+        """The broker's answer: a Welcome for packet id 0, else a ReasonCode. Raises OSError if the connection is lost.
+
+        An answer that does not come within `timeout_s` (ANSWER_MS_MAX) costs the connection. While the peer takes what
+        was written before the question, the time does not count.
+        """
         if self._transport is None:
             raise ConnectionResetError("there is none")
+        timeout_s = ANSWER_MS_MAX / 1000 if timeout_s is None else timeout_s
         self._answers[packet_id] = future = self._loop.create_future()
         self.write(packet)
+        end = self._written_bytes
         try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            self.drop(TimeoutError("it does not answer in time"))
-            raise
+            while not (await asyncio.wait({future}, timeout=timeout_s))[0]:
+                self._look_at_delivery()
+                if self._delivered_bytes >= end or self._loop.time() - self.delivered_s >= timeout_s:
+                    failure = TimeoutError("it does not answer in time")
+                    self.drop(failure)
+                    raise failure
+            return future.result()
         finally:
             self._answers.pop(packet_id, None)
 
@@ -144,13 +159,27 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._transport.resume_reading()
 
+    def _look_at_delivery(self) -> None:
+        """Has the peer taken some of what we write? On a slow link one large message is under way for minutes, and all
+        that the broker could answer waits behind it."""
+        if self._transport is None or self._socket is None:
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if _UNACKNOWLEDGED is not None:
+            with contextlib.suppress(OSError):  # it has hung up; the next read says so
+                queued = fcntl.ioctl(self._socket.fileno(), _UNACKNOWLEDGED, b"\0\0\0\0")
+                unsent += int.from_bytes(queued, sys.byteorder)
+        if self._written_bytes - unsent > self._delivered_bytes:
+            self._delivered_bytes, self.delivered_s = self._written_bytes - unsent, self._loop.time()
+
     def keep_alive(self, now_s: float) -> None:
-        """Once a second: ping, and give up a broker that is silent."""
+        """Once a second: ping, and give up a broker that is silent and takes nothing."""
+        self._look_at_delivery()
         if self._paused:
             self._heard_s = now_s  # it is us who don't listen
         if not self._keep_alive_s:
             return
-        if now_s - self._heard_s >= 2 * self._keep_alive_s:
+        if now_s - max(self._heard_s, self.delivered_s) >= 2 * self._keep_alive_s:
             self.drop(TimeoutError(f"it has been silent for {2 * self._keep_alive_s} s"))
         elif now_s - max(self._pinged_s, min(self._heard_s, self._said_s)) >= self._keep_alive_s:
             self._pinged_s = now_s

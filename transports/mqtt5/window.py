@@ -34,7 +34,8 @@ SMALL_BYTES: Final = 4_096
 WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
 # of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
 IN_FLIGHT_BYTES_MAX = 16 << 20
-# without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
+# without any PUBACK while some are due, and without taking what we write: the connection is dropped, since nothing
+# else tells a hung broker
 PUBACK_MS_MAX: Final = 20_000
 
 log = structlog.get_logger()
@@ -102,8 +103,11 @@ class Window:
 
     @property
     def stalled(self) -> bool:
-        """True if the broker owes a PUBACK for too long."""
-        late_s = asyncio.get_running_loop().time() - self._progress_s
+        """True if the broker owes a PUBACK for too long, and has not even taken bytes of what it has to acknowledge."""
+        progress_s = (
+            self._progress_s if self._connection is None else max(self._progress_s, self._connection.delivered_s)
+        )
+        late_s = asyncio.get_running_loop().time() - progress_s
         return bool(self._in_flight) and late_s > PUBACK_MS_MAX / 1000
 
     async def drained(self) -> None:
