@@ -6,7 +6,7 @@ octets -> mapping -> listener table -> a message that is valid -> every other ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 from google.protobuf.message import DecodeError
 
@@ -17,7 +17,7 @@ from transports.base import SendChecks
 from transports.dds import mapping as dds_mapping
 from transports.listeners import ListenerTable
 from transports.mqtt5 import wire
-from transports.mqtt5.mapping import Mapping, Mode, Packet
+from transports.mqtt5.mapping import Mapping, Mode, Packet, TtlReading
 from transports.mqtt5.wire import Codec
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
@@ -218,10 +218,12 @@ def mqtt_properties(data: bytes) -> None:
     packet = Packet(
         texts[0], pairs, expiry_s, dict(pairs).get("9", "").encode() or None, dict(pairs).get("c"), b"payload"
     )
-    for mode in Mode:
-        mapping = Mapping(mode, OWN, restore_ttl=mode is Mode.OFF_VEHICLE, now_ms=lambda: NOW_MS)
+    for mode, reading in product(Mode, TtlReading):
+        mapping = Mapping(mode, OWN, ttl_reading=reading, now_ms=lambda: NOW_MS)
         with refusing(INVALID, DENIED):
             message = mapping.decode(packet)
+            had_ttl = expiry_s is not None and "6" not in dict(pairs)
+            assert message.attributes.ttl or not had_ttl, "an expiry interval became a ttl that never expires"
             arrive(message.payload, message.attributes.SerializeToString())
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports.mqtt5.mapping import Mapping, Mode, Packet
+from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -201,12 +201,60 @@ def test_a_long_expiry_is_capped() -> None:
     assert E2E.decode(packet(expiry_s=0xFFFF_FFFF)).attributes.ttl == 0xFFFF_FFFF
 
 
-def test_ttl_restored_after_a_wait_in_the_broker() -> None:
-    restoring = Mapping(Mode.IN_VEHICLE, "device1", restore_ttl=True, now_ms=lambda: uuids.time_ms(ID) + 4_200)
-    waited = packet(expiry_s=1)
-    assert E2E.decode(waited).attributes.ttl == 1_000  # the specification's rule, and the default
-    assert restoring.decode(waited).attributes.ttl == 5_000
-    assert restoring.decode(packet(("6", "4999"), expiry_s=1)).attributes.ttl == 4_999
+def at(age_ms: int, ttl_reading: TtlReading = TtlReading.RESTORED) -> Mapping:
+    """A mapping whose clock is so far behind the id's time."""
+    return Mapping(Mode.IN_VEHICLE, "device1", ttl_reading=ttl_reading, now_ms=lambda: uuids.time_ms(ID) + age_ms)
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "carried", "restored_ms", "specified_ms"),
+    [
+        (4_200, {}, 0, 0),  # no interval: no ttl
+        (4_200, {"expiry_s": 1}, 5_000, 1_000),
+        (4_999, {"expiry_s": 0}, 5_000, 1_000),  # 0 would never expire
+        (0, {"expiry_s": 0}, 1_000, 1_000),
+        (-10_000, {"expiry_s": 8}, 8_000, 8_000),  # our clock is behind
+        (10_000, {"expiry_s": 8}, 18_000, 8_000),  # or ahead
+        (4_200, {"expiry_s": 1, "6": "4999"}, 4_999, 4_999),
+        (4_200, {"6": "4999"}, 4_999, 4_999),
+        (4_200, {"expiry_s": 0, "6": "4999"}, 4_999, 4_999),
+        (4_200, {"expiry_s": 1, LATE_TTL: "9000"}, 9_000, 1_000),
+        (4_200, {LATE_TTL: "9000"}, 9_000, 0),
+        (4_200, {"expiry_s": 1, LATE_TTL: "9000", "6": "4999"}, 4_999, 4_999),
+        (4_200, {"expiry_s": 3, FRESH_TTL: "8000"}, 8_000, 3_000),  # counted off one more than had passed
+        (4_200, {"expiry_s": 5, FRESH_TTL: "8000"}, 9_000, 5_000),
+        (14_200, {"expiry_s": 5, FRESH_TTL: "8000"}, 19_000, 5_000),  # our clock is ahead
+        (8_200, {FRESH_TTL: "8000"}, 9_000, 0),  # counted down to 0, and left out
+        (4_200, {"expiry_s": 0xFFFF_FFFF}, 0xFFFF_FFFF, 0xFFFF_FFFF),
+        (0xFFFF_FFFF, {"expiry_s": 1}, 0xFFFF_FFFF, 1_000),
+    ],
+)
+def test_a_ttl_that_arrives(age_ms: int, carried: dict[str, Any], restored_ms: int, specified_ms: int) -> None:
+    properties = {key: value for key, value in carried.items() if key != "expiry_s"}
+    arrived = packet(*properties.items(), expiry_s=carried.get("expiry_s"))
+    assert at(age_ms).decode(arrived).attributes.ttl == restored_ms
+    assert at(age_ms, TtlReading.SPECIFICATION).decode(arrived).attributes.ttl == specified_ms
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "ttl_ms", "ours"),
+    [
+        (-10_000, 8_000, {FRESH_TTL: "8000"}),
+        (0, 8_000, {FRESH_TTL: "8000"}),
+        (1_000, 8_000, {FRESH_TTL: "8000"}),
+        (1_001, 8_000, {LATE_TTL: "8000"}),
+        (1_001, 8_001, {}),  # property 6 has it
+        (1_001, 0, {}),
+    ],
+)
+def test_a_ttl_that_leaves(age_ms: int, ttl_ms: int, ours: dict[str, str]) -> None:
+    sent = message(ttl=ttl_ms)
+    found = dict(at(age_ms).encode(sent).user_properties)
+    assert {key: value for key, value in found.items() if key.startswith("up-streamer")} == ours
+    specified = at(age_ms, TtlReading.SPECIFICATION).encode(sent)
+    assert [pair for pair in at(age_ms).encode(sent).user_properties if pair[0] not in ours] == list(
+        specified.user_properties
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,6 +289,10 @@ def test_what_is_read_leniently(changed: Packet) -> None:
         packet(("5", "4")),
         packet(("6", "-1"), expiry_s=1),
         packet(("6", "4294967296")),
+        packet((LATE_TTL, "0"), expiry_s=1),
+        packet((LATE_TTL, "soon"), expiry_s=1),
+        packet((FRESH_TTL, "0"), expiry_s=1),
+        packet((FRESH_TTL, "4294967296")),
         packet(("7", "1_0")),
         packet(("7", "٣")),
         packet(("8", "")),
@@ -339,7 +391,7 @@ def test_a_priority_without_a_name_is_refused() -> None:
 
 @given(
     st.text(max_size=30),
-    st.lists(st.tuples(st.sampled_from(["uP", *"1234567", "8", "10", "11"]), st.text(max_size=40))),
+    st.lists(st.tuples(st.sampled_from(["uP", *"12345678", "10", "11", LATE_TTL, FRESH_TTL]), st.text(max_size=40))),
 )
 def test_nonsense_is_refused_and_nothing_else(topic: str, user_properties: list[tuple[str, str]]) -> None:
     try:

@@ -11,7 +11,7 @@ from paho.mqtt.properties import Properties
 
 from transports.base import SendChecks
 from transports.mqtt5 import wire
-from transports.mqtt5.mapping import Mapping, Mode, Packet
+from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
 from transports.mqtt5.subscriptions import Subscriptions, topic_matches
 from transports.mqtt5.wire import Codec
 from uprotocol import attributes as attrs
@@ -148,13 +148,23 @@ def builders() -> list[UMessageBuilder]:
     ]
 
 
+AGES_MS = (0, 999, 1_000, 1_001, 0, 30_000, 30_000, -10_000)  # of a message that leaves and arrives
+
+
+@pytest.mark.parametrize("reading", TtlReading)
 @pytest.mark.parametrize("index", range(len(builders())))
 @pytest.mark.parametrize("payload", [None, UPayload(b""), UPayload(b"", 2), UPayload(b"x"), UPayload(b"y" * 200, 7)])
-def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | None) -> None:
-    mapping = Mapping(Mode.IN_VEHICLE, "device1")
-    codec = Codec(mapping, SendChecks())
-    for _ in range(3):
+def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | None, reading: TtlReading) -> None:
+    now_ms = 0
+
+    def clock() -> int:
+        return now_ms
+
+    mapping = Mapping(Mode.IN_VEHICLE, "device1", ttl_reading=reading, now_ms=clock)
+    codec = Codec(mapping, SendChecks(now_ms=clock))
+    for age_ms in AGES_MS:
         message = builders()[index].build_from_upayload(payload)
+        now_ms = uuids.time_ms(message.attributes.id) + age_ms
         packet = mapping.encode(message)
         head, tail = codec.encode(message)
         assert (head, tail) == wire.publish_frame(packet)
@@ -216,6 +226,43 @@ def test_an_id_is_read_where_it_is_and_nowhere_else() -> None:
                         codec.decode(publish)
                 else:
                     assert codec.decode(publish)[2] == mapping.decode(packet).attributes.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expiry_s", "holds_s"),
+    [
+        ([], None, None),  # without a ttl, and with one that is exact, the template is for all messages
+        ([("6", "59999")], 60, None),
+        ([(LATE_TTL, "60000")], 60, None),
+        ([], 60, 3),  # else for those that have waited as many whole seconds
+        ([(FRESH_TTL, "60000")], 60, 3),
+        ([(FRESH_TTL, "60000")], None, 3),
+    ],
+)
+def test_a_template_of_what_arrives_holds_while_the_ttl_is_the_same(
+    pairs: list[tuple[str, str]], expiry_s: int | None, holds_s: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ms, read = 0, 0
+    mapping = Mapping(Mode.IN_VEHICLE, "device1")
+    long_way = mapping.read
+
+    def counted(packet: Packet, at_ms: int) -> tuple[UMessage, bool]:
+        nonlocal read
+        read += 1
+        return long_way(packet, at_ms)
+
+    monkeypatch.setattr(mapping, "read", counted)
+    codec = Codec(mapping, SendChecks(now_ms=lambda: now_ms))
+    for age_ms, is_known in ((3_000, False), (3_999, True), (3_500, True), (4_000, holds_s is None)):
+        id, read = uuids.new(), 0
+        now_ms = uuids.time_ms(id) + age_ms
+        publish = publish_of(
+            [("uP", "1"), ("1", uuids.format(id)), ("2", "up-pub.v1"), ("3", "up://device1/10AB/3/80CD"), *pairs],
+            expiry_s=expiry_s,
+        )
+        found = codec.decode(publish)[2]
+        assert read == (0 if is_known else 1)
+        assert found == long_way(wire.read_packet(publish)[0], now_ms)[0].attributes.SerializeToString()
 
 
 # Copies.

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from transports.base import TransportSettings
-from transports.mqtt5.mapping import Mode
+from transports.mqtt5.mapping import Mode, TtlReading
 
 
 class TlsConfig(BaseModel):
@@ -76,10 +76,10 @@ class Mqtt5Config(TransportSettings):
     connect_timeout_ms: int = Field(
         default=5_000, ge=1, description="each: for the name, an address, TLS, and the broker's answer"
     )
-    restore_ttl: bool = Field(
-        default=False,
-        description="add to a ttl the whole seconds that the broker counted off while the message "
-        'waited, see "Time to live"',
+    ttl_reading: TtlReading = Field(
+        default=TtlReading.RESTORED,
+        description="what the ttl of a message is that has waited: as long as its sender meant, or what the broker has "
+        'left of it, as the specification has it; see "Time to live"',
     )
 
     @model_validator(mode="after")

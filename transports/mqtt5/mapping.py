@@ -29,6 +29,12 @@ VERSION: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
 TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
 
+# User properties of ours, for a ttl in whole seconds, which the specification's property 6 never carries (A-17). Both
+# say it in milliseconds; who does not know them ignores them.
+LATE_TTL: Final = "up-streamer-ttl"  # of a message that left late: the ttl is this
+FRESH_TTL: Final = "up-streamer-fresh-ttl"  # of one that did not: the ttl is at least this
+FRESH_MS_MAX: Final = 1_000  # after the time of its id: a message that leaves later is late
+
 _DECIMAL = re.compile(r"[0-9]{1,10}", re.ASCII)
 # brokers hang up on these (MQTT 5 section 1.5.4)
 _NOT_IN_MQTT = re.compile("[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff]")
@@ -40,6 +46,14 @@ class Mode(enum.StrEnum):
 
     IN_VEHICLE = "in-vehicle"  # the specification's E2E
     OFF_VEHICLE = "off-vehicle"  # D2D
+
+
+class TtlReading(enum.StrEnum):
+    """What a ttl is made of that property 6 does not carry: brokers count the expiry interval down, and the ttl counts
+    from the id's time (A-17)."""
+
+    RESTORED = "restored"  # the interval, and the whole seconds since the id's time; or what LATE_TTL and FRESH_TTL say
+    SPECIFICATION = "specification"  # the interval alone; LATE_TTL and FRESH_TTL are neither sent nor read
 
 
 class Packet(NamedTuple):
@@ -86,23 +100,27 @@ def _authority(uri: UUri, local_authority: str) -> str:
     return "+" if name == uris.WILDCARD_AUTHORITY else name
 
 
-class Mapping:
-    """The mapping of one mode, as seen from one authority.
+def waited_s(created_ms: int, now_ms: int) -> int:
+    """Whole seconds since `created_ms`; 0 if that is yet to come, since clocks differ."""
+    return max(0, now_ms - created_ms) // 1000
 
-    `restore_ttl` adds the whole seconds since the id's time to an expiry interval that a broker has counted down
-    (A-17); off is the specification's own rule.
-    """
+
+class Mapping:
+    """The mapping of one mode, as seen from one authority. `now_ms` is the clock of those who bring none."""
 
     def __init__(
-        self, mode: Mode, local_authority: str, *, restore_ttl: bool = False, now_ms: Callable[[], int] = uuids.now_ms
+        self,
+        mode: Mode,
+        local_authority: str,
+        *,
+        ttl_reading: TtlReading = TtlReading.RESTORED,
+        now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         self.mode, self._local_authority = mode, local_authority
-        self._restore_ttl, self._now_ms = restore_ttl, now_ms
+        self._ttl_reading, self._now_ms = ttl_reading, now_ms
         self._out: Cache[tuple[int, bytes, bytes | None], _Out] = Cache(ROUTES_CACHED_MAX)
-        # UAttributes with type, source and sink, encoded; with `restore_ttl` of each message, since no template serves
-        self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(
-            None if restore_ttl else ROUTES_CACHED_MAX
-        )
+        # UAttributes with type, source and sink, encoded
+        self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(ROUTES_CACHED_MAX)
 
     def topic(self, type: int, source: UUri, sink: UUri | None) -> str:
         """The topic name (dsn~up-transport-mqtt5-e2e-topic-names~1, dsn~up-transport-mqtt5-d2d-topic-names~1).
@@ -129,8 +147,9 @@ class Mapping:
             )
         return self.topic(attrs.NOTIFICATION, source, sink)
 
-    def encode(self, message: UMessage) -> Packet:
-        """The PUBLISH of `message`, whose attributes have been validated.
+    def encode(self, message: UMessage, *, is_late: bool | None = None) -> Packet:
+        """The PUBLISH of `message`, whose attributes have been validated. `is_late`: it leaves more than FRESH_MS_MAX
+        after the time of its id; None: the clock says it.
 
         Raises UStatusError(INVALID_ARGUMENT) for addresses that don't fit its type, and for what MQTT can't carry.
         """
@@ -153,6 +172,10 @@ class Mapping:
             expiry_s = -(-attributes.ttl // 1000)
             if attributes.ttl % 1000:
                 properties.append(("6", str(attributes.ttl)))
+            elif self._ttl_reading is TtlReading.RESTORED:
+                if is_late is None:
+                    is_late = self._now_ms() - uuids.time_ms(attributes.id) > FRESH_MS_MAX
+                properties.append((LATE_TTL if is_late else FRESH_TTL, str(attributes.ttl)))
         if attributes.HasField("permission_level"):  # sent where it is set, 0 and OK too, but no empty text (A-18)
             properties.append(("7", str(attributes.permission_level)))
         if attributes.HasField("commstatus"):
@@ -183,7 +206,12 @@ class Mapping:
         return out
 
     def decode(self, packet: Packet) -> UMessage:
-        """The message in `packet`; whether it is a valid one is for the listener table to say.
+        """The message in `packet`, as `read` has it."""
+        return self.read(packet, self._now_ms())[0]
+
+    def read(self, packet: Packet, now_ms: int) -> tuple[UMessage, bool]:
+        """The message in `packet`, which arrives at `now_ms`; whether it is a valid one is for the listener table to
+        say. With it, whether its ttl depends on when it arrives.
 
         Raises UStatusError: INVALID_ARGUMENT for what can't be read, PERMISSION_DENIED if the topic name (which a
         broker's access rules guard) belongs to another source or sink than the properties say.
@@ -199,11 +227,9 @@ class Mapping:
             if priority not in _PRIORITIES:
                 raise invalid(f"expected CS0 to CS6 in the user property 5, got {priority!r}")
             attributes.priority = _PRIORITIES[priority]
-        if (ttl := get("6")) is not None:
-            attributes.ttl = _number(ttl, "6 (ttl)", TTL_MS_MAX)
-        elif packet.expiry_s is not None:
-            waited_ms = max(0, self._now_ms() - uuids.time_ms(attributes.id)) if self._restore_ttl else 0
-            attributes.ttl = min((packet.expiry_s + waited_ms // 1000) * 1000, TTL_MS_MAX)
+        ttl, is_restored = self._read_ttl(get, packet.expiry_s, waited_s(uuids.time_ms(attributes.id), now_ms))
+        if ttl is not None:
+            attributes.ttl = ttl
         if (level := get("7")) is not None:
             attributes.permission_level = _number(level, "7 (permission level)", 0xFFFF_FFFF)
         if (code := get("8")) is not None:
@@ -220,7 +246,29 @@ class Mapping:
         message = UMessage(attributes=attributes)
         if packet.payload or attributes.payload_format:  # absent and empty look alike on the wire (A-19)
             message.payload = packet.payload
-        return message
+        return message, is_restored
+
+    def _read_ttl(
+        self, get: Callable[[str], str | None], expiry_s: int | None, waited_s: int
+    ) -> tuple[int | None, bool]:
+        """The ttl in milliseconds, None if there is none, and whether `waited_s` plays a part. Raises INVALID_ARGUMENT.
+
+        An interval that was counted down to 0 never becomes 0 ms, which would never expire; mosquitto leaves it out
+        then, so FRESH_TTL says that it was there.
+        """
+        if (exact := get("6")) is not None:
+            return _number(exact, "6 (ttl)", TTL_MS_MAX), False
+        if self._ttl_reading is TtlReading.SPECIFICATION:
+            return (None if expiry_s is None else min(max(expiry_s, 1) * 1000, TTL_MS_MAX)), False
+        if (exact := get(LATE_TTL)) is not None:
+            return _number(exact, LATE_TTL, TTL_MS_MAX, at_least=1), False
+        least = get(FRESH_TTL)
+        if expiry_s is None and least is None:
+            return None, False
+        restored = min((waited_s + max(expiry_s or 0, 1)) * 1000, TTL_MS_MAX)
+        if least is not None:  # a broker whose clock ticks in whole seconds counts off up to one too many
+            restored = max(restored, _number(least, FRESH_TTL, TTL_MS_MAX, at_least=1))
+        return restored, True
 
     def _resolve_in(self, key: tuple[str | None, str | None, str | None, str]) -> bytes:
         type_name, source_text, sink_text, topic = key
@@ -252,7 +300,7 @@ def _present(value: str | None, what: str) -> str:
     return value
 
 
-def _number(text: str, what: str, at_most: int) -> int:
-    if not _DECIMAL.fullmatch(text) or int(text) > at_most:
-        raise invalid(f"expected a decimal number up to {at_most} in {what}, got {text!r}")
+def _number(text: str, what: str, at_most: int, at_least: int = 0) -> int:
+    if not _DECIMAL.fullmatch(text) or not at_least <= int(text) <= at_most:
+        raise invalid(f"expected a decimal number from {at_least} to {at_most} in {what}, got {text!r}")
     return int(text)

@@ -95,8 +95,8 @@ class Mqtt5Transport(TransportBase):
             self.capabilities |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
         if config.session_expiry_s:
             self.capabilities |= Capability.ACK | Capability.PERSISTENT_SESSION
-        self._mapping = Mapping(config.mode, self.authority, restore_ttl=config.restore_ttl)
-        self._codec = Codec(self._mapping, self.checks, same_for_all_ids=not config.restore_ttl)
+        self._mapping = Mapping(config.mode, self.authority, ttl_reading=config.ttl_reading)
+        self._codec = Codec(self._mapping, self.checks)
         self._subscriptions = Subscriptions()
         self._link = link = Link(config, local, self)
         self._window = Window(self._codec.encode, link.next_packet_id)

@@ -5,6 +5,7 @@ Packet --publish_frame--> head | packet id | tail        bytes --split--> [(firs
 Codec: encoded attributes <-> PUBLISH, and what was worked out once is not worked out again.
 UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: SendChecks, mapping, frame
 PUBLISH     --(topic, properties but for the id) known?--> template --> UAttributes unknown: read_packet, mapping
+                and, where the ttl counts them: as many whole seconds after the id's time?
 
 Messages of one topic differ in id and payload, and hardly in anything else; mapping, checks and protobuf are most of
 what a message costs. `encode` and `decode` answer as the long way does, and a test holds them to it. paho-mqtt spends
@@ -19,11 +20,12 @@ import struct
 from typing import Final, NamedTuple
 
 from transports.base import SendChecks
-from transports.mqtt5.mapping import Mapping, Packet
+from transports.mqtt5.mapping import FRESH_MS_MAX, FRESH_TTL, LATE_TTL, Mapping, Packet, waited_s
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
-from uprotocol.uuid import MSB_MAX
+from uprotocol.uuid import MSB_MAX, time_ms
+from uprotocol.v1.umessage_pb2 import UMessage
 
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
@@ -37,7 +39,7 @@ _SUBSCRIPTION, _ALIAS, _USER = 11, 35, 38
 _SIZES: Final = {_PAYLOAD_FORMAT: 2, _EXPIRY: 5, _ALIAS: 3}
 ID_KEY: Final = b"\x26\x00\x011\x00\x24"  # the user property "1" with a value of ...
 ID_BYTES: Final = 36  # ... so many bytes
-_EVER_CHANGING: Final = frozenset({"1", "6", "10", "11"})
+_EVER_CHANGING: Final = frozenset({"1", "6", LATE_TTL, FRESH_TTL, "10", "11"})
 
 _u16 = struct.Struct("!H")
 _u32 = struct.Struct("!I")
@@ -232,20 +234,30 @@ class _Out(NamedTuple):
     size: int  # what the remaining length says, but for the payload
     ttl_ms: int
     needs_payload: bool
+    late: _Out | None = None  # of a message that leaves more than FRESH_MS_MAX after its id, if that says so
+
+
+def _without_id(packet: Packet, ttl_ms: int) -> _Out:
+    """The template of `packet`, of which neither the id nor the payload is kept."""
+    _, tail = publish_frame(packet)
+    at = tail.index(ID_KEY) + len(ID_KEY)
+    properties, topic = tail[: len(tail) - len(packet.payload)], text(packet.topic)
+    size, has_format = len(topic) + 2 + len(properties), packet.content_type is not None
+    return _Out(topic, properties[:at], properties[at + ID_BYTES :], size, ttl_ms, has_format)
 
 
 class _In(NamedTuple):
     topic: str
     identifiers: tuple[int, ...]
     attributes: bytes  # but for the id
+    waited_s: int | None  # the ttl is one for messages that arrive so long after the time of their id; None: for all
 
 
 class Codec:
-    """`same_for_all_ids` False turns the templates of `decode` off, for a mapping whose attributes depend on the id's
-    time."""
+    """The clock of `checks` is the one that ids are compared with, both ways."""
 
-    def __init__(self, mapping: Mapping, checks: SendChecks, *, same_for_all_ids: bool = True) -> None:
-        self._mapping, self._checks, self._same_for_all_ids = mapping, checks, same_for_all_ids
+    def __init__(self, mapping: Mapping, checks: SendChecks) -> None:
+        self._mapping, self._checks = mapping, checks
         self.packet_bytes_max = PACKET_BYTES_MAX  # ours, or the broker's if that is less
         self._out: Cache[bytes, _Out] = Cache()
         self._in: Cache[tuple[bytes, bytes, bytes], _In] = Cache()
@@ -266,14 +278,17 @@ class Codec:
         if out is None:
             return self._encode_anew(message, key)
         payload = message.payload
-        remaining = out.size + len(payload)
         _, msb, _, lsb = _id_field.unpack_from(data)
+        age_ms = self._checks.now_ms() - (msb >> 16) if out.ttl_ms else 0
+        if age_ms > FRESH_MS_MAX and out.late is not None:
+            out = out.late
+        remaining = out.size + len(payload)
         if (
             msb >> 12 & 0xF != 7  # no UUID of version 7
             or msb > MSB_MAX  # no date
             or lsb >> 62 != 2
             or (out.needs_payload and not payload and not message.HasField("payload"))
-            or (out.ttl_ms and self._checks.now_ms() > (msb >> 16) + out.ttl_ms)
+            or age_ms > out.ttl_ms
             or remaining + HEADER_BYTES_MAX > self.packet_bytes_max
         ):
             return self._encode_anew(message, key)  # it says why not
@@ -284,10 +299,11 @@ class Codec:
 
     def _encode_anew(self, message: Carried, key: bytes | None) -> tuple[bytes, bytes]:
         message = decoded(message)
-        refusal = self._checks.refusal(message, self._checks.now_ms())
+        now_ms = self._checks.now_ms()
+        refusal = self._checks.refusal(message, now_ms)
         if refusal is not None:
             raise UStatusError.from_status(refusal)
-        packet = self._mapping.encode(message)
+        packet = self._mapping.encode(message, is_late=now_ms - time_ms(message.attributes.id) > FRESH_MS_MAX)
         head, tail = publish_frame(packet)
         length = len(head) + 2 + len(tail)
         if length > self.packet_bytes_max:  # a broker hangs up on it, again and again
@@ -296,12 +312,16 @@ class Codec:
                 "send less, or raise message_bytes_max, and the broker's own limit if it has one"
             )
         if key is not None and is_shared(message.attributes):
-            at = tail.index(ID_KEY) + len(ID_KEY)
-            properties, topic = tail[: len(tail) - len(packet.payload)], text(packet.topic)
-            before_id, after_id = properties[:at], properties[at + ID_BYTES :]
-            size, has_format = len(topic) + 2 + len(properties), packet.content_type is not None
-            self._out[key] = _Out(topic, before_id, after_id, size, message.attributes.ttl, has_format)
+            self._out[key] = self._template(message)
         return head, tail
+
+    def _template(self, message: UMessage) -> _Out:
+        """For all messages that differ from `message` in id and payload."""
+        fresh = self._mapping.encode(message, is_late=False)
+        made = _without_id(fresh, message.attributes.ttl)
+        if message.attributes.ttl and (late := self._mapping.encode(message, is_late=True)) != fresh:
+            return made._replace(late=_without_id(late, message.attributes.ttl))
+        return made
 
     def decode(self, publish: Publish) -> tuple[str, tuple[int, ...], bytes]:
         """Topic, subscription identifiers, serialised UAttributes. Raises UStatusError as Mapping.decode does."""
@@ -312,12 +332,17 @@ class Codec:
         id = _UUID7.fullmatch(properties, at, at + ID_BYTES) if found is not None else None
         if found is not None and id is not None:
             one, two, three, four, five = id.groups()
-            field = _id_field.pack(_ID_TAG, int(one + two + three, 16), _LSB_TAG, int(four + five, 16))
-            return found.topic, found.identifiers, field + found.attributes
+            msb = int(one + two + three, 16)
+            if found.waited_s is None or found.waited_s == waited_s(msb >> 16, self._checks.now_ms()):
+                field = _id_field.pack(_ID_TAG, msb, _LSB_TAG, int(four + five, 16))
+                return found.topic, found.identifiers, field + found.attributes
         packet, identifiers = read_packet(publish)
-        attributes = self._mapping.decode(packet).attributes
+        now_ms = self._checks.now_ms()
+        message, is_restored = self._mapping.read(packet, now_ms)
+        attributes = message.attributes
         encoded = attributes.SerializeToString()
         rest = suffix(encoded)
-        if rest is not None and self._same_for_all_ids and is_shared(attributes) and holds_id_at(properties, at):
-            self._in[key] = _In(packet.topic, identifiers, rest)
+        if rest is not None and is_shared(attributes) and holds_id_at(properties, at):
+            waited = waited_s(time_ms(attributes.id), now_ms) if is_restored else None
+            self._in[key] = _In(packet.topic, identifiers, rest, waited)
         return packet.topic, identifiers, encoded
