@@ -362,6 +362,22 @@ async def test_what_expires_on_the_way_is_a_dead_letter(
     assert stored[0].as_dict()["code"] == "DEADLINE_EXCEEDED"
 
 
+@pytest.mark.parametrize("type", ["publish", "notification", "request"])
+async def test_a_message_is_forwarded_until_its_ttl_ends(make_world: MakeWorld, publish: Publish, type: str) -> None:
+    """More than half of it has passed when it arrives; it leaves with the same ttl, which counts from its id's time."""
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, uris.pattern("vehicle1"), uris.pattern("cloud") if type != "publish" else None)
+    waited = {
+        "publish": publish(SPEED, "waited", ttl=60_000),
+        "notification": UMessageBuilder.notification(SPEED, CLOUD_APP).with_ttl(60_000).build(),
+        "request": UMessageBuilder.request(uris.uri("vehicle1", 1, 1, 0), uris.uri("cloud", 1, 1, 7), 60_000).build(),
+    }[type]
+    waited.attributes.id.msb = (uuids.now_ms() - 40_000) << 16 | 0x7000
+    await vehicle.send(waited)
+    assert [message.attributes for message in await heard.expect(1)] == [waited.attributes]
+
+
 @pytest.mark.spec("local~disp-dlt")
 async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(
     make_world: MakeWorld, publish: Publish, monkeypatch: Any
