@@ -162,7 +162,7 @@ class TransportBase(UTransport):
         self.checks = SendChecks()
         self.is_open = False
         self.registering = asyncio.Lock()  # the network is asked for a filter, or no longer, never both at once
-        self._connected = False
+        self._connected, self._away_because = False, ""
         self._on_connection: list[ConnectionCallback] = []
 
     @property
@@ -184,8 +184,14 @@ class TransportBase(UTransport):
         if not self.is_open:
             raise UStatusError.from_status(NOT_OPEN)
 
-    def set_connected(self, connected: bool) -> None:
-        """So it is from now on. Whoever wants to know is told, if it is a change."""
+    @property
+    def away_because(self) -> str:
+        return self._away_because
+
+    def set_connected(self, connected: bool, why: str = "") -> None:
+        """So it is from now on; `why` the network is away, where that is known. Whoever wants to know is told, if it is
+        a change of `connected`."""
+        self._away_because = "" if connected else why
         if connected != self._connected:
             self._connected = connected
             tell(self._on_connection, connected)

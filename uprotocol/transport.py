@@ -160,6 +160,12 @@ class UTransport(abc.ABC):
         once it is open."""
         return True
 
+    @property
+    def away_because(self) -> str:
+        """Why `connected` is False, in a plain sentence: what the network or its broker said last. "" while there is a
+        connection, and if nobody knows. It may change while the network is away."""
+        return ""
+
     def on_connection(self, callback: ConnectionCallback) -> None:
         """`callback(connected)` once for each change of `connected`, which says the same by then; on the event loop.
 

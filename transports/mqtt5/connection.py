@@ -32,6 +32,7 @@ ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes lo
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 # Linux: what of a TCP socket its peer has not acknowledged (SIOCOUTQ, tcp(7)); elsewhere nobody tells us
 _UNACKNOWLEDGED: Final[int | None] = termios.TIOCOUTQ if sys.platform == "linux" else None
+SESSION_TAKEN_OVER: Final = b"\x8e"  # reason code of DISCONNECT
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 Packets = Sequence[tuple[int, bytes | memoryview]]
@@ -46,6 +47,10 @@ class PacketTooLarge(ConnectionError):
             f"the broker announced a packet of {announced} bytes, and CONNECT said {packet_bytes_max} at most: does "
             "it keep to a Maximum Packet Size? Else keep large messages from it, or raise message_bytes_max"
         )
+
+
+class TakenOver(ConnectionAbortedError):
+    """The broker has given our session to another client, which has logged in with the same client_id."""
 
 
 class PacketReader:
@@ -263,7 +268,8 @@ class Connection(asyncio.BufferedProtocol):
         elif kind in (packets.SUBACK, packets.UNSUBACK):
             self._answer(*packets.read_answer(kind, body))
         elif kind == packets.DISCONNECT:
-            self.drop(ConnectionAbortedError(packets.read_disconnect(body)))
+            said = packets.read_disconnect(body)
+            self.drop(TakenOver(said) if body[:1] == SESSION_TAKEN_OVER else ConnectionAbortedError(said))
         elif kind == wire.PUBLISH and not first & 0x02:  # of QoS 2: left over from another client of this session
             self.write(packets.refuse(wire.read_publish(first, body).packet_id))
         elif kind == packets.PUBREL:

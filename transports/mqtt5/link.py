@@ -1,7 +1,8 @@
 """Keeps a connection to the broker: made, logged in, kept alive, and made again.
 
 open -> CONNECT -> CONNACK -> up(welcome) -> ... lost -> down(why) -> wait -> CONNECT
-                                                         waits of 500, 1000, 2000, 4000, 10000, 10000, ... ms
+                                                         waits of 500, 1000, 2000, 4000, 10000, 10000, ... ms,
+                                                         from the first one again after a connection of STEADY_S
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from transports.base import NOT_OPEN
 from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config, TlsConfig
-from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge
+from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge, TakenOver
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -31,6 +32,11 @@ JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that 
 # to a message, on its way to us: header, packet id, a subscription identifier for each that matches
 BROKER_ADDS_BYTES: Final = 1_024
 TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
+# a connection that lasted so long was sound: the waits begin anew. Longer than the longest wait: of two clients with
+# one client_id each ends the other's connection after that
+STEADY_S: Final = 15.0
+BRIEF_S: Final = 2.0  # a connection that is lost within that was not sound ...
+BRIEF_MAX: Final = 3  # ... and so many of them in a row are a trouble
 
 log = structlog.get_logger()
 
@@ -70,6 +76,10 @@ class Link:
         self.connection: Connection | None = None  # the present one, or the last
         self._opened: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._up_since_s = 0.0  # loop time
+        self._brief = 0  # connections in a row that were lost within BRIEF_S
+        self._taken_over = 0  # ... that another client has ended, since the last sound one
+        self._last_loss = ""
 
     async def open(self, wire_bytes_max: int) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
@@ -150,17 +160,49 @@ class Link:
                     opened.set_result(None)
                 failure = await connection.lost
                 log.warning("the connection to the broker is lost", broker=self.address, reason=str(failure))
-                self._user.down(self._lost(failure))
                 # a packet that is too large comes again with the session: the waits grow, too
-                if not isinstance(failure, PacketTooLarge):
+                if self._count_loss(failure) and not isinstance(failure, PacketTooLarge):
                     attempt = 0
+                self._user.down(self._lost(failure))
             attempt += 1
             await asyncio.sleep(reconnect_wait_ms(attempt, random.random()) / 1000)
+
+    def _count_loss(self, failure: OSError) -> bool:
+        """Of a connection that was up. True if it had lasted long enough to be sound."""
+        lasted_s = asyncio.get_running_loop().time() - self._up_since_s
+        if lasted_s >= STEADY_S:
+            self._brief = self._taken_over = 0
+        if lasted_s < BRIEF_S:
+            self._brief += 1
+        elif self._brief < BRIEF_MAX:  # from then on a sound one ends it: the waits have grown beyond BRIEF_S
+            self._brief = 0
+        self._taken_over += isinstance(failure, TakenOver)
+        self._last_loss = str(failure)
+        return lasted_s >= STEADY_S
+
+    @property
+    def trouble(self) -> str:
+        """Why connections don't last, if the last ones did not; "" once one has lasted STEADY_S."""
+        is_up = self.connection is not None and self.connection.up
+        if is_up and asyncio.get_running_loop().time() - self._up_since_s >= STEADY_S:
+            return ""
+        if self._taken_over:
+            return (
+                f"another client logs in at {self.address} with our client_id {self._client_id!r} and has taken the "
+                f"session over {self._taken_over} times: give each gateway a client_id of its own"
+            )
+        if self._brief < BRIEF_MAX:
+            return ""
+        asks = f": does another gateway use the client_id {self._client_id!r}?" if self._config.client_id else ""
+        return (
+            f"connections to {self.address} don't last: {BRIEF_MAX} in a row were lost within {BRIEF_S:.0f} s each, "
+            f"the last one because {self._last_loss}{asks}"
+        )
 
     async def _connect(self) -> Connection:
         """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing
         is left open."""
-        config, timeout_s = self._config, self._config.connect_timeout_ms / 1000
+        config, timeout_s, is_in = self._config, self._config.connect_timeout_ms / 1000, False
         packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         try:
             if config.tls is not None and self._context is None:
@@ -174,16 +216,23 @@ class Link:
             welcome: Welcome = await connection.ask(0, login, timeout_s)
             if welcome.reason.value >= reasons.FAILURE_MIN:
                 raise reasons.refused("the login", welcome.reason, welcome.properties)
-            self._clean_start = False
+            self._clean_start, is_in, self._up_since_s = False, True, asyncio.get_running_loop().time()
             await self._user.up(connection, welcome)
         except BaseException as error:
+            if is_in and self.connection is not None and self.connection.lost.done():
+                self._count_loss(self.connection.lost.result())
             self.drop("we have given up")
-            self._user.down(self._lost(error))
-            if isinstance(error, UStatusError) or not isinstance(error, Exception):
+            if not isinstance(error, Exception):
+                self._user.down(self._lost(error))
+                raise
+            if isinstance(error, UStatusError):
+                self._user.down(error.message)
                 raise
             if not isinstance(error, (OSError, ValueError)):
                 log.exception("connecting to the broker failed, and nobody foresaw how", broker=self.address)
-            raise reasons.unreachable(self.address, error) from error
+            failure = reasons.unreachable(self.address, error)
+            self._user.down(failure.message)
+            raise failure from error
         return connection
 
     async def _tick(self) -> None:

@@ -143,12 +143,12 @@ class Mqtt5Transport(TransportBase):
 
     @property
     def troubles(self) -> list[str]:
-        if not self._refused:
-            return []
-        first, why = next(iter(self._refused.items()))
-        return [
-            f"the broker no longer lets us subscribe to {len(self._refused)} topic filters, one of them {first}: {why}"
-        ]
+        found = [self._link.trouble] if self._link.trouble else []
+        if self._refused:
+            first, why = next(iter(self._refused.items()))
+            count = len(self._refused)
+            found.append(f"the broker no longer lets us subscribe to {count} topic filters, one of them {first}: {why}")
+        return found
 
     async def open(self) -> None:
         """Connect, and stay connected: a connection that is lost later comes back by itself.
@@ -249,7 +249,7 @@ class Mqtt5Transport(TransportBase):
         self._take_unclaimed()  # the broker sends them again
         self._paused_at_s, self._has_shed = None, False
         self._shedding = self._arrivals.is_pressed  # the next connection must be read, or it would never be one
-        self.set_connected(False)
+        self.set_connected(False, why)
 
     def tick(self, now_s: float) -> None:
         if self._window.stalled:

@@ -190,7 +190,8 @@ class ZenohTransport(TransportBase):
 
     def _lost(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        self.set_connected(bool(self._peers))
+        sought = f"; looking for {', '.join(self._config.connect)}" if self._config.connect else ""
+        self.set_connected(bool(self._peers), f"no Zenoh session is linked to ours, the last was {peer}{sought}")
 
     async def _call(self, doing: str, call: Callable[[], T]) -> T:
         """A control call of Zenoh, off the loop."""

@@ -144,11 +144,11 @@ class NatsTransport(TransportBase):
             self._coming_back = self._spawn(self._come_back())
         else:
             self._stop_following()
-            self.set_connected(False)
+            self.set_connected(False, "the connection to the NATS server is lost")
 
-    def set_connected(self, connected: bool) -> None:
+    def set_connected(self, connected: bool, why: str = "") -> None:
         (self._is_connected.set if connected else self._is_connected.clear)()
-        super().set_connected(connected)
+        super().set_connected(connected, why)
 
     def _stop_following(self) -> list[asyncio.Task[None]]:
         following = [task for task in self._followers.values() if task is not None]
