@@ -1,11 +1,12 @@
 """The log of a process, set up here for every command: text or JSON on standard error, one line of a kind and minute.
 
 structlog, logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no values -> text | JSON
-                     first of its kind: at once (that costs the most)  |
+            first of its kind, or another reason: at once (that costs the most) |
                                                                        '-> held: counted, and told with the last of
                                                                            them when the minute is over, or at exit
 
-A kind: the event's text and the fields that say whom it is about. `repeated=N`: N times since the line before.
+A kind: the event's text and the fields that say whom it is about. A condition and its end (CONDITIONS) are one kind,
+whose reason is another each time: no end is held back. `repeated=N`: N times since the line before.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Final, Literal, TextIO
+from typing import Any, Final, Literal, NoReturn, TextIO
 
 import structlog
 
@@ -51,7 +52,32 @@ WHOM: Final = (
     "note",
     "destination",
     "logger",
+    "service",
+    "culprit",
+    "topic_filter",
 )
+REASON: Final = ("reason", "error", "why", "what", "detail", "kind", "code", "state", "now")
+"""Fields that say why, or how it is now: a line in which one is another than in the last line of its kind is written.
+Numbers in them make no other reason."""
+REASON_CHARACTERS_MAX: Final = 500  # of a field, that are compared
+CHANGES_MAX: Final = 30  # such lines of one kind within a minute: a stranger may make up reasons, or come and go
+CONDITIONS: Final = (
+    ("connected", "connection lost", "the connection to the broker is lost", "no connection to the broker yet"),
+    ("the log can't be written; messages are refused until it can", "the log takes messages again"),
+    ("the log can't be read for a peer; trying again", "the log can be read for a peer again"),
+    ("dead letters are not stored", "dead letters are stored again"),
+    (
+        "publishes are pushed again",
+        "publishes are still pushed",
+        "publishes are not pushed any more, but followed",
+    ),
+    (
+        "a DDS receiver does not take what is sent to it; other topics go on",
+        "a DDS receiver takes what is sent to it again, or has gone",
+    ),
+)
+"""Texts of a condition and of its end: each ends the other."""
+_CONDITION_OF: Final = {text: texts for texts in CONDITIONS for text in texts}
 VALUE_CHARACTERS_MAX: Final = 2_000
 TRACE_CHARACTERS_MAX: Final = 8_000
 FRAMES_MAX: Final = 30
@@ -174,13 +200,32 @@ def _json(_: Any, __: str, event: Event) -> str:
 @dataclass(slots=True)
 class _Kind:
     until: float
+    reason: Any = None  # of the last line that was written
+    changes: int = 0  # lines that were written for another reason
     held: int = 0
     method: str = ""
     last: Event = field(default_factory=dict)
+    held_reason: Any = None  # of `last`
+
+    def taken(self) -> tuple[str, Event] | None:
+        """What was held, with its number: to be written now. None: nothing was."""
+        if not self.held:
+            return None
+        self.last["repeated"], self.held = self.held, 0
+        return self.method, self.last
+
+
+def _reason(event: Event) -> Iterator[str]:
+    for name in REASON:
+        if name in event:
+            yield _NUMBERS.sub("#", str(event[name])[:REASON_CHARACTERS_MAX])
+    if (error := _error(event.get("exc_info"))) is not None:
+        yield _NUMBERS.sub("#", repr(error)[:REASON_CHARACTERS_MAX])
 
 
 class Repeats:
-    """A processor of structlog: lets the first line of a kind through, then one a minute with the number of the others.
+    """A processor of structlog: lets the first line of a kind through, and those with another reason; then one a minute
+    with the number of the others.
 
     `emit(method, event)` writes what was held, from a thread that lives while something is. Any thread may log.
     """
@@ -200,22 +245,35 @@ class Repeats:
         text = event.pop("_kind", event.get("event"))
         if method == "debug" or self._closed:
             return event
+        reason, before = (text, *_reason(event)), None
         with self._lock:
-            now = self._monotonic()
-            key, kind = self._find(text, tuple(str(event[field]) for field in WHOM if field in event), now)
-            if kind is not None and now < kind.until:
-                kind.held += 1
-                if error := _error(event.pop("exc_info", None)):
-                    event.setdefault("error", repr(error))  # its frames were shown with the first line
-                kind.method, kind.last = method, event
-                self._wait(kind.until - now)
-                raise structlog.DropEvent
-            if kind is not None and kind.held:
-                event["repeated"] = kind.held + 1
-            if kind is None:
-                self._texts[key[0]] += 1
-            self._kinds[key] = _Kind(now + PERIOD_S)
+            now, whom = self._monotonic(), tuple(str(event[field]) for field in WHOM if field in event)
+            key, kind = self._find(_CONDITION_OF.get(text, text), whom, now)
+            if kind is None or now >= kind.until:
+                if kind is None:
+                    self._texts[key[0]] += 1
+                elif kind.held and kind.held_reason == reason:
+                    event["repeated"] = kind.held + 1
+                elif kind.held:
+                    before = kind.taken()
+                self._kinds[key] = _Kind(now + PERIOD_S, reason)
+            elif kind.reason == reason or kind.changes >= CHANGES_MAX or key[1] is None:
+                kind.held_reason = reason
+                self._hold(kind, method, event, now)
+            else:
+                before = kind.taken()
+                kind.reason, kind.changes = reason, kind.changes + 1
+        if before is not None:
+            self._emit(*before)
         return event
+
+    def _hold(self, kind: _Kind, method: str, event: Event, now: float) -> NoReturn:
+        kind.held += 1
+        if error := _error(event.pop("exc_info", None)):
+            event.setdefault("error", repr(error))  # its frames were shown with the first line
+        kind.method, kind.last = method, event
+        self._wait(kind.until - now)
+        raise structlog.DropEvent
 
     def _find(self, text: Any, whom: tuple[str, ...], now: float) -> tuple[tuple[Any, Any], _Kind | None]:
         key: tuple[Any, Any] = (text, whom)
@@ -251,10 +309,9 @@ class Repeats:
             for key, kind in list(self._kinds.items()):
                 if kind.until > now and not everything:
                     continue
-                if kind.held:
-                    kind.last["repeated"] = kind.held
-                    told.append((kind.method, kind.last))
-                    self._kinds[key] = _Kind(now + PERIOD_S)
+                if (written := kind.taken()) is not None:
+                    told.append(written)
+                    self._kinds[key] = _Kind(now + PERIOD_S, kind.held_reason)
                 else:
                     self._forget(key)
             due = [kind.until for kind in self._kinds.values() if kind.held]

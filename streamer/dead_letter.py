@@ -307,6 +307,7 @@ class DeadLetters:
         self._queue: Shares[Letter] = Shares(QUEUED_MAX, bytes_max)
         self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
         self._limits_told_at = -PERIOD_S
+        self._limited: dict[str, str] = {}  # what that line said
         self._arrived = asyncio.Event()
         self._worker: Answerer[Sequence[Row], bool] = Answerer(
             "dead-letters", lambda batches: [self._keep(rows) for rows in batches], worker=runtime.worker
@@ -344,9 +345,9 @@ class DeadLetters:
         granted = self._rate.happened((source.authority_name, code, kind), size)
         if not granted.told:
             self.limited += 1
-            if self._limits_told_at + PERIOD_S <= self._monotonic():
-                self._limits_told_at = self._monotonic()
-                told = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
+            told = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
+            if told != self._limited or self._limits_told_at + PERIOD_S <= self._monotonic():
+                self._limits_told_at, self._limited = self._monotonic(), told
                 what = "too many dead letters within a minute: for the rest of it they are counted only"
                 log.warning(what, **told, counted_only=self.limited)
             return
@@ -425,6 +426,8 @@ class DeadLetters:
     def _note(self, trouble: str | None) -> None:
         if trouble != self.trouble and trouble is not None:
             log.error("dead letters are not stored", why=trouble)
+        elif trouble is None and self.trouble is not None:
+            log.info("dead letters are stored again")
         self.trouble = trouble
 
     async def close(self) -> None:

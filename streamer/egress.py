@@ -306,11 +306,12 @@ class Pump:
         except UStatusError as error:  # of the log
             self.trouble = str(error)
         if self.trouble:
-            if not before:
+            if self.trouble != before:
                 log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=self.trouble)
             await self._backoff.wait()
             return
         if before:
+            log.info("the log can be read for a peer again", peer=self.peer.name)
             self._backoff.reset()
         if self._flights.are_answered:
             await self._land()

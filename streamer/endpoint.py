@@ -54,6 +54,7 @@ class Endpoint:
     def __init__(self, name: str, authorities: Iterable[str], transport: UTransport, suffix: str | None = None) -> None:
         self.name, self.suffix = name, suffix
         self.faults, self.fault = 0, ""
+        self._last_fault = ""
         self.authorities = frozenset(authorities)
         self.transport = transport
         self.twins = Twins(lambda: asyncio.get_running_loop().time())
@@ -175,8 +176,9 @@ class Endpoint:
 
     def _failed(self, why: str, error: BaseException | None = None) -> FaultError:
         self.faults += 1
-        self.fault = f"its transport has a fault: {why}"
-        if self.faults & (self.faults - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
+        is_other, self.fault = why != self._last_fault, f"its transport has a fault: {why}"
+        self._last_fault = why
+        if is_other or self.faults & (self.faults - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
             what = "a transport has a fault; trying again"
             log.error(what, endpoint=self.name, faults=self.faults, why=self.fault, exc_info=error)
         return FaultError(UCode.UNAVAILABLE, self.fault)

@@ -149,7 +149,7 @@ class Ingress(EncodedListener):
         # name itself or not
         self._published: dict[bytes, tuple[bytes, ...]] = {}
         self._verdicts_version: Version | None = None
-        self._tell_full_at = 0.0  # loop time
+        self._tell_full_at, self._full_reason = 0.0, ""  # loop time, and why, of the last line about that
         # by what the network calls them: nothing of theirs need be read until the next turn of the ledger
         self._refused: dict[str, Account] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
@@ -360,8 +360,9 @@ class Ingress(EncodedListener):
             verdict = self._decide(attributes, source, sink)
         except TopicsFullError as error:  # the others must not suffer
             now = asyncio.get_running_loop().time()
-            if now >= self._tell_full_at:  # with a flood of topics a line each would cost more than all else
-                self._tell_full_at = now + TELL_FULL_S
+            # with a flood of topics a line each would cost more than all else
+            if now >= self._tell_full_at or error.reason != self._full_reason:
+                self._tell_full_at, self._full_reason = now + TELL_FULL_S, error.reason
                 log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
             verdict = Verdict(reason=error.reason, found_no_room=True)
         verdict.is_answer = attributes.type == attrs.RESPONSE and not self._trusted

@@ -80,6 +80,7 @@ class ListenerTable:
         self.mended: Counter[str] = Counter()
         self._told: set[bytes] = set()  # sources of what was mended
         self.failures = 0  # calls of listeners that raised
+        self._last_failure = ""
 
     def add(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
         """The filter, if this is its first listener and the network has to be asked for it; else None.
@@ -276,9 +277,11 @@ class ListenerTable:
     ) -> Awaitable[None] | None:
         try:
             return call(what)
-        except Exception:
+        except Exception as error:
             self.failures += 1
-            if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
+            is_other, self._last_failure = repr(error) != self._last_failure, repr(error)
+            # the 1st, 2nd, 4th, ... and each with another reason: it may fail with every message
+            if is_other or self.failures & (self.failures - 1) == 0:
                 log.exception(
                     "a listener failed; its message counts as taken", listener=repr(listener), failures=self.failures
                 )

@@ -93,7 +93,7 @@ class ServiceInterest(InterestSource):
         )
         self._client.on_change(self._on_change)
         self._refresh_ms, self._random = refresh_ms, runtime.rng.random
-        self.healthy = False
+        self.healthy, self._why = False, ""  # and why it could not be asked the last time
         self._asked: dict[str, dict[Key, UUri]] = {}  # by the topics' authority; the longest known first
         self._asked_count = 0
         self._unanswered: set[Key] = set()
@@ -201,10 +201,10 @@ class ServiceInterest(InterestSource):
                 await self._client.open()
                 await self._fetch()
             except UStatusError as error:
-                if self.healthy:
+                if self.healthy or str(error) != self._why:
                     what = "uSubscription can't be asked: the last known interest serves"
                     log.warning(what, authority=self.name, why=str(error))
-                self.healthy = False
+                self.healthy, self._why = False, str(error)
             except Exception:
                 log.exception("asking uSubscription failed", authority=self.name)
                 self.healthy = False

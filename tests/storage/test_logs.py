@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,17 +205,72 @@ def test_kinds_of_a_strangers_making_are_bounded_and_counted(desk: Desk) -> None
     assert desk.lines[-1]["event"] == "after the end", "nothing is held that nobody would tell"
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y", None]), st.integers(0, 40)), max_size=100))
-def test_nothing_is_lost(happened: list[tuple[str, str | None, int]]) -> None:
+EVENTS = st.sampled_from(["a", "connected", "connection lost"])
+NAMES = st.sampled_from(["x", "y", None])
+
+
+@given(st.lists(st.tuples(EVENTS, NAMES, NAMES, st.integers(0, 40)), max_size=100))
+def test_nothing_is_lost(happened: list[tuple[str, str | None, str | None, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         desk = Desk(patch)
-        for event, endpoint, passes in happened:
+        patch.setattr(logs, "CHANGES_MAX", 2)
+        for event, endpoint, why, passes in happened:
             desk.clock.now += passes
             if passes % 2:
                 desk.repeats.flush()
-            desk.log(event, **({} if endpoint is None else {"endpoint": endpoint}))
+            fields = {"endpoint": endpoint, "why": why}
+            desk.log(event, **{name: value for name, value in fields.items() if value is not None})
         desk.repeats.close()
         assert desk.told == len(happened)
+
+
+def test_another_reason_is_never_held_back(desk: Desk) -> None:
+    for why in ("refused", "refused", "refused", "wrong password", "wrong password", "refused"):
+        desk.log("no connection", endpoint="cloud", error=why)
+    shown = [(line["error"], line.get("repeated")) for line in desk.lines]
+    assert shown == [
+        ("refused", None),
+        ("refused", 2),
+        ("wrong password", None),
+        ("wrong password", 1),
+        ("refused", None),
+    ]
+    desk.log("no connection", endpoint="cloud", error="timeout after 17 ms")
+    desk.log("no connection", endpoint="cloud", error="timeout after 18 ms")
+    assert desk.lines[-1]["error"] == "timeout after 17 ms", "a number makes no other reason"
+    desk.log("it failed", exc_info=ValueError("first"))
+    desk.log("it failed", exc_info=ValueError("second"))
+    assert desk.lines[-1]["exc_info"].args == ("second",), "with its frames"
+
+
+def test_the_end_of_a_condition_is_never_held_back_and_neither_is_its_return(desk: Desk) -> None:
+    for _ in range(3):
+        desk.log("connection lost", endpoint="cloud")
+        desk.log("connected", endpoint="cloud")
+        desk.clock.now += 1
+    assert [line["event"] for line in desk.lines] == ["connection lost", "connected"] * 3
+    assert not any("repeated" in line for line in desk.lines)
+    desk.log("connected", endpoint="cloud")
+    assert len(desk.lines) == 6, "that was known"
+
+
+def test_reasons_of_a_strangers_making_are_bounded_and_the_last_one_is_told(desk: Desk) -> None:
+    for number in range(1_000):
+        desk.log("refused", authority="car", why="x" * (number % 200))
+    assert len(desk.lines) == logs.CHANGES_MAX + 1
+    desk.clock.now += logs.PERIOD_S
+    desk.repeats.flush()
+    assert desk.lines[-1]["why"] == "x" * 199
+    assert desk.told == 1_000
+    desk.log("refused", authority="car", why="x" * 199)
+    assert desk.told == 1_000, "it was told just now"
+
+
+@pytest.mark.parametrize("text", [text for texts in logs.CONDITIONS for text in texts])
+def test_the_text_of_a_condition_is_logged_somewhere(text: str) -> None:
+    folders = ("streamer", "history", "transports")
+    root = Path(logs.__file__).parent.parent
+    assert any(f'"{text}"' in file.read_text() for folder in folders for file in (root / folder).rglob("*.py"))
 
 
 def test_what_is_held_is_written_though_no_other_line_comes() -> None:
@@ -228,7 +284,7 @@ def test_what_is_held_is_written_though_no_other_line_comes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logs, "PERIOD_S", 0.05)
         repeats = logs.Repeats(emit)
-        repeats(None, "error", {"event": "lost"})
+        repeats(None, "error", {"event": "lost", "exc_info": ValueError("why")})
         with pytest.raises(structlog.DropEvent):
             repeats(None, "error", {"event": "lost", "exc_info": ValueError("why")})
         assert written.wait(60)
