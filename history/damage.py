@@ -2,14 +2,14 @@
 
 open, scan, commit -> Ledger -> rows of the file, `Log.damage`, on_damage -> gaps on the wire, readiness, metrics
                         ^
-       acknowledge: by the log, or by another process in the same file
+       acknowledge: by the log (what is PASSING, after a while), or by another process in the same file
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -35,6 +35,9 @@ NETWORK: Final = "network"  # a network lost messages before they came here; whi
 SUBSCRIPTIONS: Final = "subscriptions"  # the store beside the log lost changes of subscriptions
 OTHERS: Final = frozenset({NETWORK, SUBSCRIPTIONS})
 """Kinds of losses that are not the log's own: kept here, since a person has to see them, too."""
+PASSING: Final = frozenset({NETWORK})
+"""Kinds of which nothing is left to be mended: they may count as acknowledged once they have been told for long
+enough."""
 
 LOSSES: Final = frozenset({FILE, MISSING, COMMITS, RECORDS})
 """Kinds that name records which are gone: (after, before) says which. The others were put right, or can't be
@@ -104,9 +107,18 @@ class Ledger:
         self._rows[number] = (damage, False)
         return (number, *damage, 0)
 
-    def acknowledge(self) -> list[Row]:
-        """All of it; the rows to write."""
-        changed = [number for number, (_, acknowledged) in self._rows.items() if not acknowledged]
+    def renew(self, damage: Damage) -> Row | None:
+        """What others lost is lost once more, and nobody has acknowledged the last time: it is told from now on. The
+        row to write; None if there is no such row."""
+        for number, (known, acknowledged) in self._rows.items():
+            if damage.kind in OTHERS and not acknowledged and _covers(known, damage):
+                self._rows[number] = (known._replace(when_ms=damage.when_ms), False)
+                return (number, *self._rows[number][0], 0)
+        return None
+
+    def acknowledge(self, is_due: Callable[[Damage], bool] = lambda _: True) -> list[Row]:
+        """What `is_due`; the rows to write."""
+        changed = [number for number, (one, is_known) in self._rows.items() if not is_known and is_due(one)]
         for number in changed:
             self._rows[number] = (self._rows[number][0], True)
         return [(number, *self._rows[number][0], 1) for number in changed]

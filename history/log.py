@@ -436,6 +436,16 @@ class Log(Streams):
         if rows:
             self._storage.save(lambda writer: writer.save_damage(rows))
 
+    def acknowledge_passing(self, after_ms: int) -> list[Damage]:
+        """What is of a kind in history.damage.PASSING, and was found `after_ms` ago or earlier, counts as acknowledged
+        from now on: what that is. A time that lies so far ahead was of a wrong clock, and counts alike."""
+        now_ms = self._now_ms()
+        due = [one for one in self.damage if one.kind in kinds.PASSING and abs(now_ms - one.when_ms) >= after_ms]
+        if due:
+            rows = self._ledger.acknowledge(due.__contains__)
+            self._storage.save(lambda writer: writer.save_damage(rows))
+        return due
+
     def knows_lost(self, incarnation: bytes) -> bool:
         """True if that log was here once, and was lost with its records."""
         return self._ledger.knows(incarnation)
@@ -444,17 +454,25 @@ class Log(Streams):
         """Something that is not of this log was lost (history.damage.OTHERS): kept with its damage, until a person has
         acknowledged it."""
         assert kind in kinds.OTHERS, "the log finds its own damage by itself"
-        self._note(kind, detail)
+        if not self._note(kind, detail):
+            row = self._ledger.renew(self._found(kind, detail))
+            if row is not None:
+                self._storage.save(lambda writer: writer.save_damage([row]))
 
-    def _note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
-        damage = Damage(self._now_ms(), kind, after, before, self.incarnation, "", detail)
+    def _found(self, kind: str, detail: str, after: int = 0, before: int = 0) -> Damage:
+        return Damage(self._now_ms(), kind, after, before, self.incarnation, "", detail)
+
+    def _note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> bool:
+        """False: it was known."""
+        damage = self._found(kind, detail, after, before)
         row = self._ledger.add(damage)
         if row is None:
-            return
+            return False
         self._count(damage)
         self._storage.save(lambda writer: writer.save_damage([row]))
         for callback in list(self._damage_callbacks):
             callback(damage)
+        return True
 
     def _count(self, damage: Damage) -> None:
         self.dropped[_REASONS.get(damage.kind, "damaged_rows")] += 1

@@ -301,9 +301,18 @@ class HistorySection(_Section):
     `retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when nine
     tenths are over"""
 
+    acknowledge_after_hours: float = Field(default=24, ge=0, le=HOURS_MAX, allow_inf_nan=False)
+    """a loss in a network, such as that of a session which a broker has not kept, makes its endpoint `degraded` for so
+    long, over restarts, and then counts as acknowledged. 0: until a person says `up-streamer history acknowledge`.
+    Damage of the log always waits for a person"""
+
     @property
     def absent_ms(self) -> int:
         return int(self.absent_hours * 3_600_000)
+
+    @property
+    def acknowledge_after_ms(self) -> int:
+        return int(self.acknowledge_after_hours * 3_600_000)
 
 
 class USubscriptionSection(_Section):

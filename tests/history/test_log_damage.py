@@ -222,6 +222,41 @@ async def test_gaps_that_nobody_takes_cost_no_memory(tmp_path: Path) -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_a_loss_in_a_network_counts_as_acknowledged_after_a_while_over_restarts_and_damage_does_not(
+    tmp_path: Path,
+) -> None:
+    path, now_ms, hour_ms = tmp_path / "l.db", 1_700_000_000_000, 3_600_000
+    await made(path)
+    damage_record(path, 13)
+    async with await Log.open(path, name="first", now_ms=lambda: now_ms) as log:
+        await read_all(log)
+        log.note_loss(kinds.NETWORK, "a session")
+        log.note_loss(kinds.SUBSCRIPTIONS, "3 changes")
+        assert log.acknowledge_passing(hour_ms) == []
+        now_ms += hour_ms - 1
+    async with await Log.open(path, name="second", now_ms=lambda: now_ms) as log:
+        assert log.acknowledge_passing(hour_ms) == []
+        now_ms += 1
+        assert [one.detail for one in log.acknowledge_passing(hour_ms)] == ["a session"]
+        assert log.acknowledge_passing(hour_ms) == []
+        assert [one.kind for one in log.damage] == ["records", "subscriptions"]
+    async with await Log.open(path, name="third", now_ms=lambda: now_ms) as log:
+        assert [one.kind for one in log.damage] == ["records", "subscriptions"]
+
+
+async def test_a_loss_that_happens_again_is_told_from_then_on(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    async with await Log.open(tmp_path / "l.db", name="one", now_ms=lambda: now_ms) as log:
+        log.note_loss(kinds.NETWORK, "a session")
+        now_ms += 1_000
+        log.note_loss(kinds.NETWORK, "a session")
+        (damage,) = log.damage
+        assert damage.when_ms == now_ms
+        now_ms -= 5_000  # the clock was put right: what lies ahead ends, too
+        assert log.acknowledge_passing(6_000) == []
+        assert log.acknowledge_passing(5_000) == [damage]
+
+
 async def test_what_was_acknowledged_is_remembered_only_as_long_as_it_could_be_found_again(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     await made(path)
