@@ -1,6 +1,7 @@
 """The admin port: what it tells monitors and people. `http_port.py` brings it to them.
 
-/healthz  alive           /readyz    503 and what is wrong, or 200; `notes`: what a person may want to know all the same
+/healthz  alive           /readyz    503 if something does not do its job, else 200: states, with since when and why;
+                                     `problems`: all that is wrong; `notes`: what a person may want to know all the same
 /metrics  for Prometheus  /vehicles  what each source authority sends, one JSON object a line
 
 Admin(problems, metrics, notes, vehicles) -> Answers: bounded in time and length -> HttpPort: who may ask, and how often
@@ -18,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from streamer.config import AdminSection
+from streamer.states import NOT_READY, READY
 
 if TYPE_CHECKING:
     from streamer.http_port import HttpPort
@@ -30,7 +32,8 @@ LOOP_S_MAX: Final = 0.25  # ... beside what was not asked for before: every moni
 
 
 class Admin:
-    """Serves one streamer at `address` (HOST:PORT): no problems mean ready; `guard` says who may ask."""
+    """Serves one streamer at `address` (HOST:PORT); `guard` says who may ask. `states` gives what States.as_dict does;
+    without it, no problems mean ready."""
 
     def __init__(
         self,
@@ -40,11 +43,12 @@ class Admin:
         notes: Callable[[], list[str]] = list,
         vehicles: Callable[[], Iterable[dict[str, Any]]] = list,
         *,
+        states: Callable[[], dict[str, Any]] = dict,
         guard: AdminSection | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
         self._host, self.port = host.strip("[]"), int(port)
-        self._answers, self._guard = Answers(problems, metrics, notes, vehicles), guard or AdminSection()
+        self._answers, self._guard = Answers(problems, metrics, notes, vehicles, states), guard or AdminSection()
         self._http: HttpPort | None = None
 
     async def __aenter__(self) -> Self:
@@ -84,8 +88,10 @@ class Answers:
         metrics: Callable[[], bytes],
         notes: Callable[[], list[str]],
         vehicles: Callable[[], Iterable[dict[str, Any]]],
+        states: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
+        self._states = states
         self._made: dict[Callable[[], Answer], Answer] = {}  # the last ones
         self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
 
@@ -116,8 +122,12 @@ class Answers:
 
     def _make_ready(self) -> Answer:
         problems = _cut(self._problems())
-        told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": _cut(self._notes())}
-        return Answer(503 if problems else 200, "application/json", json.dumps(told).encode() + b"\n")
+        told = {"status": NOT_READY if problems else READY, **self._states()}
+        for state in (told["streamer"], *told["endpoints"].values()) if "endpoints" in told else ():
+            state["reason"] = _cut_line(state["reason"])
+        status = 503 if told["status"] == NOT_READY else 200
+        told |= {"problems": problems, "notes": _cut(self._notes())}
+        return Answer(status, "application/json", json.dumps(told).encode() + b"\n")
 
     def _kept(self, make: Callable[[], Answer]) -> Answer:
         if make not in self._made or self._may_work():
@@ -138,9 +148,10 @@ class Answers:
         self._left_s -= time.perf_counter() - begin
 
 
+def _cut_line(line: str) -> str:
+    return line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..."
+
+
 def _cut(lines: list[str]) -> list[str]:
-    told = [
-        line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..."
-        for line in lines[:LINES_TOLD_MAX]
-    ]
+    told = [_cut_line(line) for line in lines[:LINES_TOLD_MAX]]
     return told if len(lines) <= LINES_TOLD_MAX else [*told, f"and {len(lines) - LINES_TOLD_MAX} more"]

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Self
 
 import structlog
@@ -29,6 +29,7 @@ from streamer import metrics, parts
 from streamer.access import Access
 from streamer.admin import Admin
 from streamer.claims import Claims
+from streamer.clocks import Clocks
 from streamer.config import Config, patterns
 from streamer.control import Control, ControlSocket
 from streamer.dead_letter import DeadLetters
@@ -46,6 +47,7 @@ from streamer.limits import CALLERS_SHARE
 from streamer.networks import Networks
 from streamer.paused import FILE, Paused
 from streamer.rules import Rule, Rules
+from streamer.states import LOOK_S, STARTING, STREAMER, Condition, States, of_one_that_cant_start
 from streamer.view import View
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -217,9 +219,17 @@ class Streamer:
         if config.streamer.admin is not None:
             expose = functools.partial(metrics.expose, self)
             self.admin = Admin(
-                config.streamer.admin, self.problems, expose, self.notes, self.all_vehicles, guard=config.admin
+                config.streamer.admin,
+                self.problems,
+                expose,
+                self.notes,
+                self.all_vehicles,
+                states=self.look,
+                guard=config.admin,
             )
         self.ready = asyncio.Event()
+        self.clocks = {endpoint.name: Clocks(endpoint) for endpoint in self.endpoints}
+        self.states = States(self.clocks, self.conditions, runtime.now_ms)
         self._service_trouble = ""  # why the embedded uSubscription does not start
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []  # what `_start` has started
@@ -256,6 +266,7 @@ class Streamer:
                     tasks.create_task(self._start(tasks), name="start"),
                     tasks.create_task(self.dead_letters.run(), name="dead letters"),
                     tasks.create_task(self.gaps.run(), name="gaps"),
+                    tasks.create_task(self._watch(), name="states"),
                 ]
                 await self._stopping.wait()
                 for task in (*running, *self._tasks):
@@ -279,6 +290,8 @@ class Streamer:
         self.follows.load()
         self.claims.load()
         opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}
+        for endpoint in self.endpoints:
+            endpoint.transport.on_connection(self._look_soon)
         for endpoint in self.endpoints:
             start(self._networks.keep_open(endpoint, opened[endpoint.name]), f"open {endpoint.name}")
             start(self.express.queues[endpoint.name].run(), f"express {endpoint.name}")
@@ -306,9 +319,15 @@ class Streamer:
         await self.follows.start()
         start(self.ledger.run(), "ledger")
         self.ready.set()
+        self.states.look()
         for note in self.notes():
             log.warning("a note", note=note)
         log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
+
+    def _look_soon(self, _connected: bool) -> None:
+        """As soon as everybody knows of the change, unless it is we who end it."""
+        if not self._stopping.is_set():
+            asyncio.get_running_loop().call_soon(self.states.look)
 
     def _connected(self, endpoint: Endpoint) -> None:
         for pump in self.pumps:
@@ -316,6 +335,8 @@ class Streamer:
                 pump.wake()
 
     async def _close(self) -> None:
+        self._stopping.set()
+
         async def step(name: str, close: Callable[[], Awaitable[Any]]) -> None:
             try:
                 await close()
@@ -392,7 +413,7 @@ class Streamer:
         """What was lost never came here, so nobody can say what it was."""
         endpoint.dropped["lost_by_network"] += messages or 1
         log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
-        self.logs.durable.note_loss(damages.NETWORK, f"endpoint {endpoint.name}: {what}")
+        self.logs.durable.note_loss(damages.NETWORK, _loss_detail(endpoint, what))
 
     # What has changed
 
@@ -446,32 +467,66 @@ class Streamer:
         """Drops by reason, those of the transport included."""
         return endpoint.dropped + Counter(getattr(endpoint.transport, "dropped", {}))
 
-    def problems(self) -> list[str]:
+    def conditions(self) -> list[Condition]:
         """What is wrong; empty: ready."""
-        problems = list(self._networks.problems())
-        if self._service_trouble:
-            problems.append(f"usubscription: {self._service_trouble}")
-        problems += [f"endpoint {pump.peer.name}: {pump.trouble}" for pump in self.pumps if pump.trouble]
-        problems += [*self.claims.problems(), *self.handovers.problems(), *self.follows.problems()]
-        problems += [
-            f"uSubscription of {name} does not answer: its last known subscriptions serve"
-            for name in self.interest.unhealthy
-        ]
-        problems += [f"the {one.name} log refuses messages" for one in self.logs if not one.healthy]
-        problems += [_damage_problem(one) for one in self.logs if one.damage]
-        if self.paused.trouble:
-            problems.append(self.paused.trouble)
-        if self.dead_letters.trouble:
-            problems.append(f"dead letters: {self.dead_letters.trouble}")
-        if self.usubscription is not None and self.usubscription.trouble is not None:
-            problems.append(
-                f"uSubscription answers nobody, and the last known subscriptions serve: {self.usubscription.trouble}"
-            )
-        elif self.usubscription is not None and not self.usubscription.healthy and not self._service_trouble:
-            problems.append("the subscriptions can't be stored")
+        found = [*self._networks.conditions()]
+        found += [Condition(pump.trouble, pump.peer.name, is_fatal=True) for pump in self.pumps if pump.trouble]
+        found += [Condition(one.trouble, name) for name, one in self.clocks.items() if one.trouble]
+        found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
+        for authority in self.interest.unhealthy if self.ready.is_set() else ():
+            owner, what = self.endpoints.owner(authority), f"uSubscription of {authority} does not answer"
+            found.append(Condition(f"{what}: its last known subscriptions serve", owner.name if owner else STREAMER))
+        found += [*self._conditions_of_logs(), *self._conditions_of_services()]
         if not self.ready.is_set():
-            problems.append("starting")
-        return problems
+            found.append(Condition(STARTING, is_fatal=True))
+        return found
+
+    def _conditions_of_logs(self) -> Iterator[Condition]:
+        for one in self.logs:
+            if not one.healthy:
+                yield Condition(f"the {one.name} log refuses messages", is_fatal=True)
+            losses: dict[str, list[Damage]] = {}  # by endpoint
+            damage: list[Damage] = []
+            for found in one.damage:
+                (losses.setdefault(_endpoint_of(found), []) if found.kind == damages.NETWORK else damage).append(found)
+            if damage:
+                yield Condition(_damage_problem(one.name, damage))
+            for endpoint, lost in losses.items():
+                yield Condition(_loss_problem(lost, self.config.history.acknowledge_after_hours), endpoint)
+
+    def _conditions_of_services(self) -> Iterator[Condition]:
+        if self.paused.trouble:
+            yield Condition(self.paused.trouble)
+        if self.dead_letters.trouble:
+            yield Condition(f"dead letters: {self.dead_letters.trouble}")
+        if self._service_trouble:
+            yield Condition(f"usubscription: {self._service_trouble}", is_fatal=True)
+        elif self.usubscription is not None and self.usubscription.trouble is not None:
+            what = "uSubscription answers nobody, and the last known subscriptions serve"
+            yield Condition(f"{what}: {self.usubscription.trouble}", is_fatal=True)
+        elif self.usubscription is not None and not self.usubscription.healthy:
+            yield Condition("the subscriptions can't be stored", is_fatal=True)
+
+    def problems(self) -> list[str]:
+        """What is wrong, in plain sentences; empty: ready."""
+        return [one.problem for one in self.conditions()]
+
+    def look(self) -> dict[str, Any]:
+        """The states now, each with its reason: of the endpoints, of the streamer itself, and the worst of them."""
+        self.states.look()
+        return self.states.as_dict()
+
+    async def _watch(self) -> None:
+        """Look at states and clocks, and at losses that were told for long enough, until cancelled."""
+        loop, after_ms = asyncio.get_running_loop(), self.config.history.acknowledge_after_ms
+        while True:
+            for clock in self.clocks.values():
+                clock.look(loop.time())
+            for loss in self.logs.durable.acknowledge_passing(after_ms) if after_ms else ():
+                what = "a loss counts as acknowledged: it was told for history.acknowledge_after_hours"
+                log.info(what, detail=loss.detail)
+            self.states.look()
+            await asyncio.sleep(LOOK_S)
 
     def notes(self) -> list[str]:
         """What somebody may want to know though nothing is wrong."""
@@ -500,13 +555,30 @@ class Streamer:
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(told))
 
 
-def _damage_problem(one: Log) -> str:
-    newest: Damage = one.damage[-1]
+def _damage_problem(name: str, damage: Sequence[Damage]) -> str:
+    newest = damage[-1]
     return (
-        f"the {one.name} log has {len(one.damage)} damages that nobody has acknowledged, at the last {newest.kind}"
+        f"the {name} log has {len(damage)} damages that nobody has acknowledged, at the last {newest.kind}"
         f"{f' ({newest.detail})' if newest.detail else ''}; see 'up-streamer history verify', then 'up-streamer "
         "history acknowledge'"
     )
+
+
+def _loss_detail(endpoint: Endpoint, what: str) -> str:
+    return f"endpoint {endpoint.name}: {what}"
+
+
+def _endpoint_of(loss: Damage) -> str:
+    """Whose it is, from what `_loss_detail` has made."""
+    return loss.detail.removeprefix("endpoint ").partition(": ")[0]
+
+
+def _loss_problem(losses: Sequence[Damage], hours: float) -> str:
+    newest = losses[-1]
+    times = f" (and {len(losses) - 1} other losses)" if len(losses) > 1 else ""
+    ends = f"; it ends {hours:g} h after it was found, or" if hours else "; it ends"
+    what = newest.detail.partition(": ")[2] or newest.detail
+    return f"{what}{times}. Nobody has acknowledged that{ends} with 'up-streamer history acknowledge'"
 
 
 async def _within(seconds: float, what: str, work: Coroutine[Any, Any, None]) -> None:
@@ -556,7 +628,7 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
     """The streamer, as soon as the disk lets it be; None if `stopping` comes first. The admin port says meanwhile what
     is wrong."""
     backoff = Backoff(1_000, REOPEN_MS_MAX)
-    told = ""
+    told, since_ms = "", REAL.now_ms()
     while not stopping.is_set():
         try:
             return await Streamer.create(config)
@@ -565,12 +637,17 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
                 raise
             trouble = str(error)
         if trouble != told:
-            told = trouble
+            told, since_ms = trouble, REAL.now_ms()
             log.error("the streamer can't start; trying again", error=trouble)
         async with contextlib.AsyncExitStack() as stack:
             if config.streamer.admin is not None:
                 problems: Callable[[], list[str]] = functools.partial(list, (told,))
-                await stack.enter_async_context(Admin(config.streamer.admin, problems, guard=config.admin))
+                states = functools.partial(
+                    of_one_that_cant_start, [one.name for one in config.endpoint], told, since_ms
+                )
+                await stack.enter_async_context(
+                    Admin(config.streamer.admin, problems, states=states, guard=config.admin)
+                )
             waiting = asyncio.ensure_future(stopping.wait())
             await asyncio.wait({waiting}, timeout=backoff.next_ms() / 1000)
             waiting.cancel()

@@ -1,7 +1,7 @@
 """Who holds what in the logs: how long each endpoint has been away, and what waits for endpoints not configured.
 
     watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit
-                                                 '-> problems: told before it ends
+                                                 '-> conditions: told before it ends
 
 Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage ends nobody's claim.
 """
@@ -21,6 +21,7 @@ from streamer.egress import CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint
 from streamer.handover import FOLLOWED_PREFIX
 from streamer.parked import PARKED_PREFIX
+from streamer.states import Condition
 
 WATCH_S: Final = 60.0  # absences are counted in these steps
 SAVE_S: Final = 600.0  # between notes of them on disk
@@ -109,17 +110,17 @@ class Claims:
             for name, seq in waits.cursors.items():
                 waits.log.set_cursor(name, seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
 
-    def problems(self) -> Iterator[str]:
+    def conditions(self) -> Iterator[Condition]:
         for pump in self._pumps:
             if pump.backlog and pump.absent_ms >= self._limit_ms * WARNING:
                 what = f"the {pump.backlog} records that it has not had"
-                yield f"endpoint {pump.peer.name} has been away: {self._end(pump.absent_ms)} {what}"
+                yield Condition(f"it has been away: {self._end(pump.absent_ms)} {what}", pump.peer.name)
             if pump.parking.waited_ms >= self._limit_ms * WARNING:
-                what = f"{len(pump.parking)} topics wait for endpoint {pump.peer.name}, paused or undecided"
-                yield f"{what}: {self._end(pump.parking.waited_ms)} what has come of them"
+                what = f"{len(pump.parking)} topics wait for it, paused or undecided"
+                yield Condition(f"{what}: {self._end(pump.parking.waited_ms)} what has come of them", pump.peer.name)
         for waits in self.unclaimed:
             parked = f" and {waits.topics} parked topics" if waits.topics else ""
-            yield (
+            yield Condition(
                 f"{waits.records} records{parked} wait for endpoint {waits.endpoint!r}, which is not configured: give "
                 "an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer cursors'; "
                 f"{self._end(waits.absent_ms)} them"

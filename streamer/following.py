@@ -21,6 +21,7 @@ from history.writer import Followed as Notes
 from storage.runtime import Runtime
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
+from streamer.states import Condition
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication import InMemoryRpcClient
@@ -327,13 +328,13 @@ class Follows(UListener):
 
     # -- how it is
 
-    def problems(self) -> Iterator[str]:
+    def conditions(self) -> Iterator[Condition]:
         for followed in self._followed.values():
             if followed.trouble and followed.follow is not None:
                 what = f"{uris.format(followed.service)} can't be followed: {followed.trouble}"
-                yield f"endpoint {followed.endpoint.name}: {what}"
+                yield Condition(what, followed.endpoint.name)
         if self._refused:
-            yield f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit"
+            yield Condition(f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit")
 
 
 def _settle(answer: asyncio.Future[int], taken: asyncio.Future[int]) -> None:

@@ -20,6 +20,7 @@ from history.log import Log
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint
 from streamer.paused import Paused
+from streamer.states import Condition
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, HandOver, Position
 from uprotocol.status import UStatusError, invalid
@@ -127,15 +128,15 @@ class HandOvers:
             what = f"{uris.format(self._followed_by[peer.name])} follows, so nothing is pushed there that could be held"
             raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: pause there, or have it stop following")
 
-    def problems(self) -> Iterator[str]:
+    def conditions(self) -> Iterator[Condition]:
         for name in self._taken:
             if pauses := self._paused.toward(self._endpoints[name]):
                 what = f"the pause of {pauses[0].topic} holds no publish back, for they are followed"
-                yield f"endpoint {name}: {what}; resume it"
+                yield Condition(f"{what}; resume it", name)
             if self._silent_ms.get(name, 0) >= self._absent_ms_max * WARNING:
                 hours = self._silent_ms[name] / 3_600_000
                 what = f"{uris.format(self._followed_by[name])} has not followed for {hours:.0f} hours"
-                yield f"endpoint {name}: {what}; retention by age will soon delete what it has not had"
+                yield Condition(f"{what}; retention by age will soon delete what it has not had", name)
 
     # -- what the follower says
 

@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from streamer import states
+
 if TYPE_CHECKING:
     from streamer.app import Streamer
 
@@ -75,7 +77,13 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "epochs_open": (GAUGE, "group", "Epochs that are open"),
     "consumers": (GAUGE, "", "Names of consumers that have an owner"),
     "gaps": (COUNTER, "", "Gaps that were told"),
-    "ready": (GAUGE, "", "1 if everything works"),
+    "ready": (GAUGE, "", "1 while /readyz answers 200: ready or degraded"),
+    "state": (
+        GAUGE,
+        "state",
+        "1 for the state of the streamer, which is the worst of all in /readyz: ready, degraded, not_ready",
+    ),
+    "endpoint_state": (GAUGE, "endpoint state", "1 for the state that an endpoint is in: ready, degraded, not_ready"),
     "interest_version": (GAUGE, "", "Rises with every change of a subscription"),
 }
 STATES: Final = ("handed_over", "beside_copies", "away")  # of what is followed
@@ -96,6 +104,7 @@ class StreamerCollector(Collector):
             name: kind(f"up_streamer_{name}", says, labels=labels.split())
             for name, (kind, labels, says) in FAMILIES.items()
         }
+        self._streamer.states.look()
         for read in (_of_endpoints, _of_peers, _of_followed, _of_logs, _of_epochs, _of_authorities, _of_services):
             for name, labels, value in read(self._streamer):
                 families[name].add_metric(labels, value)
@@ -110,6 +119,7 @@ def _of_endpoints(streamer: Streamer) -> Iterator[Value]:
         yield from _each("dropped", label, streamer.dropped(endpoint))
         yield from _each("mended", label, getattr(endpoint.transport, "mended", {}))
         yield "connected", label, streamer.is_connected(endpoint)
+        yield from _each("endpoint_state", label, _flags(streamer.states[endpoint.name].name))
         yield "express_waiting", label, len(streamer.express.queues[endpoint.name])
         yield "transport_faults", label, endpoint.faults
         yield "troubles", label, len(endpoint.troubles)
@@ -197,8 +207,15 @@ def _of_services(streamer: Streamer) -> Iterator[Value]:
     yield "pushes", (), history.followers.push_count
     yield "consumers", (), len(history.consumers)
     yield "gaps", (), streamer.gaps.total
-    yield "ready", (), not streamer.problems()
+    worst = streamer.states.worst
+    yield "ready", (), worst != states.NOT_READY
+    yield from _each("state", (), _flags(worst))
     yield "interest_version", (), streamer.interest.version
+
+
+def _flags(state: str) -> dict[str, float]:
+    """For each state, by the label that it has, whether it is that one."""
+    return {one.replace(" ", "_"): one == state for one in states.STATES}
 
 
 def _each(name: str, labels: tuple[str, ...], counts: Mapping[str, float]) -> Iterator[Value]:

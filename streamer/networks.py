@@ -19,6 +19,7 @@ import structlog
 
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.ingress import Ingress
+from streamer.states import OPENING, Condition
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from usubscription_client.interest import Interest
@@ -100,14 +101,22 @@ class Networks:
             self._linked.add(endpoint.name)  # also of a transport that tells of reconnections only
         return connected
 
-    def problems(self) -> Iterator[str]:
-        for name, trouble in self._troubles.items():
-            yield f"endpoint {name}: {trouble}"
+    def conditions(self) -> Iterator[Condition]:
+        """An endpoint that is not open is not ready; what a network refuses of much else is less."""
         for endpoint in self._endpoints:
-            is_away = not self.is_connected(endpoint) and endpoint.name in self._linked
+            name = endpoint.name
+            if trouble := self._troubles.get(name, ""):
+                yield Condition(trouble, name, is_fatal=name not in self._open)
+            elif name not in self._open:
+                yield Condition(OPENING, name, is_fatal=True)
+            is_away = not self.is_connected(endpoint) and name in self._linked
             if is_away and not endpoint.transport.only_listens:
-                yield f"endpoint {endpoint.name}: its network is away"
-            yield from (f"endpoint {endpoint.name}: {trouble}" for trouble in endpoint.troubles)
+                why = getattr(endpoint.transport, "away_because", "")
+                yield Condition("its network is away" + (f": {why}" if why else ""), name, is_fatal=True)
+            if endpoint.fault:
+                yield Condition(endpoint.fault, name, is_fatal=True)
+            for trouble in getattr(endpoint.transport, "troubles", ()):
+                yield Condition(trouble, name)
 
     # What is listened to
 

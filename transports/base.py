@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable, TtlCounts
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
@@ -174,6 +174,10 @@ class TransportBase(UTransport):
     def mended(self) -> Counter[str]:
         """Messages taken without a field that was wrong, by the field: traceparent."""
         return self.listeners.mended
+
+    def take_ttl_counts(self) -> TtlCounts:
+        """Messages with a ttl that arrived since the last call: whoever calls takes them from all others."""
+        return self.listeners.take_ttl_counts()
 
     @property
     def connected(self) -> bool:

@@ -9,7 +9,7 @@ unregister        -> remove  -> Filter that nobody needs any more, or None
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -34,12 +34,22 @@ from uprotocol.v1.uri_pb2 import UUri
 LISTENERS_MAX: Final = 131_072
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
 SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
+AGES_MAX: Final = 16  # of messages that had expired on arrival, kept to estimate how far two clocks are apart
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
 
 log = structlog.get_logger()
 
 Complete = Callable[[int, UAttributes], None]
 """(place in what arrived, attributes whose source or sink has no authority): fills in what the network knows."""
+
+
+class TtlCounts(NamedTuple):
+    """Of valid messages with a ttl that arrived."""
+
+    arrived: int
+    expired: int  # of these, on arrival
+    ages_ms: tuple[int, ...]  # of the last AGES_MAX of those: our time less that in their ids
+
 
 _NOBODY: Final[list[UListener]] = []
 
@@ -79,6 +89,8 @@ class ListenerTable:
         self.dropped: Counter[str] = Counter()
         self.mended: Counter[str] = Counter()
         self._told: set[bytes] = set()  # sources of what was mended
+        self._with_ttl = self._expired_count = 0  # since `take_ttl_counts`
+        self._ages_ms: deque[int] = deque(maxlen=AGES_MAX)
         self.failures = 0  # calls of listeners that raised
         self._last_failure = ""
 
@@ -166,10 +178,12 @@ class ListenerTable:
                 known = stamped.get(rest) if rest is not None else None
                 if known is not None:
                     last = EncodedMessage(encoded, payload, known.stamp)
-                    if known.stamp.ttl and last.is_expired(now):
-                        self.dropped["expired"] += 1
-                        last = None
-                        continue
+                    if known.stamp.ttl:
+                        self._with_ttl += 1
+                        if last.is_expired(now):
+                            self._expired(now - last.created_ms)
+                            last = None
+                            continue
                 else:
                     first = self._parse_first(encoded, payload, now, place, complete)
                     if first is None:
@@ -229,13 +243,27 @@ class ListenerTable:
             except UStatusError:
                 if not self._mend(attributes):
                     route = None
-        if route is not None and attributes.ttl and attrs.is_expired(attributes, now_ms):
-            self.dropped["expired"] += 1
-            return None
+        if route is not None and attributes.ttl:
+            self._with_ttl += 1
+            if attrs.is_expired(attributes, now_ms):
+                self._expired(now_ms - uuids.time_ms(attributes.id))
+                return None
         if route is None or (attributes.payload_format and not message.HasField("payload")):
             self.dropped["invalid"] += 1
             return None
         return route
+
+    def _expired(self, age_ms: int) -> None:
+        self.dropped["expired"] += 1
+        self._expired_count += 1
+        self._ages_ms.append(age_ms)
+
+    def take_ttl_counts(self) -> TtlCounts:
+        """Since the last call."""
+        counts = TtlCounts(self._with_ttl, self._expired_count, tuple(self._ages_ms))
+        self._with_ttl = self._expired_count = 0
+        self._ages_ms.clear()
+        return counts
 
     def _mend(self, attributes: UAttributes) -> bool:
         """True if it is valid without its traceparent, which is gone then: that says how to trace the message, not what

@@ -50,7 +50,7 @@ async def _serve(config: configs.Config, as_json: bool) -> None:
         data = {"ready": True, "authority": config.authority, "admin_port": port}
         with contextlib.suppress(OSError):  # nobody reads it: no reason to stop
             terminal.tell(as_json, data, f"ready: {config.authority} joins {names}")
-        manager.ready(lambda: "; ".join(streamer.problems()) or "ready")
+        manager.ready(lambda: _status(streamer))
 
     def stop() -> None:
         manager.stopping()
@@ -62,6 +62,11 @@ async def _serve(config: configs.Config, as_json: bool) -> None:
     loop.add_signal_handler(signal.SIGHUP, _note_hangup)
     async with manager:
         await serve(config, on_ready, stopping)
+
+
+def _status(streamer: Streamer) -> str:
+    problems = [one.problem for one in streamer.states.look()]
+    return f"{streamer.states.worst}: {'; '.join(problems)}" if problems else streamer.states.worst
 
 
 def _note_hangup() -> None:

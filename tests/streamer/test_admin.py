@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from streamer import admin as admins
 from streamer import http_port as ports
 from streamer.config import AdminSection
+from streamer.states import of_one_that_cant_start
 from uprotocol.status import UStatusError
 
 MakeWorld = Any
@@ -122,7 +123,14 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
             now += 0.001
             yield {"vehicle": number}
 
-    answers = admins.Answers(lambda: ["wrong " * 1_000] * 1_000, metrics, lambda: ["a note"], vehicles)
+    wrong = "wrong " * 1_000
+    answers = admins.Answers(
+        lambda: [wrong] * 1_000,
+        metrics,
+        lambda: ["a note"],
+        vehicles,
+        lambda: of_one_that_cant_start(["cloud"], wrong, 0),
+    )
     for _ in range(4):
         assert answers.metrics().body == b"metrics"
     assert len(made) == 4, "who asks now and then gets what is so now"
@@ -144,6 +152,7 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
     assert len(told["problems"]) == admins.LINES_TOLD_MAX + 1
     assert told["problems"][-1] == f"and {1_000 - admins.LINES_TOLD_MAX} more"
     assert max(map(len, told["problems"])) == admins.LINE_CHARACTERS_MAX + 3
+    assert len(told["endpoints"]["cloud"]["reason"]) == admins.LINE_CHARACTERS_MAX + 3
     assert told["notes"] == ["a note"]
 
 

@@ -1,0 +1,50 @@
+"""Clocks that are apart: most of what comes with a ttl has expired on arrival, and all calls go nowhere without a word.
+
+ListenerTable.take_ttl_counts --look, once a second--> the last WINDOW_S --> more than EXPIRED_SHARE expired? `trouble`
+
+Nobody can tell a clock that is fast from messages that waited: `trouble` names both, and how old they were.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Final
+
+from streamer.endpoint import Endpoint
+from transports.listeners import TtlCounts
+
+WINDOW_S: Final = 60.0
+MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer say nothing
+EXPIRED_SHARE: Final = 0.5  # of them: more is a trouble
+
+
+class Clocks:
+    """Of one endpoint: our clock, and those of who sends there."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._seen: deque[tuple[float, TtlCounts]] = deque()  # WINDOW_S of `look`s; one of them may be long ago
+
+    def look(self, now_s: float) -> None:
+        """`now_s`: loop time. A transport that does not count tells nothing."""
+        take = getattr(self._endpoint.transport, "take_ttl_counts", None)
+        counts: TtlCounts | None = take() if take is not None else None
+        if counts is not None and counts.arrived:
+            self._seen.append((now_s, counts))
+        while self._seen and self._seen[0][0] <= now_s - WINDOW_S:
+            self._seen.popleft()
+
+    @property
+    def trouble(self) -> str:
+        """ "" while there is none."""
+        arrived = sum(counts.arrived for _, counts in self._seen)
+        expired = sum(counts.expired for _, counts in self._seen)
+        if arrived < MESSAGES_MIN or expired <= EXPIRED_SHARE * arrived:
+            return ""
+        age_s = statistics.median(age for _, counts in self._seen for age in counts.ages_ms) / 1000
+        return (
+            f"{expired} of the last {arrived} messages with a ttl had expired on arrival, and are dropped: they were "
+            f"{age_s:.1f} s old, so our clock is about that far ahead of their senders', or they waited that long on "
+            "the way"
+        )

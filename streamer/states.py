@@ -1,0 +1,130 @@
+"""How each endpoint is, since when, and why: ready, degraded or not ready; and the streamer itself, with its log and
+its services.
+
+networks, pumps, logs, services ... -> Condition -> look: a state for each --> /readyz, metrics
+                                                      '-> another state or reason: a line in the log
+
+degraded: it does its job, and a person should look. not ready: it does not do its job. docs/configuration.md has the
+table of what is which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+import structlog
+
+READY: Final = "ready"
+DEGRADED: Final = "degraded"
+NOT_READY: Final = "not ready"
+STATES: Final = (READY, DEGRADED, NOT_READY)  # the better one first
+LOOK_S: Final = 1.0  # between looks; a connection that comes or goes is looked at on the spot
+STARTING: Final = "starting"
+OPENING: Final = "its network is being opened"
+STREAMER: Final = ""  # where a condition is of no endpoint
+_NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
+
+log = structlog.get_logger()
+
+
+class Condition(NamedTuple):
+    """Something that is wrong now."""
+
+    text: str  # a plain sentence
+    endpoint: str = STREAMER
+    is_fatal: bool = False  # it keeps its endpoint, or the streamer, from doing its job
+
+    @property
+    def problem(self) -> str:
+        """With whom it is about."""
+        return f"endpoint {self.endpoint}: {self.text}" if self.endpoint else self.text
+
+
+@dataclass(slots=True)
+class State:
+    name: str  # one of STATES
+    since_ms: int  # Unix milliseconds
+    reason: str = ""
+    reason_since_ms: int = 0
+
+    def as_dict(self) -> dict[str, str]:
+        return {
+            "state": self.name,
+            "since": _moment(self.since_ms),
+            "reason": self.reason,
+            "reason_since": _moment(self.reason_since_ms),
+        }
+
+
+class States:
+    """`names` are those of the endpoints; `conditions` says all that is wrong now."""
+
+    def __init__(
+        self, names: Iterable[str], conditions: Callable[[], Sequence[Condition]], now_ms: Callable[[], int]
+    ) -> None:
+        self._conditions, self._now_ms = conditions, now_ms
+        now = now_ms()
+        self._states = {name: State(NOT_READY, now, OPENING, now) for name in names}
+        self._states[STREAMER] = State(NOT_READY, now, STARTING, now)
+
+    def __repr__(self) -> str:
+        return f"States({ {name: state.name for name, state in self._states.items()} })"
+
+    def __getitem__(self, endpoint: str) -> State:
+        """As of the last `look`; STREAMER for what is of no endpoint."""
+        return self._states[endpoint]
+
+    @property
+    def worst(self) -> str:
+        """Of all of them."""
+        return max((state.name for state in self._states.values()), key=STATES.index)
+
+    def look(self) -> Sequence[Condition]:
+        """What is wrong now; each change is logged."""
+        found = self._conditions()
+        now = self._now_ms()
+        for name, state in self._states.items():
+            ours = [one for one in found if one.endpoint == name or (name == STREAMER and one.endpoint not in self)]
+            self._enter(name, state, ours, now)
+        return found
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._states
+
+    def _enter(self, name: str, state: State, conditions: Sequence[Condition], now_ms: int) -> None:
+        fatal = [one.text for one in conditions if one.is_fatal]
+        entered = NOT_READY if fatal else DEGRADED if conditions else READY
+        reason = "; ".join([*fatal, *(one.text for one in conditions if not one.is_fatal)])
+        was, before = state.name, state.reason
+        state.name, state.reason = entered, reason
+        if was != entered:
+            state.since_ms = now_ms
+        # one that only counts on is no other reason
+        if was == entered and _NUMBERS.sub("#", before) == _NUMBERS.sub("#", reason):
+            return
+        state.reason_since_ms = now_ms
+        method = {READY: log.info, DEGRADED: log.warning, NOT_READY: log.error}[entered]
+        if name == STREAMER:
+            method("the state of the streamer has changed", state=entered, was=was, reason=reason)
+        else:
+            method("the state of an endpoint has changed", endpoint=name, state=entered, was=was, reason=reason)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For /readyz, as of the last `look`."""
+        states = {name: state.as_dict() for name, state in self._states.items()}
+        return {"status": self.worst, "streamer": states.pop(STREAMER), "endpoints": states}
+
+
+def of_one_that_cant_start(names: Iterable[str], why: str, since_ms: int) -> dict[str, Any]:
+    """For /readyz, while nothing is there that could be looked at."""
+    state = State(NOT_READY, since_ms, why, since_ms).as_dict()
+    return {"status": NOT_READY, "streamer": state, "endpoints": {name: dict(state) for name in names}}
+
+
+def _moment(unix_ms: int) -> str:
+    """RFC 3339, UTC."""
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
