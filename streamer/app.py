@@ -576,9 +576,9 @@ def _endpoint_of(loss: Damage) -> str:
 def _loss_problem(losses: Sequence[Damage], hours: float) -> str:
     newest = losses[-1]
     times = f" (and {len(losses) - 1} other losses)" if len(losses) > 1 else ""
-    ends = f"; it ends {hours:g} h after it was found, or" if hours else "; it ends"
+    ends = f"it ends {hours:g} h after it was found, or" if hours else "it ends"
     what = newest.detail.partition(": ")[2] or newest.detail
-    return f"{what}{times}. Nobody has acknowledged that{ends} with 'up-streamer history acknowledge'"
+    return f"{what}{times}; nobody has acknowledged that: {ends} with 'up-streamer history acknowledge'"
 
 
 async def _within(seconds: float, what: str, work: Coroutine[Any, Any, None]) -> None:

@@ -73,8 +73,10 @@ class ConnectionConformance(TransportHarness):
     async def test_sending_while_the_network_is_away_is_unavailable_and_keeps_the_order(self, pair: Pair) -> None:
         async with self.away(pair[1]):
             assert pair[1].connected is False
+            assert isinstance(pair[1].away_because, str)
             assert codes(await pair[1].send_batch(self.traffic(3))) == [UCode.UNAVAILABLE] * 3
         assert bool(pair[1].connected)
+        assert pair[1].away_because == ""
         assert codes(await pair[1].send_batch(self.traffic(1))) == [UCode.OK]
 
     async def test_each_change_is_told_once_from_the_first_connection_to_the_end(self, ends: Ends, pair: Pair) -> None:

@@ -31,6 +31,7 @@ RECONNECT_MS: Final = (500, 1_000, 2_000, 4_000, 10_000)
 JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that restarts don't all come at once (A-22)
 # to a message, on its way to us: header, packet id, a subscription identifier for each that matches
 BROKER_ADDS_BYTES: Final = 1_024
+HANGS_UP: Final = (ConnectionResetError, BrokenPipeError, ssl.SSLError)  # without a word
 TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
 # a connection that lasted so long was sound: the waits begin anew. Longer than the longest wait: of two clients with
 # one client_id each ends the other's connection after that
@@ -79,7 +80,7 @@ class Link:
         self._up_since_s = 0.0  # loop time
         self._brief = 0  # connections in a row that were lost within BRIEF_S
         self._taken_over = 0  # ... that another client has ended, since the last sound one
-        self._last_loss = ""
+        self._last_loss = OSError("none was lost yet")
 
     async def open(self, wire_bytes_max: int) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
@@ -177,7 +178,7 @@ class Link:
         elif self._brief < BRIEF_MAX:  # from then on a sound one ends it: the waits have grown beyond BRIEF_S
             self._brief = 0
         self._taken_over += isinstance(failure, TakenOver)
-        self._last_loss = str(failure)
+        self._last_loss = failure
         return lasted_s >= STEADY_S
 
     @property
@@ -193,7 +194,9 @@ class Link:
             )
         if self._brief < BRIEF_MAX:
             return ""
-        asks = f": does another gateway use the client_id {self._client_id!r}?" if self._config.client_id else ""
+        asks = ""
+        if self._config.client_id and isinstance(self._last_loss, HANGS_UP):  # else the broker or we said why
+            asks = f": does another gateway use the client_id {self._client_id!r}?"
         return (
             f"connections to {self.address} don't last: {BRIEF_MAX} in a row were lost within {BRIEF_S:.0f} s each, "
             f"the last one because {self._last_loss}{asks}"
