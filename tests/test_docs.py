@@ -240,7 +240,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
     ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.transport:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "connection that has lasted # s", 1, ["transports.mqtt5.link:STEADY_S"]),
-    ("mqtt5", "Three connections in a row that are lost within # s are a trouble", 1, ["transports.mqtt5.link:BRIEF_S"]),
+    ("mqtt5", "Three connections in a row that are lost within # s", 1, ["transports.mqtt5.link:BRIEF_S"]),
     ("configuration", "that came within a minute, # at least", 1, ["streamer.clocks:MESSAGES_MIN"]),
     ("configuration", "Beyond # such lines of a kind", 1, ["storage.logs:CHANGES_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.transport:UNACKNOWLEDGED_MESSAGES_MAX"]),
