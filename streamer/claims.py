@@ -116,7 +116,7 @@ class Claims:
                 what = f"the {pump.backlog} records that it has not had"
                 yield Condition(f"it has been away: {self._end(pump.absent_ms)} {what}", pump.peer.name)
             if pump.parking.waited_ms >= self._limit_ms * WARNING:
-                what = f"{len(pump.parking)} topics wait for it, paused or undecided"
+                what = f"{len(pump.parking)} topics wait for endpoint {pump.peer.name}, paused or undecided"
                 yield Condition(f"{what}: {self._end(pump.parking.waited_ms)} what has come of them", pump.peer.name)
         for waits in self.unclaimed:
             parked = f" and {waits.topics} parked topics" if waits.topics else ""
