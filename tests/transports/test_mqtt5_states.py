@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import ssl
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +141,39 @@ async def test_the_reason_of_being_away_is_what_the_last_attempt_was_answered(
         one._link._config = one._link._config.model_copy(update={"username": "gateway"})
         await until(lambda: one.connected)
         assert one.away_because == ""
+
+
+@pytest.fixture
+def expired(tmp_path: Path) -> Path:
+    """A directory with a certificate for 127.0.0.1 that was valid for one day of 2020, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, and it makes the certificate of this test")
+    (tmp_path / "settings").write_text(
+        "[ca]\ndefault_ca=own\n[own]\nnew_certs_dir=.\ndatabase=index\nserial=serial\ndefault_md=sha256\n"
+        "policy=any\nx509_extensions=names\n[any]\ncommonName=supplied\n[names]\nsubjectAltName=IP:127.0.0.1\n"
+        "[req]\ndistinguished_name=any\n"
+    )
+    (tmp_path / "index").touch()
+    (tmp_path / "serial").write_text("01\n")
+    new = "req -config settings -newkey rsa:2048 -nodes -subj /CN=broker -keyout key.pem -out request.pem"
+    sign = "ca -config settings -batch -selfsign -keyfile key.pem -in request.pem -out certificate.pem -notext"
+    for command in (new, f"{sign} -startdate 20200101000000Z -enddate 20200102000000Z"):
+        subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path
+
+
+async def test_an_expired_certificate_is_named(expired: Path, attempts: list[int]) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(expired / "certificate.pem", expired / "key.pem")
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    one = end(server.sockets[0].getsockname()[1], tls={"ca_file": expired / "certificate.pem"})
+    with pytest.raises(UStatusError, match="certificate has expired"):
+        await one.open()
+    with pytest.raises(UStatusError):
+        await one._link._connect()  # as after a loss
+    assert "certificate has expired" in one.away_because
+    server.close()
