@@ -170,6 +170,7 @@ class ListenerTable:
         # filters that have brought `last`: when one of them brings the same again, it was sent once more
         brought_by: list[Filter | None] = []
         known: _Known | None = None
+        with_ttl = 0
         for place, (filter, payload, encoded) in enumerate(arrived):
             is_again = encoded == last_encoded and payload == last_payload and filter not in brought_by
             if last is None or known is None or not is_again:
@@ -179,7 +180,7 @@ class ListenerTable:
                 if known is not None:
                     last = EncodedMessage(encoded, payload, known.stamp)
                     if known.stamp.ttl:
-                        self._with_ttl += 1
+                        with_ttl += 1
                         if last.is_expired(now):
                             self._expired(now - last.created_ms)
                             last = None
@@ -196,6 +197,7 @@ class ListenerTable:
                     shares[id(listener)] = (listener, [last])
                 elif share[1][-1] is not last:
                     share[1].append(last)
+        self._with_ttl += with_ttl
         return _in_hand(
             [
                 self._guarded(listener, listener.on_receive_encoded, messages)
