@@ -28,11 +28,11 @@ READ_BYTES: Final = 1 << 18
 # from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
 LARGE_BYTES: Final = 1 << 16
 ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
+SESSION_TAKEN_OVER: Final = b"\x8e"  # reason code of DISCONNECT
 
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 # Linux: what of a TCP socket its peer has not acknowledged (SIOCOUTQ, tcp(7)); elsewhere nobody tells us
 _UNACKNOWLEDGED: Final[int | None] = termios.TIOCOUTQ if sys.platform == "linux" else None
-SESSION_TAKEN_OVER: Final = b"\x8e"  # reason code of DISCONNECT
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 Packets = Sequence[tuple[int, bytes | memoryview]]
