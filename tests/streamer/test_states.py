@@ -332,3 +332,12 @@ async def test_calls_through_a_gateway_whose_clock_is_fast_are_told(
     assert "90." in told["endpoints"]["vehicle"]["reason"]
     assert told["endpoints"]["cloud"]["state"] == READY
     assert world.streamer.dropped(world.streamer.endpoints["vehicle"])["expired"] == clocks.MESSAGES_MIN
+
+
+async def test_a_start_and_a_stop_log_no_state_that_a_person_should_look_at(make_world: MakeWorld) -> None:
+    with structlog.testing.capture_logs() as lines:
+        world = await make_world({"vehicle": "", "cloud": "none"})
+        await world.stop()
+    assert sorted(changes(lines)) == [("cloud", NOT_READY, READY), ("vehicle", NOT_READY, READY)]
+    of_the_streamer = [line["state"] for line in lines if line["event"] == "the state of the streamer has changed"]
+    assert of_the_streamer == [READY]
