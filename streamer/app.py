@@ -1,6 +1,9 @@
 """The composition root: makes every part, starts them in order, stops them in the other.
 
-    logs -> endpoints -> hosted services -> interest -> ingress -> pumps -> ready
+    logs -> interest on disk -> endpoints, each listened to as it is opened -> hosted services -> pumps -> ready
+                                '-> each uSubscription is asked as soon as its network is there
+
+What comes before the services run waits in the log, or its caller is told to try again.
 
 A network that is away at the start is tried again and again (networks.py). So are a disk that is full and a
 uSubscription store that can't be read. What the configuration describes by itself is made in parts.py.
@@ -64,8 +67,10 @@ from usubscription.service import USubscriptionService
 from usubscription_client.interest import Interest
 from usubscription_client.table import Topics
 
-INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by then are asked on while the rest goes on
-OPEN_WAIT_S: Final = 5.0  # at start: a network that hangs is waited for no longer
+# until we say that we are ready, though the rest works: for a network that hangs, and then for what is asked over those
+# that are there
+OPEN_WAIT_S: Final = 5.0
+INTEREST_WAIT_S: Final = 5.0
 DRAIN_MS_MAX: Final = 200  # for each service inside to answer what it has begun, and the network to take it
 SERVICES_CLOSE_S: Final = 1.0  # for all of them together, and then ...
 # ... for the networks to take it, side by side. 5 s in all: containers are killed after 10
@@ -103,7 +108,8 @@ class Streamer:
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
-        self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for)
+        entities = parts.entities_of(config)
+        self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for, entities)
         self.dead_letters = DeadLetters(
             config.streamer.data_dir / "dead-letters.db",
             config.authority,
@@ -289,35 +295,28 @@ class Streamer:
         self.handovers.load()
         self.follows.load()
         self.claims.load()
-        opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}
+        is_readable = self.usubscription is None or await self._attempt(self.usubscription.open)
+        await self.interest.load()
+        self.interest.on_change(self._interest_changed)
+        start(self.ledger.run(), "ledger")
         for endpoint in self.endpoints:
             endpoint.transport.on_connection(self._look_soon)
         for endpoint in self.endpoints:
-            start(self._networks.keep_open(endpoint, opened[endpoint.name]), f"open {endpoint.name}")
             start(self.express.queues[endpoint.name].run(), f"express {endpoint.name}")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(OPEN_WAIT_S):
-                await asyncio.gather(*(event.wait() for event in opened.values()))
+            start(self._networks.run(endpoint), f"network {endpoint.name}")
+        start(self.interest.start(), "learn the interest")
         await self.history.start()
         await self.control.start()
-        if self.usubscription is None or await self._start_usubscription(self.usubscription):
+        if self.usubscription is None or (is_readable and await self._start_usubscription(self.usubscription)):
             self.hosted.unserved.is_settled = True
         else:
             start(self._retry_usubscription(self.usubscription), "usubscription")
-        self.interest.on_change(self._interest_changed)
-        start(self._networks.follow(), "interest")
-        learning = tasks.create_task(self.interest.start(), name="learn the interest")
-        self._tasks.append(learning)
-        await asyncio.wait({learning}, timeout=INTEREST_WAIT_S)
-        if not learning.done():
-            log.warning("some uSubscription has not answered yet; asking on", waiting=self.interest.unhealthy)
-        await self._networks.listen()
         for pump in self.pumps:
             start(pump.run(), f"pump {pump.peer.name}")
         start(self.claims.watch(), "claims")
         start(self.handovers.run(), "hand-overs")
         await self.follows.start()
-        start(self.ledger.run(), "ledger")
+        await self._settle_down()
         self.ready.set()
         self.states.look()
         for note in self.notes():
@@ -328,6 +327,18 @@ class Streamer:
         """As soon as everybody knows of the change, unless it is we who end it."""
         if not self._stopping.is_set():
             asyncio.get_running_loop().call_soon(self.states.look)
+
+    async def _settle_down(self) -> None:
+        """Until each network is listened to, for all that is wanted: a while at most. All else works meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_WAIT_S):
+                await self._networks.tried()
+        try:
+            async with asyncio.timeout(INTEREST_WAIT_S):
+                await self.interest.answered()
+                await self._networks.listen()
+        except TimeoutError:
+            log.warning("some uSubscription has not answered yet; asking on", waiting=self.interest.unhealthy)
 
     def _connected(self, endpoint: Endpoint) -> None:
         for pump in self.pumps:
@@ -367,10 +378,19 @@ class Streamer:
         await asyncio.gather(*(_within(FILES_CLOSE_S, name, step(name, close)) for name, close in files.items()))
 
     async def _start_usubscription(self, service: USubscriptionService) -> bool:
-        """False if the disk does not let it start just now. Raises FAILED_PRECONDITION, ALREADY_EXISTS (see
-        usubscription.schema)."""
+        """As `_attempt`."""
+        if not await self._attempt(service.start):
+            return False
+        if lost := service.lost_changes:
+            what = f"{lost} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
+            self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
+        return True
+
+    async def _attempt(self, begin: Callable[[], Awaitable[None]]) -> bool:
+        """False if the disk does not let the embedded uSubscription `begin` just now. Raises FAILED_PRECONDITION,
+        ALREADY_EXISTS (see usubscription.schema)."""
         try:
-            await service.start()
+            await begin()
         except UStatusError as error:
             if error.code in (UCode.FAILED_PRECONDITION, UCode.ALREADY_EXISTS):
                 raise
@@ -378,9 +398,6 @@ class Streamer:
             log.error("uSubscription can't start; trying again", error=str(error))
             return False
         self._service_trouble = ""
-        if lost := service.lost_changes:
-            what = f"{lost} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
-            self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
         return True
 
     async def _retry_usubscription(self, service: USubscriptionService) -> None:

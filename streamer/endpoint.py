@@ -98,6 +98,20 @@ class Endpoint:
         except UStatusError as error:
             return [error.status] * len(named)
 
+    def register_before_open(
+        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        """As UTransport.register_before_open; never raises."""
+        asked = [self._filters(source, listener, sink) for source, sink in filters]
+        named = [(source, sink) for source, _, sink in asked]
+        try:
+            statuses = self.transport.register_before_open(named, listener)
+        except Exception as error:
+            return [self._failed(f"register_before_open raised {error!r}", error).status] * len(named)
+        if len(statuses) != len(named):
+            return [self._failed(f"{len(named)} filters were answered by {len(statuses)} statuses").status] * len(named)
+        return statuses
+
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:

@@ -5,12 +5,15 @@ Interest.changed_since --> those topics --> wanted? covered? +-> registered, and
                            all of them at the start, and when      '- refused: again with the next `retry`
                            rules or covers change
 
+before the network is opened: announced to its transport, which asks for them within `open`
+
 The cost follows the change: one subscription more costs a look at its topic, however many topics there are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -51,6 +54,7 @@ class Filters:
         self._seen: int | None = None  # version of the interest whose topics were looked at; None: none
         self._due: dict[FilterKey, None] = {}  # to be looked at; stays if that is cut short
         self._refused: dict[FilterKey, UStatusError] = {}
+        self._announced: dict[FilterKey, Filter] = {}  # registered before the network was opened
         self._turn = asyncio.Lock()
         self.looks = 0  # at a filter: is it wanted?
 
@@ -76,8 +80,34 @@ class Filters:
                 self._due.update(dict.fromkeys(self._refused))
                 self._refused.clear()
             await self._look_at_due()
+            if self._announced:
+                await self._withdraw()
             for error in self._refused.values():
                 raise error
+
+    async def announce(self, interest: Interest) -> None:
+        """Before the network is opened: register what is needed now with the transport, where that can be done, so that
+        it is asked for before anybody can send. The `sync` that follows when it is open learns what the network says.
+        """
+        async with self._turn:
+            self._find_due(interest)
+            due = list(self._due)
+            for start in range(0, len(due), LOOKED_AT_MAX):
+                if start:
+                    await asyncio.sleep(0)
+                found = {key: wanted for key in due[start : start + LOOKED_AT_MAX] if (wanted := self._wanted(key))}
+                statuses = self._endpoint.register_before_open(list(found.values()), self._listener)
+                for (key, filter), status in zip(found.items(), statuses, strict=True):
+                    if not status.code:
+                        self._announced[key] = filter
+
+    async def _withdraw(self) -> None:
+        """What was announced, and is not needed any more."""
+        announced, self._announced = self._announced, {}
+        for key, (source, sink) in announced.items():
+            if key not in self._registered and key not in self._refused:
+                with contextlib.suppress(UStatusError):
+                    await self._endpoint.unregister_listener(source, self._listener, sink)
 
     # What to look at
 

@@ -106,11 +106,24 @@ class HostedTransport(UTransport):
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
-    def __init__(self, home: Endpoint, endpoints: Endpoints, authority: str, also: Iterable[str] = ()) -> None:
-        """`also`: other authorities, or families of them, for which the uSubscription in this process answers."""
+    def __init__(
+        self,
+        home: Endpoint,
+        endpoints: Endpoints,
+        authority: str,
+        also: Iterable[str] = (),
+        entities: Iterable[int] = (),
+    ) -> None:
+        """`also`: other authorities, or families of them, for which the uSubscription in this process answers.
+
+        `entities` are hosted from the beginning to the end: what comes for them while their services start or stop is
+        told so, and goes nowhere else.
+        """
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
         self._listeners: dict[tuple[int, int, int], _Listeners] = {}  # by the key of the sink
-        self._entities: dict[int, None] = {}  # those that have a listener, in the order in which they came
+        self._always = tuple(entities)
+        # and those that have a listener, in the order in which they came
+        self._entities: dict[int, None] = dict.fromkeys(self._always)
         self._ingress: EncodedListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
@@ -234,7 +247,8 @@ class HostedTransport(UTransport):
         await self._look_at_entities()
 
     async def _look_at_entities(self) -> None:
-        entities = dict.fromkeys(key[0] for key, listeners in self._listeners.items() if listeners)
+        served = (key[0] for key, listeners in self._listeners.items() if listeners)
+        entities = dict.fromkeys([*self._always, *served])
         if entities.keys() != self._entities.keys():
             self._entities = entities
             if self._on_entities_changed is not None:

@@ -1,17 +1,18 @@
 """Networks: every endpoint is opened, kept open, and listens to what is needed now.
 
-keep_open: open -- away? again and again --> connected / lost -> callbacks of the owner
-follow:    something has changed -> sync: each ingress listens to what rules, interest and services need
-                       ^---- a network refuses: again, while the others go on
+run, for each endpoint by itself:
+    announce what is needed -> open -- away? again and again --> connected / lost -> callbacks of the owner
+    -> sync: its ingress listens to what rules, interest and services need  <-- something has changed
+                       ^---- the network refuses: again after a while
 
-An endpoint whose network is away at the start is tried again and again; the others don't notice.
+An endpoint whose network hangs, or is away at the start, is tried again and again; the others don't notice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,42 +52,55 @@ class Networks:
         self._linked: set[str] = set()
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         self._gone_at: dict[str, float] = {}  # endpoints whose network went away, and when (loop time)
-        self._changed = asyncio.Event()  # what is to be listened to
-        self._retry = False  # what a network has refused may be taken now: one is new, or back
+        names = [endpoint.name for endpoint in endpoints]
+        self._tried = {name: asyncio.Event() for name in names}  # it listens, or failed to once
+        self._changed = {name: asyncio.Event() for name in names}  # what is to be listened to
+        self._retry: set[str] = set()  # what these have refused may be taken now: one is new, or back
         self._back = asyncio.Event()  # a network is back, or nobody waits for one any more
         self._stopping = False
 
     def __repr__(self) -> str:
         return f"Networks(open={sorted(self._open)}, troubles={self._troubles})"
 
-    async def keep_open(self, endpoint: Endpoint, tried: asyncio.Event) -> None:
-        """Open the transport; try again while its network is away. `tried` is set after the first attempt."""
+    async def run(self, endpoint: Endpoint) -> None:
+        """Open the transport, and listen to what is needed, until cancelled."""
+        await self._open_at_last(endpoint)
+        self._listen_anew()
+        await self._follow(endpoint.name)
+
+    async def tried(self) -> None:
+        """Each network is listened to, or could not be opened at the first attempt."""
+        await asyncio.gather(*(event.wait() for event in self._tried.values()))
+
+    async def _open_at_last(self, endpoint: Endpoint) -> None:
+        """Try again while the network is away."""
         backoff = self._backoff()
         endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
         endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
         endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
         while True:
+            await self._ingresses[endpoint.name].filters.announce(self._interest)
             try:
                 await endpoint.open()
                 break
             except UStatusError as error:
                 why = self._troubles[endpoint.name] = str(error)
             log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff)
-            tried.set()
+            self._tried[endpoint.name].set()
             await backoff.wait()
         self._open.add(endpoint.name)
         self._troubles.pop(endpoint.name, None)
-        tried.set()
-        self._listen_anew()
 
     def _listen_anew(self) -> None:
-        self._retry = True
-        self._changed.set()
+        self._retry.update(self._changed)
+        self.listen_soon()
 
     def _connection(self, endpoint: Endpoint, connected: bool) -> None:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
         if not connected:
-            if not endpoint.needs_sink:  # there, no topic has a filter that could be missing
+            # with a streamer's sink no topic has a filter that could be missing; where others come to us, who is away
+            # learns of all our filters as soon as it is back
+            if not (endpoint.needs_sink or endpoint.transport.only_listens):
                 self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
         else:
             self._gone_at.pop(endpoint.name, None)
@@ -125,12 +139,15 @@ class Networks:
 
         Raises the first UStatusError, after all were tried.
         """
-        names = [endpoint.name for endpoint in self._endpoints if endpoint.name in self._open]
-        # one that hangs holds up no other
-        results = await asyncio.gather(*(self._sync_one(name, retry) for name in names))
-        errors = [error for error in results if error is not None]
-        if errors:
-            raise errors[0]
+        errors = await self._sync_some([one.name for one in self._endpoints if one.name in self._open], retry)
+        for error in errors.values():
+            raise error
+
+    async def _sync_some(self, names: Iterable[str], retry: bool) -> dict[str, UStatusError]:
+        """The errors of those that refuse something; one that hangs holds up no other."""
+        asked = list(names)
+        results = await asyncio.gather(*(self._sync_one(name, retry) for name in asked))
+        return {name: error for name, error in zip(asked, results, strict=True) if error is not None}
 
     async def _sync_one(self, name: str, retry: bool) -> UStatusError | None:
         try:
@@ -142,42 +159,43 @@ class Networks:
         return None
 
     async def listen(self, *, retry: bool = True) -> bool:
-        """Listen to what can be listened to now, and leave the rest to `follow`: one network that refuses stops
-        nothing. False if something is left."""
-        listens = await self._try_to_listen(retry)
-        if not listens:
-            self._changed.set()
-        return listens
+        """Listen to what can be listened to now, and leave the rest to `run`: one network that refuses stops nothing.
+        False if something is left."""
+        failed = await self._try_to_listen([one.name for one in self._endpoints if one.name in self._open], retry)
+        for name in failed:
+            self._changed[name].set()
+        return not failed
 
-    async def _try_to_listen(self, retry: bool) -> bool:
-        try:
-            await self.sync(retry=retry)
-        except UStatusError as error:
-            log.warning("could not listen to everything; trying again", error=str(error))
-            return False
-        return True
+    async def _try_to_listen(self, names: Iterable[str], retry: bool) -> list[str]:
+        """The names of those that refuse something."""
+        errors = await self._sync_some(names, retry)
+        for name, error in errors.items():
+            log.warning("could not listen to everything; trying again", endpoint=name, error=str(error))
+        return list(errors)
 
     def listen_soon(self) -> None:
         """Something else has to be listened to."""
-        self._changed.set()
+        for changed in self._changed.values():
+            changed.set()
 
-    async def follow(self) -> None:
-        """Listen to what is needed, whenever that changes, until cancelled. What a network refuses is tried again after
-        a while, and at once when one is back."""
-        loop, backoff = asyncio.get_running_loop(), self._backoff()
+    async def _follow(self, name: str) -> None:
+        """Listen to what is needed, whenever that changes, until cancelled. What the network refuses is tried again
+        after a while, and at once when one is back."""
+        loop, backoff, changed = asyncio.get_running_loop(), self._backoff(), self._changed[name]
         retry_at: float | None = None
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(retry_at):
-                    await self._changed.wait()
-            self._changed.clear()
-            retry = self._retry or (retry_at is not None and loop.time() >= retry_at)
-            self._retry = False
-            if await self._try_to_listen(retry):
+                    await changed.wait()
+            changed.clear()
+            retry = name in self._retry or (retry_at is not None and loop.time() >= retry_at)
+            self._retry.discard(name)
+            if not await self._try_to_listen([name], retry):
                 backoff.reset()
                 retry_at = None
             elif retry or retry_at is None:
                 retry_at = loop.time() + backoff.next_ms() / 1000
+            self._tried[name].set()
 
     async def listen_before_answer(self, _: Any) -> None:
         """The embedded service is about to answer: listen first, so that nothing published after the answer is missed.

@@ -21,7 +21,7 @@ from streamer.access import Entry, Pattern
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.followed import Follow
-from streamer.hosted import HostedTransport
+from streamer.hosted import USUBSCRIPTION, HostedTransport
 from streamer.ingress import IdWindow, Logs
 from streamer.limits import Limits
 from streamer.rules import Rule
@@ -100,6 +100,11 @@ def usubscription_of(
         subscriptions_max=limits.subscriptions_max,
         message_bytes_max=limits.message_bytes_max,
     )
+
+
+def entities_of(config: Config) -> list[int]:
+    """The uEntities inside: each has methods from the beginning to the end."""
+    return [ENTITY, *([USUBSCRIPTION] if config.usubscription_of(config.home) == "embedded" else [])]
 
 
 def interest_sources_of(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -217,6 +217,25 @@ class TransportBase(UTransport):
                 self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 
+    def register_before_open(
+        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        statuses: list[UStatus] = []
+        for source, sink in filters:
+            try:
+                filter = self.listeners.add(source, sink, listener)
+                if filter is not None:
+                    try:
+                        self.listen_at_open(filter)
+                    except UStatusError:
+                        self.listeners.remove(source, sink, listener)
+                        raise
+            except UStatusError as error:
+                statuses.append(error.status)
+            else:
+                statuses.append(OK)
+        return statuses
+
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
@@ -229,6 +248,11 @@ class TransportBase(UTransport):
     async def listen(self, filter: Filter) -> None:
         """Returns when the network delivers what matches from here on. What UStatusError it raises is the caller's
         answer, and nothing is registered then."""
+
+    def listen_at_open(self, filter: Filter) -> None:
+        """A filter that is new before `open`. Override it if `open` has the network deliver what matches
+        `self.listeners.filters`. What UStatusError it raises is the caller's answer, and nothing is registered then."""
+        raise UStatusError.from_status(NOT_OPEN)
 
     async def unlisten(self, filter: Filter) -> None:
         """The network need not deliver it any more."""

@@ -275,6 +275,8 @@ class LocalTransport(TransportBase):
             if self.session is not None and self.session in self.network.sessions:
                 self._resumed = self.network.sessions.pop(self.session)
                 self._resumed_until = asyncio.get_running_loop().time() + UNCLAIMED_MS_MAX / 1000
+            for filter in self.listeners.filters:  # registered before
+                await self.listen(filter)
             self.reconnect()
 
     async def close(self) -> None:
@@ -406,6 +408,9 @@ class LocalTransport(TransportBase):
                 if matches(filter, message):
                     self._put(message)
             self._resumed.filters = [left for left in self._resumed.filters if left != filter]
+
+    def listen_at_open(self, filter: Filter) -> None:
+        """The members of a network hear everything, and match it with their listeners."""
 
     def _drop_unclaimed(self) -> None:
         if self._resumed.filters and asyncio.get_running_loop().time() >= self._resumed_until:

@@ -244,6 +244,19 @@ class UTransport(abc.ABC):
 
         return list(await asyncio.gather(*(register(*pair) for pair in filters)))
 
+    def register_before_open(
+        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        """Before `open`: register_listener for each (source filter, sink filter), so that the network is asked within
+        `open`, before anybody can send to us. One status for each; no I/O.
+
+        What is OK is registered, and is unregistered as usual once the transport is open. To register it again then
+        changes nothing, and answers what the network said. Who can't do it answers UNAVAILABLE, as here, and is asked
+        after `open`.
+        """
+        why = f"{type(self).__name__} takes listeners only while it is open: register them after open"
+        return [UStatus(code=UCode.UNAVAILABLE, message=why)] * len(filters)
+
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:

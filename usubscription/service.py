@@ -123,7 +123,7 @@ class USubscriptionService:
         self._expirer: asyncio.Task[None] | None = None
         self._next_expiry_ms: int | None = None
         self._expiry_news = asyncio.Event()
-        self._started = False
+        self._is_open = self._started = False
         self._calls: Counter[str] = Counter()
         self._may_reset: MayReset = reset
         self._refused: Counter[str] = Counter()
@@ -167,14 +167,23 @@ class USubscriptionService:
             total.update(dropped)
         return total
 
-    async def start(self) -> None:
-        """Open the store, go on where it stopped, serve. The transport must be open. With a damaged store it serves,
-        too: see `trouble`.
+    async def open(self) -> None:
+        """Open the store, so that `subscriptions` answers. Nothing is served yet, and the transport is not used.
 
         Raises UStatusError: ALREADY_EXISTS, FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see
-        schema.open_store), or what the transport says.
+        schema.open_store).
         """
-        await self.store.start()
+        if not self._is_open:
+            await self.store.start()
+            self._is_open = True
+
+    async def start(self) -> None:
+        """Open the store, go on where it stopped, serve. The transport must be open, or be opening. With a damaged
+        store it serves, too: see `trouble`.
+
+        Raises UStatusError as `open`, or what the transport says.
+        """
+        await self.open()
         try:
             if self.trouble is None:
                 await self._go_on()
@@ -212,6 +221,7 @@ class USubscriptionService:
             await self._halting
         await self._halt()
         await self.store.stop()
+        self._is_open = False
         await self.entry.responses.drain(self._drain_ms_max)
         await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False

@@ -102,25 +102,37 @@ class ServiceInterest(InterestSource):
         self._had_no_room = False  # for a topic that was to be asked
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_loaded = False
+        self._first_answer = asyncio.Event()  # or the first failure
+        self._transport = transport
         transport.on_connection(self._connection_changed)
 
     @property
     def can_list(self) -> bool:  # type: ignore[override]
         return self._client.version != 3
 
+    async def load(self) -> None:
+        """What was known before the restart serves until the service is heard."""
+        if self._saved is None or self._is_loaded:
+            return
+        self._is_loaded = True
+        known = self._saved.load()
+        if changed := self.replace(known):
+            self.changed(changed)
+        for subscription in known:
+            self._note_asked(subscription.topic)
+        self.on_change(self._saved.changed)
+
     async def start(self) -> None:
         if self._task is not None:
             return
-        if self._saved is not None:  # what was known before the restart serves until the service is heard
-            known = self._saved.load()
-            if changed := self.replace(known):
-                self.changed(changed)
-            for subscription in known:
-                self._note_asked(subscription.topic)
-            self.on_change(self._saved.changed)
-        first = asyncio.get_running_loop().create_future()
-        self._task = asyncio.ensure_future(self._run(first))
-        await first
+        await self.load()
+        self._task = asyncio.ensure_future(self._run())
+        await self.answered()
+
+    async def answered(self) -> None:
+        if self._transport.connected and self._task is not None:
+            await self._first_answer.wait()
 
     async def stop(self) -> None:
         task, self._task = self._task, None
@@ -174,16 +186,18 @@ class ServiceInterest(InterestSource):
     def decided(self, topic: UUri) -> bool:
         return self.complete if self.can_list else uris.key(topic) in self._answered
 
-    async def _run(self, first: asyncio.Future[None]) -> None:
+    async def _run(self) -> None:
         backoff = Backoff(2 * RETRY_FIRST_MS, RETRY_MAX_MS)
         loop = asyncio.get_running_loop()
         while True:
             self._news.clear()
+            if not self._transport.connected:  # a call would only wait for the network, and be late when it is there
+                await self._news.wait()
+                continue
             # whatever we are told: a notification costs its sender nothing
             earliest = loop.time() + RETRY_FIRST_MS / 1000
             await self.refresh()
-            if not first.done():
-                first.set_result(None)
+            self._first_answer.set()
             if self.healthy:
                 backoff.reset()
             if self._had_no_room:
@@ -299,11 +313,16 @@ class EmbeddedInterest(InterestSource):
         if saved is not None:
             self._saved = SavedInterest(saved, self.one_of_each_authority, runtime.disk, EMBEDDED_SAVE_DELAY_S)
         self.healthy = False
+        self._is_loaded = False
         service.on_change(self._changed)
 
-    async def start(self) -> None:
-        if not self.complete:
+    async def load(self) -> None:
+        if not self._is_loaded:
+            self._is_loaded = True
             await self.refresh()
+
+    async def start(self) -> None:
+        await self.load()
 
     async def stop(self) -> None:
         """The service has its own owner."""
@@ -359,8 +378,16 @@ class Interest:
     def __repr__(self) -> str:
         return f"Interest({', '.join(map(repr, self.sources))}, version={self.version})"
 
+    async def load(self) -> None:
+        """Learn what is on disk. Raises UStatusError for a file that somebody has to mend."""
+        await asyncio.gather(*(source.load() for source in self.sources))
+
     async def start(self) -> None:
         await asyncio.gather(*(source.start() for source in self.sources))
+
+    async def answered(self) -> None:
+        """Returns when each source whose network is there has answered, or has failed once."""
+        await asyncio.gather(*(source.answered() for source in self.sources))
 
     async def stop(self) -> None:
         self._to_ask.clear()

@@ -28,18 +28,23 @@ class StaticFile(InterestSource):
         self._path = Path(path)
         self.healthy = False
 
-    async def start(self) -> None:
+    async def load(self) -> None:
         """Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with the entry that can't be read."""
-        await self._take_all(self._load)
+        if not self.complete:
+            await self._take_all(self._read)
+
+    async def start(self) -> None:
+        """Raises as `load`."""
+        await self.load()
 
     async def refresh(self) -> None:
         """Read it again. A file that went bad leaves what is known, and `healthy` False."""
         try:
-            await self._take_all(self._load)
+            await self._take_all(self._read)
         except UStatusError:
             self.healthy = False
 
-    async def _load(self) -> list[Subscription]:
+    async def _read(self) -> list[Subscription]:
         subscriptions = await asyncio.to_thread(read, self._path)
         self.healthy = True
         return subscriptions

@@ -218,9 +218,15 @@ class InterestSource(InterestTable):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, topics={len(self)}, healthy={self.healthy})"
 
+    async def load(self) -> None:
+        """Learn what can be known without any network: what is on disk. Called before `start`, or by it."""
+
     async def start(self) -> None:
-        """Learn what there is. Returns when that has succeeded or failed once; a service's failure is retried, not
-        raised."""
+        """Learn what there is, from now on. Returns as `answered`; a service's failure is retried, not raised."""
+
+    async def answered(self) -> None:
+        """Returns when what `start` began has succeeded or failed once; at once where the network that leads to the
+        service is away."""
 
     async def stop(self) -> None:
         """Nothing to stop, unless a source has something."""

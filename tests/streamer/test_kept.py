@@ -60,7 +60,7 @@ async def test_what_comes_before_the_interest_is_known_after_a_restart_goes_out(
     async def late(self: EmbeddedInterest) -> None:
         started.set()
         await go_on.wait()
-        await start(self)
+        await begin(self)
 
     monkeypatch.setattr(EmbeddedInterest, "start", late)
     starting = asyncio.ensure_future(world.start())
@@ -306,15 +306,15 @@ async def test_a_store_that_cant_be_opened_leaves_the_last_known_interest(
     async with USubscriptionClient(cloud, cloud.local, "vehicle1") as client:
         await client.subscribe(SPEED)
     await world.stop()
-    start = USubscriptionService.start
+    begin = USubscriptionService.open
     refused = asyncio.Event()
 
     async def refuses(self: USubscriptionService) -> None:
         if not refused.is_set():
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
-        await start(self)
+        await begin(self)
 
-    monkeypatch.setattr(USubscriptionService, "start", refuses)
+    monkeypatch.setattr(USubscriptionService, "open", refuses)
     await world.start()
     assert any("its service can't start" in problem for problem in world.streamer.problems())
     await vehicle.send(publish(SPEED, "still forwarded"))

@@ -185,9 +185,10 @@ class DdsTransport(TransportBase):
             )
             self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             try:
+                self._session = session
+                await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # registered before
                 await self._discovered()
-                self._session, self.is_open = session, True
-                await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # of an earlier life
+                self.is_open = True
             except BaseException:
                 self._end(session)
                 raise
@@ -246,7 +247,7 @@ class DdsTransport(TransportBase):
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and
         sink; others pass."""
-        if self._session is None:
+        if self._session is None or not self.is_open:
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
@@ -363,6 +364,9 @@ class DdsTransport(TransportBase):
                 self.listeners.remove(source_filter, sink_filter, listener)
             self._readers.pop(filter, None)
             raise
+
+    def listen_at_open(self, filter: Filter) -> None:
+        """Its reader is made by `open`."""
 
     def _reader(self, filter: Filter) -> asyncio.Task[int]:
         """The token of the reader of `filter`, which is made if there is none; done when the peers know it.

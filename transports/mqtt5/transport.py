@@ -383,7 +383,11 @@ class Mqtt5Transport(TransportBase):
         topic_filter = self._topic_filter(source_filter, sink_filter)
         if self.listeners.add(source_filter, sink_filter, listener) is not None:
             self._use(topic_filter)
-        granted = self._subscriptions[topic_filter].granted
+        subscription = self._subscriptions[topic_filter]
+        if topic_filter in self._refused and self.connected:  # it was asked for with the connection: again
+            del self._refused[topic_filter]
+            subscription.granted = asyncio.ensure_future(self._subscribe(subscription))
+        granted = subscription.granted
         if granted is None:
             return
         try:
@@ -400,6 +404,9 @@ class Mqtt5Transport(TransportBase):
         topic_filter = self._topic_filter(source_filter, sink_filter)
         if self.listeners.remove(source_filter, sink_filter, listener) is not None:
             await self._release(topic_filter)
+
+    def listen_at_open(self, filter: Filter) -> None:
+        self._use(self._mapping.topic_filter(filter.source, filter.sink))
 
     def _topic_filter(self, source_filter: UUri, sink_filter: UUri | None) -> str:
         filter = Filter.of(source_filter, sink_filter, self.authority)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -141,29 +142,47 @@ class ZenohConfig(TransportSettings):
         return settings
 
 
-def linked(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
+def linked(
+    config: ZenohConfig,
+    wire_bytes_max: int,
+    subscribe: Callable[[zenoh.Session], None] = lambda session: None,
+    unsubscribe: Callable[[], None] = lambda: None,
+) -> zenoh.Session:
     """A session that is linked, if there is anybody to connect to. Blocks. Raises ZError.
+
+    `subscribe` is called as soon as there is a session, which may be long before it is linked: its port is open by
+    then. `unsubscribe` is called if nothing becomes of it.
 
     Of several endpoints a client of Zenoh tries only the first one until the time is over (its issue 1602), hence a try
     for each. A peer or router goes on looking for all of them by itself, so it need not wait for more than one.
     """
-    if config.mode != "client":
-        return _open_node(config, wire_bytes_max)
+    deadline = time.monotonic() + config.connect_timeout_ms / 1_000
+    is_client = config.mode == "client"
+    session = _open_client(config, wire_bytes_max) if is_client else zenoh.open(config.to_zenoh(0, wire_bytes_max))
+    try:
+        subscribe(session)
+        if not is_client:
+            _wait_for_link(session, config, deadline)
+    except zenoh.ZError:
+        unsubscribe()
+        with contextlib.suppress(zenoh.ZError):
+            session.close()  # type: ignore[no-untyped-call]
+        raise
+    return session
+
+
+def _open_client(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
     for first in range(1, len(config.connect)):
         with contextlib.suppress(zenoh.ZError):
             return zenoh.open(config.to_zenoh(first - 1, wire_bytes_max))
     return zenoh.open(config.to_zenoh(max(len(config.connect) - 1, 0), wire_bytes_max))
 
 
-def _open_node(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
-    deadline = time.monotonic() + config.connect_timeout_ms / 1_000
-    session = zenoh.open(config.to_zenoh(wire_bytes_max=wire_bytes_max))
+def _wait_for_link(session: zenoh.Session, config: ZenohConfig, deadline: float) -> None:
+    """`deadline`: seconds of time.monotonic."""
     while config.connect and not session.info.transports():
         if time.monotonic() > deadline:
-            with contextlib.suppress(zenoh.ZError):
-                session.close()  # type: ignore[no-untyped-call]
             raise zenoh.ZError(
                 f"Unable to connect to any of {', '.join(config.connect)} within {config.connect_timeout_ms} ms"
             )
         time.sleep(LINK_POLL_S)
-    return session

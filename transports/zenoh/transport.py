@@ -110,13 +110,14 @@ class ZenohTransport(TransportBase):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._on_peer, event.transport, opened)
 
-        session = linked(self._config, self.wire_bytes_max)
+        # whoever links to a port of ours before we subscribe sends to nobody
+        session = linked(self._config, self.wire_bytes_max, self._receiver.declare, self._receiver.undeclare)
         try:
-            self._receiver.declare(session)  # what was wanted when it was closed
             session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", Callback(answer_flush, indirect=False))
             events = Callback(on_event, indirect=False)
             self._events = session.info.declare_transport_events_listener(events, history=True)
         except zenoh.ZError:
+            self._receiver.undeclare()
             _close(session)
             raise
         return session
@@ -218,6 +219,9 @@ class ZenohTransport(TransportBase):
         if not self._peers:  # lost meanwhile: what was put may have gone nowhere
             return [NO_PEER if status is OK else status for status in statuses]
         return statuses
+
+    def listen_at_open(self, filter: Filter) -> None:
+        self._receiver.want([(self._key(filter), filter)])
 
     async def listen(self, filter: Filter) -> None:
         """Other sessions learn of it a moment later; until then their messages don't come."""
