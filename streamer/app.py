@@ -205,7 +205,7 @@ class Streamer:
         self.is_connected = self._networks.is_connected
         if self.usubscription is not None:
             self.usubscription.on_change(self._networks.listen_before_answer)
-        self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self.is_connected)
+        self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self._networks.away_s)
         self.history = HistoryService(
             self.hosted,
             self.local,

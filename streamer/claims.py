@@ -1,7 +1,7 @@
 """Who holds what in the logs: how long each endpoint has been away, and what waits for endpoints not configured.
 
-    watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit
-                                                 '-> conditions: told before it ends
+    away_s(endpoint) --> absent_ms: as it is now  --watch, every SAVE_S--> pumps and cursors: hold retention by age
+                         '-> conditions: told before that ends                                until the limit
 
 Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage ends nobody's claim.
 """
@@ -9,7 +9,6 @@ Absence is counted while the streamer runs, by a clock that does not leap: a wee
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,8 +22,7 @@ from streamer.handover import FOLLOWED_PREFIX
 from streamer.parked import PARKED_PREFIX
 from streamer.states import Condition
 
-WATCH_S: Final = 60.0  # absences are counted in these steps
-SAVE_S: Final = 600.0  # between notes of them on disk
+SAVE_S: Final = 600.0  # between notes of absences on disk
 WARNING: Final = 0.9  # of the limit: from then on readiness says that the claim will end
 
 log = structlog.get_logger()
@@ -56,9 +54,11 @@ class Claims:
     """Owns the cursors of endpoints that are not configured; the pumps own theirs."""
 
     def __init__(
-        self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, is_connected: Callable[[Endpoint], bool]
+        self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, away_s: Callable[[Endpoint], float]
     ) -> None:
-        self._pumps, self._logs, self._limit_ms, self._is_connected = pumps, logs, limit_ms, is_connected
+        """`away_s(endpoint)`: for how long its network has not been there, while the streamer ran; 0: it is there."""
+        self._pumps, self._logs, self._limit_ms, self._away_s = pumps, logs, limit_ms, away_s
+        self._saved_at = asyncio.get_running_loop().time()
         self.unclaimed: list[Unclaimed] = []
 
     def __repr__(self) -> str:
@@ -85,24 +85,25 @@ class Claims:
                         one.drop_cursor(name)
 
     async def watch(self) -> None:
-        """Count, until cancelled."""
-        loop = asyncio.get_running_loop()
-        seen = saved = loop.time()
-        away: Counter[str] = Counter()
+        """Save how long each endpoint has been away, until cancelled."""
         while True:
-            await asyncio.sleep(WATCH_S)
-            now = loop.time()
-            for endpoint in {pump.peer.name: pump.peer for pump in self._pumps}.values():
-                away_ms = away[endpoint.name] + int((now - seen) * 1000)
-                away[endpoint.name] = 0 if self._is_connected(endpoint) else away_ms
-            seen = now
-            if now - saved >= SAVE_S:
-                self.passed(int((now - saved) * 1000), away)
-                saved = now
-                away.clear()
+            await asyncio.sleep(SAVE_S)
+            away_ms = {pump.peer.name: int(self._away_s(pump.peer) * 1000) for pump in self._pumps}
+            self.passed(self._unsaved_ms, away_ms)
+
+    @property
+    def _unsaved_ms(self) -> int:
+        return int((asyncio.get_running_loop().time() - self._saved_at) * 1000)
+
+    def absent_ms(self, pump: Pump) -> int:
+        """For how long its peer has been away by now, while the streamer ran, also before a restart; 0: it is
+        there."""
+        away_s = self._away_s(pump.peer)
+        return pump.absent_after(self._unsaved_ms, away_ms=int(away_s * 1000)) if away_s else 0
 
     def passed(self, ms: int, away_ms: Mapping[str, int]) -> None:
         """So much time has passed, and of it each endpoint has been away for the last `away_ms`."""
+        self._saved_at = asyncio.get_running_loop().time()
         for pump in self._pumps:
             pump.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
         for waits in self.unclaimed:
@@ -112,9 +113,10 @@ class Claims:
 
     def conditions(self) -> Iterator[Condition]:
         for pump in self._pumps:
-            if pump.backlog and pump.absent_ms >= self._limit_ms * WARNING:
+            absent_ms = self.absent_ms(pump)
+            if pump.backlog and absent_ms >= self._limit_ms * WARNING:
                 what = f"the {pump.backlog} records that it has not had"
-                yield Condition(f"it has been away: {self._end(pump.absent_ms)} {what}", pump.peer.name)
+                yield Condition(f"it has been away: {self._end(absent_ms)} {what}", pump.peer.name)
             if pump.parking.waited_ms >= self._limit_ms * WARNING:
                 what = f"{len(pump.parking)} topics wait for endpoint {pump.peer.name}, paused or undecided"
                 yield Condition(f"{what}: {self._end(pump.parking.waited_ms)} what has come of them", pump.peer.name)

@@ -139,7 +139,7 @@ class Pump:
         self.is_followed = False  # the peer takes the publishes by itself (handover.py)
         self._pushed_to = 0  # while they were pushed again from further back: up to here all else has left
         self._between: deque[tuple[Callable[[], int], asyncio.Future[int]]] = deque()  # to be done while nothing leaves
-        # how long the peer has been away, while the streamer ran
+        # how long the peer has been away, while the streamer ran, as it was last noted (claims.py)
         self.absent_ms, self._absent_ms_max = 0, absent_ms_max
         self._letters_left = PASSED_LETTERS_MAX
         # loop time at which the peer last took something, or was given something after that
@@ -206,9 +206,14 @@ class Pump:
         self._save()
         self.parking.load()
 
+    def absent_after(self, ms: int, *, away_ms: int) -> int:
+        """`absent_ms` when so much time has passed since it was noted, and of it the peer has been away for the last
+        `away_ms`."""
+        return self.absent_ms + ms if away_ms >= ms else away_ms
+
     def waited(self, ms: int, *, away_ms: int) -> None:
         """So much time has passed, and of it the peer has been away for the last `away_ms`."""
-        absent_ms = self.absent_ms + ms if away_ms >= ms else away_ms
+        absent_ms = self.absent_after(ms, away_ms=away_ms)
         if absent_ms != self.absent_ms:
             self.absent_ms = absent_ms
             self._save()

@@ -39,7 +39,7 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
         "Topics that are paused toward a peer, or of which no uSubscription has said whether it wants them",
     ),
     "stuck_streams": (GAUGE, "endpoint log", "Streams that do not get through though others do"),
-    "absent_seconds": (GAUGE, "endpoint log", "For how long a peer has been away while the streamer ran"),
+    "absent_seconds": (GAUGE, "endpoint log", "For how long a peer has been away by now while the streamer ran; 0: there"),
     "unclaimed_records": (GAUGE, "endpoint log", "Records that wait for an endpoint that is not configured"),
     "paused": (GAUGE, "peer", "Patterns of topics that are not dispatched to a peer now"),
     "log_newest_seq": (GAUGE, "log", "Newest record of a log"),
@@ -134,7 +134,7 @@ def _of_peers(streamer: Streamer) -> Iterator[Value]:
         yield "gap_records", label, pump.gaps
         yield "parked_topics", label, len(pump.parking)
         yield "stuck_streams", label, len(pump.aside)
-        yield "absent_seconds", label, pump.absent_ms / 1000
+        yield "absent_seconds", label, streamer.claims.absent_ms(pump) / 1000
     for waits in streamer.claims.unclaimed:
         yield "unclaimed_records", (waits.endpoint, waits.log.name), waits.records
     yield from _each("paused", (), Counter(one.peer for one in streamer.paused))

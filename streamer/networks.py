@@ -53,6 +53,8 @@ class Networks:
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         self._gone_at: dict[str, float] = {}  # endpoints whose network went away, and when (loop time)
         names = [endpoint.name for endpoint in endpoints]
+        # endpoints whose network is not there, and since when (loop time)
+        self._away_since = dict.fromkeys(names, asyncio.get_running_loop().time())
         self._tried = {name: asyncio.Event() for name in names}  # it listens, or failed to once
         self._changed = {name: asyncio.Event() for name in names}  # what is to be listened to
         self._retry: set[str] = set()  # what these have refused may be taken now: one is new, or back
@@ -98,12 +100,14 @@ class Networks:
     def _connection(self, endpoint: Endpoint, connected: bool) -> None:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
         if not connected:
+            self._away_since[endpoint.name] = asyncio.get_running_loop().time()
             # with a streamer's sink no topic has a filter that could be missing; where others come to us, who is away
             # learns of all our filters as soon as it is back
             if not (endpoint.needs_sink or endpoint.transport.only_listens):
                 self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
         else:
             self._gone_at.pop(endpoint.name, None)
+            self._away_since.pop(endpoint.name, None)
             self._linked.add(endpoint.name)
             self._listen_anew()
             self._back.set()
@@ -114,6 +118,14 @@ class Networks:
         if connected:
             self._linked.add(endpoint.name)  # also of a transport that tells of reconnections only
         return connected
+
+    def away_s(self, endpoint: Endpoint) -> float:
+        """For how long its network has not been there, while the streamer ran; 0: it is there."""
+        now = asyncio.get_running_loop().time()
+        if not self.is_connected(endpoint):
+            return now - self._away_since.setdefault(endpoint.name, now)
+        self._away_since.pop(endpoint.name, None)
+        return 0.0
 
     def conditions(self) -> Iterator[Condition]:
         """An endpoint that is not open is not ready; what a network refuses of much else is less."""

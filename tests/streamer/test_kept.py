@@ -55,13 +55,17 @@ async def test_what_comes_before_the_interest_is_known_after_a_restart_goes_out(
     started, go_on = asyncio.Event(), asyncio.Event()
     from usubscription_client.interest import EmbeddedInterest
 
-    start = EmbeddedInterest.start
+    load = EmbeddedInterest.load
+
+    async def nothing(self: EmbeddedInterest) -> None:
+        """Neither the store nor the file can be read yet."""
 
     async def late(self: EmbeddedInterest) -> None:
         started.set()
         await go_on.wait()
-        await begin(self)
+        await load(self)
 
+    monkeypatch.setattr(EmbeddedInterest, "load", nothing)
     monkeypatch.setattr(EmbeddedInterest, "start", late)
     starting = asyncio.ensure_future(world.start())
     await started.wait()

@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from transports.conformance.base import Ends, Pair, TransportHarness, spec
-from transports.conformance.messages import ALPHA, BETA, PROBE, code_of, notification, reply, streamed, topic
+from transports.conformance.messages import ALPHA, BETA, PROBE, code_of, codes, example, notification, reply, streamed, topic
 from transports.conformance.sending import INVALID, expired
 from transports.conformance.sinks import BatchSink, Sink
 from uprotocol import uri as uris
@@ -117,6 +117,29 @@ class ListeningConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"late")])
         await asyncio.sleep(self.settle_s)
         assert len(heard.messages) == before
+
+    async def test_listeners_that_are_registered_before_open(self, ends: Ends) -> None:
+        """Either the transport takes none, or each hears what is sent once `open` has returned, as any other does."""
+        self.needs(Capability.PUSH)
+        alpha, beta = await ends(ALPHA), await ends(BETA)
+        heard, gone = Sink(self.deadline_s), Sink(self.deadline_s)
+        statuses = beta.register_before_open([(topic(), reply()), (reply(), None), (OTHER, reply())], heard)
+        if statuses[0].code:
+            assert UCode.OK not in codes(statuses)
+            return
+        assert codes(statuses) == [UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK]
+        assert codes(beta.register_before_open([(OTHER, reply())], gone)) == [UCode.OK]
+        await alpha.open()
+        await beta.open()
+        if self.discovery:
+            await self.reach(alpha, heard, example(topic(), reply()))
+        await beta.register_listener(topic(), heard, reply())  # changes nothing
+        await beta.unregister_listener(OTHER, gone, reply())
+        await self.send_all(alpha, [notification(b"0"), notification(b"1", OTHER), notification(b"2")])
+        assert sorted(await self.settle(alpha, heard)) == [b"0", b"1", b"2"]
+        assert not gone.payloads
+        await beta.unregister_listener(topic(), heard, reply())
+        assert await code_of(beta.unregister_listener(topic(), heard, reply())) == UCode.NOT_FOUND
 
     @spec("dsn~utransport-unregisterlistener-error-notfound~1")
     async def test_unregistering_what_is_not_registered(self, pair: Pair) -> None:

@@ -1,0 +1,37 @@
+"""A Zenoh endpoint subscribes before it is linked, so that nobody's first messages are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from tests.transports.test_zenoh_network import DEADLINE_S, end
+from transports.conformance import Sink
+from transports.conformance.messages import publish, topic
+from transports.ports import free_port
+
+
+@pytest.mark.parametrize("mode", ["peer", "router"])
+async def test_who_links_while_it_looks_for_somebody_else_is_heard(mode: str) -> None:
+    """It has a port, and somebody to connect to who accepts and never answers: `open` waits for that one, and whoever
+    comes to the port meanwhile is heard."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        port = free_port()
+        connect = [f"tcp/127.0.0.1:{mute.getsockname()[1]}"]
+        hub = end("hub", mode=mode, listen=[f"tcp/127.0.0.1:{port}"], connect=connect)
+        sink = Sink(DEADLINE_S)
+        assert not hub.register_before_open([(topic("alpha"), None)], sink)[0].code
+        opening = asyncio.create_task(hub.open())
+        try:
+            async with end("alpha", mode="client", connect=[f"tcp/127.0.0.1:{port}"]) as alpha:
+                await alpha.send_batch([publish(source=topic("alpha"))])
+                await sink.expect(1)
+                await opening  # somebody is linked
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            await hub.close()
