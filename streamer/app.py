@@ -338,7 +338,8 @@ class Streamer:
                 await self.interest.answered()
                 await self._networks.listen()
         except TimeoutError:
-            log.warning("some uSubscription has not answered yet; asking on", waiting=self.interest.unhealthy)
+            what = "not everybody has answered yet; asking on while the rest works"
+            log.warning(what, usubscriptions=self.interest.unhealthy, problems=list(self._networks.problems()))
 
     def _connected(self, endpoint: Endpoint) -> None:
         for pump in self.pumps:

@@ -98,9 +98,7 @@ class Endpoint:
         except UStatusError as error:
             return [error.status] * len(named)
 
-    def register_before_open(
-        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
-    ) -> list[UStatus]:
+    def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
         """As UTransport.register_before_open; never raises."""
         asked = [self._filters(source, listener, sink) for source, sink in filters]
         named = [(source, sink) for source, _, sink in asked]

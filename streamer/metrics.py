@@ -39,7 +39,11 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
         "Topics that are paused toward a peer, or of which no uSubscription has said whether it wants them",
     ),
     "stuck_streams": (GAUGE, "endpoint log", "Streams that do not get through though others do"),
-    "absent_seconds": (GAUGE, "endpoint log", "For how long a peer has been away by now while the streamer ran; 0: there"),
+    "absent_seconds": (
+        GAUGE,
+        "endpoint log",
+        "For how long a peer has been away by now while the streamer ran; 0: there",
+    ),
     "unclaimed_records": (GAUGE, "endpoint log", "Records that wait for an endpoint that is not configured"),
     "paused": (GAUGE, "peer", "Patterns of topics that are not dispatched to a peer now"),
     "log_newest_seq": (GAUGE, "log", "Newest record of a log"),

@@ -217,9 +217,7 @@ class TransportBase(UTransport):
                 self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 
-    def register_before_open(
-        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
-    ) -> list[UStatus]:
+    def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
         statuses: list[UStatus] = []
         for source, sink in filters:
             try:

@@ -244,9 +244,7 @@ class UTransport(abc.ABC):
 
         return list(await asyncio.gather(*(register(*pair) for pair in filters)))
 
-    def register_before_open(
-        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
-    ) -> list[UStatus]:
+    def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
         """Before `open`: register_listener for each (source filter, sink filter), so that the network is asked within
         `open`, before anybody can send to us. One status for each; no I/O.
 

@@ -33,7 +33,9 @@ REMOTE = {"vehicle": "none", "mcu": "none", "cloud": "remote"}
 
 
 @contextmanager
-def opened(monkeypatch: pytest.MonkeyPatch, then: dict[str, Callable[[LocalTransport], Awaitable[None]]]) -> Iterator[None]:
+def opened(
+    monkeypatch: pytest.MonkeyPatch, then: dict[str, Callable[[LocalTransport], Awaitable[None]]]
+) -> Iterator[None]:
     """`then`, by authority, is awaited within `open`, when the transport is on its network."""
     open = LocalTransport.open
 
@@ -166,7 +168,9 @@ async def test_a_call_to_a_service_inside_that_has_not_started_is_to_be_tried_ag
 
     monkeypatch.setattr(USubscriptionService, "start", late)
     starting = starts(world)
-    await world.until(lambda: world.streamer is not None and world.streamer.is_connected(world.streamer.endpoints["mcu"]))
+    await world.until(
+        lambda: world.streamer is not None and world.streamer.is_connected(world.streamer.endpoints["mcu"])
+    )
     rpc = InMemoryRpcClient(mcu, mcu.local)
     await rpc.open()
     with pytest.raises(UStatusError, match="//vehicle1/0/3/1 is not served just now: try again later") as raised:
@@ -241,7 +245,10 @@ def absent_s(world: Any, endpoint: str) -> float:
 
     for family in text_string_to_metric_families(metrics.expose(world.streamer).decode()):
         for sample in family.samples:
-            if sample.name == "up_streamer_absent_seconds" and sample.labels == {"endpoint": endpoint, "log": "durable"}:
+            if sample.name == "up_streamer_absent_seconds" and sample.labels == {
+                "endpoint": endpoint,
+                "log": "durable",
+            }:
                 return sample.value
     raise AssertionError("no such metric")
 

@@ -10,7 +10,18 @@ import asyncio
 import pytest
 
 from transports.conformance.base import Ends, Pair, TransportHarness, spec
-from transports.conformance.messages import ALPHA, BETA, PROBE, code_of, codes, example, notification, reply, streamed, topic
+from transports.conformance.messages import (
+    ALPHA,
+    BETA,
+    PROBE,
+    code_of,
+    codes,
+    example,
+    notification,
+    reply,
+    streamed,
+    topic,
+)
 from transports.conformance.sending import INVALID, expired
 from transports.conformance.sinks import BatchSink, Sink
 from uprotocol import uri as uris
