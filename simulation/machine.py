@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from simulation.checker import Checker
 
 STOP_S_MAX: Final = 60.0  # after it a gateway that was asked to stop has a task that never ends
+LATE_OPEN_SHARE: Final = 0.2  # of the networks that a process opens: they take up to ...
+# ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready has
+# been on each network, which the checker counts on
+LATE_OPEN_S_MAX: Final = 2.4
 RESTART_S: Final = 1.0  # after which a supervisor starts anew what has died by itself
 
 
@@ -152,12 +156,21 @@ class GatewayProcess(MachineProcess):
             self._tap(log)
         self._tap_letters(streamer)
         self._tap_gaps(streamer)
+        if "late_open" not in self.machine.world.without:
+            self._open_late(random.Random(f"{self.machine.world.seed} {self.name}"))  # no draw of the others' dice
         waiting = asyncio.ensure_future(streamer.ready.wait())
         waiting.add_done_callback(lambda done: None if done.cancelled() else self._became_ready())
         try:
             await streamer.run()
         finally:
             waiting.cancel()
+
+    def _open_late(self, dice: random.Random) -> None:
+        """Some networks hang for a while."""
+        for transport in self.transports():
+            if dice.random() < LATE_OPEN_SHARE:
+                waits_s = dice.random() ** 2 * LATE_OPEN_S_MAX, dice.random() ** 2 * LATE_OPEN_S_MAX
+                transport.open = _late(transport.open, *waits_s)  # type: ignore[method-assign]
 
     def ask_to_stop(self) -> bool:
         if self.streamer is None:
@@ -188,6 +201,15 @@ class GatewayProcess(MachineProcess):
             on_gap(followed, gap)
 
         streamer.follows.on_gap = tapped
+
+
+def _late(open: Callable[[], Awaitable[None]], before_s: float, after_s: float) -> Callable[[], Awaitable[None]]:
+    async def opens_late() -> None:
+        await asyncio.sleep(before_s)
+        await open()
+        await asyncio.sleep(after_s)
+
+    return opens_late
 
 
 class KeeperProcess(MachineProcess):
