@@ -459,3 +459,39 @@ async def test_what_is_written_behind_something_small_leaves_at_once() -> None:
         transport = await made
         assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         transport.close()
+
+
+class Refusing(FakeBroker):
+    """Refuses the first subscription to each topic filter of a uProtocol authority."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def _answer(self, first: int, body: bytes) -> bytes:
+        if first != SUBSCRIBE or b"$SYS" in body:
+            return super()._answer(first, body)
+        _, rest = properties(PacketTypes.SUBSCRIBE, body[2:])
+        topic_filter, _ = text(rest)
+        self.asked.append(topic_filter)
+        code = b"\x87" if self.asked.count(topic_filter) == 1 else b"\x01"
+        return packet(first & 0xF0 | 0x10, body[:2] + b"\x00" + code)
+
+
+async def test_what_is_registered_before_open_is_subscribed_to_with_the_connection() -> None:
+    """And who registers it again hears what the broker says: it is asked again for what it has refused."""
+    broker, listener = Refusing(), Deaf()
+    server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
+    broker.port = server.sockets[0].getsockname()[1]
+    async with server:
+        one = end(broker)
+        assert [status.code for status in one.register_before_open([(TOPIC, None)], listener)] == [UCode.OK]
+        async with one:
+            assert len(broker.asked) == 1
+            assert "no longer lets us subscribe to 1 topic filters" in one.troubles[0]
+            await one.register_listener(TOPIC, listener)
+            assert broker.asked == [broker.asked[0]] * 2
+            assert one.troubles == []
+            await one.register_listener(TOPIC, listener)
+            assert len(broker.asked) == 2
+        await asyncio.wait_for(broker.ended.wait(), DEADLINE_S)
