@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 STOP_S_MAX: Final = 60.0  # after it a gateway that was asked to stop has a task that never ends
 LATE_OPEN_SHARE: Final = 0.2  # of the networks that a process opens: they take up to ...
-# ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready has
-# been on each network, which the checker counts on
+# ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready is
+# on each network, which the checker counts on
 LATE_OPEN_S_MAX: Final = 2.4
 RESTART_S: Final = 1.0  # after which a supervisor starts anew what has died by itself
 
