@@ -1,6 +1,6 @@
 """The composition root: makes every part, starts them in order, stops them in the other.
 
-    logs -> interest on disk -> endpoints, each listened to as it is opened -> hosted services -> pumps -> ready
+    logs -> interest on disk -> endpoints, each listened to as it is opened -> pumps -> hosted services -> ready
                                 '-> each uSubscription is asked as soon as its network is there
 
 What comes before the services run waits in the log, or its caller is told to try again.
@@ -304,6 +304,8 @@ class Streamer:
         for endpoint in self.endpoints:
             start(self.express.queues[endpoint.name].run(), f"express {endpoint.name}")
             start(self._networks.run(endpoint), f"network {endpoint.name}")
+        for pump in self.pumps:
+            start(pump.run(), f"pump {pump.peer.name}")
         start(self.interest.start(), "learn the interest")
         await self.history.start()
         await self.control.start()
@@ -311,8 +313,6 @@ class Streamer:
             self.hosted.unserved.is_settled = True
         else:
             start(self._retry_usubscription(self.usubscription), "usubscription")
-        for pump in self.pumps:
-            start(pump.run(), f"pump {pump.peer.name}")
         start(self.claims.watch(), "claims")
         start(self.handovers.run(), "hand-overs")
         await self.follows.start()

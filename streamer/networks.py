@@ -51,7 +51,8 @@ class Networks:
         # endpoints that have had a connection: who only listens may be alone for a while
         self._linked: set[str] = set()
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
-        self._gone_at: dict[str, float] = {}  # endpoints whose network went away, and when (loop time)
+        # endpoints that are being opened for the first time, or whose network went away; since when (loop time)
+        self._gone_at: dict[str, float] = {}
         names = [endpoint.name for endpoint in endpoints]
         # endpoints whose network is not there, and since when (loop time)
         self._away_since = dict.fromkeys(names, asyncio.get_running_loop().time())
@@ -81,6 +82,7 @@ class Networks:
         endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
         endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
         self._troubles[endpoint.name] = "its network has not answered yet"
+        self._expect_soon(endpoint)
         while True:
             await self._ingresses[endpoint.name].filters.announce(self._interest)
             try:
@@ -89,10 +91,22 @@ class Networks:
             except UStatusError as error:
                 why = self._troubles[endpoint.name] = str(error)
             log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff)
-            self._tried[endpoint.name].set()
+            self._has_tried(endpoint.name)
             await backoff.wait()
         self._open.add(endpoint.name)
         self._troubles.pop(endpoint.name, None)
+
+    def _expect_soon(self, endpoint: Endpoint) -> None:
+        """It is not there now, and may be any moment. With a streamer's sink no topic has a filter that could be
+        missing then."""
+        if not endpoint.needs_sink:
+            self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
+
+    def _has_tried(self, name: str) -> None:
+        if not self._tried[name].is_set():
+            self._tried[name].set()
+            self._gone_at.pop(name, None)
+            self._back.set()
 
     def _listen_anew(self) -> None:
         self._retry.update(self._changed)
@@ -102,12 +116,11 @@ class Networks:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
         if not connected:
             self._away_since[endpoint.name] = asyncio.get_running_loop().time()
-            # with a streamer's sink no topic has a filter that could be missing; where others come to us, who is away
-            # learns of all our filters as soon as it is back
-            if not (endpoint.needs_sink or endpoint.transport.only_listens):
-                self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
+            if not endpoint.transport.only_listens:  # else who comes to us learns of all our filters at once
+                self._expect_soon(endpoint)
         else:
-            self._gone_at.pop(endpoint.name, None)
+            if self._tried[endpoint.name].is_set():  # else it is not listened to yet
+                self._gone_at.pop(endpoint.name, None)
             self._away_since.pop(endpoint.name, None)
             self._linked.add(endpoint.name)
             self._listen_anew()
@@ -208,12 +221,13 @@ class Networks:
                 retry_at = None
             elif retry or retry_at is None:
                 retry_at = loop.time() + backoff.next_ms() / 1000
-            self._tried[name].set()
+            self._has_tried(name)
 
     async def listen_before_answer(self, _: Any) -> None:
         """The embedded service is about to answer: listen first, so that nothing published after the answer is missed.
 
-        A network that has just gone is waited for a little: what is published there before we are back reaches nobody.
+        A network that is being opened, or has just gone, is waited for a little: what is published there before we are
+        back reaches nobody.
         """
         await self.listen(retry=False)
         loop = asyncio.get_running_loop()

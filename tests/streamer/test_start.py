@@ -221,6 +221,36 @@ async def test_a_topic_that_nobody_wants_any_more_when_the_network_is_open_is_no
 # Networks that are away.
 
 
+@pytest.mark.parametrize("hung", [False, True])
+async def test_who_subscribes_waits_for_a_network_that_is_being_opened(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, hung: bool
+) -> None:
+    """For a while: then nothing that is published there after the answer is missed."""
+    world = await make_world(EMBEDDED, {}, start=False)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    heard = await world.hear(cloud, SPEED)
+    monkeypatch.setattr(networks, "BACK_SOON_S", 0.1 if hung else 20.0)
+    go_on = asyncio.Event()
+
+    async def waits(transport: LocalTransport) -> None:
+        await go_on.wait()
+
+    with opened(monkeypatch, {"vehicle1": waits}):
+        starting = starts(world)
+        await world.until(lambda: world.streamer is not None and world.streamer.hosted.unserved.is_settled)
+        async with USubscriptionClient(cloud, cloud.local, "vehicle1") as client:
+            subscribing = asyncio.create_task(client.subscribe(SPEED))
+            await world.until(lambda: world.streamer.interest.wants(SPEED))
+            if not hung:
+                assert not subscribing.done()
+                go_on.set()
+            await subscribing
+        go_on.set()
+        await starting
+        await vehicle.send(publish(SPEED, "0"))
+        await heard.expect(1)
+
+
 @pytest.mark.parametrize("only_listens", [True, False])
 async def test_who_subscribes_waits_for_a_network_that_has_just_gone_unless_others_come_to_it(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, only_listens: bool
