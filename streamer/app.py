@@ -339,7 +339,7 @@ class Streamer:
                 await self._networks.listen()
         except TimeoutError:
             what = "not everybody has answered yet; asking on while the rest works"
-            log.warning(what, usubscriptions=self.interest.unhealthy, problems=list(self._networks.problems()))
+            log.warning(what, usubscriptions=self.interest.unhealthy, problems=self.problems())
 
     def _connected(self, endpoint: Endpoint) -> None:
         for pump in self.pumps:

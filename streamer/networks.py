@@ -81,7 +81,6 @@ class Networks:
         endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
         endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
         endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
-        self._troubles[endpoint.name] = "its network has not answered yet"
         self._expect_soon(endpoint)
         while True:
             await self._ingresses[endpoint.name].filters.announce(self._interest)

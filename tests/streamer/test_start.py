@@ -116,7 +116,7 @@ async def test_what_is_published_when_a_network_is_open_reaches_who_subscribed_b
         await sending
         await heard.expect(sent)
         assert heard.texts == [str(number) for number in range(sent)]
-        assert "endpoint mcu: its network has not answered yet" in world.streamer.problems()
+        assert "endpoint mcu: its network is being opened" in world.streamer.problems()
         assert not world.streamer.ready.is_set(), "the network that hangs is being waited for"
         world.streamer.stop()
         starting.cancel()
