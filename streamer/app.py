@@ -52,6 +52,7 @@ from streamer.paused import FILE, Paused
 from streamer.rules import Rule, Rules
 from streamer.states import LOOK_S, STARTING, STREAMER, Condition, States, of_one_that_cant_start
 from streamer.view import View
+from transports.certificates import Expiries
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import make_room
@@ -220,6 +221,7 @@ class Streamer:
             handing_over=self.handovers,
             keeper=keeper,
         )
+        self.certificates = Expiries(parts.certificates_of(config), runtime.now_ms)
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
         self.admin: Admin | None = None
         if config.streamer.admin is not None:
@@ -317,6 +319,9 @@ class Streamer:
         start(self.handovers.run(), "hand-overs")
         await self.follows.start()
         await self._settle_down()
+        if self.certificates:
+            await self.certificates.look()  # the notes tell of it
+            start(self.certificates.run(), "certificates")
         self.ready.set()
         self.states.look()
         for note in self.notes():
@@ -554,7 +559,7 @@ class Streamer:
             for one in sorted(self.paused)
         ]
         following = parts.notes_of(self.config, self.endpoints, self.rules)
-        return [*self.endpoints.notes(), *following, *self.ledger.notes(), *paused]
+        return [*self.endpoints.notes(), *following, *self.certificates.notes(), *self.ledger.notes(), *paused]
 
     def topics_of(self, authority: str) -> int:
         """How many topics of it the logs know."""

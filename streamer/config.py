@@ -29,6 +29,7 @@ from streamer.access import Pattern as AccessPattern
 from streamer.ledger import UNITS_PER_S
 from streamer.limits import MEMORY_MIB
 from transports import plugin as plugins
+from transports.certificates import CertificateFile
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import ENTITY, VERSION
@@ -162,7 +163,7 @@ class AdminSection(_Section):
     """Who may ask at `streamer.admin`."""
 
     cert_file: Path | None = None
-    """certificate of the port, PEM; with it, TLS only"""
+    """certificate of the port, PEM; with it, TLS only. Both files are read again after they have changed"""
     key_file: Path | None = None
     """its key, PEM, without a passphrase"""
     token_file: Path | None = None
@@ -170,6 +171,10 @@ class AdminSection(_Section):
     unprotected: bool = False
     """lets `streamer.admin` listen beyond loopback without certificate or token: for a network that nobody but the
     monitor is on"""
+
+    @property
+    def certificate_files(self) -> list[CertificateFile]:
+        return [] if self.cert_file is None else [CertificateFile("cert_file", self.cert_file, self.key_file)]
 
 
 class EndpointSection(_Section):

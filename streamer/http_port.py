@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -21,6 +23,7 @@ from aiohttp import web
 
 from streamer.admin import Answer
 from streamer.config import AdminSection
+from transports.certificates import TlsFiles, load_pair
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -52,7 +55,7 @@ class HttpPort:
 
     async def open(self, host: str, port: int) -> int:
         """The port, which is another one for 0. Raises as `Admin.open`."""
-        self._token, tls = _token(self._guard), _tls(self._guard)
+        self._token, tls = _token(self._guard), await _tls(self._guard)
         http, loop = await self.serve(), asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: Line(http(), tls, self._lines), host, port)
@@ -137,14 +140,34 @@ async def _close_after(_: web.Request, response: web.StreamResponse) -> None:
 # Who may ask
 
 
-def _tls(guard: AdminSection) -> ssl.SSLContext | None:
+class Tls:
+    """The port's certificate, as it is in its files now; one look at them at a time, whoever connects meanwhile."""
+
+    def __init__(self, files: TlsFiles, context: ssl.SSLContext) -> None:
+        self._files, self._context = files, context
+        self._looking: asyncio.Future[ssl.SSLContext] | None = None
+
+    async def context(self) -> ssl.SSLContext:
+        """For one more connection. A disk that hangs keeps the last one in use for the others."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._files.current))
+            self._context = await asyncio.shield(self._looking)
+        return self._context
+
+
+async def _tls(guard: AdminSection) -> Tls | None:
     if guard.cert_file is None:
         return None
+    files = TlsFiles((guard.cert_file, guard.key_file), functools.partial(_context, guard.cert_file, guard.key_file))
+    return Tls(files, await asyncio.to_thread(files.current))
+
+
+def _context(cert_file: Path, key_file: Path | None) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(guard.cert_file, guard.key_file, password="")  # none: else it asks the terminal
+        load_pair(context, cert_file, key_file)
     except (OSError, ValueError) as error:
-        why = f"admin.cert_file {guard.cert_file} and admin.key_file {guard.key_file} can't be used: {error}"
+        why = f"admin.cert_file {cert_file} and admin.key_file {key_file} can't be used: {error}"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     return context
 
@@ -171,7 +194,7 @@ class Line(asyncio.Protocol):
     """One connection: aiohttp's, as long as it keeps within the limits of this file; one more than CONNECTIONS_MAX is
     closed at once. It is counted from its first moment, so TLS begins here and not at the listening socket."""
 
-    def __init__(self, http: asyncio.Protocol, tls: ssl.SSLContext | None, others: set[Line]) -> None:
+    def __init__(self, http: asyncio.Protocol, tls: Tls | None, others: set[Line]) -> None:
         self._http, self._tls, self._others = http, tls, others
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -194,12 +217,13 @@ class Line(asyncio.Protocol):
             transport.pause_reading()
             self._securing = asyncio.create_task(self._secure(transport, self._tls), name="admin TLS")
 
-    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+    async def _secure(self, transport: asyncio.Transport, tls: Tls) -> None:
         loop, secured = asyncio.get_running_loop(), None
         try:
             with contextlib.suppress(OSError):  # no TLS, or none that we take; TimeoutError and SSLError are ones, too
+                context = await tls.context()
                 secured = await loop.start_tls(
-                    transport, self, tls, server_side=True, ssl_handshake_timeout=REQUEST_TIMEOUT_S
+                    transport, self, context, server_side=True, ssl_handshake_timeout=REQUEST_TIMEOUT_S
                 )
         finally:
             if secured is None:

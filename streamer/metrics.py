@@ -62,6 +62,11 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "authority_received_bytes": (COUNTER, "endpoint authority", "Payload of a source authority's messages"),
     "authority_dropped": (COUNTER, "endpoint authority", "Messages of a source authority that were dropped"),
     "authority_topics": (GAUGE, "endpoint authority", "Topics of a source authority that the logs know"),
+    "certificate_expires_seconds": (
+        GAUGE,
+        "endpoint setting",
+        "When a certificate that is configured expires, in Unix seconds; the endpoint of the admin port is empty",
+    ),
     "authorities": (GAUGE, "", "Source authorities that are known"),
     "busy": (GAUGE, "", "Share of its time in which the streamer's thread has work"),
     "usubscription_requests": (COUNTER, "method", "Requests to the embedded uSubscription"),
@@ -109,7 +114,7 @@ class StreamerCollector(Collector):
             for name, (kind, labels, says) in FAMILIES.items()
         }
         self._streamer.states.look()
-        for read in (_of_endpoints, _of_peers, _of_followed, _of_logs, _of_epochs, _of_authorities, _of_services):
+        for read in READERS:
             for name, labels, value in read(self._streamer):
                 families[name].add_metric(labels, value)
         yield from families.values()
@@ -193,6 +198,11 @@ def _of_authorities(streamer: Streamer) -> Iterator[Value]:
     yield "busy", (), ledger.pressure.share
 
 
+def _of_certificates(streamer: Streamer) -> Iterator[Value]:
+    for endpoint, setting, expires_s in streamer.certificates:
+        yield "certificate_expires_seconds", (endpoint, setting), expires_s
+
+
 def _of_services(streamer: Streamer) -> Iterator[Value]:
     if streamer.usubscription is not None:
         yield from _each("usubscription_requests", (), streamer.usubscription.requests)
@@ -225,6 +235,18 @@ def _flags(state: str) -> dict[str, float]:
 def _each(name: str, labels: tuple[str, ...], counts: Mapping[str, float]) -> Iterator[Value]:
     """A value for each value of the family's last label."""
     return ((name, (*labels, key), count) for key, count in counts.items())
+
+
+READERS: Final = (
+    _of_endpoints,
+    _of_peers,
+    _of_followed,
+    _of_logs,
+    _of_epochs,
+    _of_authorities,
+    _of_certificates,
+    _of_services,
+)
 
 
 def expose(streamer: Streamer) -> bytes:

@@ -6,12 +6,14 @@ Config -> endpoints_of -> usubscription_of -> interest_sources_of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from pydantic import ValidationError
 
 from history.epochs import Group
 from history.keeper import Keeper
@@ -26,6 +28,8 @@ from streamer.ingress import IdWindow, Logs
 from streamer.limits import Limits
 from streamer.rules import Rule
 from transports import plugin as plugins
+from transports.base import TransportSettings
+from transports.certificates import CertificateFile
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
@@ -215,6 +219,17 @@ def limits_of(config: Config) -> Limits:
 
 def rule_of(section: RuleSection) -> Rule:
     return Rule(section.from_, section.to, patterns(section.allow), patterns(section.deny))
+
+
+def certificates_of(config: Config) -> Iterator[tuple[str, CertificateFile]]:
+    """Each certificate that is configured, with the name of its endpoint; "" for the admin port."""
+    if config.streamer.admin is not None:
+        yield from (("", file) for file in config.admin.certificate_files)
+    for section in config.endpoint:
+        with contextlib.suppress(UStatusError, ValidationError):  # told where the transport is made
+            _, settings = plugins.configure(section.transport, section.settings)
+            if isinstance(settings, TransportSettings):
+                yield from ((section.name, file) for file in settings.certificate_files)
 
 
 def follow_of(section: FollowSection, endpoints: Endpoints) -> Follow:

@@ -20,7 +20,13 @@ import pytest
 from tools.house import PRODUCT
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = {"transports.plugin", "transports.listeners", "transports.arrivals", "transports.base"}  # by all plugins
+SHARED = {  # by all plugins
+    "transports.plugin",
+    "transports.listeners",
+    "transports.arrivals",
+    "transports.base",
+    "transports.certificates",
+}
 
 READING = {"history.subscriber", "history.witness", "history.frontier", "history.assembling", "history.merging"}
 

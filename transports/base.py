@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
+from transports.certificates import CertificateFile
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable, TtlCounts
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
@@ -142,6 +143,11 @@ class TransportSettings(BaseModel):
     """listeners overall; beyond it RESOURCE_EXHAUSTED"""
     listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
     """listeners of one pair of filters"""
+
+    @property
+    def certificate_files(self) -> Sequence[CertificateFile]:
+        """The files with certificates that are set: their expiry is a metric, and a note 14 days before."""
+        return ()
 
 
 class TransportBase(UTransport):

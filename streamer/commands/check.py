@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from streamer import paused as pauses
 from streamer.commands import cursors, terminal
 from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
+from transports import certificates
 from transports import plugin as plugins
+from transports.base import TransportSettings
+from transports.certificates import CertificateFile
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -145,15 +149,29 @@ class Finding:
 def findings(config: Config, text: str) -> list[Finding]:
     """What is wrong with the files that `config`, which is what `text` says, names; in the order of the lines."""
     found = []
+    unusable = set()
     for location, path in _named(config):
         where = ".".join(map(str, location))
         what = _folder(path) if location == ("streamer", "data_dir") else _file(path)
         if what:
+            unusable.add(path)
             found.append(Finding(line_of(text, location), f"{where}: {path} {what}"))
         elif SECRET.search(str(location[-1])) and path.stat().st_mode & stat.S_IROTH:
             what = f"everybody on this machine can read it: chmod o-r {path}"
             found.append(Finding(line_of(text, location), f"{where}: {what}", fatal=False))
+    for location, file in _certificate_files(config):
+        if not {file.path, file.key} & unusable and (what := certificates.mistake(file, time.time())):
+            found.append(Finding(line_of(text, location), f"{'.'.join(map(str, location))}: {file.path} {what}"))
     return sorted(found, key=lambda one: one.line)
+
+
+def _certificate_files(config: Config) -> Iterator[tuple[Location, CertificateFile]]:
+    yield from ((("admin", file.setting), file) for file in config.admin.certificate_files)
+    for index, endpoint in enumerate(config.endpoint):
+        _, settings = plugins.configure(endpoint.transport, endpoint.settings)
+        if isinstance(settings, TransportSettings):
+            for file in settings.certificate_files:
+                yield ("endpoint", index, "settings", *file.setting.split(".")), file
 
 
 def _named(config: Config) -> Iterator[tuple[Location, Path]]:

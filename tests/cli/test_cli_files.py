@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from streamer.commands import cli
+from tests.certificates import DAY, TestAuthority
 
 CONFIG = """[streamer]
 data_dir = "{folder}/data"
@@ -67,11 +69,20 @@ def config(tmp_path: Path) -> Path:
     """A configuration all of whose files are there."""
     for name in LINES:
         (tmp_path / name).write_text("{}")
+    authority = TestAuthority(tmp_path)
+    for name in ("ca.crt", "zenoh.crt"):
+        (tmp_path / name).write_bytes(authority.ca.read_bytes())
+    for name in ("vehicle1", "admin"):
+        renew(authority, name)
     for name in SECRETS:
         (tmp_path / name).chmod(0o600)
     path = tmp_path / "gateway.toml"
     path.write_text(CONFIG.format(folder=tmp_path))
     return path
+
+
+def renew(authority: TestAuthority, name: str, ends_in: timedelta = DAY) -> None:
+    authority.issue(name, ends_in)[0].rename(authority.folder / f"{name}.crt")
 
 
 def check(config: Path, *options: str) -> Result:
@@ -146,3 +157,35 @@ def test_a_data_dir_that_can_not_be_written_to_is_told(config: Path, monkeypatch
     done = check(config)
     assert (done.exit_code, told(done, config)) == (1, [2])
     assert "can't be written to" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("vehicle1", "endpoint.1.settings.tls.cert_file"), ("admin", "admin.cert_file")],
+)
+@pytest.mark.parametrize("wrong", ["expired", "of another key", "none"])
+def test_a_certificate_that_can_not_be_used_is_an_error(config: Path, name: str, setting: str, wrong: str) -> None:
+    authority, file = TestAuthority(config.parent, "again"), config.parent / f"{name}.crt"
+    words = {"expired": "has expired at", "of another key": "belongs to another key", "none": "holds no certificate"}
+    match wrong:
+        case "expired":
+            renew(authority, name, -DAY)
+        case "of another key":
+            authority.issue("other")[0].rename(file)
+        case "none":
+            file.write_text("{}")
+    done = check(config)
+    assert (done.exit_code, told(done, config)) == (1, [LINES[f"{name}.crt"]])
+    assert f"{setting}: {file} {words[wrong]}" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "zenoh.crt"])
+@pytest.mark.parametrize("wrong", ["expired", "a leaf", "none"])
+def test_a_ca_file_that_is_none_is_an_error(config: Path, name: str, wrong: str) -> None:
+    authority, file = TestAuthority(config.parent, "again", ends_in=-DAY), config.parent / name
+    source = {"expired": authority.ca, "a leaf": authority.issue("leaf")[0], "none": config}[wrong]
+    file.write_bytes(source.read_bytes())
+    done = check(config)
+    assert (done.exit_code, told(done, config)) == (1, [LINES[name]])
+    words = {"expired": "has expired at", "a leaf": "no certificate of a CA", "none": "holds no certificate in PEM"}
+    assert words[wrong] in done.stderr

@@ -10,6 +10,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from streamer import admin as admins
 from streamer import http_port as ports
 from streamer.config import AdminSection
 from streamer.states import of_one_that_cant_start
+from tests.certificates import DAY, TestAuthority
 from uprotocol.status import UStatusError
 
 MakeWorld = Any
@@ -262,6 +264,46 @@ async def test_with_a_certificate_there_is_tls_alone_and_the_limits_hold(
             return b""
 
         assert await asyncio.to_thread(early_and_large) == b""
+
+
+async def test_a_renewed_certificate_is_shown_to_who_connects_next(tmp_path: Path) -> None:
+    first, second = TestAuthority(tmp_path, "first"), TestAuthority(tmp_path, "second")
+    certificate, key = first.issue("port")
+    old = certificate.read_bytes()
+
+    async def health(authority: TestAuthority) -> int:
+        url = f"https://127.0.0.1:{admin.port}/healthz"
+        trusting = ssl.create_default_context(cafile=authority.ca)
+        return (await asyncio.to_thread(fetch, url, None, trusting))[0]
+
+    guard = AdminSection(cert_file=certificate, key_file=key, unprotected=False)
+    async with admins.Admin("127.0.0.1:0", list, guard=guard) as admin:
+        assert await health(first) == 200
+        second.issue("port")
+        assert await health(second) == 200
+        certificate.write_bytes(old[: len(old) // 2])
+        assert await health(second) == 200, "half of a file changes nothing"
+        first.issue("port")
+        assert await health(first) == 200
+
+
+async def test_a_certificate_has_a_metric_and_a_note_before_it_ends(make_world: MakeWorld, tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    certificate, key = authority.issue("port", 5 * DAY)
+    world = await make_world(start=False)
+    section = world.config.streamer.model_copy(update={"admin": "127.0.0.1:0"})
+    guard = AdminSection(cert_file=certificate, key_file=key)
+    world.config = world.config.model_copy(update={"streamer": section, "admin": guard})
+    await world.start()
+    at, trusting = f"https://127.0.0.1:{world.streamer.admin.port}", ssl.create_default_context(cafile=authority.ca)
+    _, ready = await asyncio.to_thread(fetch, f"{at}/readyz", None, trusting)
+    (note,) = (note for note in json.loads(ready)["notes"] if "cert_file" in note)
+    assert note.startswith(f"the admin port: cert_file {certificate} expires in 5 days, at ")
+    _, text = await asyncio.to_thread(fetch, f"{at}/metrics", None, trusting)
+    families = {one.name: one.samples for one in text_string_to_metric_families(text.decode())}
+    (sample,) = families["up_streamer_certificate_expires_seconds"]
+    assert sample.labels == {"endpoint": "", "setting": "cert_file"}
+    assert sample.value == pytest.approx(time.time() + 5 * 86_400, abs=120)
 
 
 @pytest.mark.parametrize("missing", ["cert_file", "key_file", "token_file"])

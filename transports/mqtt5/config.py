@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from transports.base import TransportSettings
+from transports.certificates import CertificateFile
 from transports.mqtt5.mapping import Mode, TtlReading
 
 
@@ -17,7 +18,11 @@ class TlsConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ca_file: Path | None = Field(default=None, description="certificates to trust; the system's without it")
-    cert_file: Path | None = Field(default=None, description="our own certificate, and those that lead to the CA")
+    cert_file: Path | None = Field(
+        default=None,
+        description="our own certificate, and those that lead to the CA; all three files are read at each connect, "
+        "so a certificate can be renewed while running",
+    )
     key_file: Path | None = Field(default=None, description="its private key")
     insecure: bool = Field(default=False, description="don't check who the broker is: for tests only")
 
@@ -81,6 +86,15 @@ class Mqtt5Config(TransportSettings):
         description="what the ttl of a message is that has waited: as long as its sender meant, or what the broker has "
         'left of it, as the specification has it; see "Time to live"',
     )
+
+    @property
+    def certificate_files(self) -> list[CertificateFile]:
+        tls, found = self.tls, []
+        if tls is not None and tls.ca_file is not None:
+            found.append(CertificateFile("tls.ca_file", tls.ca_file, is_ca=True))
+        if tls is not None and tls.cert_file is not None:
+            found.append(CertificateFile("tls.cert_file", tls.cert_file, tls.key_file))
+        return found
 
     @model_validator(mode="after")
     def _one_password(self) -> Self:

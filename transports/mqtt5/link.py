@@ -8,6 +8,7 @@ open -> CONNECT -> CONNACK -> up(welcome) -> ... lost -> down(why) -> wait -> CO
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 import secrets
@@ -18,6 +19,7 @@ import structlog
 from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.base import NOT_OPEN
+from transports.certificates import TlsFiles, load_pair
 from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config, TlsConfig
 from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge, TakenOver
@@ -73,7 +75,7 @@ class Link:
         self._client_id = config.client_id or generated
         self._clean_start = config.clean_start  # until the broker has let us in
         self._dialler = Dialler(config.host, config.port)
-        self._context: ssl.SSLContext | None = None
+        self._tls = _tls_files(config.tls) if config.tls is not None else None
         self.connection: Connection | None = None  # the present one, or the last
         self._opened: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,6 +114,12 @@ class Link:
         """End this connection; the next one is made as after any loss."""
         if self.connection is not None:
             self.connection.drop(ConnectionAbortedError(why))
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong with the connection and our files, in plain sentences."""
+        files = self._tls.trouble if self._tls is not None else ""
+        return [trouble for trouble in (self.trouble, files) if trouble]
 
     def pause(self, paused: bool) -> None:
         """Read nothing from here on, or go on; a new connection is read."""
@@ -208,11 +216,10 @@ class Link:
         config, timeout_s, is_in = self._config, self._config.connect_timeout_ms / 1000, False
         packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         try:
-            if config.tls is not None and self._context is None:
-                self._context = await asyncio.to_thread(_tls_context, config.tls)
+            context = await asyncio.to_thread(self._tls.current) if self._tls is not None else None
             password = await asyncio.to_thread(_password, config) if config.username is not None else None
             self.connection = connection = Connection(self._user, packet_bytes_max, config.keep_alive_s)
-            await self._dialler.dial(connection, self._context, timeout_s)
+            await self._dialler.dial(connection, context, timeout_s)
             login = packets.connect(
                 config, self._client_id, password, clean_start=self._clean_start, packet_bytes_max=packet_bytes_max
             )
@@ -257,12 +264,16 @@ def _password(config: Mqtt5Config) -> str | None:
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
 
 
+def _tls_files(tls: TlsConfig) -> TlsFiles:
+    return TlsFiles((tls.ca_file, tls.cert_file, tls.key_file), functools.partial(_tls_context, tls))
+
+
 def _tls_context(tls: TlsConfig) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=tls.ca_file)
         if tls.cert_file is not None:
-            context.load_cert_chain(tls.cert_file, tls.key_file)
-    except (OSError, ssl.SSLError) as error:
+            load_pair(context, tls.cert_file, tls.key_file)
+    except (OSError, ValueError) as error:
         files = ", ".join(str(file) for file in (tls.ca_file, tls.cert_file, tls.key_file) if file is not None)
         raise UStatusError(UCode.FAILED_PRECONDITION, f"the TLS files {files} can't be used: {error}") from None
     if tls.insecure:

@@ -143,7 +143,7 @@ class Mqtt5Transport(TransportBase):
 
     @property
     def troubles(self) -> list[str]:
-        found = [self._link.trouble] if self._link.trouble else []
+        found = self._link.troubles
         if self._refused:
             first, why = next(iter(self._refused.items()))
             count = len(self._refused)

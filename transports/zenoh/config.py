@@ -17,6 +17,7 @@ import zenoh
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from transports.base import TransportSettings
+from transports.certificates import CertificateFile
 from transports.zenoh.sender import words
 from uprotocol.status import invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
@@ -87,6 +88,15 @@ class ZenohConfig(TransportSettings):
         if (self.user is None) != (self.password is None):
             raise ValueError("user and password come together")
         return self
+
+    @property
+    def certificate_files(self) -> list[CertificateFile]:
+        tls, found = self.tls, []
+        if tls is not None and tls.root_ca is not None:
+            found.append(CertificateFile("tls.root_ca", tls.root_ca, is_ca=True))
+        if tls is not None and tls.certificate is not None:
+            found.append(CertificateFile("tls.certificate", tls.certificate, tls.private_key))
+        return found
 
     def to_zenoh(
         self, connect_first: int = 0, wire_bytes_max: int = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX

@@ -1,0 +1,249 @@
+"""Certificates in files: loaded anew after a renewal, checked, and told of before they expire.
+
+TLS files -> TlsFiles: changed? -> a new SSLContext; a pair that can't be loaded (half-written, say) keeps the last one
+CertificateFile, one for each setting -> mistake: what `up-streamer check` says
+                                      -> Expiries: read once in LOOK_S -> metric, notes, a log line for each change
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+LOOK_S: Final = 60.0  # between two looks at the files: a renewal has days
+DAY_S: Final = 86_400
+SOON_S: Final = 14 * DAY_S  # so long before its end a certificate is told of
+FILE_BYTES_MAX: Final = 4 << 20  # the bundle of a whole system has 250 KiB
+
+log = structlog.get_logger()
+
+Stamp = tuple[tuple[int, int, int] | None, ...]  # of each file: modified at (ns), inode, bytes; None: it is not there
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFile:
+    """A PEM file that a setting names. `is_ca`: the certificates in it are those that others are checked against."""
+
+    setting: str  # such as "tls.cert_file", below the settings of its endpoint
+    path: Path
+    key: Path | None = None  # of the first certificate
+    is_ca: bool = False
+
+
+def stamp(files: Iterable[Path | None]) -> Stamp:
+    """Differs after a change of one of `files`. Blocks."""
+
+    def one(file: Path) -> tuple[int, int, int] | None:
+        try:
+            found = file.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+    return tuple(one(file) for file in files if file is not None)
+
+
+class TlsFiles:
+    """The SSLContext that `make` builds from `files`. Its methods block; threads may share it."""
+
+    def __init__(self, files: Sequence[Path | None], make: Callable[[], ssl.SSLContext]) -> None:
+        """`make` raises UStatusError if the files can't be used."""
+        self._files, self._make = files, make
+        self._lock = threading.Lock()
+        self._stamp: Stamp = ()
+        self._context: ssl.SSLContext | None = None
+        self.trouble = ""  # why the last one is still in use
+
+    def __repr__(self) -> str:
+        return f"TlsFiles({[str(file) for file in self._files if file is not None]}, trouble={self.trouble!r})"
+
+    def current(self) -> ssl.SSLContext:
+        """Made anew if a file has changed since the last one was. If that fails the last one is kept, `trouble` says
+        why, and the next call tries again. Raises what `make` raises if there was never one."""
+        with self._lock:
+            now = stamp(self._files)  # before they are read: what changes meanwhile is seen by the next call
+            if self._context is not None and now == self._stamp:
+                self._told("")
+                return self._context
+            try:
+                made = self._make()
+            except UStatusError as error:
+                if self._context is None:
+                    raise
+                self._told(f"{error.message}; the certificate that was read before stays in use until they can")
+                return self._context
+            if self._context is not None:
+                log.info("the TLS files were read again", files=[str(file) for file in self._files if file])
+            self._context, self._stamp = made, now
+            self._told("")
+            return made
+
+    def _told(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            log.warning("changed TLS files can't be used yet", why=trouble)
+        self.trouble = trouble
+
+
+def read(file: CertificateFile) -> list[Certificate]:
+    """Those in it, at least one, in their order. Blocks. Raises UStatusError(FAILED_PRECONDITION)."""
+    from cryptography import x509  # 6 MiB, for who has certificates
+
+    try:
+        with file.path.open("rb") as opened:
+            found = x509.load_pem_x509_certificates(opened.read(FILE_BYTES_MAX))
+    except OSError as error:
+        why = f"can't be read: {error.strerror}"
+    except ValueError:
+        why = "holds no certificate in PEM form (-----BEGIN CERTIFICATE-----), or a damaged one"
+    else:
+        return found
+    raise UStatusError(UCode.FAILED_PRECONDITION, why)
+
+
+def expires_s(file: CertificateFile) -> float:
+    """Unix seconds: the first end in a chain of ours; of certificates to trust the last one, since an old and a new CA
+    stand side by side while the old one is replaced. Blocks. Raises as `read`."""
+    ends = [one.not_valid_after_utc.timestamp() for one in read(file)]
+    return max(ends) if file.is_ca else min(ends)
+
+
+def mistake(file: CertificateFile, now_s: float) -> str:
+    """Why TLS can't work with it, what was expected and what to do; empty if nothing is known against it. Blocks."""
+    try:
+        certificates = read(file)
+        end = expires_s(file)
+    except UStatusError as error:
+        return error.message
+    if end <= now_s:
+        return f"has expired at {_date(end)}: renew it"
+    if file.is_ca and not any(_may_be_trusted(one) for one in certificates):
+        return "holds no certificate of a CA (basicConstraints CA:TRUE, or self-signed): name the file of the CA"
+    return "" if file.key is None else _pair_mistake(file.path, file.key)
+
+
+def _may_be_trusted(certificate: Certificate) -> bool:
+    """A CA's, or one that is trusted by itself."""
+    from cryptography import x509
+
+    if certificate.issuer == certificate.subject:
+        return True
+    with contextlib.suppress(x509.ExtensionNotFound, ValueError):
+        return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
+    return False
+
+
+def _pair_mistake(certificate: Path, key: Path) -> str:
+    try:
+        load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificate, key)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return f"belongs to another key than {key}: name the key that it was made with"
+        return f"and its key {key} can't be used: {error}"
+    except (OSError, ValueError) as error:
+        return f"and its key {key} can't be used: {error}"
+    return ""
+
+
+def load_pair(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
+    """Into `context`. Raises OSError (SSLError is one), or ValueError for a key that has a passphrase."""
+    context.load_cert_chain(certificate, key, password="")  # none: else it asks the terminal
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was found in one file."""
+
+    owner: str  # the endpoint's name; "" is the admin port
+    file: CertificateFile
+    stamp: Stamp = ()
+    expires_s: float | None = None  # None: it can't be read
+    trouble: str = ""
+    state: str | None = None  # as it was last logged; None: it has not been read yet
+
+
+class Expiries:
+    """When the certificates expire that are configured. `run` is its one task; everything else may be asked at any
+    time."""
+
+    def __init__(self, files: Iterable[tuple[str, CertificateFile]], now_ms: Callable[[], int]) -> None:
+        """`files`: with the name of the endpoint, "" for the admin port. `now_ms`: Unix milliseconds."""
+        self._known = [_Known(owner, file) for owner, file in files]
+        self._now_ms = now_ms
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[tuple[str, str, float]]:
+        """The endpoint, the setting, and Unix seconds."""
+        return ((one.owner, one.file.setting, one.expires_s) for one in self._known if one.expires_s is not None)
+
+    async def run(self) -> None:
+        """Look at the files again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Read what has changed, and log what is new about it since the first look: then the notes say it."""
+        await asyncio.to_thread(self._read_changed)
+        for one in self._known:
+            self._log_change(one)
+
+    def _read_changed(self) -> None:
+        for one in self._known:
+            now = stamp([one.file.path])
+            if now == one.stamp and not one.trouble:
+                continue
+            try:
+                one.expires_s, one.trouble = expires_s(one.file), ""
+            except UStatusError as error:
+                one.expires_s, one.trouble = None, error.message
+            one.stamp = now
+
+    def _log_change(self, one: _Known) -> None:
+        before, one.state = one.state, self._state(one)
+        if before is None or before == one.state:
+            return
+        if one.state:
+            log.warning("a certificate needs a person", why=self._sentence(one))
+        else:
+            log.info("a certificate is renewed", endpoint=one.owner, path=str(one.file.path))
+
+    def _state(self, one: _Known) -> str:
+        if one.expires_s is None:
+            return one.trouble  # "" before the first look
+        left_s = one.expires_s - self._now_ms() / 1000
+        return "expired" if left_s <= 0 else "soon" if left_s < SOON_S else ""
+
+    def notes(self) -> list[str]:
+        """Of those that expire within SOON_S, have expired, or can't be read, in plain sentences."""
+        return [self._sentence(one) for one in self._known if self._state(one)]
+
+    def _sentence(self, one: _Known) -> str:
+        whose = f"endpoint {one.owner}" if one.owner else "the admin port"
+        what = f"{whose}: {one.file.setting} {one.file.path}"
+        if one.expires_s is None:
+            return f"{what} {one.trouble}"
+        days, ends = (one.expires_s - self._now_ms() / 1000) / DAY_S, _date(one.expires_s)
+        if days <= 0:
+            return f"{what} has expired at {ends}: renew it; no restart is needed"
+        return f"{what} expires in {days:.0f} days, at {ends}: renew it; no restart is needed"
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
