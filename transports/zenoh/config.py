@@ -7,7 +7,9 @@ ZenohConfig (checked when it is read) -> to_zenoh(): config_file, then our setti
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +19,11 @@ import zenoh
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from transports.base import TransportSettings
-from transports.certificates import CertificateFile
+from transports.certificates import CertificateFile, TlsFiles, load_pair
 from transports.zenoh.sender import words
-from uprotocol.status import invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
+from uprotocol.v1.ucode_pb2 import UCode
 
 # of what is put together from fragments: Zenoh drops what is beyond without a word, so leave us some to count
 REASSEMBLY_FACTOR: Final = 2
@@ -98,6 +101,13 @@ class ZenohConfig(TransportSettings):
             found.append(CertificateFile("tls.certificate", tls.certificate, tls.private_key))
         return found
 
+    def listening_files(self) -> TlsFiles | None:
+        """Those that Zenoh reads only when it begins to listen; None if it does not listen with TLS."""
+        tls, listens = self.tls, any(one.startswith(("tls/", "quic/")) for one in self.listen)
+        if tls is None or not (listens or (self.config_file is not None and not self.listen)):
+            return None
+        return TlsFiles((tls.root_ca, tls.certificate, tls.private_key), functools.partial(_context, tls))
+
     def to_zenoh(
         self, connect_first: int = 0, wire_bytes_max: int = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX
     ) -> zenoh.Config:
@@ -150,6 +160,20 @@ class ZenohConfig(TransportSettings):
             settings["transport/link/tls/enable_mtls"] = self.tls.mutual or shows
             settings["transport/link/tls/verify_name_on_connect"] = self.tls.verify_name
         return settings
+
+
+def _context(tls: TlsConfig) -> ssl.SSLContext:
+    """Not for Zenoh, which reads the files itself: it says whether they can be loaded."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if tls.root_ca is not None:
+            context.load_verify_locations(tls.root_ca)
+        if tls.certificate is not None and tls.private_key is not None:
+            load_pair(context, tls.certificate, tls.private_key)
+    except (OSError, ValueError) as error:
+        files = ", ".join(str(file) for file in (tls.root_ca, tls.certificate, tls.private_key) if file is not None)
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"the TLS files {files} can't be used: {error}") from None
+    return context
 
 
 def linked(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +28,14 @@ import zenoh
 from zenoh.handlers import Callback
 
 from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
+from transports.certificates import TlsFiles
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
 from transports.zenoh.receiver import Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.ucode_pb2 import UCode
@@ -43,6 +46,9 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 CLOSE_S_MAX: Final = 2.5
 # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
 LEAVE_S_MAX: Final = 1.5
+RENEWAL_LOOK_S: Final = 10.0  # between two looks at the TLS files of who listens
+REOPEN_MS_MIN: Final = 200  # between tries to open the session again after a renewal, and ...
+REOPEN_MS_MAX: Final = 10_000
 UNREAD: Final = "what was sent last may not have been read"
 
 log = structlog.get_logger()
@@ -66,6 +72,10 @@ class ZenohTransport(TransportBase):
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
+        # of who listens: Zenoh reads them when a session opens, and those of who connects at each link
+        self._tls_files = config.listening_files()
+        self._renewing: asyncio.Task[None] | None = None
+        self._reopening = ""  # why the session is not open again yet, after a renewal
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
 
     def __repr__(self) -> str:
@@ -87,15 +97,23 @@ class ZenohTransport(TransportBase):
             if self._sender is not None:
                 return
             self._loop = asyncio.get_running_loop()
-            self._receiver.open(self.wire_bytes_max)
-            try:  # a session that nobody has would keep the port
-                session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
-            except zenoh.ZError as error:
-                raise translate(error, "opening the Zenoh session") from None
-            self.is_open = True
-            self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
-            for transport in session.info.transports():
-                self._on_peer(transport, True)
+            if self._tls_files is None:
+                await self._open_session()
+                return
+            used = await _context(self._tls_files)  # before Zenoh reads them
+            await self._open_session()
+            self._renewing = asyncio.create_task(self._follow_renewals(self._tls_files, used))
+
+    async def _open_session(self) -> None:
+        self._receiver.open(self.wire_bytes_max)
+        try:  # a session that nobody has would keep the port
+            session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
+        except zenoh.ZError as error:
+            raise translate(error, "opening the Zenoh session") from None
+        self.is_open = True
+        self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
+        for transport in session.info.transports():
+            self._on_peer(transport, True)
 
     def _join(self) -> zenoh.Session:
         """On a thread of its own.
@@ -127,6 +145,13 @@ class ZenohTransport(TransportBase):
 
         Takes CLOSE_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
         """
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+            self._renewing = None
+        await self._close_session()
+
+    async def _close_session(self) -> None:
         self.is_open = False
         sender, self._sender = self._sender, None
         if sender is None:
@@ -141,6 +166,43 @@ class ZenohTransport(TransportBase):
         await self._leave(sender)
         for peer in list(self._peers):
             self._lost(peer)
+
+    # Renewed certificates
+
+    @property
+    def troubles(self) -> list[str]:
+        files = self._tls_files.trouble if self._tls_files is not None else ""
+        return [trouble for trouble in (files, self._reopening) if trouble]
+
+    async def _follow_renewals(self, files: TlsFiles, used: ssl.SSLContext | None) -> None:
+        """Open the session again when the files have changed and can be loaded, until cancelled. What is sent meanwhile
+        is answered UNAVAILABLE, and listeners stay."""
+        while True:
+            await asyncio.sleep(RENEWAL_LOOK_S)
+            now = await _context(files)
+            if now is not None and now is not used:
+                async with self._opening:
+                    await self._reopen()
+                used = now
+
+    async def _reopen(self) -> None:
+        log.info("the TLS files have changed: the Zenoh session is opened again", authority=self.authority)
+        backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
+        closing = asyncio.ensure_future(self._close_session())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing  # nobody else knows the session any more
+            raise
+        while True:
+            try:
+                await self._open_session()
+                break
+            except UStatusError as error:  # Zenoh may still hold the port
+                self._reopening = f"the TLS files have changed, and the session can't be opened with them: {error}"
+                log.warning("the Zenoh session can't be opened again yet", authority=self.authority, why=str(error))
+            await backoff.wait()
+        self._reopening = ""
 
     async def _drain(self) -> None:
         async with self.registering:
@@ -296,6 +358,14 @@ class ZenohTransport(TransportBase):
 _CLOSED: Final = UStatus(
     code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent"
 )
+
+
+async def _context(files: TlsFiles) -> ssl.SSLContext | None:
+    """None if they can't be loaded, and never could."""
+    try:
+        return await asyncio.to_thread(files.current)
+    except UStatusError:
+        return None
 
 
 def _close(session: zenoh.Session) -> None:
