@@ -13,7 +13,8 @@ A queue is bounded in messages and bytes. So that one who floods a stalled peer 
 - a caller (the uEntity that is the source of a request, or the sink of a response: it has caused both) has at most a
   quarter,
 - the uEntities of one source authority together have at most a half, since their numbers may be made up,
-- our own answers have a room of their own: whoever is refused is told,
+- our own answers have a room of their own, of which those to one authority have at most a quarter: whoever is refused
+  is told,
 - and so have frames of histories, of which one follower has at most a half.
 What is being sent counts until the network has taken it. A network far away has several batches under way (flights.py).
 """
@@ -45,7 +46,9 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 BATCH_MAX: Final = 256  # messages sent at once; small, so that an urgent one need not wait long
 BATCH_BYTES_MAX: Final = 4 << 20  # ... and of them at least one: a transport holds copies of all that it is sending
-ANSWERS_MAX: Final = 1_024  # of ours that wait for one endpoint, and a quarter of the queue's bytes beside it
+# our answers that wait for one endpoint beside its queue, 1 KiB of memory each: thousands of calls of one authority may
+# be refused in one moment, and each of them is told
+ANSWERS_MAX: Final = 16_384
 ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history
 
 
@@ -79,7 +82,7 @@ class Express:
         bytes_max: int,
         backoff: Callable[[], Backoff],
     ) -> None:
-        """`messages_max`, `bytes_max`: of what waits for one endpoint; our answers have a quarter of that beside it."""
+        """`messages_max`, `bytes_max`: of what waits for one endpoint; our answers have as many bytes beside it."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
         self.messages_max, self.bytes_max = messages_max, bytes_max
         self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff()) for endpoint in endpoints}
@@ -146,7 +149,7 @@ class ExpressQueue:
         self._callers: Shares[Hashable] = Shares(*limits, CALLERS_SHARE)
         self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by authority
         self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
-        self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, 1)
+        self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
         self._arrived = asyncio.Event()  # or an answer has
         self._flights: Flights[Entry] = Flights(peer, self._arrived.set)
         self._is_failing = False  # the last batch was
@@ -175,7 +178,7 @@ class ExpressQueue:
 
     def _rooms(self, attributes: UAttributes, is_ours: bool) -> list[tuple[Shares[Hashable], Hashable]]:
         if is_ours:
-            return [(self._answers, None)]
+            return [(self._answers, attributes.sink.authority_name)]
         caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
         account = caller.authority_name, caller.ue_id
         if attributes.type == attrs.NOTIFICATION:

@@ -280,7 +280,7 @@ class Ingress(EncodedListener):
         if not verdict.reason:
             return
         self.endpoint.dropped[verdict.reason] += 1
-        verdict.account.dropped += 1
+        self._dispatch.ledger.drop(verdict.account)
         if verdict.reason == "denied":
             what = f"no rule lets endpoint {self.endpoint.name!r} send this on"
             self._dispatch.express.fail(message, UCode.PERMISSION_DENIED, what, self.endpoint, is_withheld=True)
@@ -289,7 +289,7 @@ class Ingress(EncodedListener):
         """It is too large, or one too many; of the latter only callers are told, and no letter is written."""
         if size > verdict.bytes_max:
             self.endpoint.dropped["too_large"] += 1
-            verdict.account.dropped += 1
+            self._dispatch.ledger.drop(verdict.account)
             limit = f"{verdict.bytes_max} bytes here (limits.message_bytes_max)"
             what = f"a payload has at most {limit}, and this one has {size}"
             self._dispatch.express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)

@@ -57,7 +57,7 @@ class Account:
     held_until: float = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
     rate: float = 0.0  # messages a second, lately
     sampled: tuple[int, float] = (0, 0.0)  # messages, loop time
-    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what metrics know of
+    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what `Ledger.others` has of them
     told: float = 0.0  # loop time
     seen_ms: int = 0  # Unix milliseconds; in steps of ten seconds
 
@@ -67,6 +67,12 @@ class Account:
     def __repr__(self) -> str:
         counts = f"messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s"
         return f"Account({self.authority} on {self.endpoint}, {counts})"
+
+    @property
+    def own(self) -> tuple[int, int, int]:
+        """Messages, bytes, dropped: what metrics tell of it by name. With the others' they add up to all there was."""
+        messages, size, dropped = self.settled
+        return self.messages - messages, self.bytes - size, self.dropped - dropped
 
     def as_dict(self, topics: int = 0) -> dict[str, Any]:
         return {
@@ -130,7 +136,7 @@ class Ledger:
         self._snapshot: list[Account] = []
         self.top: list[Account] = []  # those that sent most of late, some seconds ago; among equals, most in all
         self._rising: list[Account] = []  # the top of the slices so far
-        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # what is, or was then, not at the top; never falls
+        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # what those had who are not at the top; never falls
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
 
@@ -160,16 +166,19 @@ class Ledger:
             found = Account(authority, endpoint, self._burst if is_limited else UNLIMITED, is_limited, self._now())
             found.seen_ms = self._now_ms()
             self._accounts[authority, endpoint] = found
+            if len(self.top) < TOP:
+                self.top.append(found)  # a small fleet has metrics by name from the first message on
         return found
 
     def _make_room(self) -> None:
         """A tenth at a time, so that it costs little per account."""
-        for one in heapq.nsmallest(max(1, self._accounts_max // 10), self, key=lambda account: account.seen_ms):
+        leaving = heapq.nsmallest(max(1, self._accounts_max // 10), self, key=lambda account: account.seen_ms)
+        for one in leaving:
             del self._accounts[one.authority, one.endpoint]
+        self._snapshot, self._place, self._rising = [], 0, []
+        self._show([one for one in self.top if (one.authority, one.endpoint) in self._accounts])
+        for one in leaving:
             self._settle(one)
-        self._snapshot, self._place = [], 0
-        self.top = [one for one in self.top if (one.authority, one.endpoint) in self._accounts]
-        self._rising = []
         for callback in self._evicted_callbacks:
             callback()
 
@@ -185,12 +194,18 @@ class Ledger:
         if not self.pressure.is_on(now) and now >= account.held_until:
             return False
         account.held_until = now + RELAXED_S  # to drop a flood is little work: it must not come back for that
-        account.dropped += 1
+        self.drop(account)
         if now - account.told >= TOLD_S or account.dropped == 1:
             account.told = now
             whose = {"endpoint": account.endpoint, "authority": account.authority, "dropped": account.dropped}
             log.warning("dropped: an authority sends more than its quota", **whose, quota_per_s=self._units_per_s)
         return True
+
+    def drop(self, account: Account, messages: int = 1) -> None:
+        """So many of its messages are not sent on. Metrics know at once, or there would be drops of nobody."""
+        account.dropped += messages
+        if account not in self.top:
+            self._settle(account)
 
     def _refill(self, account: Account, now: float) -> int:
         account.left = min(self._burst, account.left + int((now - account.refilled) * self._units_per_s))
@@ -201,8 +216,8 @@ class Ledger:
         """So many of its messages were not even read since the last turn. True if it may send again."""
         now = self._now()
         account.messages += messages
-        account.dropped += messages
         if messages:
+            self.drop(account, messages)
             account.held_until = now + RELAXED_S
         return self._refill(account, now) >= int(self._units_per_s * TURN_S)
 
@@ -221,14 +236,17 @@ class Ledger:
     def sample(self, now: float) -> None:
         """Look at the next slice: rates, who is among the top, and what all others have sent since the last time."""
         if self._place >= len(self._snapshot):
-            self.top, self._rising = self._rising, []
+            newer = [one for one in self.top if one not in self._rising]  # or quieter
+            self._show([*self._rising, *newer][:TOP])
+            self._rising = []
             self._snapshot, self._place = list(self), 0
         end = self._place + max(1, -(-len(self._snapshot) // SLICES))
         part = self._snapshot[self._place : end]
         self._place = end
         now_ms = self._now_ms()
         for account in part:
-            self._settle(account)
+            if account not in self.top:
+                self._settle(account)
             messages, at = account.sampled
             if now > at:
                 account.rate = (account.messages - messages) / (now - at)
@@ -237,14 +255,20 @@ class Ledger:
             account.sampled = (account.messages, now)
         self._rising = heapq.nlargest(TOP, [*self._rising, *part], key=_by_rate)
 
+    def _show(self, top: list[Account]) -> None:
+        """These have metrics of their own from now on; what others had in theirs is not forgotten with them."""
+        before, self.top = self.top, top
+        for account in before:
+            if account not in top:
+                self._settle(account)
+
     def _settle(self, account: Account) -> None:
-        """What it had since the last time is the others', unless it has metrics of its own."""
-        messages, size, dropped = account.settled
+        """What metrics would tell of it by name is the others' from now on."""
+        messages, size, dropped = account.own
         account.settled = (account.messages, account.bytes, account.dropped)
-        if account not in self.top:
-            self.others.messages += account.messages - messages
-            self.others.bytes += account.bytes - size
-            self.others.dropped += account.dropped - dropped
+        self.others.messages += messages
+        self.others.bytes += size
+        self.others.dropped += dropped
 
     def by_rate(self, count: int) -> list[Account]:
         """As `top`, of any number; looks at all of them."""

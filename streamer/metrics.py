@@ -189,9 +189,10 @@ def _of_authorities(streamer: Streamer) -> Iterator[Value]:
     ledger = streamer.ledger
     for account in (*ledger.top, ledger.others):
         label = (account.endpoint, account.authority)
-        yield "authority_received", label, account.messages
-        yield "authority_received_bytes", label, account.bytes
-        yield "authority_dropped", label, account.dropped
+        messages, size, dropped = account.own
+        yield "authority_received", label, messages
+        yield "authority_received_bytes", label, size
+        yield "authority_dropped", label, dropped
         if account is not ledger.others:
             yield "authority_topics", label, streamer.topics_of(account.authority)
     yield "authorities", (), len(ledger)

@@ -133,7 +133,7 @@ class UTransport(abc.ABC):
     refused: dict[str, int] | None = None
     """Set by the owner: source authorities, as the network names them, whose messages are not taken for now. A
     transport that can tell an authority without reading the message counts it here, and acknowledges it; one that can't
-    leaves it to its listeners."""
+    leaves it to its listeners. Requests are taken all the same: their callers are told."""
 
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import urllib.request
 from typing import Any
 
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer import admin, control, metrics
+from streamer.express import ANSWERS_MAX
 from streamer.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, Ledger, Pressure, units_of
 from uprotocol import uri as uris
+from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Pace
 from uprotocol.v1.ucode_pb2 import UCode
@@ -153,9 +156,32 @@ def test_accounts_are_bounded_and_nothing_counted_is_lost() -> None:
     for _ in range(2 * SLICES):
         clock.pass_(0.25)
         book.sample(clock.now)
-    kept = sum(account.messages for account in book.top)
-    assert book.others.messages + kept >= 3_000
-    assert book.others.bytes >= 10 * (3_000 - 3 * TOP)
+    named = [account.own for account in book.top]
+    assert book.others.messages + sum(messages for messages, _, _ in named) == 3_000
+    assert book.others.bytes + sum(size for _, size, _ in named) == 30_000
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_dropped_is_the_sum_over_the_labels_at_any_time(seed: int) -> None:
+    """Whoever comes to the top, leaves it, or is given up."""
+    rng, clock = random.Random(seed), Clock()
+    book = ledger(clock, accounts_max=TOP + 10)
+    dropped = others = 0
+    for _ in range(100):
+        for _ in range(rng.randrange(TOP)):
+            account, count = book.account(f"vin{rng.randrange(2 * TOP)}", "fleet"), rng.randrange(4)
+            account.messages += count
+            dropped += count
+            if rng.random() < 0.5:
+                book.drop(account, count)
+            else:
+                book.refused(account, count)
+        for _ in range(rng.choice([1, SLICES])):
+            clock.pass_(0.25)
+            book.sample(clock.now)
+        assert book.others.dropped + sum(dropped for _, _, dropped in (one.own for one in book.top)) == dropped
+        assert book.others.dropped >= others, "a counter never falls"
+        others = book.others.dropped
 
 
 def test_the_one_who_floods_is_on_top_within_ten_seconds_and_others_never_fall() -> None:
@@ -256,6 +282,27 @@ async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> N
         await node.send(UMessageBuilder.request(uris.parse("//vin1/8001/1/0"), method, 10_000).build())
     await answers.expect(1)
     assert answers.messages[0].attributes.commstatus == UCode.RESOURCE_EXHAUSTED
+
+
+async def test_each_of_thousands_of_refused_calls_is_told(make_world: MakeWorld) -> None:
+    """Though they come at once, and the way back takes nothing meanwhile; beyond its part no authority is told more."""
+    world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 100\n")
+    world.streamer.ledger.pressure.is_on = lambda _: True
+    node = await world.node("fleet", "vin1")
+    answers = await world.hear(node, uris.ANY, uris.parse("//vin1/8001/1/0"))
+    caller, method = uris.parse("//vin1/8001/1/0"), uris.parse("//cloud/9001/1/1")
+    calls = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(2_000)]
+    world.streamer.ingresses["fleet"].on_receive_batch(calls)
+    refused = world.streamer.endpoints["fleet"].dropped
+    assert refused["over_quota"] > 1_024
+    await answers.expect(refused["over_quota"])
+    told = {one.attributes.reqid.SerializeToString() for one in answers.messages}
+    assert len(told) == refused["over_quota"]
+    assert {one.attributes.commstatus for one in answers.messages} == {UCode.RESOURCE_EXHAUSTED}
+    assert refused["answers_full"] == 0
+    many = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(ANSWERS_MAX // CALLERS_SHARE + 10)]
+    world.streamer.ingresses["fleet"].on_receive_batch(many)
+    assert refused["answers_full"] == 10
 
 
 async def test_a_payload_that_is_too_large_is_not_taken(make_world: MakeWorld, publish: Any) -> None:

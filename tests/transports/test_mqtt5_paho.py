@@ -27,6 +27,7 @@ from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider
+from uprotocol.v1.uattributes_pb2 import UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -391,6 +392,27 @@ async def test_expiry_travels(broker: Broker) -> None:
         await sender.send(publish(1, ttl_ms=4_500))
         message = await asyncio.wait_for(got.get(), DEADLINE_S)
         assert message.attributes.ttl == 4_500
+
+
+async def test_of_an_authority_that_is_refused_only_requests_are_read(make_broker: MakeBroker) -> None:
+    """Their callers are told."""
+    broker, method = make_broker(), uris.parse("up://receiver/10AB/3/1")
+    got: asyncio.Queue[UMessage] = asyncio.Queue()
+
+    class Taker:
+        def on_receive(self, message: UMessage) -> None:
+            got.put_nowait(message)
+
+    async with end(broker, "sender") as sender, end(broker, "receiver") as receiver:
+        await receiver.register_listener(uris.ANY, Taker(), method)
+        await receiver.register_listener(TOPIC, Taker())
+        receiver.refused = {"sender": 0}
+        await sender.send_batch([publish(1), publish(2)])
+        await sender.send(UMessageBuilder.request(uris.parse("up://sender/10AB/3/0"), method, 10_000).build())
+        message = await asyncio.wait_for(got.get(), DEADLINE_S)
+        assert message.attributes.type == UMessageType.UMESSAGE_TYPE_REQUEST
+        assert receiver.refused == {"sender": 2}
+        assert got.empty()
 
 
 def openssl(*arguments: str, directory: Path) -> None:

@@ -33,7 +33,7 @@ from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.connection import Connection
 from transports.mqtt5.link import Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
-from transports.mqtt5.mapping import Mapping, Mode
+from transports.mqtt5.mapping import REQUEST_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
 from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_matches
 from transports.mqtt5.window import Window
@@ -313,7 +313,11 @@ class Mqtt5Transport(TransportBase):
 
     def _read(self, publish: wire.Publish, weigh: bool) -> Arrived | None:
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
-        if self.refused and (authority := publish.topic.partition(b"/")[0].decode(errors="replace")) in self.refused:
+        if (
+            self.refused
+            and (authority := publish.topic.partition(b"/")[0].decode(errors="replace")) in self.refused
+            and REQUEST_TYPE not in publish.properties  # its caller is told, so it is read
+        ):
             self.refused[authority] += 1
             return self._nothing(publish) if publish.packet_id else None
         if publish.topic == _DROPPED_TOPIC:
