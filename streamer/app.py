@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -31,7 +32,7 @@ from storage.runtime import REAL, Runtime
 from streamer import metrics, parts
 from streamer.access import Access
 from streamer.admin import Admin
-from streamer.claims import Claims
+from streamer.claims import Claims, listed
 from streamer.clocks import Clocks
 from streamer.config import Config, patterns
 from streamer.control import Control, ControlSocket
@@ -569,6 +570,12 @@ class Streamer:
         """What the source authorities send, those that send most first."""
         return [account.as_dict(self.topics_of(account.authority)) for account in self.ledger.by_rate(count)]
 
+    def cursors(self) -> list[dict[str, Any]]:
+        """What waits in the durable log for each endpoint, also for those that are not configured."""
+        durable = self.logs.durable
+        found = listed(durable.cursor_rows(), durable.newest_seq, durable.oldest_seq)
+        return [dataclasses.asdict(one) for one in found]
+
     def all_vehicles(self) -> Iterator[dict[str, Any]]:
         """The same of all of them, in the order in which they were first heard."""
         return (account.as_dict(self.topics_of(account.authority)) for account in list(self.ledger))
@@ -631,7 +638,9 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
 
     helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
-        async with ControlSocket(config.streamer.data_dir, streamer.paused, streamer.release, streamer.vehicles):
+        async with ControlSocket(
+            config.streamer.data_dir, streamer.paused, streamer.release, streamer.vehicles, streamer.cursors
+        ):
             await streamer.run()
     except BaseExceptionGroup as group:
         ours, others = group.split(UStatusError)

@@ -15,8 +15,9 @@ from typing import Final
 
 import structlog
 
+from history.load import Cursor
 from history.log import Log
-from streamer.egress import CURSOR_PREFIX, Pump
+from streamer.egress import BEGAN_PREFIX, CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint
 from streamer.handover import FOLLOWED_PREFIX
 from streamer.parked import PARKED_PREFIX
@@ -48,6 +49,30 @@ class Unclaimed:
     def topics(self) -> int:
         """That are parked."""
         return sum(name.startswith(PARKED_PREFIX) for name in self.cursors)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The cursor of one endpoint, configured or not."""
+
+    endpoint: str
+    seq: int
+    records: int  # that wait behind it
+    holds: bool  # retention by age waits for it
+    absent_hours: float  # while the streamer ran
+    parked_topics: int
+
+
+def listed(rows: Mapping[str, Cursor], newest: int, oldest: int) -> list[Listed]:
+    """By name; `newest`, `oldest`: seqs of a log's records."""
+    parked = Counter(name.split(":")[1] for name in rows if name.startswith(PARKED_PREFIX))
+    found = []
+    for name, row in rows.items():
+        if name.startswith(CURSOR_PREFIX):
+            endpoint, waits = name.removeprefix(CURSOR_PREFIX), max(0, newest - max(row.seq, oldest - 1))
+            hours = round(row.absent_ms / 3_600_000, 1)
+            found.append(Listed(endpoint, row.seq, waits, row.holds, hours, parked[endpoint]))
+    return sorted(found, key=lambda one: one.endpoint)
 
 
 class Claims:
@@ -83,6 +108,10 @@ class Claims:
                 else:
                     for name in waits.cursors:
                         one.drop_cursor(name)
+            if any(waits.log is one for waits in self.unclaimed):
+                for pump in self._pumps:
+                    if pump.log is one and pump.is_new:  # one of them may be the other's new name
+                        one.set_cursor(BEGAN_PREFIX + pump.peer.name, pump.cursor)
 
     async def watch(self) -> None:
         """Save how long each endpoint has been away, until cancelled."""

@@ -37,6 +37,7 @@ SOCKET: Final = "control.sock"  # in a data_dir
 LOG_LOCK: Final = "history.db.lock"  # held by a streamer that runs
 LINE_BYTES_MAX: Final = 128 << 10  # the longest is the list of what is paused, PAUSES_MAX of some 300 bytes
 VEHICLES_MAX: Final = 400  # some 250 bytes each, so that they fit; the admin port gives all
+CURSORS_MAX: Final = 400  # endpoints that are or were configured, of some 200 bytes
 ANSWER_S: Final = 10.0  # a disk may be slow; who says nothing for so long holds no memory for longer
 
 log = structlog.get_logger()
@@ -99,11 +100,13 @@ class ControlSocket:
         paused: Paused,
         release: Callable[[str], str],
         vehicles: Callable[[int], list[dict[str, Any]]] = lambda _: [],
+        cursors: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         """`release` takes a consumer's name from its owner and says who that was; raises NOT_FOUND. `vehicles(count)`:
-        what the source authorities send, those that send most.
+        what the source authorities send, those that send most. `cursors()`: what waits for each endpoint.
         """
-        self._folder, self._paused, self._release, self._vehicles = folder, paused, release, vehicles
+        self._folder, self._paused, self._release = folder, paused, release
+        self._vehicles, self._cursors = vehicles, cursors
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> None:
@@ -171,8 +174,10 @@ class ControlSocket:
                 return {"owner": self._release(consumer)}
             case "vehicles":
                 return {"vehicles": self._vehicles(max(0, min(count, VEHICLES_MAX)))}
+            case "cursors":
+                return {"cursors": self._cursors()[:CURSORS_MAX]}
             case _:
-                raise invalid(f"do is pause, resume, paused, release or vehicles, got {what!r}")
+                raise invalid(f"do is pause, resume, paused, release, vehicles or cursors, got {what!r}")
         return {"ended": ended, "paused": sorted(self._paused)}
 
 

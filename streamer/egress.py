@@ -58,6 +58,8 @@ READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so 
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
 CURSOR_PREFIX: Final = "egress:"
+# where a peer began that was new while records waited for one that is not configured: after that seq it has had its own
+BEGAN_PREFIX: Final = "began:"
 RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
 # dead letters of what retention took before the peer was back; beyond it only the range is told
 PASSED_LETTERS_MAX: Final = 100
@@ -132,6 +134,7 @@ class Pump:
         self._flights: Flights[Item] = Flights(peer, self._wake.set)
         self._read = 0  # last seq read
         self.cursor = 0  # last seq confirmed
+        self.is_new = False  # it had no cursor before this start
         self.retries = 0
         self.gaps = 0  # records that were lost to retention or damage before the peer got them
         self.trouble = ""  # why reading or sending does not go on
@@ -201,7 +204,7 @@ class Pump:
         elif self.log.cursors_lost:  # it may be ours that can't be read any more: sending again beats skipping
             self.cursor = self.log.floor_seq
         else:  # a new peer: what was there before it is not for it
-            self.cursor = self.log.newest_seq
+            self.cursor, self.is_new = self.log.newest_seq, True
         self._read = self.cursor
         self._save()
         self.parking.load()

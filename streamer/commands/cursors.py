@@ -1,6 +1,7 @@
 """up-streamer cursors: what waits in the log of a streamer, for its endpoints and for consumers of its history.
 
-list, consumers    read only; the streamer may run
+list               by the streamer that runs, else from its log; read only
+consumers          read only; the streamer may run
 adopt, forget      the log's owner does that, so the streamer must be stopped
 release            by the streamer that runs, else in its log
 """
@@ -10,27 +11,31 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 import typer
 
 from history.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.consumers import owner_of, owners
+from history.load import Cursor
 from history.log import Log
 from history.rows import CURSOR
 from storage.disk import REAL_DISK
-from streamer import control
+from streamer import claims, control
+from streamer.claims import Listed
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
-from streamer.egress import CURSOR_PREFIX
+from streamer.egress import BEGAN_PREFIX, CURSOR_PREFIX
 from streamer.parked import PARKED_PREFIX
+from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
+SCAN_RECORDS: Final = 10_000  # of a log that are looked at in one step
+SCAN_BYTES: Final = 16 << 20
 FOR_EVER: Final = 1 << 60  # no retention of ours: that is the streamer's
 
 
@@ -38,11 +43,11 @@ Endpoint = Annotated[str, typer.Argument(help="The endpoint for which records wa
 
 
 def list_(at: DataDir, as_json: AsJson = False) -> None:
-    """How many records wait for each endpoint. Writes nothing; the streamer may run.
+    """How many records wait for each endpoint: the streamer that runs says so, else its log. Writes nothing.
 
     Example: [bold]up-streamer cursors list --config vehicle.toml[/]
     """
-    for one in listed(at.log):
+    for one in asked(at.log):
         line = f"{one.endpoint}: {one.records} records wait after {one.seq}, away for {one.absent_hours} h"
         line += f", {one.parked_topics} topics parked" if one.parked_topics else ""
         line += "" if one.holds else ", and retention by age does not wait for it"
@@ -53,13 +58,19 @@ def adopt(
     old: Endpoint,
     new: Annotated[str, typer.Argument(help="The endpoint that gets them.")],
     at: DataDir,
+    out_of_order: Annotated[
+        bool, typer.Option("--out-of-order", help="Also what would come behind newer messages of its topic.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Give what waits for one endpoint to another one. The streamer must be stopped.
 
+    Refused if the other one has been sent newer messages of these topics meanwhile: they can't be kept in order any
+    more.
+
     Example: [bold]up-streamer cursors adopt cloud cloud-eu --config vehicle.toml[/]
     """
-    one = terminal.finish(_adopt(at.log, old, new))
+    one = terminal.finish(_adopt(at.log, old, new, out_of_order=out_of_order))
     terminal.tell(as_json, dataclasses.asdict(one), f"{one.records} records wait for {new} now")
 
 
@@ -102,18 +113,6 @@ def release(
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """The cursor of one endpoint."""
-
-    endpoint: str
-    seq: int
-    records: int  # that wait behind it
-    holds: bool  # retention by age waits for it
-    absent_hours: float  # while the streamer ran
-    parked_topics: int
-
-
-@dataclass(frozen=True, slots=True)
 class Consumer:
     """The cursor of one consumer in the durable log, and whose its name is ("": the next caller's that uses it)."""
 
@@ -124,17 +123,19 @@ class Consumer:
     lease_s: int  # for so long it holds retention by age; 0: its owner has not polled for longer than that
 
 
+def asked(path: Path) -> list[Listed]:
+    """As the streamer says that runs, whose file is some seconds behind; else as `listed`. Blocks. Raises as that, and
+    UNAVAILABLE if the streamer does not answer."""
+    answer = control.call(path.parent, {"do": "cursors"})
+    return listed(path) if answer is None else [Listed(**one) for one in answer["cursors"]]
+
+
 def listed(path: Path) -> list[Listed]:
-    """Raises UStatusError: INVALID_ARGUMENT if there is no log, FAILED_PRECONDITION if it can't be read."""
+    """As the file says. Raises UStatusError: INVALID_ARGUMENT if there is no log, FAILED_PRECONDITION if it can't be
+    read."""
     rows, newest, oldest = _rows(path)
-    parked = Counter(name.split(":")[1] for name, *_ in rows if name.startswith(PARKED_PREFIX))
-    found = []
-    for name, seq, _, holds, absent_ms in rows:
-        if name.startswith(CURSOR_PREFIX):
-            endpoint = name.removeprefix(CURSOR_PREFIX)
-            waits = max(0, newest - max(seq, oldest - 1))
-            found.append(Listed(endpoint, seq, waits, bool(holds), round(absent_ms / 3_600_000, 1), parked[endpoint]))
-    return sorted(found, key=lambda one: one.endpoint)
+    found = {name: Cursor(seq, lease, bool(holds), absent_ms) for name, seq, lease, holds, absent_ms in rows}
+    return claims.listed(found, newest, oldest)
 
 
 def consuming(path: Path) -> list[Consumer]:
@@ -188,22 +189,79 @@ async def _release(path: Path, consumer: str) -> str:
         return str(owners(rows)[consumer])
 
 
-async def _adopt(path: Path, old: str, new: str) -> Listed:
-    """The endpoint `new` gets what waits for `old`; what it has had itself since then may come twice.
+async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) -> Listed:
+    """The endpoint `new` gets what waits for `old`; with `out_of_order` what it has had itself since then comes twice.
 
-    Raises UStatusError: NOT_FOUND (no such cursor), or what Log.open says (ALREADY_EXISTS: the streamer runs).
+    Raises UStatusError: NOT_FOUND (no such cursor), FAILED_PRECONDITION (`new` has been sent newer messages of these
+    topics), or what Log.open says (ALREADY_EXISTS: the streamer runs).
     """
     async with await _open(path) as log:
         rows = log.cursor_rows()
         _require(rows, old)
-        for name, row in rows.items():
-            if _is_of(name, old):
-                prefix, _, rest = name.partition(":")
-                heir = f"{prefix}:{new}{rest.removeprefix(old)}"
-                seq = min(row.seq, rows[heir].seq) if heir in rows else row.seq
-                log.set_cursor(heir, seq, holds=True)
+        leaves, heir = Place.of(rows, old), Place.of(rows, new)
+        assert leaves is not None, "it is required"
+        if heir is not None and not out_of_order:
+            began = rows[BEGAN_PREFIX + new].seq if BEGAN_PREFIX + new in rows else leaves.seq
+            await _require_order(log, old, leaves, new, began, heir.seq)
+        both = leaves if heir is None else leaves.earliest(heir)
+        for name in rows:
+            if _is_of(name, old) or _is_of(name, new):
                 log.drop_cursor(name)
+        log.set_cursor(CURSOR_PREFIX + new, both.seq, holds=True)
+        for stream, seq in both.parked.items():
+            log.set_cursor(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True)
     return next(one for one in listed(path) if one.endpoint == new)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Up to where an endpoint has had everything: all topics, and those that are parked, by stream."""
+
+    seq: int
+    parked: dict[str, int]
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Cursor], endpoint: str) -> Self | None:
+        """None if it has no cursor."""
+        row, prefix = rows.get(CURSOR_PREFIX + endpoint), f"{PARKED_PREFIX}{endpoint}:"
+        parked = {name.removeprefix(prefix): one.seq for name, one in rows.items() if name.startswith(prefix)}
+        return None if row is None else cls(row.seq, parked)
+
+    def earliest(self, other: Place) -> Place:
+        """From where on both have everything. A topic that is parked for one of them may have gone on for the other."""
+        streams = self.parked.keys() | other.parked
+        parked = {one: min(self.parked.get(one, self.seq), other.parked.get(one, other.seq)) for one in streams}
+        return Place(min(self.seq, other.seq), parked)
+
+
+async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int, read: int) -> None:
+    """Raises FAILED_PRECONDITION if of a topic of which something waits for `old`, `new` has been sent what is newer:
+    it began after seq `began`, and has come to `read`."""
+    if read <= began:
+        return
+    waits = {int(stream) for stream in leaves.parked} | await _streams(log, leaves.seq, began)
+    newer = await _streams(log, max(began, leaves.seq), read)
+    if overtaken := sorted(uris.format(log.stream(one).source) for one in waits & newer if log.knows_stream(one)):
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION,
+            f"endpoint {new!r} has been sent newer messages already of {len(overtaken)} topics of which older ones wait "
+            f"for {old!r}, such as {overtaken[0]}: those would come behind them. Nothing is changed; adopt them all the "
+            f"same with --out-of-order (what {new!r} has had comes twice), or let them go with 'up-streamer cursors "
+            f"forget {old}'",
+        )
+
+
+async def _streams(log: Log, after: int, until: int) -> set[int]:
+    """Those with records beyond `after` and up to `until`."""
+    found: set[int] = set()
+    while after < until:
+        scan = await log.scan(after, max_records=SCAN_RECORDS, max_bytes=SCAN_BYTES, until=until)
+        for chunk in scan.chunks:
+            found.update(stream for seq, stream in zip(chunk.seqs, chunk.streams, strict=True) if after < seq <= until)
+        if scan.covered <= after:
+            break
+        after = scan.covered
+    return found
 
 
 async def _forget(path: Path, endpoint: str) -> int:
@@ -229,8 +287,8 @@ def _require_log(path: Path) -> None:
 
 
 def _is_of(name: str, endpoint: str) -> bool:
-    """Its cursor, and those of its topics that are parked."""
-    return name == CURSOR_PREFIX + endpoint or name.startswith(f"{PARKED_PREFIX}{endpoint}:")
+    """Its cursor, where it began, and those of its topics that are parked."""
+    return name in (CURSOR_PREFIX + endpoint, BEGAN_PREFIX + endpoint) or name.startswith(f"{PARKED_PREFIX}{endpoint}:")
 
 
 def _require(rows: Mapping[str, Any], endpoint: str) -> None:

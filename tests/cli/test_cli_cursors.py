@@ -15,6 +15,7 @@ from history.consumers import Consumers, Owner
 from history.log import Log
 from storage.disk import REAL_DISK
 from streamer.app import Streamer, serve
+from streamer.commands import cursors
 from streamer.commands.cli import app
 from streamer.config import load
 from uprotocol import uri as uris
@@ -81,6 +82,33 @@ def test_another_endpoint_adopts_what_waits(config: Path) -> None:
     assert (heir["endpoint"], heir["seq"], heir["records"], heir["parked_topics"]) == ("cloud-eu", 4, 6, 1)
     assert [row["endpoint"] for row in said("cursors", "list", "--config", str(config))] == ["cloud-eu", "vehicle"]
     assert said("check", "--config", str(config))[0]["unclaimed"] == {}
+
+
+def test_both_get_what_they_have_not_had_of_a_parked_topic(config: Path) -> None:
+    """A topic that is parked for one endpoint has gone on for the other, up to that one's own cursor."""
+
+    async def park() -> None:
+        async with await Log.open(config.parent / "history.db", name="durable") as log:
+            log.set_cursor("egress:cloud-eu", 9, holds=True)
+            log.set_cursor("began:cloud-eu", 9)
+            for stream, seq in ((7, 6), (8, 3)):
+                log.set_cursor(f"parked:cloud-eu:{stream}", seq, holds=True)
+
+    async def after() -> dict[str, int]:
+        async with await Log.open(config.parent / "history.db", name="durable") as log:
+            return log.cursors()
+
+    asyncio.run(park())
+    said("cursors", "adopt", "cloud", "cloud-eu", "--config", str(config))
+    left = asyncio.run(after())
+    (parked,) = (seq for name, seq in left.items() if name.startswith("parked:") and name[-1] not in "78")
+    assert parked == 2
+    assert {name: seq for name, seq in left.items() if not name.startswith("parked:") or name[-1] in "78"} == {
+        "egress:vehicle": 10,
+        "egress:cloud-eu": 4,
+        "parked:cloud-eu:7": 4,
+        "parked:cloud-eu:8": 3,
+    }
 
 
 def test_what_waits_is_forgotten(config: Path) -> None:
@@ -166,6 +194,27 @@ async def test_a_name_is_released_while_the_streamer_runs(config: Path) -> None:
     assert (await asyncio.to_thread(in_a_process, *arguments))[0] == 1
     stopping.set()
     await asyncio.wait_for(serving, 20)
+
+
+async def test_the_streamer_that_runs_lists_its_cursors(config: Path) -> None:
+    """Its file is behind: a cursor that has only moved on is written some seconds later."""
+    ready, stopping = asyncio.Event(), asyncio.Event()
+    streamers: list[Streamer] = []
+
+    def on_ready(streamer: Streamer) -> None:
+        streamers.append(streamer)
+        ready.set()
+
+    serving = asyncio.create_task(serve(load(config), on_ready, stopping))
+    await asyncio.wait_for(ready.wait(), 20)
+    streamers[0].logs.durable.set_cursor("egress:vehicle", 6, holds=True)
+    path = config.parent / "history.db"
+    asked = await asyncio.to_thread(cursors.asked, path)
+    assert {one.endpoint: (one.seq, one.records) for one in asked}["vehicle"] == (6, 4)
+    assert [one.endpoint for one in asked] == ["cloud", "cloud-eu", "vehicle"]
+    stopping.set()
+    await asyncio.wait_for(serving, 20)
+    assert [one.endpoint for one in cursors.asked(path)] == ["cloud", "cloud-eu", "vehicle"], "from the file"
 
 
 def in_a_process(*arguments: str) -> tuple[int, dict[str, object] | None]:

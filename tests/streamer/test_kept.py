@@ -14,6 +14,7 @@ import pytest
 
 from history.log import Log
 from streamer import flow as flows
+from streamer.commands import cursors
 from streamer.flow import Appender, Flow
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
@@ -126,6 +127,39 @@ async def test_the_backlog_of_a_renamed_endpoint_is_kept_and_told(make_world: Ma
     await world.until(lambda: world.streamer.pumps[-2].backlog == 0)
     assert heard.texts[1:51] == [str(number) for number in range(50)]
     assert not [problem for problem in world.streamer.problems() if "not configured" in problem]
+
+
+@pytest.mark.parametrize("other_topic", [True, False])
+async def test_what_waits_is_adopted_in_order_or_not_at_all(
+    make_world: MakeWorld, publish: Publish, other_topic: bool
+) -> None:
+    """The endpoint runs under its new name before anybody notices: what it sends then is newer than what waits."""
+    meanwhile = uris.parse("//vehicle1/8001/1/8002") if other_topic else SPEED
+    world = await make_world(subscriptions={"//vehicle1/8001/1/FFFF": ["//cloud/9001/1/0"]})
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    heard = await world.hear(cloud, uris.parse("//vehicle1/8001/1/FFFF"))
+    world.streamer.endpoints["cloud"].transport.disconnect()
+    await vehicle.send_batch([publish(SPEED, f"waits {number}") for number in range(30)])
+    await world.until(lambda: world.streamer.logs.durable.newest_seq == 30)
+    await world.stop()
+    renamed(world, "cloud", "clowd")
+    await world.start()
+    await vehicle.send_batch([publish(meanwhile, f"meanwhile {number}") for number in range(30)])
+    await heard.expect(30)
+    await world.stop()
+    log = world.config.streamer.data_dir / "history.db"
+    if not other_topic:
+        with pytest.raises(UStatusError, match="1 topics of which older ones wait for 'cloud', such as up://vehicle1"):
+            await cursors._adopt(log, "cloud", "clowd")
+        assert {one.endpoint: one.records for one in cursors.listed(log)}["cloud"] == 60, "nothing has changed"
+        await cursors._adopt(log, "cloud", "clowd", out_of_order=True)
+    else:
+        await cursors._adopt(log, "cloud", "clowd")
+    await world.start()
+    await vehicle.send(publish(SPEED, "after"))
+    await heard.expect(91)
+    waited = [text for text in heard.texts if not text.startswith("meanwhile")]
+    assert waited == [*(f"waits {number}" for number in range(30)), "after"]
 
 
 async def test_an_absence_is_told_before_it_ends_and_counts_only_while_we_run(
