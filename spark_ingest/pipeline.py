@@ -103,7 +103,7 @@ class Report(NamedTuple):
 def load(path: Path) -> Config:
     """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with every wrong key."""
     try:
-        given = tomllib.loads(path.read_text())
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UStatusError(UCode.NOT_FOUND, f"the configuration can't be read: {error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -111,7 +111,7 @@ def load(path: Path) -> Config:
     try:
         return Config.model_validate(given)
     except (ValidationError, UStatusError) as error:
-        why = error.message if isinstance(error, UStatusError) else explain(error)
+        why = error.message if isinstance(error, UStatusError) else explain(error, Config)
         raise invalid(f"{path}: {why}") from None
 
 

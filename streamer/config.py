@@ -606,7 +606,7 @@ def _meet(one: str, other: str) -> bool:
 def load(path: Path) -> Config:
     """Read and check `path`, transports' settings, too. Raises UStatusError(INVALID_ARGUMENT), a line per mistake."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
         raise invalid(f"can't read {path}: {why}") from None
@@ -624,7 +624,7 @@ def loads(text: str, name: str = "config") -> Config:
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        mistakes += _explain(text, error)
+        mistakes += _explain(text, error, Config)
     if mistakes:
         raise invalid("\n".join(f"{name}:{line}: {what}" for line, what in sorted(set(mistakes))))
     return config
@@ -649,11 +649,12 @@ def _settings_mistakes(text: str, raw: dict[str, Any]) -> Iterator[Mistake]:
                     line = line_of(text, ("endpoint", index, "transport"))
                     yield line, f"endpoint {endpoint.get('name')!r}: {error.message}"
                 except ValidationError as error:
-                    yield from _explain(text, error, ("endpoint", index, "settings"))
+                    model = plugins.load(transport).config
+                    yield from _explain(text, error, model, ("endpoint", index, "settings"))
 
 
-def _explain(text: str, mistakes: ValidationError, within: Location = ()) -> Iterator[Mistake]:
-    """Line, and `where: what`, of each mistake in what is `within` that table."""
+def _explain(text: str, mistakes: ValidationError, model: type[BaseModel], within: Location = ()) -> Iterator[Mistake]:
+    """Line, and `where: what`, of each mistake that `model` has found in what is `within` that table."""
     for error in mistakes.errors(include_url=False):
         location = (*within, *error["loc"])
         where = ".".join(str(part) for part in location)
@@ -661,7 +662,7 @@ def _explain(text: str, mistakes: ValidationError, within: Location = ()) -> Ite
             yield from ((line_of(text, at), what) for what, at in error["ctx"]["mistakes"])
             continue
         if error["type"] == "extra_forbidden":
-            what = f"unknown key {location[-1]!r}"
+            what = f"unknown key {location[-1]!r}{plugins.did_you_mean(model, error['loc'])}"
         else:
             what = error["msg"].removeprefix("Value error, ")
             if isinstance(error["input"], str | int | float | bool) and not logs.is_secret(where):
@@ -687,6 +688,7 @@ def line_of(text: str, location: Location) -> int:
             here = (*table, *(part.strip("\"'") for part in entry[1].split(".")))
         else:
             continue
-        if here == location[: len(here)] and len(here) > best_depth:
-            best, best_depth = number, len(here)
+        depth = min(len(here), len(location))  # one [[rule]] is a part of ("rule",)
+        if here[:depth] == location[:depth] and depth > best_depth:
+            best, best_depth = number, depth
     return best

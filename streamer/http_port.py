@@ -9,6 +9,7 @@ those, and the size of a request, are Line's.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import functools
 import hmac
@@ -176,7 +177,7 @@ def _token(guard: AdminSection) -> bytes | None:
     if guard.token_file is None:
         return None
     try:
-        token, why = guard.token_file.read_bytes().strip(), "it is empty"
+        token, why = guard.token_file.read_bytes().removeprefix(codecs.BOM_UTF8).strip(), "it is empty"
     except OSError as error:
         token, why = b"", str(error.strerror)
     if not token:

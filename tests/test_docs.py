@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from history.rows import SCHEMA_VERSION
 from streamer.config import loads
 from streamer.limits import Limits
 from tools.house import PRODUCT
@@ -397,3 +398,8 @@ def test_what_fits_into_the_memory_is_the_codes() -> None:
         memory_mib, *said = (int(text.replace(",", "")) for text in row)
         limits = Limits(memory_mib << 20)
         assert said == [limits.topics_max, limits.authority_topics_max, limits.streams_cached_max], memory_mib
+
+
+def test_the_page_on_the_history_names_the_format_of_the_log() -> None:
+    page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
+    assert re.findall(r"today's format, version (\d+)", page) == [str(SCHEMA_VERSION)]

@@ -12,11 +12,12 @@ What a foreign plugin does wrong is one sentence that names it and its package, 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -113,7 +114,7 @@ def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> U
     try:
         plugin, config = configure(name, settings)
     except ValidationError as error:
-        raise invalid(f"transport {name!r}: {explain(error)}") from None
+        raise invalid(f"transport {name!r}: {explain(error, load(name).config)}") from None
     try:
         transport: Any = plugin.create(config, local)  # it is another's: whatever it may be
     except UStatusError:
@@ -187,12 +188,41 @@ def _shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"an instance of {type(value).__name__}"
 
 
-def explain(error: ValidationError) -> str:
-    """One line for each thing that is wrong: where, what came, what was expected."""
+def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """One line for each thing that is wrong: where, what came, what was expected. `model`: which has refused it."""
 
     def what(one: Any) -> str:
-        return "unknown key" if one["type"] == "extra_forbidden" else str(one["msg"]).removeprefix("Value error, ")
+        if one["type"] == "extra_forbidden":
+            return "unknown key" + ("" if model is None else did_you_mean(model, one["loc"]))
+        return str(one["msg"]).removeprefix("Value error, ")
 
     return "; ".join(
         f"{'.'.join(map(str, one['loc'])) or 'settings'}: {what(one)}" for one in error.errors(include_url=False)
     )
+
+
+def did_you_mean(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    """Which key beside it may be meant by the unknown one at `location` in what `model` describes; empty if none is
+    like it."""
+    *outer, key = location
+    table: type[BaseModel] | None = model
+    for part in outer:
+        if isinstance(part, str):
+            table = None if table is None else _table_of(table, part)
+    if table is None:
+        return ""
+    names = [field.alias or name for name, field in table.model_fields.items()]
+    found = difflib.get_close_matches(str(key), names, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _table_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The model of the table, or of each in the list of tables, that stands under `key`."""
+    field = next((field for name, field in model.model_fields.items() if key in (name, field.alias)), None)
+    waiting: list[Any] = [] if field is None else [field.annotation]
+    while waiting:
+        kind = waiting.pop()
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+        waiting += get_args(kind)
+    return None

@@ -65,7 +65,7 @@ class ServiceConfig(BaseModel):
 def load(path: Path) -> ServiceConfig:
     """Raises UStatusError(INVALID_ARGUMENT) naming what is wrong."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise invalid(f"the configuration {path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -77,7 +77,7 @@ def validate(content: dict[str, Any], where: str) -> ServiceConfig:
     try:
         config = ServiceConfig.model_validate(content)
     except ValidationError as error:
-        raise invalid(f"{where}: {explain(error)}") from None
+        raise invalid(f"{where}: {explain(error, ServiceConfig)}") from None
     uris.validate_authority(config.authority)
     return config
 

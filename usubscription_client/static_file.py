@@ -57,7 +57,7 @@ def read(path: Path) -> list[Subscription]:
             raise invalid(
                 f"{path} has more than {FILE_BYTES_MAX} bytes: use a uSubscription service for that many subscriptions"
             )
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise UStatusError(UCode.NOT_FOUND, f"the subscription file {path} can't be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

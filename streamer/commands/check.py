@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +42,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
-    found = findings(loaded, config.read_text(encoding="utf-8"))
+    found = findings(loaded, config.read_text(encoding="utf-8-sig"))
     if wrong := [f"{config}:{one.line}: {one.what}" for one in found if one.fatal]:
         raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
     made = asyncio.run(_make_transports(loaded))
@@ -64,6 +65,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     for rule in loaded.rules:
         limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
         terminal.out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
+    for line in _summary(loaded):
+        terminal.out.print(line, markup=False)
     for note in notes:
         terminal.out.print(f"note: {note}", markup=False)
     for name, records in _unclaimed(loaded).items():
@@ -71,6 +74,26 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         terminal.out.print(f"{waits}, which this file does not have")
     for pause in paused:
         terminal.out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
+    terminal.out.print(f"{config} has no mistakes", markup=False)
+
+
+def _summary(config: Config) -> Iterator[str]:
+    """What is kept, where, and who may ask: a line each."""
+    history, admin = config.history, config.admin
+    yield f"data_dir: {config.streamer.data_dir.absolute()}"
+    yield f"recorded: {', '.join(history.record) or 'nothing but what somebody has subscribed to'}"
+    yield f"in memory only: {', '.join(history.volatile) or 'nothing'}"
+    yield f"kept: {history.retention_hours:g} h, and at most {history.retention_mib} MiB on disk"
+    if config.usubscription.static_file is not None:
+        yield f"subscriptions also from {config.usubscription.static_file}"
+    guards = [word for word, file in (("TLS", admin.cert_file), ("a token", admin.token_file)) if file is not None]
+    port = config.streamer.admin
+    yield f"admin port: {port}{', with ' + ' and '.join(guards) if guards else ''}" if port else "admin port: none"
+    if config.access:
+        yield f"access to the history: {len(config.access)} entries beside the rules"
+    for location, file in _certificate_files(config):
+        ends = datetime.fromtimestamp(certificates.expires_s(file), UTC)
+        yield f"certificate: {'.'.join(map(str, location))} {file.path} until {ends:%Y-%m-%d}"
 
 
 def _show_following(config: Config) -> None:
@@ -107,6 +130,10 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
     return {
         "ok": True,
         "authority": config.authority,
+        "data_dir": str(config.streamer.data_dir.absolute()),
+        "record": config.history.record,
+        "volatile": config.history.volatile,
+        "admin": config.streamer.admin,
         "endpoints": endpoints,
         "rules": [rule.model_dump(by_alias=True, exclude={"delivery"}) for rule in config.rules],
         "follow": [one.model_dump() for one in config.follow],

@@ -244,10 +244,10 @@ async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int
     if overtaken := sorted(uris.format(log.stream(one).source) for one in waits & newer if log.knows_stream(one)):
         raise UStatusError(
             UCode.FAILED_PRECONDITION,
-            f"endpoint {new!r} has been sent newer messages already of {len(overtaken)} topics of which older ones wait "
-            f"for {old!r}, such as {overtaken[0]}: those would come behind them. Nothing is changed; adopt them all the "
-            f"same with --out-of-order (what {new!r} has had comes twice), or let them go with 'up-streamer cursors "
-            f"forget {old}'",
+            f"endpoint {new!r} has been sent newer messages already of {len(overtaken)} topics of which older ones "
+            f"wait for {old!r}, such as {overtaken[0]}: those would come behind them. Nothing is changed; adopt them "
+            f"all the same with --out-of-order (what {new!r} has had comes twice), or let them go with "
+            f"'up-streamer cursors forget {old}'",
         )
 
 

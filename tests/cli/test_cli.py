@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from storage import logs
 from streamer.commands import cli, terminal
+from tests.certificates import TestAuthority
 
 COMMANDS = [
     "run",
@@ -297,7 +298,9 @@ def test_every_mistake_of_a_configuration_is_said_with_its_line(
 def test_an_admin_port_for_this_machine_or_for_whom_it_knows_is_right(
     invoke: Invoke, tmp_path: Path, address: str, admin: str
 ) -> None:
-    (tmp_path / "x").touch(0o600)
+    certificate, key = TestAuthority(tmp_path).issue("port")
+    (tmp_path / "x").write_bytes(certificate.read_bytes() + key.read_bytes())
+    (tmp_path / "x").chmod(0o600)
     text = ONE.replace("[streamer]", f'[streamer]\nadmin = "{address}"') + admin
     (tmp_path / "one.toml").write_text(text.replace("{folder}", str(tmp_path)))
     assert invoke("check", "-c", "one.toml").exit_code == 0
@@ -345,6 +348,10 @@ def test_check_prints_what_it_understood(invoke: Invoke, tmp_path: Path) -> None
         {
             "ok": True,
             "authority": "vehicle1",
+            "data_dir": str(tmp_path / "data"),
+            "record": [],
+            "volatile": [],
+            "admin": None,
             "endpoints": [
                 {
                     "name": "v",

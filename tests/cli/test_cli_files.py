@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from streamer.commands import cli
 from tests.certificates import DAY, TestAuthority
+from usubscription_client import static_file
 
 CONFIG = """[streamer]
 data_dir = "{folder}/data"
@@ -101,6 +103,30 @@ def test_what_is_there_is_no_news(config: Path) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["notes"] == []
     assert not (config.parent / "data").exists()
+
+
+def test_success_says_what_was_understood(config: Path) -> None:
+    shown = check(config).stdout
+    for words in (
+        f"data_dir: {config.parent}/data",
+        "recorded: nothing but what somebody has subscribed to",
+        "kept: 168 h, and at most 1024 MiB on disk",
+        f"subscriptions also from {config.parent}/static.json",
+        "admin port: 127.0.0.1:0, with TLS and a token",
+        f"certificate: endpoint.1.settings.tls.cert_file {config.parent}/vehicle1.crt until 20",
+        "home -> cloud",
+        f"{config} has no mistakes",
+    ):
+        assert words in shown
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(config: Path) -> None:
+    """Editors on Windows write one."""
+    for path in (config, config.parent / "static.json"):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    done = check(config, "--json")
+    assert done.exit_code == 0, done.output
+    assert static_file.read(config.parent / "static.json") == []
 
 
 def test_each_missing_file_is_told_with_its_line(config: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 import re
@@ -199,7 +200,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> AdminSection:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "port.key", "-out", "port.crt"]
     subprocess.run([*command.split(), *names], cwd=folder, check=True, capture_output=True, timeout=60)
-    (folder / "token").write_text("s3cret-of-the-monitor\n")
+    (folder / "token").write_bytes(codecs.BOM_UTF8 + b"s3cret-of-the-monitor\n")  # as editors on Windows do
     return AdminSection(
         cert_file=folder / "port.crt", key_file=folder / "port.key", token_file=folder / "token", unprotected=False
     )

@@ -80,11 +80,21 @@ def test_what_may_live_at_an_endpoint_may_be_followed_there(authorities: str, se
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        (TWO.replace("[streamer]", "[streamer]\nauthorty = 'x'"), 2, "unknown key 'authorty'"),
+        (
+            TWO.replace("[streamer]", "[streamer]\nauthorty = 'x'"),
+            2,
+            "unknown key 'authorty'; did you mean 'authority'?",
+        ),
+        (TWO + "[[rules]]\nfrom = 'a'\n", 14, "unknown key 'rules'; did you mean 'rule'?"),
+        (
+            TWO + "[[rule]]\nfrom = 'vehicle'\nto = 'cloud'\nalow = []\n",
+            17,
+            "unknown key 'alow'; did you mean 'allow'?",
+        ),
         (TWO + "colour = 'red'\n", 14, "unknown key 'colour'"),
-        (TWO + "[history]\nrecrod = []\n", 15, "unknown key 'recrod'"),
+        (TWO + "[history]\nrecrod = []\n", 15, "unknown key 'recrod'; did you mean 'record'?"),
         (TWO + "[metrics]\nport = 1\n", 14, "unknown key 'metrics'"),
-        (TWO.replace('network = "other"', 'netwrok = "other"'), 13, "unknown key 'netwrok'"),
+        (TWO.replace('network = "other"', 'netwrok = "other"'), 13, "unknown key 'netwrok'; did you mean 'network'?"),
         (
             TWO.replace(
                 'transport = "local"\nauthorities = ["vehicle1"]',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import shutil
 import signal
@@ -283,6 +284,7 @@ async def test_a_login_from_a_file(make_broker: MakeBroker, tmp_path: Path) -> N
     broker = make_broker(users={"up": "sëcret"})
     file = tmp_path / "password"
     file.write_text("sëcret\nnot this\n")
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # as editors on Windows do
     async with end(broker, "somebody", username="up", password_file=file) as one:
         assert one.connected
     file.unlink()

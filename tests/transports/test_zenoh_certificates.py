@@ -77,7 +77,7 @@ async def test_a_renewed_certificate_is_shown_and_nothing_is_lost(node: Node) ->
                     await asyncio.sleep(0.005)
             sent.append(message.attributes.id.SerializeToString())
         async with asyncio.timeout(DEADLINE_S):
-            while set(sent) - {one.attributes.id.SerializeToString() for one in hears.messages}:
+            while set(sent) - {one.attributes.id.SerializeToString() for one in hears.messages}:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         async with node.client("late", node.second.ca) as late:  # which trusts the new one alone
             await late.send_batch([publish(source=topic("late"))])
@@ -91,7 +91,7 @@ async def test_a_pair_that_can_not_be_loaded_does_not_touch_the_session(node: No
         await node.until([True])
         (tmp_path / "hub.pem").write_bytes((tmp_path / "hub.pem").read_bytes()[:200])
         async with asyncio.timeout(DEADLINE_S):
-            while not hub.troubles:
+            while not hub.troubles:  # noqa: ASYNC110 - nobody tells of it
                 await asyncio.sleep(0.01)
         assert "stays in use" in hub.troubles[0]
         assert node.connections == [True]

@@ -248,7 +248,7 @@ def _plain(xml: str) -> str:
 def _read(file: Path) -> str:
     """By us, not by Cyclone: it knows no spaces in names of files."""
     try:
-        return _plain(file.read_text(encoding="utf-8"))
+        return _plain(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UStatusError(UCode.UNAVAILABLE, f"the Cyclone configuration {file} can't be used now: {error}") from error
 

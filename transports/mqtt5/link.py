@@ -258,7 +258,7 @@ def _password(config: Mqtt5Config) -> str | None:
     if config.password_file is None:
         return config.password.get_secret_value() if config.password is not None else None
     try:
-        return config.password_file.read_text().splitlines()[0]
+        return config.password_file.read_text(encoding="utf-8-sig").splitlines()[0]
     except (OSError, IndexError, UnicodeDecodeError) as error:
         why = f"password_file {config.password_file} can't be read: {error}"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
