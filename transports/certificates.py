@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import re
 import ssl
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -29,6 +33,8 @@ LOOK_S: Final = 60.0  # between two looks at the files: a renewal has days
 DAY_S: Final = 86_400
 SOON_S: Final = 14 * DAY_S  # so long before its end a certificate is told of
 FILE_BYTES_MAX: Final = 4 << 20  # the bundle of a whole system has 250 KiB
+
+_PEM: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 log = structlog.get_logger()
 
@@ -100,19 +106,34 @@ class TlsFiles:
 
 
 def read(file: CertificateFile) -> list[Certificate]:
-    """Those in it, at least one, in their order. Blocks. Raises UStatusError(FAILED_PRECONDITION)."""
-    from cryptography import x509  # 6 MiB, for who has certificates
+    """Those in it that can be read, at least one, in their order. Blocks. Raises UStatusError(FAILED_PRECONDITION).
 
+    One of a whole system's bundle may be odd, and OpenSSL takes it all the same.
+    """
     try:
         with file.path.open("rb") as opened:
-            found = x509.load_pem_x509_certificates(opened.read(FILE_BYTES_MAX))
+            blocks = _PEM.findall(opened.read(FILE_BYTES_MAX))
     except OSError as error:
-        why = f"can't be read: {error.strerror}"
-    except ValueError:
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"can't be read: {error.strerror}") from None
+    found = []
+    for block in blocks:
+        with contextlib.suppress(ValueError):
+            found.append(_x509().load_pem_x509_certificate(block))
+    if not found:
         why = "holds no certificate in PEM form (-----BEGIN CERTIFICATE-----), or a damaged one"
-    else:
-        return found
-    raise UStatusError(UCode.FAILED_PRECONDITION, why)
+        raise UStatusError(UCode.FAILED_PRECONDITION, why)
+    return found
+
+
+@functools.cache
+def _x509() -> ModuleType:
+    """Loaded for who has certificates: 0.1 s and 9 MiB."""
+    from cryptography import x509
+    from cryptography.utils import CryptographyDeprecationWarning
+
+    # it is of certificates that are not ours to change, and standard error is the log's
+    warnings.filterwarnings("ignore", category=CryptographyDeprecationWarning)
+    return x509
 
 
 def expires_s(file: CertificateFile) -> float:
@@ -138,12 +159,10 @@ def mistake(file: CertificateFile, now_s: float) -> str:
 
 def _may_be_trusted(certificate: Certificate) -> bool:
     """A CA's, or one that is trusted by itself."""
-    from cryptography import x509
-
     if certificate.issuer == certificate.subject:
         return True
-    with contextlib.suppress(x509.ExtensionNotFound, ValueError):
-        return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
+    with contextlib.suppress(_x509().ExtensionNotFound, ValueError):
+        return bool(certificate.extensions.get_extension_for_class(_x509().BasicConstraints).value.ca)
     return False
 
 

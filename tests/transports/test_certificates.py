@@ -189,6 +189,12 @@ def test_a_chain_ends_with_its_first_and_a_bundle_of_cas_with_its_last(authority
     assert expires_s(CertificateFile("x", both, is_ca=True)) == ends[1]
 
 
+def test_an_odd_certificate_of_a_bundle_hides_no_other(authority: TestAuthority) -> None:
+    odd = b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+    authority.ca.write_bytes(odd + authority.ca.read_bytes() + odd)
+    assert mistake(CertificateFile("tls.ca_file", authority.ca, is_ca=True), time.time()) == ""
+
+
 async def test_a_certificate_is_told_of_14_days_before_its_end(authority: TestAuthority) -> None:
     path, _ = authority.issue("it", 20 * DAY)
     clock_ms = int(time.time() * 1000)

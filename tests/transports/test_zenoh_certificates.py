@@ -86,6 +86,16 @@ async def test_a_renewed_certificate_is_shown_and_nothing_is_lost(node: Node) ->
         assert hub.troubles == []
 
 
+async def test_who_connects_reads_its_files_at_each_link(node: Node, tmp_path: Path) -> None:
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(node.first.ca.read_bytes())
+    async with node.hub, node.client("vehicle", trusted):
+        await node.until([True])
+        trusted.write_bytes(node.second.ca.read_bytes())
+        node.second.issue("hub")
+        await node.until([True, False, True])
+
+
 async def test_a_pair_that_can_not_be_loaded_does_not_touch_the_session(node: Node, tmp_path: Path) -> None:
     async with node.hub as hub, node.client("vehicle", node.both):
         await node.until([True])
