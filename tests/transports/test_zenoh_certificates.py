@@ -16,6 +16,7 @@ from transports.zenoh import ZenohConfig, ZenohTransport
 from transports.zenoh import transport as transports
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 
 DEADLINE_S = 30.0
 
@@ -105,6 +106,35 @@ async def test_a_pair_that_can_not_be_loaded_does_not_touch_the_session(node: No
                 await asyncio.sleep(0.01)
         assert "stays in use" in hub.troubles[0]
         assert node.connections == [True]
+
+
+async def test_what_has_arrived_and_is_not_taken_yet_outlives_a_renewal(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full, say: Zenoh acknowledges nothing, so nobody would send it again."""
+    monkeypatch.setattr(transports, "CLOSE_S_MAX", 0.2)
+    may_take, taken = asyncio.Event(), []
+
+    class Holding:
+        async def on_receive_batch(self, messages: list[UMessage]) -> None:
+            await may_take.wait()
+            taken.extend(messages)
+
+    async with node.hub as hub, node.client("vehicle", node.both) as vehicle:
+        await hub.register_listener(topic("vehicle"), Holding())
+        await node.until([True])
+        arrivals = hub._receiver._publishes
+        async with asyncio.timeout(DEADLINE_S):
+            while arrivals.not_handed_over < 100:  # others learn of a listener a moment later
+                await vehicle.send_batch([publish(source=topic("vehicle")) for _ in range(2_000)])
+                await asyncio.sleep(0.02)
+        waits = arrivals.waiting
+        node.second.issue("hub")
+        await node.until([True, False, True])
+        may_take.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while len(taken) < waits:  # noqa: ASYNC110 - the listener is awaited by the transport
+                await asyncio.sleep(0.01)
 
 
 async def test_close_ends_a_reopening(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

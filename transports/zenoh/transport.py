@@ -75,6 +75,7 @@ class ZenohTransport(TransportBase):
         # of who listens: Zenoh reads them when a session opens, and those of who connects at each link
         self._tls_files = config.listening_files()
         self._renewing: asyncio.Task[None] | None = None
+        self._sessions = 0  # so far
         self._reopening = ""  # why the session is not open again yet, after a renewal
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
 
@@ -97,6 +98,7 @@ class ZenohTransport(TransportBase):
             if self._sender is not None:
                 return
             self._loop = asyncio.get_running_loop()
+            self._receiver.open(self.wire_bytes_max)
             if self._tls_files is None:
                 await self._open_session()
                 return
@@ -105,7 +107,6 @@ class ZenohTransport(TransportBase):
             self._renewing = asyncio.create_task(self._follow_renewals(self._tls_files, used))
 
     async def _open_session(self) -> None:
-        self._receiver.open(self.wire_bytes_max)
         try:  # a session that nobody has would keep the port
             session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
         except zenoh.ZError as error:
@@ -122,11 +123,16 @@ class ZenohTransport(TransportBase):
         a daemon as this one is, and one that comes back from Rust while the interpreter ends aborts the process.
         """
         loop = self._loop
+        number = self._sessions = self._sessions + 1
+
+        def tell(transport: zenoh.Transport, opened: bool) -> None:
+            if number == self._sessions:  # a peer has the same id in the next session, and may be there already
+                self._on_peer(transport, opened)
 
         def on_event(event: zenoh.TransportEvent) -> None:
             opened = event.kind == zenoh.SampleKind.PUT
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._on_peer, event.transport, opened)
+                loop.call_soon_threadsafe(tell, event.transport, opened)
 
         # whoever links to a port of ours before we subscribe sends to nobody
         session = linked(self._config, self.wire_bytes_max, self._receiver.declare, self._receiver.undeclare)
@@ -149,18 +155,19 @@ class ZenohTransport(TransportBase):
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
             self._renewing = None
-        await self._close_session()
+        await self._close_session(self._receiver.close)
 
-    async def _close_session(self) -> None:
+    async def _close_session(self, end_arrivals: Callable[[], None] = lambda: None) -> None:
         self.is_open = False
         sender, self._sender = self._sender, None
         if sender is None:
+            end_arrivals()
             return
         flush = self._loop.run_in_executor(sender.thread, self._flush, sender)  # behind what is queued
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
-        self._receiver.close()
+        end_arrivals()
         if not flush.done():
             log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
         await self._leave(sender)
@@ -188,7 +195,7 @@ class ZenohTransport(TransportBase):
     async def _reopen(self) -> None:
         log.info("the TLS files have changed: the Zenoh session is opened again", authority=self.authority)
         backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
-        closing = asyncio.ensure_future(self._close_session())
+        closing = asyncio.ensure_future(self._close_session())  # what has arrived stays, for who takes it later
         try:
             await asyncio.shield(closing)
         except asyncio.CancelledError:
