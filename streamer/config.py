@@ -163,7 +163,7 @@ class AdminSection(_Section):
     """Who may ask at `streamer.admin`."""
 
     cert_file: Path | None = None
-    """certificate of the port, PEM; with it, TLS only. Both files are read again after they have changed"""
+    """certificate of the port, PEM; with it, TLS only. All three files are read again after they have changed"""
     key_file: Path | None = None
     """its key, PEM, without a passphrase"""
     token_file: Path | None = None

@@ -17,14 +17,14 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, Self, TypeVar
 
 import structlog
 from aiohttp import web
 
 from streamer.admin import Answer
 from streamer.config import AdminSection
-from transports.certificates import TlsFiles, load_pair
+from transports.certificates import KeptFiles, load_pair
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -37,6 +37,7 @@ TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Page = Callable[[], Answer]
+T = TypeVar("T")
 List = Callable[[], Iterator[bytes] | None]  # in slices; None for who asks too often
 
 log = structlog.get_logger()
@@ -49,14 +50,14 @@ class HttpPort:
 
     def __init__(self, pages: Mapping[str, Page], lists: Mapping[str, List], guard: AdminSection) -> None:
         self._pages, self._lists, self._guard = pages, lists, guard
-        self._token: bytes | None = None
+        self._token: Latest[bytes] | None = None
         self._server: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._lines: set[Line] = set()
 
     async def open(self, host: str, port: int) -> int:
         """The port, which is another one for 0. Raises as `Admin.open`."""
-        self._token, tls = _token(self._guard), await _tls(self._guard)
+        self._token, tls = await _token(self._guard), await _tls(self._guard)
         http, loop = await self.serve(), asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: Line(http(), tls, self._lines), host, port)
@@ -95,7 +96,7 @@ class HttpPort:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._token is not None and not _shows(request, self._token):
+        if self._token is not None and not _shows(request, await self._token.get()):
             return web.Response(status=401, text="a token is asked for\n", headers={"WWW-Authenticate": "Bearer"})
         try:
             return await handler(request)
@@ -141,26 +142,31 @@ async def _close_after(_: web.Request, response: web.StreamResponse) -> None:
 # Who may ask
 
 
-class Tls:
-    """The port's certificate, as it is in its files now; one look at them at a time, whoever connects meanwhile."""
+class Latest(Generic[T]):
+    """What is in files now; one look at them at a time, whoever asks meanwhile."""
 
-    def __init__(self, files: TlsFiles, context: ssl.SSLContext) -> None:
-        self._files, self._context = files, context
-        self._looking: asyncio.Future[ssl.SSLContext] | None = None
+    def __init__(self, files: KeptFiles[T], found: T) -> None:
+        self._files, self._found = files, found
+        self._looking: asyncio.Future[T] | None = None
 
-    async def context(self) -> ssl.SSLContext:
-        """For one more connection. A disk that hangs keeps the last one in use for the others."""
+    @classmethod
+    async def of(cls, files: KeptFiles[T]) -> Self:
+        """Raises as they do."""
+        return cls(files, await asyncio.to_thread(files.current))
+
+    async def get(self) -> T:
+        """A disk that hangs keeps the last in use for all others."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._files.current))
-            self._context = await asyncio.shield(self._looking)
-        return self._context
+            self._found = await asyncio.shield(self._looking)
+        return self._found
 
 
-async def _tls(guard: AdminSection) -> Tls | None:
+async def _tls(guard: AdminSection) -> Latest[ssl.SSLContext] | None:
     if guard.cert_file is None:
         return None
-    files = TlsFiles((guard.cert_file, guard.key_file), functools.partial(_context, guard.cert_file, guard.key_file))
-    return Tls(files, await asyncio.to_thread(files.current))
+    make = functools.partial(_context, guard.cert_file, guard.key_file)
+    return await Latest.of(KeptFiles((guard.cert_file, guard.key_file), make))
 
 
 def _context(cert_file: Path, key_file: Path | None) -> ssl.SSLContext:
@@ -173,15 +179,19 @@ def _context(cert_file: Path, key_file: Path | None) -> ssl.SSLContext:
     return context
 
 
-def _token(guard: AdminSection) -> bytes | None:
+async def _token(guard: AdminSection) -> Latest[bytes] | None:
     if guard.token_file is None:
         return None
+    return await Latest.of(KeptFiles([guard.token_file], functools.partial(_read_token, guard.token_file)))
+
+
+def _read_token(file: Path) -> bytes:
     try:
-        token, why = guard.token_file.read_bytes().removeprefix(codecs.BOM_UTF8).strip(), "it is empty"
+        token, why = file.read_bytes().removeprefix(codecs.BOM_UTF8).strip(), "it is empty"
     except OSError as error:
         token, why = b"", str(error.strerror)
     if not token:
-        raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {guard.token_file} can't be used: {why}")
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {file} can't be used: {why}")
     return token
 
 
@@ -195,7 +205,7 @@ class Line(asyncio.Protocol):
     """One connection: aiohttp's, as long as it keeps within the limits of this file; one more than CONNECTIONS_MAX is
     closed at once. It is counted from its first moment, so TLS begins here and not at the listening socket."""
 
-    def __init__(self, http: asyncio.Protocol, tls: Tls | None, others: set[Line]) -> None:
+    def __init__(self, http: asyncio.Protocol, tls: Latest[ssl.SSLContext] | None, others: set[Line]) -> None:
         self._http, self._tls, self._others = http, tls, others
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -218,11 +228,11 @@ class Line(asyncio.Protocol):
             transport.pause_reading()
             self._securing = asyncio.create_task(self._secure(transport, self._tls), name="admin TLS")
 
-    async def _secure(self, transport: asyncio.Transport, tls: Tls) -> None:
+    async def _secure(self, transport: asyncio.Transport, tls: Latest[ssl.SSLContext]) -> None:
         loop, secured = asyncio.get_running_loop(), None
         try:
             with contextlib.suppress(OSError):  # no TLS, or none that we take; TimeoutError and SSLError are ones, too
-                context = await tls.context()
+                context = await tls.get()
                 secured = await loop.start_tls(
                     transport, self, context, server_side=True, ssl_handshake_timeout=REQUEST_TIMEOUT_S
                 )

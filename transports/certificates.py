@@ -1,6 +1,6 @@
 """Certificates in files: loaded anew after a renewal, checked, and told of before they expire.
 
-TLS files -> TlsFiles: changed? -> a new SSLContext; a pair that can't be loaded (half-written, say) keeps the last one
+files -> KeptFiles: changed? -> a new SSLContext; a pair that can't be loaded (half-written, say) keeps the last one
 CertificateFile, one for each setting -> mistake: what `up-streamer check` says
                                       -> Expiries: read once in LOOK_S -> metric, notes, a log line for each change
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import structlog
 
@@ -37,6 +37,7 @@ FILE_BYTES_MAX: Final = 4 << 20  # the bundle of a whole system has 250 KiB
 _PEM: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 Stamp = tuple[tuple[int, int, int] | None, ...]  # of each file: modified at (ns), inode, bytes; None: it is not there
 
@@ -64,45 +65,48 @@ def stamp(files: Iterable[Path | None]) -> Stamp:
     return tuple(one(file) for file in files if file is not None)
 
 
-class TlsFiles:
-    """The SSLContext that `make` builds from `files`. Its methods block; threads may share it."""
+class KeptFiles(Generic[T]):
+    """What `make` makes of `files`, as they are now. Its methods block; threads may share it."""
 
-    def __init__(self, files: Sequence[Path | None], make: Callable[[], ssl.SSLContext]) -> None:
+    def __init__(self, files: Sequence[Path | None], make: Callable[[], T]) -> None:
         """`make` raises UStatusError if the files can't be used."""
         self._files, self._make = files, make
         self._lock = threading.Lock()
         self._stamp: Stamp = ()
-        self._context: ssl.SSLContext | None = None
+        self._made: T | None = None
         self.trouble = ""  # why the last one is still in use
 
     def __repr__(self) -> str:
-        return f"TlsFiles({[str(file) for file in self._files if file is not None]}, trouble={self.trouble!r})"
+        return f"KeptFiles({[str(file) for file in self._files if file is not None]}, trouble={self.trouble!r})"
 
-    def current(self) -> ssl.SSLContext:
+    def current(self) -> T:
         """Made anew if a file has changed since the last one was. If that fails the last one is kept, `trouble` says
         why, and the next call tries again. Raises what `make` raises if there was never one."""
         with self._lock:
             now = stamp(self._files)  # before they are read: what changes meanwhile is seen by the next call
-            if self._context is not None and now == self._stamp:
+            if self._made is not None and now == self._stamp:
                 self._told("")
-                return self._context
+                return self._made
             try:
                 made = self._make()
             except UStatusError as error:
-                if self._context is None:
+                if self._made is None:
                     raise
-                self._told(f"{error.message}; the certificate that was read before stays in use until they can")
-                return self._context
-            if self._context is not None:
-                log.info("the TLS files were read again", files=[str(file) for file in self._files if file])
-            self._context, self._stamp = made, now
+                self._told(f"{error.message}; what was read before stays in use until they can")
+                return self._made
+            if self._made is not None:
+                log.info("changed files were read again", files=[str(file) for file in self._files if file])
+            self._made, self._stamp = made, now
             self._told("")
             return made
 
     def _told(self, trouble: str) -> None:
         if trouble and trouble != self.trouble:
-            log.warning("changed TLS files can't be used yet", why=trouble)
+            log.warning("changed files can't be used yet", why=trouble)
         self.trouble = trouble
+
+
+TlsFiles = KeptFiles[ssl.SSLContext]
 
 
 def read(file: CertificateFile) -> list[Certificate]:

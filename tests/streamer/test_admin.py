@@ -288,6 +288,22 @@ async def test_a_renewed_certificate_is_shown_to_who_connects_next(tmp_path: Pat
         assert await health(first) == 200
 
 
+async def test_a_token_that_has_changed_counts_from_then_on(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("old")
+    async with admins.Admin("127.0.0.1:0", list, guard=AdminSection(token_file=file)) as admin:
+
+        async def status(token: str) -> int:
+            url = f"http://127.0.0.1:{admin.port}/healthz"
+            return (await asyncio.to_thread(fetch, url, f"Bearer {token}"))[0]
+
+        assert await status("old") == 200
+        file.write_text("other")
+        assert (await status("old"), await status("other")) == (401, 200)
+        file.write_text("")
+        assert (await status(""), await status("other")) == (401, 200)
+
+
 async def test_a_certificate_has_a_metric_and_a_note_before_it_ends(make_world: MakeWorld, tmp_path: Path) -> None:
     authority = TestAuthority(tmp_path)
     certificate, key = authority.issue("port", 5 * DAY)

@@ -115,7 +115,7 @@ async def test_a_pair_that_can_not_be_loaded_keeps_the_last_one(
         (trouble,) = transport.troubles
         assert "stays in use" in trouble
         assert str(certificate) in trouble
-        assert [one for one in logs if one["event"] == "changed TLS files can't be used yet"]
+        assert [one for one in logs if one["event"] == "changed files can't be used yet"]
         authority.issue("client")
         await connect_again()
         assert transport.troubles == []
