@@ -9,6 +9,7 @@ Absence is counted while the streamer runs, by a clock that does not leap: a wee
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
