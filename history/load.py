@@ -70,6 +70,7 @@ class Extent:
     stored_bytes: int = 0  # of messages, ids and columns
     disk_bytes: int = 0  # of all files of the log
     disk_free_bytes: int = 0  # that are left to us on its disk
+    bytes_max: int = 0  # what all files may take: of retention, or less where the disk has less
 
 
 class Unindexed(NamedTuple):

@@ -277,6 +277,8 @@ class Log(Streams):
         self.stored_bytes = extent.stored_bytes  # of the records there are
         # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
         self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
+        # `retention_bytes`, or less where the disk has less
+        self.disk_limit_bytes = extent.bytes_max or self.retention_bytes
 
     def _failed(self, batch: list[Append], error: UStatusError) -> None:
         if self.healthy:

@@ -3,6 +3,7 @@
 pages in use, ages, cursors -> doomed chunks -> (handed over, if that is little) -> deleted -> free pages -> given back
 
 bytes of retention = database + write-ahead log + the next transaction + OTHER_BYTES
+    the least of what is configured, and of what the disk allows: what is free, and what the log has, less the reserve
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from history.chunk import Chunk, CorruptChunkError
 from history.reader import chunk_at, spans
+from storage.faults import disk_bytes, free_bytes
 from storage.file import pragma
+from storage.reserve import Reserve, existing_folder, margin_bytes
 
+FILE_SUFFIXES: Final = ("", "-wal", "-shm", ".mark", ".head")  # of a log's path
 WAL_SHARE: Final = 16  # of the bytes of retention, one part in so many is for the write-ahead log ...
 WAL_BYTES_MIN: Final = 512 << 10  # ... but it has room for some commits ...
 WAL_BYTES_MAX: Final = 32 << 20  # ... and more brings nothing
@@ -23,6 +28,7 @@ WAL_WAIT_MS: Final = 100  # for readers, some steps of them
 TRANSACTION_SHARE: Final = 16  # one part in so many is for the next transaction ...
 TRANSACTION_BYTES_MAX: Final = 4 << 20  # ... 8,192 messages of 500 bytes
 OTHER_BYTES: Final = 128 << 10  # the index of the write-ahead log, the mark, the head, the lock
+DISK_LIMIT_BYTES_MIN: Final = 1 << 20  # a full disk takes no more from a log
 FILE_BYTES_MIN: Final = 256 << 10  # tables and indexes that hold nothing take some 180 KiB, where pages are of 16 KiB
 # both keep a pass to milliseconds, since appends wait for it; and each pass writes some pages beside
 CHUNKS_PER_PASS: Final = 256
@@ -55,12 +61,46 @@ class Ages(NamedTuple):
 class Sizes:
     """Which of a log's files may take how much of the bytes of retention."""
 
-    def __init__(self, whole: int) -> None:
+    def __init__(self, whole: int, wal_max: int = WAL_BYTES_MAX) -> None:
+        """`wal_max`: of the write-ahead log, so that the reserve of a full disk is enough to empty it."""
         self.whole = whole
-        self.wal = min(max(whole // WAL_SHARE, WAL_BYTES_MIN), WAL_BYTES_MAX)  # the greater, the fewer checkpoints
+        # the greater, the fewer checkpoints
+        self.wal = max(min(whole // WAL_SHARE, wal_max, WAL_BYTES_MAX), WAL_BYTES_MIN)
         # what one adds before retention has its turn
         self.transaction = min(whole // TRANSACTION_SHARE, TRANSACTION_BYTES_MAX)
         self.file = max(whole - self.wal - self.transaction - OTHER_BYTES, FILE_BYTES_MIN)  # of pages in use
+
+
+class DiskRoom:
+    """How much of its disk a log may take. Others may fill the disk as well, and what is deleted may be theirs at once:
+    so for one reserve, which was given up, no more than twice its bytes, or half of the log, are deleted."""
+
+    def __init__(self, path: Path, reserve: Reserve) -> None:
+        self._path, self._reserve = path, reserve
+        self._least = 0
+
+    def limit(self, own: int, free: int) -> int:
+        """Bytes of all files of the log, which takes `own` bytes, where `free` ones are left. Raises OSError."""
+        kept = self._reserve.bytes + margin_bytes(self._path)
+        allowed = _allowed(own + free, self._path, self._reserve)
+        if allowed >= own or not self._least:
+            self._least = max(own - 2 * kept, own // 2, DISK_LIMIT_BYTES_MIN)
+        return max(allowed, self._least)
+
+
+def own_bytes(path: Path) -> int:
+    """What all files of a log really take."""
+    return sum(disk_bytes(Path(f"{path}{suffix}")) for suffix in FILE_SUFFIXES)
+
+
+def disk_limit(path: Path, reserve: Reserve) -> int:
+    """What the disk allows the files of the log `path`, as it is now. Raises OSError."""
+    free = free_bytes(existing_folder(path) / path.name)
+    return max(_allowed(own_bytes(path) + free, path, reserve), DISK_LIMIT_BYTES_MIN)
+
+
+def _allowed(bytes: int, path: Path, reserve: Reserve) -> int:
+    return bytes + reserve.held - reserve.bytes - margin_bytes(path)
 
 
 def used_bytes(db: sqlite3.Connection) -> int:

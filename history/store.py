@@ -19,11 +19,25 @@ import structlog
 from history.chunk import Allowance, Chunk, Passed, encode, unpack_streams
 from history.load import CHECKPOINT_CHUNKS, CURSORS_LOST, NOT_KNOWN, STALE_NAMES, STREAMS, Cursor, Unindexed, span_of
 from history.opening import Opening, suspect_path
-from history.retention import WAL_WAIT_MS, Ages, Doomed, Sizes, find_doomed, is_full_pass, readable, used_bytes, vacuum
+from history.retention import (
+    WAL_BYTES_MAX,
+    WAL_WAIT_MS,
+    Ages,
+    DiskRoom,
+    Doomed,
+    Sizes,
+    find_doomed,
+    is_full_pass,
+    own_bytes,
+    readable,
+    used_bytes,
+    vacuum,
+)
 from history.rows import CURSOR, DAMAGE, META, SPAN, STREAM, Row, oldest_of
 from history.stream import NOWHERE, Place, Stream, growth_of
-from storage.faults import disk_bytes, free_bytes
+from storage.faults import is_full
 from storage.file import empty_wal, pragma, transaction
+from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
@@ -69,9 +83,12 @@ class Store:
         bytes_max: int = RETENTION_BYTES,
     ) -> None:
         """Opens the file. Raises as Opening does."""
-        self.path, self.runtime, self.sizes = path, runtime, Sizes(bytes_max)
-        opening = Opening(path, runtime, now_ms or runtime.now_ms, self.sizes)
-        opening.run()
+        self.path, self.runtime, self.bytes_max = path, runtime, bytes_max
+        self.reserve = runtime.disk.reserve
+        self.room = DiskRoom(path, self.reserve)
+        self.sizes = Sizes(bytes_max, self._wal_max)
+        self._is_choked = False  # somebody reads, and the disk has no room for a longer write-ahead log
+        opening = with_room(self.reserve, path, lambda: self._opened(now_ms or runtime.now_ms))
         self.file, self.loaded, self.extent = opening.file, opening.loaded, opening.loaded.extent
         # by their numbers. They are added and forgotten on the loop; here they are only looked up
         self.streams: dict[int, Stream] = self.loaded.streams
@@ -95,6 +112,12 @@ class Store:
         # by a commit that may have failed, in META: places in other logs as they were before; None: there was none
         self._replaced: dict[str, Row | None] = {}
         self._connected(self.file.connect())
+        self.sample()
+
+    def _opened(self, now_ms: Callable[[], int]) -> Opening:
+        opening = Opening(self.path, self.runtime, now_ms, self.sizes)
+        opening.run()
+        return opening
 
     def __repr__(self) -> str:
         return f"Store({self.path}, {self.extent})"
@@ -128,9 +151,14 @@ class Store:
 
     def _connected(self, db: sqlite3.Connection) -> None:
         self._data_version = pragma(db, "data_version")
-        db.execute(f"PRAGMA wal_autocheckpoint = {self.sizes.wal // 2 // pragma(db, 'page_size')}")
+        self._bound(db)
         self._look(db)
-        self.sample()
+        self._measure()
+
+    def _bound(self, db: sqlite3.Connection) -> None:
+        """The write-ahead log, where nobody keeps it from being emptied."""
+        db.execute(f"PRAGMA wal_autocheckpoint = {self.sizes.wal // 2 // pragma(db, 'page_size')}")
+        db.execute(f"PRAGMA journal_size_limit = {self.sizes.wal}")
 
     def _resume(self, db: sqlite3.Connection) -> None:
         """After an error nobody knows whether the transaction is on disk all the same. Chunks of it go: their senders
@@ -163,6 +191,20 @@ class Store:
 
     # -- write
 
+    def make_room(self, error: Exception) -> bool:
+        """Give up the reserve of a disk that is full, as the error says, so that something can be deleted. False if it
+        was another error, or there is no room."""
+        if not is_full(error, self.path):
+            return False
+        try:
+            if self.file.wal_bytes > self.sizes.wal + self.sizes.transaction and not empty_wal(self._connection(), 0):
+                return False  # somebody reads: what is written now only makes the write-ahead log longer
+        except sqlite3.Error:  # for want of room, as a rule
+            self.file.reset()
+        has_room = self.reserve.make_room(self.path)
+        self._measure()
+        return has_room
+
     def commit(
         self,
         chunks: Sequence[Chunk],
@@ -182,6 +224,10 @@ class Store:
         checkpoint = is_due and len(unindexed) > 0  # up to before these chunks, whose streams have not grown yet
         if self._added_bytes > self.sizes.transaction // 8:  # here, since after the COMMIT nothing may fail
             self._look(db)
+        if self._is_choked:
+            if not empty_wal(db, 0):
+                raise _choked(self.path)
+            self._is_choked = False
         with transaction(db):
             self._write_changes(db, changes)
             db.executemany(
@@ -283,11 +329,28 @@ class Store:
         return [row[0] for row in DAMAGE.read(db).rows if row[-1]]
 
     def sample(self) -> None:
-        """Look what the files really take, and what is left."""
-        suffixes = ("", "-wal", "-shm", ".mark", ".head")
-        self.extent.disk_bytes = sum(disk_bytes(self.file.beside(suffix)) for suffix in suffixes)
+        """Look what the files really take, what is left, and how much retention may leave here. The reserve is made
+        again where it was given up, and there is room."""
         with contextlib.suppress(OSError):
-            self.extent.disk_free_bytes = free_bytes(self.path)
+            self.reserve.restore(self.runtime.disk.free_bytes(self.path))
+        self._measure()
+
+    def _measure(self) -> None:
+        extent = self.extent
+        extent.disk_bytes = own_bytes(self.path)
+        with contextlib.suppress(OSError):
+            extent.disk_free_bytes = self.runtime.disk.free_bytes(self.path)
+            extent.bytes_max = min(self.bytes_max, self.room.limit(extent.disk_bytes, extent.disk_free_bytes))
+            self._fit(extent.bytes_max)
+
+    def _fit(self, whole: int) -> None:
+        wal_before, self.sizes = self.sizes.wal, Sizes(whole, self._wal_max)
+        if self.sizes.wal != wal_before and self.file.db is not None:
+            self._bound(self.file.db)
+
+    @property
+    def _wal_max(self) -> int:
+        return self.reserve.bytes or WAL_BYTES_MAX
 
     # -- retention
 
@@ -305,7 +368,10 @@ class Store:
         """
         db = self._connection()
         late, self._late = self._late, []
-        doomed, floor = find_doomed(db, ages, self._excess(db), keep_after, at_once=self._aging)
+        excess = self._excess(db)
+        if self._is_choked:  # to delete something makes the write-ahead log longer
+            return False, late
+        doomed, floor = find_doomed(db, ages, excess, keep_after, at_once=self._aging)
         if not doomed:
             self._aging = False
             more = vacuum(db, self.sizes)
@@ -351,6 +417,16 @@ class Store:
 
     def _look(self, db: sqlite3.Connection) -> None:
         self._used_bytes, self._added_bytes = used_bytes(db), 0
+        self._is_choked = self.file.wal_bytes > self.sizes.wal + self.sizes.transaction and self._is_short(db)
+
+    def _is_short(self, db: sqlite3.Connection) -> bool:
+        """Would the disk, after another transaction, have no room for emptying the write-ahead log? The file may grow
+        by that."""
+        try:
+            growth = pragma(db, "page_count") * pragma(db, "page_size") - self.path.stat().st_size
+            return max(growth, 0) + self.sizes.transaction > self.runtime.disk.free_bytes(self.path)
+        except OSError:
+            return False
 
     def _excess(self, db: sqlite3.Connection) -> int:
         """How much has to go. Once it is too big, somewhat more: so that not every commit deletes."""
@@ -366,6 +442,13 @@ class Store:
         wal_bytes = self.file.wal_bytes
         if wal_bytes > self.sizes.wal or (self._is_shrunk and wal_bytes):
             if empty_wal(db, WAL_WAIT_MS):
-                self._is_shrunk = False
+                self._is_shrunk = self._is_choked = False
             else:
                 self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say
+
+
+def _choked(path: Path) -> sqlite3.OperationalError:
+    why = f"somebody has been reading {path} for so long that its write-ahead log has filled the disk"
+    error = sqlite3.OperationalError(f"{why}: end that reader")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return error

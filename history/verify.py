@@ -20,12 +20,18 @@ from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids
 from history.damage import Damage, Ledger
 from history.reader import Span, chunk_at, following_place, walk
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
+from storage.faults import free_bytes
 from storage.file import any_text, pragma
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 FINDINGS_MAX: Final = 1_000  # beyond it they are counted only
+# while we read, the write-ahead log can't be emptied: we end before it has filled the disk of a gateway that runs
+WAL_BYTES_MIN: Final = 8 << 20
+STEPS_PER_LOOK: Final = 100_000  # of SQLite's machine: some milliseconds
 
 
 @dataclass(slots=True)
@@ -49,7 +55,7 @@ class Report:
 
 def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
     """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
-    UNAVAILABLE (I/O)."""
+    UNAVAILABLE (I/O; it grows so fast meanwhile that its disk would be full)."""
     rows.LOG.require_there(path)
     report = Report(path)
     marked: Marked | str | None
@@ -57,16 +63,40 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
         marked = read_mark(path)  # first: what it names is committed then
     except (OSError, BadMarkError) as error:
         marked = str(error)
+    watch = _Watch(path)
     try:
         with contextlib.closing(disk.connect(path, read_only=True)) as db:
             db.text_factory = any_text
+            db.set_progress_handler(watch.look, STEPS_PER_LOOK)
             db.execute("BEGIN")  # one state, whatever is appended meanwhile
             _Verifier(db, report, marked).run()
+            watch.check()
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
+        watch.check()
         if isinstance(error, sqlite3.OperationalError):
             raise rows.LOG.fault(error, path, "read") from error
         _note(report, kinds.STRUCTURE, f"nothing of it can be read: {error}")
     return report
+
+
+class _Watch:
+    """Over the write-ahead log of a file that is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._is_over = path, False
+
+    def look(self) -> bool:
+        """For SQLite, which ends a statement where this is True: has the write-ahead log no room to be emptied?"""
+        with contextlib.suppress(OSError):
+            wal_bytes = Path(f"{self._path}-wal").stat().st_size
+            self._is_over = self._is_over or (wal_bytes > WAL_BYTES_MIN and wal_bytes > free_bytes(self._path))
+        return self._is_over
+
+    def check(self) -> None:
+        """Raises UNAVAILABLE if it was ended: then what was found is not true."""
+        if self._is_over:
+            why = f"the log {self._path} grows so fast that it would fill its disk while it is read"
+            raise UStatusError(UCode.UNAVAILABLE, f"{why}: try again when less comes")
 
 
 def _note(report: Report, kind: str, detail: str, after: int = 0, before: int = 0) -> None:

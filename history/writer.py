@@ -23,7 +23,7 @@ from history.retention import Ages
 from history.rows import LOG, Row
 from history.store import Changes, Store
 from history.stream import Place, Stream
-from storage.faults import is_damage
+from storage.faults import is_damage, is_full
 from storage.gathering import Gathering
 from storage.worker import Worker
 from uprotocol.encoded import Carried
@@ -99,6 +99,22 @@ def epochs_of(batch: Sequence[Append]) -> list[Epoch | None] | None:
     for append in batch:
         epochs.extend([None] * len(append.messages) if append.epochs is None else append.epochs)
     return epochs if any(epochs) else None
+
+
+def parts_of(batch: list[Append], bytes_max: int) -> list[list[Append]]:
+    """One at least, for a transaction each: with more than `bytes_max` of payload only where a single append has it."""
+    if len(batch) < 2:
+        return [batch]
+    parts: list[list[Append]] = [[]]
+    size = 0
+    for append in batch:
+        bytes = sum([len(message.payload) for message in append.messages])
+        if parts[-1] and size + bytes > bytes_max:
+            parts.append([])
+            size = 0
+        parts[-1].append(append)
+        size += bytes
+    return parts
 
 
 @dataclass(slots=True)
@@ -276,12 +292,13 @@ class Writer:
     def _turn(self, jobs: list[Append | None]) -> None:
         batch = [job for job in jobs if job is not None]
         flush = len(batch) < len(jobs) or self._is_cursor_late()
-        if behind := [append for append in batch if append.failures_heard < self._failures]:
-            batch = [append for append in batch if append.failures_heard == self._failures]
-            self._refuse(behind)
-        if batch or flush:
-            self._write(batch)
-        self._retain()
+        for part in parts_of(batch, max(self._store.sizes.transaction, CHUNK_BYTES_MAX)):
+            if behind := [append for append in part if append.failures_heard < self._failures]:
+                part = [append for append in part if append.failures_heard == self._failures]
+                self._refuse(behind)
+            if part or flush:
+                self._write(part)
+            self._retain()
 
     def _is_cursor_late(self) -> bool:
         return bool(self._moved or self._kept) and self._monotonic() >= self._moved_since + CURSORS_IDLE_S
@@ -335,6 +352,17 @@ class Writer:
         self._store.heard_seq = max(self._store.heard_seq, written.extent.newest_seq)
 
     def _commit(self, batch: list[Append]) -> Written:
+        try:
+            return self._try(batch)
+        except sqlite3.Error as error:
+            self._store.file.reset()
+            if not self._store.make_room(error):
+                raise
+        self._next_retention = 0.0
+        self._retain()  # before anything is stored, or new records would use up the room
+        return self._try(batch)
+
+    def _try(self, batch: list[Append]) -> Written:
         followed = places_of(batch)
         changes = self._take_changes(followed)
         self._numbering.begin()
@@ -373,7 +401,7 @@ class Writer:
         if is_second:
             store.allowance.refill()
         written = Written(store.extent)
-        more = self._may_shrink = False
+        more = has_room = self._may_shrink = False
         try:
             ages = Ages.at(self._now_ms(), retention.age_ms)
             more, written.passed = store.retain(ages, retention.keep_after(), retention.owed_after())
@@ -383,13 +411,18 @@ class Writer:
             self._may_shrink = more or not store.is_too_big
         except Exception as error:  # whatever it is, the writer must go on
             store.file.reset()
-            log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
+            if not is_full(error, store.path):
+                log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
+            elif store.make_room(error):
+                has_room = self._may_shrink = True
+            else:
+                log.warning("retention has no room on the disk; it is tried again", path=str(store.path))
         if is_second:
             store.sample()
             self._next_sample = now + RETENTION_PERIOD_MS / 1_000
         # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks
         # faster than it grows.
-        self._next_retention = 0.0 if more else now + RETENTION_PERIOD_MS / 1_000
+        self._next_retention = 0.0 if more or has_room else now + RETENTION_PERIOD_MS / 1_000
         if more:
             self._worker.put(None)
         written.extent = replace(store.extent)

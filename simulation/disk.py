@@ -14,10 +14,12 @@ import sqlite3
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from storage.disk import Disk, InUseError, Lock, Mark
+from storage.reserve import Reserve
 
+FREE_BYTES: Final = 1 << 40
 WRITES: Final = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")
 
 
@@ -99,6 +101,15 @@ class SimulatedDisk(Disk):
         self.power_cut: Callable[[], None] | None = None
 
     # -- storage.disk.Disk
+
+    def with_reserve(self, reserve: Reserve) -> Self:
+        """It is of one process, so it has one."""
+        self.reserve = reserve
+        return self
+
+    def free_bytes(self, path: Path) -> int:
+        """Of a disk that only `faults` fill: what a run does must not depend on the machine's."""
+        return FREE_BYTES
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         if not self.alive:

@@ -302,7 +302,7 @@ class World:
                 endpoint("mcu", "none"),
                 endpoint("cloud", remote) | {"suffix": self.suffix} | followed_by,
             ],
-            "history": {},
+            "history": {"reserve_mib": 1},
             "usubscription": {"static_file": str(self.folder / "static.json")},
             "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
         }
@@ -331,7 +331,7 @@ class World:
         return following | {
             "streamer": {"authority": "hub", "data_dir": str(self.folder / "C")},
             "endpoint": [endpoint("hub", ["hub"], "embedded"), cloud],
-            "history": {},
+            "history": {"reserve_mib": 1},
             "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
         }
 

@@ -11,15 +11,19 @@ write-ahead log to its last whole commit, in silence, and a file that is gone sa
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import os
 import sqlite3
 import struct
 import zlib
 from pathlib import Path
-from typing import IO, Final, NamedTuple, TypeVar
+from typing import IO, Final, NamedTuple, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+
+from storage import faults
+from storage.reserve import NO_RESERVE, Reserve, with_room
 
 T = TypeVar("T")
 
@@ -129,6 +133,19 @@ class Mark:
 class Disk:
     """The real one. All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
 
+    reserve: Reserve = NO_RESERVE
+    """What the stores on it may give up when it is full."""
+
+    def with_reserve(self, reserve: Reserve) -> Self:
+        """The same disk for those who share `reserve`."""
+        found = copy.copy(self)
+        found.reserve = reserve
+        return found
+
+    def free_bytes(self, path: Path) -> int:
+        """What is left to us beside the file `path`."""
+        return faults.free_bytes(path)
+
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log
         stays there."""
@@ -151,6 +168,9 @@ class Disk:
 
     def replace_text(self, path: Path, text: str) -> None:
         """After a crash the file holds the old text or the new one, and after this returns the new one."""
+        with_room(self.reserve, path, lambda: self._replace_text(path, text))
+
+    def _replace_text(self, path: Path, text: str) -> None:
         fresh = path.with_name(path.name + ".new")
         try:
             with fresh.open("w") as file:

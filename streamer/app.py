@@ -17,6 +17,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, Self
 
 import structlog
@@ -247,6 +248,7 @@ class Streamer:
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
         endpoints = parts.endpoints_of(config)
+        runtime = replace(runtime, disk=runtime.disk.with_reserve(parts.reserve_of(config)))
         logs, window = await parts.logs_of(config, runtime)
         try:
             keeper = await parts.keeper_of(config, logs, runtime)
@@ -560,7 +562,9 @@ class Streamer:
             for one in sorted(self.paused)
         ]
         following = parts.notes_of(self.config, self.endpoints, self.rules)
-        return [*self.endpoints.notes(), *following, *self.certificates.notes(), *self.ledger.notes(), *paused]
+        disk = parts.too_small_note(self.config, self.logs.durable.disk_limit_bytes)
+        told = [*disk, *following, *self.certificates.notes(), *self.ledger.notes()]
+        return [*self.endpoints.notes(), *told, *paused]
 
     def topics_of(self, authority: str) -> int:
         """How many topics of it the logs know."""

@@ -294,7 +294,11 @@ class HistorySection(_Section):
     retention_hours: float = Field(default=168, ge=HOURS_MIN, le=HOURS_MAX, allow_inf_nan=False)
     """older records are deleted, unless an endpoint has not had them yet"""
     retention_mib: int = Field(default=1024, ge=1, le=MIB_MAX)
-    """of the durable log on disk, all its files together; stronger than every cursor"""
+    """of the durable log on disk, all its files together; stronger than every cursor. Where the disk has less, that is
+    the limit: what is free there and what the log has, less the reserve"""
+    reserve_mib: int | None = Field(default=None, ge=0, le=MIB_MAX)
+    """of the disk of `data_dir`, kept in a file, and given up when that disk is full: then old records can be deleted,
+    and it is made again. At most a quarter of the disk. Without it 32, or an eighth of a small disk. 0: none"""
     volatile_mib: int = Field(default=64, ge=8, le=MIB_MAX)  # less would not hold what is under way between networks
     """of the volatile log in memory"""
     gather_ms: float = Field(default=GATHER_MS, ge=0, le=GATHER_MS_MAX, allow_inf_nan=False)

@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 from storage.disk import REAL_DISK, Disk
 from storage.faults import DamagedError, is_damage, move_aside
 from storage.file import FileKind, SqliteFile, empty_wal, pragma, transaction
+from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
 from streamer.shares import PERIOD_S, PerMinute, Shares
@@ -140,12 +141,15 @@ class Store:
         self.path, self.moved_to = path, Path()
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
         self._letters: Shares[int] | None = None  # their numbers, by source authority; None: to be counted
+        with_room(disk.reserve, path, lambda: self._open_or_close(read_only=read_only))
+
+    def _open_or_close(self, *, read_only: bool) -> None:
         try:
             self._open(read_only=read_only)
         except BaseException as error:
             self.close()
             if isinstance(error, sqlite3.Error | OSError | DamagedError):
-                raise LETTERS.not_opened(error, path) from None
+                raise LETTERS.not_opened(error, self.path) from None
             raise
 
     def _open(self, *, read_only: bool) -> None:
@@ -179,6 +183,9 @@ class Store:
 
     def write(self, letters: Sequence[Row]) -> None:
         """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
+        with_room(self._file.disk.reserve, self.path, lambda: self._try(letters))
+
+    def _try(self, letters: Sequence[Row]) -> None:
         db = self._file.connect()
         # who reads the file for long keeps its write-ahead log from being emptied, and it would grow for as long
         if self._file.wal_bytes > WAL_HELD_BYTES_MAX and not empty_wal(db, wait_ms=0):

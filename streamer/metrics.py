@@ -56,7 +56,11 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "log_holes": (GAUGE, "log", "Ranges of records that were committed once and are lost"),
     "log_damage": (GAUGE, "log kind", "What a log has lost, and no person has acknowledged, by kind"),
     "log_disk_bytes": (GAUGE, "log", "What all files of a log take, its write-ahead log included"),
-    "log_disk_limit_bytes": (GAUGE, "log", "What they may take (history.retention_mib)"),
+    "log_disk_limit_bytes": (
+        GAUGE,
+        "log",
+        "What they may take: history.retention_mib, or what the disk has",
+    ),
     "disk_free_bytes": (GAUGE, "log", "What is left to us on the disk of a log"),
     "authority_received": (COUNTER, "endpoint authority", "Messages of a source authority"),
     "authority_received_bytes": (COUNTER, "endpoint authority", "Payload of a source authority's messages"),
@@ -174,7 +178,7 @@ def _of_logs(streamer: Streamer) -> Iterator[Value]:
         yield from _each("log_damage", label, Counter(one.kind for one in log.damage))
         if log.durable:
             yield "log_disk_bytes", label, log.disk_bytes
-            yield "log_disk_limit_bytes", label, log.retention_bytes
+            yield "log_disk_limit_bytes", label, log.disk_limit_bytes
             yield "disk_free_bytes", label, log.disk_free_bytes
 
 

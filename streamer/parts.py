@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from history.epochs import Group
 from history.keeper import Keeper
 from history.log import Log
+from storage import reserve as reserves
+from storage.reserve import Reserve
 from storage.runtime import Runtime
 from streamer.access import Entry, Pattern
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
@@ -41,6 +43,7 @@ from usubscription.service import USubscriptionService
 from usubscription_client import EmbeddedInterest, InterestSource, ServiceInterest
 from usubscription_client.static_file import StaticFile
 
+RESERVE_NAME: Final = "reserve"  # in a data_dir
 ENTITY: Final = 0x0004  # core.ustreamer
 VERSION: Final = 1
 RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a network delivers again is known
@@ -152,6 +155,27 @@ def interest_sources_of(
 
 def _lives_at(endpoints: Endpoints, endpoint: Endpoint, authority: str) -> bool:
     return endpoints.owner(authority) is endpoint
+
+
+def reserve_of(config: Config) -> Reserve:
+    """Of the disk of `data_dir`. Raises FAILED_PRECONDITION if there is no such disk."""
+    asked = config.history.reserve_mib
+    try:
+        return reserves.reserve_of(config.streamer.data_dir / RESERVE_NAME, None if asked is None else asked << 20)
+    except OSError as error:
+        why = f"streamer.data_dir {config.streamer.data_dir} can't be used ({error.strerror}): choose a folder that can"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
+
+
+def too_small_note(config: Config, limit_bytes: int) -> Iterator[str]:
+    """Where the log may take only `limit_bytes` of its disk."""
+    if limit_bytes < config.history.retention_mib << 20:
+        yield (
+            f"history.retention_mib: {config.history.retention_mib} MiB do not fit the disk of "
+            f"{config.streamer.data_dir}: what is free there and what the log has are {limit_bytes >> 20} MiB without "
+            "the reserve (history.reserve_mib), so the oldest records go at that size: "
+            "make room, or lower retention_mib"
+        )
 
 
 async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:

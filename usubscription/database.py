@@ -15,7 +15,7 @@ import itertools
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ import structlog
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.faults import DamagedError, is_full
 from storage.file import SqliteFile, transaction
+from storage.reserve import with_room
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -169,6 +170,9 @@ class Database:
 
     def open(self) -> None:
         """Raises UStatusError as schema.open_store and FileKind.not_opened do. A damaged file is left as it is."""
+        with_room(self._file.disk.reserve, self.path, self._open)
+
+    def _open(self) -> None:
         try:
             db = schema.open_store(self._file, self.authority)
             self._load()
@@ -251,6 +255,10 @@ class Database:
         What one event may not do is its own UStatusError. Raises UStatusError (UNAVAILABLE, RESOURCE_EXHAUSTED) if the
         disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
+        work = list(events)
+        return with_room(self._file.disk.reserve, self.path, lambda: self._try(work, now_ms))
+
+    def _try(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         try:
             db = self._file.connect()
             if not self._is_loaded:

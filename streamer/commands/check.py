@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from history.retention import disk_limit
 from streamer import config as configs
 from streamer import paused as pauses
 from streamer.commands import cursors, terminal
@@ -38,7 +39,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
     """
-    from streamer.parts import endpoints_of, notes_of, rule_of
+    from streamer.parts import endpoints_of, notes_of, reserve_of, rule_of, too_small_note
 
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
@@ -48,7 +49,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     made = asyncio.run(_make_transports(loaded))
     endpoints = endpoints_of(loaded, made)
     following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
-    notes = [*(f"{config}:{one.line}: {one.what}" for one in found), *endpoints.notes(), *following]
+    disk = too_small_note(loaded, disk_limit(loaded.streamer.data_dir / LOG_NAME, reserve_of(loaded)))
+    notes = [*(f"{config}:{one.line}: {one.what}" for one in found), *endpoints.notes(), *disk, *following]
     paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
     if as_json:
         print(json.dumps(_as_dict(loaded, notes, paused)))

@@ -454,6 +454,14 @@ def test_what_is_followed_for_nothing_is_told(
         assert words in note
 
 
+def test_a_retention_that_does_not_fit_the_disk_is_told(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path) + "[history]\nretention_mib = 1_000_000_000_000\n")
+    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    (note,) = told["notes"]
+    assert note.startswith("history.retention_mib: 1000000000000 MiB do not fit the disk of ")
+    assert not (tmp_path / "reserve").exists(), "it only looks"
+
+
 def test_following_of_which_nobody_says_what_is_told(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / following(tmp_path)
     file.write_text(file.read_text().replace('"local"\n', '"local"\nusubscription = "none"\n', 1))

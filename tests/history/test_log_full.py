@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from history.log import Log
 from streamer import dead_letter
+from tests.history.small_disk import mount, unmount
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -30,15 +30,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of DISK_BYTES."""
     path = tmp_path / "disk"
     path.mkdir()
-    if shutil.which("mount") is None or os.geteuid():
-        pytest.skip("only root can make a small file system")
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"no small file system can be made here: {made.stderr.strip()}")
+    mount(path, DISK_BYTES)
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    unmount(path)
 
 
 def fill(disk: Path, free_bytes: int) -> Path:
