@@ -127,7 +127,7 @@ PLANS: Final[dict[str, Plan]] = {
         {"net_cut": 3, "net_stall": 3, "net_half_close": 3, "kill_gateway": 2}, proxies=True, needs=_BROKER
     ),
     "disk-full": Plan(
-        {"disk_full": 4, "disk_read_only": 2, "kill_gateway": 1},
+        {"disk_full": 4, "disk_reader": 2, "disk_read_only": 2, "kill_gateway": 1},
         interest="embedded",
         record=True,
         disk_bytes=64 << 20,  # what a minute records, twice over: once in the log, once in its write-ahead log

@@ -6,8 +6,10 @@ it is.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 from typing import Final
@@ -271,6 +273,17 @@ def disk_full(world: World) -> None:
     _maybe_ready(world, world.gateway)
 
 
+def disk_reader(world: World) -> None:
+    """Somebody reads the log's file without end, so that its write-ahead log can't be emptied, for a while."""
+    with contextlib.suppress(sqlite3.Error):  # it is being made, or the disk has no room for one who reads
+        path = world.data_dir / "history.db"
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM chunk").fetchone()
+            world.tally["disk reader"] += 1
+            _sleep(world, 0.5, 4)
+
+
 def disk_read_only(world: World) -> None:
     """It starts on a disk that can't be written; then it can."""
     world.gateway.kill()
@@ -348,6 +361,7 @@ FAULTS: Final[dict[str, Callable[[World], None]]] = {
         stop_publisher,
         pause_publisher,
         disk_full,
+        disk_reader,
         disk_read_only,
         io_error,
         io_die,

@@ -338,7 +338,7 @@ class Store:
     def _measure(self) -> None:
         extent = self.extent
         extent.disk_bytes = own_bytes(self.path)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, sqlite3.Error):  # whatever it is shows when something is written
             extent.disk_free_bytes = self.runtime.disk.free_bytes(self.path)
             extent.bytes_max = min(self.bytes_max, self.room.limit(extent.disk_bytes, extent.disk_free_bytes))
             self._fit(extent.bytes_max)

@@ -45,6 +45,8 @@ class Reserve:
         self.path, self.bytes = path, bytes
         self._lock = threading.Lock()
         self._told = False  # that it was given up
+        self._trouble = ""  # why it could not be made, as was told
+        self._counts_blocks = True  # the file system says how many blocks a file has
 
     def __repr__(self) -> str:
         return f"Reserve({self.path}, {self.held} of {self.bytes} bytes)"
@@ -52,7 +54,9 @@ class Reserve:
     @property
     def held(self) -> int:
         """Bytes of it that are allocated now."""
-        return min(disk_bytes(self.path), self.bytes) if self.bytes else 0
+        if not self.bytes:
+            return 0
+        return min(disk_bytes(self.path) if self._counts_blocks else _size(self.path), self.bytes)
 
     @property
     def is_whole(self) -> bool:
@@ -93,8 +97,9 @@ class Reserve:
             except OSError as error:
                 with contextlib.suppress(OSError):  # half of it helps nobody
                     os.truncate(self.path, 0)
-                if not is_full(error, self.path):
-                    log.warning("the reserve can't be made", path=str(self.path), error=str(error))
+                if not is_full(error, self.path) and str(error) != self._trouble:
+                    self._trouble = str(error)
+                    log.warning("the reserve can't be made", path=str(self.path), error=self._trouble)
                 return False
             if self._told:
                 self._told = False
@@ -102,10 +107,9 @@ class Reserve:
             return True
 
     def _is_made(self) -> bool:
-        try:
-            return self.is_whole and self.path.stat().st_size == self.bytes > 0
-        except FileNotFoundError:
-            return not self.bytes
+        if not self.bytes:
+            return not self.path.exists()
+        return self.is_whole and _size(self.path) == self.bytes
 
     def _make(self) -> None:
         if not self.bytes:
@@ -121,6 +125,10 @@ class Reserve:
                     raise
                 _write(file, self.bytes)
             os.fsync(file)
+            if disk_bytes(self.path) < self.bytes:  # what was allocated were zeros, which it has compressed
+                _write(file, self.bytes)
+                os.fsync(file)
+            self._counts_blocks = disk_bytes(self.path) >= self.bytes
         finally:
             os.close(file)
 
@@ -136,6 +144,13 @@ class _NoReserve(Reserve):
 
 
 NO_RESERVE: Final[Reserve] = _NoReserve()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _write(file: int, bytes: int) -> None:

@@ -50,6 +50,18 @@ def test_it_is_written_where_blocks_can_not_be_allocated(tmp_path: Path, monkeyp
     assert any(reserve.path.read_bytes()), "a file system that compresses keeps no blocks of zeros"
 
 
+def test_a_file_system_that_does_not_count_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserve_module, "disk_bytes", lambda path: 0)
+    reserve = Reserve(tmp_path / "reserve", MIB)
+    assert reserve.restore(PLENTY)
+    assert reserve.is_whole
+    made = reserve.path.stat().st_mtime_ns
+    assert reserve.restore(PLENTY)
+    assert reserve.path.stat().st_mtime_ns == made, "it is not made again each time"
+    assert reserve.give_up()
+    assert not reserve.is_whole
+
+
 def test_it_is_made_only_where_that_leaves_something(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / "reserve", MIB)
     assert not reserve.restore(MIB)
