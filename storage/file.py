@@ -147,6 +147,13 @@ class SqliteFile:
         except OSError:
             return 0
 
+    def require_wal_below(self, bytes_max: int) -> None:
+        """Before a commit: whoever reads the file for long keeps its write-ahead log from being emptied, and it would
+        grow for as long. Raises sqlite3.OperationalError beyond `bytes_max`."""
+        if self.wal_bytes > bytes_max and not empty_wal(self.connect(), wait_ms=0):
+            why = f"somebody has been reading {self.path} for so long that its write-ahead log is full: end that reader"
+            raise sqlite3.OperationalError(why)
+
     def look(self) -> bool:
         """False: nothing is in it yet.
 

@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 
 from storage.disk import REAL_DISK, Disk
 from storage.faults import DamagedError, is_damage, move_aside
-from storage.file import FileKind, SqliteFile, empty_wal, pragma, transaction
+from storage.file import FileKind, SqliteFile, pragma, transaction
 from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
@@ -187,10 +187,7 @@ class Store:
 
     def _try(self, letters: Sequence[Row]) -> None:
         db = self._file.connect()
-        # who reads the file for long keeps its write-ahead log from being emptied, and it would grow for as long
-        if self._file.wal_bytes > WAL_HELD_BYTES_MAX and not empty_wal(db, wait_ms=0):
-            why = f"somebody has been reading {self.path} for so long that its write-ahead log is full"
-            raise sqlite3.OperationalError(why)
+        self._file.require_wal_below(WAL_HELD_BYTES_MAX)
         try:
             self._write(db, letters)
         except BaseException:

@@ -42,6 +42,8 @@ REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
 DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change of it carries them to everybody who is told
 # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
 OUTBOX_CHANGES_MAX: Final = 3_000_000
+WAL_BYTES_MAX: Final = 8 << 20  # of the write-ahead log, once it was emptied
+WAL_HELD_BYTES_MAX: Final = 32 << 20  # ... and while somebody reads the file: beyond it nothing is stored
 V3: Final = 3  # the version whose subscribers hear of their own end
 
 log = structlog.get_logger()
@@ -147,7 +149,8 @@ class Database:
         self._own = frozenset((authority, *also))
         self._subscriptions_max = subscriptions_max
         self._majors = majors or {}
-        self._file = SqliteFile(schema.STORE, self.path, disk, schema.PRAGMAS)
+        pragmas = (*schema.PRAGMAS, f"journal_size_limit = {WAL_BYTES_MAX}")
+        self._file = SqliteFile(schema.STORE, self.path, disk, pragmas)
         self._tables = Tables(self._file, outbox_changes_max)
         self._handled = Handled(self._tables)
         self._is_loaded = False  # what is counted in memory is what the file has
@@ -261,6 +264,7 @@ class Database:
     def _try(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         try:
             db = self._file.connect()
+            self._file.require_wal_below(WAL_HELD_BYTES_MAX)
             if not self._is_loaded:
                 self._load()
             return self._apply_all(db, events, now_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import subprocess
@@ -19,7 +20,7 @@ from storage.worker import Answerer
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription import schema
+from usubscription import database, schema
 from usubscription.database import Database, Hold, Outcome, Register, Unregister
 from usubscription.state import Key, Status, Subscribe
 from usubscription.store import Store
@@ -69,6 +70,25 @@ def test_a_corrupt_store_is_refused_and_never_begun_anew(path: Path) -> None:
 def test_something_else_in_its_place_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert refused(path).code == UCode.DATA_LOSS
+
+
+def test_a_reader_that_never_ends_does_not_let_the_write_ahead_log_grow_without_bound(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def subscribe(store: Database) -> None:
+        for place in range(1_000):
+            store.apply([Subscribe(TOPIC, ("dev1", place, 1, 0), 4)], 0)
+
+    monkeypatch.setattr(database, "WAL_HELD_BYTES_MAX", 200_000)
+    with contextlib.closing(Database(path, "dev1")) as store, contextlib.closing(sqlite3.connect(path)) as reader:
+        store.open()
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM uri").fetchone()
+        with pytest.raises(UStatusError, match=r"UNAVAILABLE.*somebody has been reading .* end that reader"):
+            subscribe(store)
+        assert Path(f"{path}-wal").stat().st_size < 400_000
+        reader.rollback()
+        store.apply([Subscribe(TOPIC, APP, 4)], 0)
 
 
 def test_a_truncated_store_is_refused(path: Path) -> None:
