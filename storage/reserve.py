@@ -118,11 +118,7 @@ class Reserve:
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, min(os.fstat(file).st_size, self.bytes))
-            try:
-                os.posix_fallocate(file, 0, self.bytes)
-            except OSError as error:
-                if error.errno not in _CANNOT_ALLOCATE:
-                    raise
+            if not _allocate(file, self.bytes):
                 _write(file, self.bytes)
             os.fsync(file)
             if disk_bytes(self.path) < self.bytes:  # what was allocated were zeros, which it has compressed
@@ -144,6 +140,20 @@ class _NoReserve(Reserve):
 
 
 NO_RESERVE: Final[Reserve] = _NoReserve()
+
+
+def _allocate(file: int, bytes: int) -> bool:
+    """False if the system or the file system can't. Raises OSError."""
+    allocate = getattr(os, "posix_fallocate", None)  # not on macOS
+    if allocate is None:
+        return False
+    try:
+        allocate(file, 0, bytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_ALLOCATE:
+            raise
+        return False
+    return True
 
 
 def _size(path: Path) -> int:

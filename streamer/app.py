@@ -562,7 +562,10 @@ class Streamer:
             for one in sorted(self.paused)
         ]
         following = parts.notes_of(self.config, self.endpoints, self.rules)
-        disk = parts.too_small_note(self.config, self.logs.durable.disk_limit_bytes)
+        disk = [
+            *parts.too_small_note(self.config, self.logs.durable.disk_limit_bytes),
+            *parts.given_up_note(self.config, self._runtime.disk.reserve),
+        ]
         told = [*disk, *following, *self.certificates.notes(), *self.ledger.notes()]
         return [*self.endpoints.notes(), *told, *paused]
 

@@ -167,6 +167,15 @@ def reserve_of(config: Config) -> Reserve:
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
 
 
+def given_up_note(config: Config, reserve: Reserve) -> Iterator[str]:
+    """While a store has needed it."""
+    if not reserve.is_whole:
+        yield (
+            f"the disk of {config.streamer.data_dir} is full: its reserve of {reserve.bytes >> 20} MiB was given up. "
+            "Old records of the log make room, and then it is made again"
+        )
+
+
 def too_small_note(config: Config, limit_bytes: int) -> Iterator[str]:
     """Where the log may take only `limit_bytes` of its disk."""
     if limit_bytes < config.history.retention_mib << 20:

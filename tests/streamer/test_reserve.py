@@ -43,6 +43,20 @@ async def test_the_reserve_is_made_as_configured(make_world: MakeWorld, mib: int
     assert (path.stat().st_size if path.exists() else 0) == mib * MIB
 
 
+async def test_a_reserve_that_was_given_up_is_a_note_until_it_is_there_again(make_world: MakeWorld) -> None:
+    world = await make_world(more="[history]\nreserve_mib = 1\n")
+
+    def told() -> bool:
+        return any("its reserve of 1 MiB was given up" in note for note in world.streamer.notes())
+
+    assert not told()
+    reserve = world.streamer._runtime.disk.reserve
+    assert reserve.give_up()
+    assert told()
+    await world.until(lambda: not told())
+    assert reserve.is_whole
+
+
 async def test_all_works_on_a_disk_that_was_filled(small: Path, make_world: MakeWorld) -> None:
     """By more messages than it holds, and then by another program."""
     world = await make_world(subscriptions={TOPIC: ["//cloud/9000/1/0"]}, more=f"[history]\n{RECORD}")
