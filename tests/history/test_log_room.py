@@ -124,7 +124,7 @@ async def test_a_program_that_takes_whatever_is_deleted(runtime: Runtime, disk: 
         await append(log, 10)
         kept, filler = log.stored_bytes, disk.fill()
         refused = 0
-        for _ in range(60):
+        for _ in range(24):
             refused += not await append(log, 1)
             filler.again()
         assert refused > 0
