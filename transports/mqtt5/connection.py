@@ -133,7 +133,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
 
     async def ask(self, packet_id: int, packet: bytes, timeout_s: float | None = None) -> Any:
-        """The broker's answer: a Welcome for packet id 0, else a ReasonCode. Raises OSError if the connection is lost.
+        """The broker's answer: a Welcome for packet id 0, else a reason code. Raises OSError if the connection is lost.
 
         An answer that does not come within `timeout_s` (ANSWER_MS_MAX) costs the connection. While the peer takes what
         was written before the question, the time does not count.
@@ -261,7 +261,7 @@ class Connection(asyncio.BufferedProtocol):
             raise ValueError(f"a packet of kind {first >> 4} and {len(body)} bytes")
         if kind == packets.CONNACK:
             welcome = packets.read_connack(body)
-            if welcome.reason.value < reasons.FAILURE_MIN and not self.up:
+            if welcome.reason < reasons.FAILURE_MIN and not self.up:
                 self.up, self._keep_alive_s = True, welcome.told("ServerKeepAlive", self._keep_alive_s)
                 self._user.welcomed(welcome)  # here and now: the next packet may be a message already
             self._answer(0, welcome)

@@ -16,7 +16,6 @@ import ssl
 from typing import Final, Protocol
 
 import structlog
-from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.base import NOT_OPEN
 from transports.certificates import TlsFiles, load_pair
@@ -129,22 +128,24 @@ class Link:
     async def subscribe(self, topic_filter: str, identifier: int | None, *, retained: bool = False) -> None:
         """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
 
-        Raises what the broker says, or UNAVAILABLE if the connection is lost meanwhile.
+        Raises RefusedError if the broker says no, else UNAVAILABLE: the connection is lost meanwhile.
         """
         packet_id = self.next_packet_id()
         reason = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, identifier, retained=retained))
-        if reason.value >= reasons.FAILURE_MIN:
+        if reason >= reasons.FAILURE_MIN:
             raise reasons.refused(f"the subscription to {topic_filter}", reason, {})
 
     async def unsubscribe(self, topic_filter: str) -> None:
-        """Raises UNAVAILABLE if the connection is lost meanwhile."""
+        """Raises as `subscribe` does."""
         packet_id = self.next_packet_id()
-        await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
+        reason = await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
+        if reason >= reasons.FAILURE_MIN:
+            raise reasons.refused(f"the end of the subscription to {topic_filter}", reason, {})
 
-    async def _ask(self, packet_id: int, packet: bytes) -> ReasonCode:
+    async def _ask(self, packet_id: int, packet: bytes) -> int:
         assert self.connection is not None, "nobody subscribes before `up`"
         try:
-            reason: ReasonCode = await self.connection.ask(packet_id, packet)
+            reason: int = await self.connection.ask(packet_id, packet)
         except OSError as failure:
             raise UStatusError(UCode.UNAVAILABLE, self._lost(failure)) from None
         return reason
@@ -224,7 +225,7 @@ class Link:
                 config, self._client_id, password, clean_start=self._clean_start, packet_bytes_max=packet_bytes_max
             )
             welcome: Welcome = await connection.ask(0, login, timeout_s)
-            if welcome.reason.value >= reasons.FAILURE_MIN:
+            if welcome.reason >= reasons.FAILURE_MIN:
                 raise reasons.refused("the login", welcome.reason, welcome.properties)
             self._clean_start, is_in, self._up_since_s = False, True, asyncio.get_running_loop().time()
             await self._user.up(connection, welcome)

@@ -1,6 +1,7 @@
 """The packets that are rare, as bytes: CONNECT, SUBSCRIBE, UNSUBSCRIBE, DISCONNECT, and what a broker answers. Pure.
 
-paho-mqtt's public classes know the properties and the reason codes; wire.py has the packets that carry the load.
+paho-mqtt's public classes write the properties. What a broker sends is read here: paho raises for a reason code, or a
+property, that it does not list for that packet. wire.py has the packets that carry the load.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
+import structlog
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
-from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from transports.mqtt5 import reasons, wire
@@ -31,11 +32,36 @@ ANSWER_BYTES_MAX: Final = 1 << 16  # of a packet that carries no message: paho c
 _VERSION_5: Final = b"\x00\x04MQTT\x05"
 _CLEAN_START, _PASSWORD, _USERNAME = 0x02, 0x40, 0x80  # flags of CONNECT
 
+_BYTE, _U16, _U32, _DATA, _PAIR = 1, 2, 4, -1, -2  # of a number: how many bytes it has
+# of CONNACK, SUBACK, UNSUBACK, DISCONNECT and AUTH (section 2.2.2.2)
+_PROPERTIES: Final = {
+    17: ("SessionExpiryInterval", _U32),
+    18: ("AssignedClientIdentifier", _DATA),
+    19: ("ServerKeepAlive", _U16),
+    21: ("AuthenticationMethod", _DATA),
+    22: ("AuthenticationData", _DATA),
+    26: ("ResponseInformation", _DATA),
+    28: ("ServerReference", _DATA),
+    31: ("ReasonString", _DATA),
+    33: ("ReceiveMaximum", _U16),
+    34: ("TopicAliasMaximum", _U16),
+    36: ("MaximumQoS", _BYTE),
+    37: ("RetainAvailable", _BYTE),
+    38: ("UserProperty", _PAIR),
+    39: ("MaximumPacketSize", _U32),
+    40: ("WildcardSubscriptionAvailable", _BYTE),
+    41: ("SubscriptionIdentifierAvailable", _BYTE),
+    42: ("SharedSubscriptionAvailable", _BYTE),
+}
+_NEVER_0: Final = frozenset({"ReceiveMaximum", "MaximumPacketSize"})  # a broker that says so could be sent nothing
+
+log = structlog.get_logger()
+
 
 class Welcome(NamedTuple):
-    """What CONNACK says."""
+    """What CONNACK says. Of `properties` strings are str, and UserProperty is not kept."""
 
-    reason: ReasonCode
+    reason: int
     session_present: bool
     properties: dict[str, Any]
 
@@ -79,29 +105,27 @@ def disconnect(properties: dict[str, int]) -> bytes:
 
 
 def read_connack(body: bytes) -> Welcome:
-    """This and the other readers raise ValueError for what is none such."""
+    """This and the other readers raise ValueError for a packet that is cut short, and for nothing else: a reason code
+    is any byte."""
     with _reading("CONNACK"):
         if body[1] == 0x01:  # of a broker that knows MQTT 3 only
-            return Welcome(ReasonCode(PacketTypes.CONNACK, "Unsupported protocol version"), False, {})
-        reason = ReasonCode(PacketTypes.CONNACK, identifier=body[1])
-        return Welcome(reason, body[0] & 0x01 != 0, _unpacked(PacketTypes.CONNACK, body[2:])[0])
+            return Welcome(reasons.UNSUPPORTED_VERSION, False, {})
+        return Welcome(body[1], body[0] & 0x01 != 0, _unpacked(body, 2)[0])
 
 
-def read_answer(kind: int, body: bytes) -> tuple[int, ReasonCode]:
-    """The packet id of a SUBACK or UNSUBACK, and what it says of the one topic filter that was asked about."""
-    with _reading("SUBACK or UNSUBACK"):
-        _, length = _unpacked(kind >> 4, body[2:])
+def read_answer(kind: int, body: bytes) -> tuple[int, int]:
+    """The packet id of a SUBACK or UNSUBACK, and the reason code of the one topic filter that was asked about."""
+    with _reading("SUBACK" if kind == SUBACK else "UNSUBACK"):
         packet_id = body[0] << 8 | body[1]
         if not packet_id:
             raise ValueError("0 is no packet id")
-        return packet_id, ReasonCode(kind >> 4, identifier=body[2 + length])
+        return packet_id, body[_unpacked(body, 2)[1]]
 
 
 def read_disconnect(body: bytes) -> str:
     with _reading("DISCONNECT"):
-        reason = ReasonCode(PacketTypes.DISCONNECT, identifier=body[0] if body else 0)
-        properties = _unpacked(PacketTypes.DISCONNECT, body[1:])[0] if len(body) > 1 else {}
-        return f"it said: {reasons.named(reason, properties)}"
+        properties = _unpacked(body, 1)[0] if len(body) > 1 else {}
+        return f"it said: {reasons.ended(body[0] if body else 0, properties)}"
 
 
 def refuse(packet_id: int) -> bytes:
@@ -128,15 +152,39 @@ def _properties(packet_type: int, values: dict[str, int]) -> bytes:
     return packed
 
 
-def _unpacked(packet_type: int, data: bytes) -> tuple[dict[str, Any], int]:
-    """The properties by their names, and how many bytes they take."""
-    found, length = Properties(packet_type).unpack(data)  # type: ignore[no-untyped-call]
-    return found.json(), length
+def _unpacked(data: bytes, start: int) -> tuple[dict[str, Any], int]:
+    """The properties by their names, and where they end. What is behind one that is not known can't be read, and is
+    left out, as are values that can't be meant. Raises IndexError if `data` ends before they do."""
+    length, at = wire.read_varint(data, start, len(data))
+    end = at + length
+    if not at or end > len(data):
+        raise IndexError("it ends before its properties do")
+    found: dict[str, Any] = {}
+    while at < end:
+        name, kind = _PROPERTIES.get(data[at], ("", _BYTE))
+        value, after = _value(data, at + 1, kind)
+        if not name or after > end:
+            log.warning("the broker sends a property that can't be read", property=data[at], after=list(found))
+            break
+        at = after
+        if value is not None and (value or name not in _NEVER_0):
+            found.setdefault(name, value)
+    return found, end
+
+
+def _value(data: bytes, at: int, kind: int) -> tuple[int | str | None, int]:
+    """The value at `at`, None for a pair; and where it ends, which may be behind the end of `data`."""
+    if kind > 0:
+        return int.from_bytes(data[at : at + kind], "big"), at + kind
+    end = at + 2 + int.from_bytes(data[at : at + 2], "big")
+    if kind == _PAIR:
+        return None, end + 2 + int.from_bytes(data[end : end + 2], "big")
+    return data[at + 2 : end].decode(errors="replace"), end
 
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # IndexError, KeyError, struct.error, several of paho's own
+    except (IndexError, ValueError) as error:
         raise ValueError(f"what should be a {what} can't be read: {error!r}") from None

@@ -1,12 +1,14 @@
-"""Reason codes of MQTT 5 (section 2.4) and errors of sockets -> UCode: the one place where they are translated."""
+"""Reason codes of MQTT 5 (section 2.4) and errors of sockets -> UCode: the one place where they are translated.
+
+A code is a plain int here, and every one of the 256 has a name and a UCode: brokers send codes where the specification
+does not list them (mosquitto: PUBACK 0x95), and codes of a later specification.
+"""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
-from typing import Any, Final
-
-from paho.mqtt.reasoncodes import ReasonCode
+from typing import Any, Final, NamedTuple
 
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -14,42 +16,90 @@ from uprotocol.v1.ucode_pb2 import UCode
 FAILURE_MIN: Final = 0x80
 # in PUBACK: taken, and thrown away; a session whose client is away does match. A broker need not say it
 NO_MATCHING_SUBSCRIBERS: Final = 0x10
+UNSUPPORTED_VERSION: Final = 0x84
+CODES: Final = range(256)
 
-_CODES: Final[dict[int, UCode.ValueType]] = {  # what is missing is UNAVAILABLE: it may be tried again
-    0x81: UCode.INTERNAL,  # malformed packet
-    0x82: UCode.INTERNAL,  # protocol error
-    0x84: UCode.UNIMPLEMENTED,  # unsupported protocol version
-    0x85: UCode.INVALID_ARGUMENT,  # client identifier not valid
-    0x86: UCode.UNAUTHENTICATED,  # bad user name or password
-    0x87: UCode.PERMISSION_DENIED,  # not authorized
-    0x8A: UCode.PERMISSION_DENIED,  # banned
-    0x8C: UCode.UNAUTHENTICATED,  # bad authentication method
-    0x8F: UCode.INVALID_ARGUMENT,  # topic filter invalid
-    0x90: UCode.INVALID_ARGUMENT,  # topic name invalid
-    0x95: UCode.INVALID_ARGUMENT,  # packet too large
-    0x99: UCode.INVALID_ARGUMENT,  # payload format invalid
-    0x9B: UCode.UNIMPLEMENTED,  # QoS not supported
-    0x9E: UCode.UNIMPLEMENTED,  # shared subscriptions not supported
-    0xA1: UCode.UNIMPLEMENTED,  # subscription identifiers not supported
-    0xA2: UCode.UNIMPLEMENTED,  # wildcard subscriptions not supported
+
+class Reason(NamedTuple):
+    name: str
+    code: UCode.ValueType
+
+
+# Retryable (UNAVAILABLE) is what the state of the broker or of the connection causes, and what may be over later. What
+# the asked-for thing itself causes (its size, its topic, its format, who asks) is not: asked again it fails again, and
+# what waits behind it would wait for ever.
+_REASONS: Final[dict[int, Reason]] = {
+    0x80: Reason("Unspecified error", UCode.UNAVAILABLE),
+    0x81: Reason("Malformed packet", UCode.INTERNAL),
+    0x82: Reason("Protocol error", UCode.INTERNAL),
+    # RabbitMQ in PUBACK: a queue is full
+    0x83: Reason("Implementation specific error", UCode.UNAVAILABLE),
+    UNSUPPORTED_VERSION: Reason("Unsupported protocol version", UCode.UNIMPLEMENTED),
+    0x85: Reason("Client identifier not valid", UCode.INVALID_ARGUMENT),
+    0x86: Reason("Bad user name or password", UCode.UNAUTHENTICATED),
+    0x87: Reason("Not authorized", UCode.PERMISSION_DENIED),
+    0x88: Reason("Server unavailable", UCode.UNAVAILABLE),
+    0x89: Reason("Server busy", UCode.UNAVAILABLE),
+    0x8A: Reason("Banned", UCode.PERMISSION_DENIED),
+    0x8B: Reason("Server shutting down", UCode.UNAVAILABLE),
+    0x8C: Reason("Bad authentication method", UCode.UNAUTHENTICATED),
+    0x8D: Reason("Keep alive timeout", UCode.UNAVAILABLE),
+    0x8E: Reason("Session taken over", UCode.UNAVAILABLE),
+    0x8F: Reason("Topic filter invalid", UCode.INVALID_ARGUMENT),
+    0x90: Reason("Topic name invalid", UCode.INVALID_ARGUMENT),
+    0x91: Reason("Packet identifier in use", UCode.UNAVAILABLE),
+    0x92: Reason("Packet identifier not found", UCode.UNAVAILABLE),
+    0x93: Reason("Receive maximum exceeded", UCode.UNAVAILABLE),
+    0x94: Reason("Topic alias invalid", UCode.INTERNAL),
+    # mosquitto in PUBACK: more than its message_size_limit
+    0x95: Reason("Packet too large", UCode.INVALID_ARGUMENT),
+    0x96: Reason("Message rate too high", UCode.UNAVAILABLE),
+    # not RESOURCE_EXHAUSTED, which is never tried again: a broker's quota frees itself
+    0x97: Reason("Quota exceeded", UCode.UNAVAILABLE),
+    0x98: Reason("Administrative action", UCode.UNAVAILABLE),
+    0x99: Reason("Payload format invalid", UCode.INVALID_ARGUMENT),
+    0x9A: Reason("Retain not supported", UCode.UNIMPLEMENTED),
+    0x9B: Reason("QoS not supported", UCode.UNIMPLEMENTED),
+    0x9C: Reason("Use another server", UCode.UNAVAILABLE),
+    0x9D: Reason("Server moved", UCode.UNAVAILABLE),
+    0x9E: Reason("Shared subscriptions not supported", UCode.UNIMPLEMENTED),
+    0x9F: Reason("Connection rate exceeded", UCode.UNAVAILABLE),
+    0xA0: Reason("Maximum connect time", UCode.UNAVAILABLE),
+    0xA1: Reason("Subscription identifiers not supported", UCode.UNIMPLEMENTED),
+    0xA2: Reason("Wildcard subscriptions not supported", UCode.UNIMPLEMENTED),
 }
-# Quota exceeded (0x97) is UNAVAILABLE rather than RESOURCE_EXHAUSTED, which is never tried again: a broker's quota
-# frees itself.
+_DISCONNECTED: Final = {0x00: "Normal disconnection", 0x04: "Disconnect with will message"}
+
+
+class RefusedError(UStatusError):
+    """The broker has answered, with a code that says no; what it was asked on goes on."""
 
 
 def code_of(reason: int) -> UCode.ValueType:
-    return UCode.OK if reason < FAILURE_MIN else _CODES.get(reason, UCode.UNAVAILABLE)
+    """A failure that no specification names may be over later: UNAVAILABLE."""
+    if reason < FAILURE_MIN:
+        return UCode.OK
+    return _REASONS[reason].code if reason in _REASONS else UCode.UNAVAILABLE
 
 
-def named(reason: ReasonCode, properties: Mapping[str, Any]) -> str:
+def name_of(reason: int) -> str:
+    return _REASONS[reason].name if reason in _REASONS else f"reason code {reason:#04x}"
+
+
+def named(reason: int, properties: Mapping[str, Any]) -> str:
     """What the broker said, and perhaps why."""
     why = properties.get("ReasonString")
-    return f"{reason} ({why})" if why else str(reason)
+    return f"{name_of(reason)} ({why})" if why else name_of(reason)
 
 
-def refused(what: str, reason: ReasonCode, properties: Mapping[str, Any]) -> UStatusError:
+def ended(reason: int, properties: Mapping[str, Any]) -> str:
+    """What the broker said in DISCONNECT."""
+    return _DISCONNECTED.get(reason) or named(reason, properties)
+
+
+def refused(what: str, reason: int, properties: Mapping[str, Any]) -> RefusedError:
     """The broker said no."""
-    return UStatusError(code_of(reason.value), f"the broker refuses {what}: {named(reason, properties)}")
+    return RefusedError(code_of(reason), f"the broker refuses {what}: {named(reason, properties)}")
 
 
 def unreachable(address: str, error: BaseException) -> UStatusError:

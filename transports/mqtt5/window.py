@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
-from paho.mqtt.packettypes import PacketTypes
-from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
@@ -188,21 +186,21 @@ class Window:
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
         """[(packet id, reason code)] of one read."""
-        take, octets = self._in_flight.pop, 0
+        in_flight, octets = self._in_flight, 0
         for packet_id, reason in pubacks:
-            entry = take(packet_id, None)
+            entry = in_flight.get(packet_id)
             if entry is None:
                 continue
             batch, index, size = entry
+            status = _ANSWERS[reason]
+            if reason == reasons.NO_MATCHING_SUBSCRIBERS and _is_request(batch.messages[index]):
+                status = _NOBODY
+            elif status is not OK and status.code == UCode.UNAVAILABLE:
+                for other in self._under_way:  # nothing behind it is tried, but for what has been sent already
+                    other.why = status if other is batch else _BEHIND
+            batch.statuses[index] = status
+            del in_flight[packet_id]  # not before it has its status: what is in flight gets one when the network fails
             octets += size
-            if reason < reasons.FAILURE_MIN:
-                is_heard = reason != reasons.NO_MATCHING_SUBSCRIBERS or not _is_request(batch.messages[index])
-                batch.statuses[index] = OK if is_heard else _NOBODY
-            else:
-                batch.statuses[index] = status = _refusal(reason)
-                if status.code == UCode.UNAVAILABLE:
-                    for other in self._under_way:  # nothing behind it is tried, but for what has been sent already
-                        other.why = status if other is batch else _BEHIND
             batch.due -= 1
             if not batch.due and batch.done is not None and not batch.done.done():
                 batch.done.set_result(None)
@@ -226,9 +224,8 @@ def _is_request(message: Carried) -> bool:
     return kind == UMessageType.UMESSAGE_TYPE_REQUEST
 
 
-def _refusal(reason: int) -> UStatus:
-    try:
-        name = ReasonCode(PacketTypes.PUBACK, identifier=reason).getName()
-    except KeyError:
-        name = f"reason {reason:#x}"
-    return UStatus(code=reasons.code_of(reason), message=f"the broker refuses the message: {name}")
+def _answer(reason: int) -> UStatus:
+    return OK if reason < reasons.FAILURE_MIN else reasons.refused("the message", reason, {}).status
+
+
+_ANSWERS: Final = tuple(map(_answer, reasons.CODES))  # to a message, by the reason code of its PUBACK
