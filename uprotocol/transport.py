@@ -183,12 +183,17 @@ class UTransport(abc.ABC):
         """
 
     def remember_in(self, file: str) -> None:
-        """Keep in `file` what the next process must know to tell of losses, and read what the last one has left; called
-        before `open`.
+        """Keep in `file` what the next process must know to tell of losses, and to end subscriptions that it does not
+        want any more; read what the last one has left. Called before `open`.
 
         The folder of `file` is there. Without this call only losses within one process are told. Who has nothing to
         remember makes no file.
         """
+
+    def all_registered(self) -> None:
+        """The owner has registered all listeners that an earlier process of his had and that he still wants: what a
+        session brings for others need not wait for a listener. On the event loop, while it is open; may be called
+        again. Who is not told gives listeners a while."""
 
     @property
     def troubles(self) -> list[str]:

@@ -12,7 +12,9 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from transports.conformance import TcpProxy, TransportConformance
+from tests.transports.mqtt5_proxy import RefusingProxy
+from transports.conformance import TransportConformance
+from transports.conformance.messages import reply, topic
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.broker import Broker
 from transports.mqtt5.mapping import Mapping, Mode, Packet
@@ -24,6 +26,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 pytestmark = pytest.mark.broker
 
+NOT_AUTHORIZED = 0x87
 BASE = Capability.PUSH | Capability.ENCODED | Capability.ACK | Capability.PERSISTENT_SESSION
 
 
@@ -57,13 +60,13 @@ class Mqtt5Conformance(TransportConformance):
     async def network(self, broker: Broker, make_broker: Callable[..., Broker]) -> AsyncIterator[None]:
         """Each end has a link of its own to the broker, which a test can cut."""
         self.broker, self.make_broker = broker, make_broker
-        self.proxies: dict[str, TcpProxy] = {}
+        self.proxies: dict[str, RefusingProxy] = {}
         yield
         for proxy in self.proxies.values():
             await proxy.stop()
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
-        proxy = self.proxies.setdefault(authority, TcpProxy(self.broker.host, self.broker.port))
+        proxy = self.proxies.setdefault(authority, RefusingProxy(self.broker.host, self.broker.port))
         if not proxy.port:
             await proxy.start()
         return Mqtt5Transport(
@@ -74,10 +77,22 @@ class Mqtt5Conformance(TransportConformance):
         return Mqtt5Transport(Mqtt5Config(port=1, mode=self.mode), LocalUriProvider(authority, 0x10AB, 3))
 
     async def make_refused(self, authority: str) -> UTransport:
-        """No make_deaf: mosquitto takes every subscription, and an access file only keeps messages back."""
         broker = self.make_broker(users={"friend": "secret"})
         config = Mqtt5Config(port=broker.port, mode=self.mode, username="stranger", password="secret")
         return Mqtt5Transport(config, LocalUriProvider(authority, 0x10AB, 3))
+
+    async def make_deaf(self, authority: str) -> UTransport:
+        """mosquitto takes every subscription, and an access file only keeps messages back."""
+        end = await self.make_end(authority)
+        await self.refuse_filter(authority, topic(), reply())
+        return end
+
+    async def refuse_filter(self, authority: str, source: UUri, sink: UUri) -> None:
+        proxy = self.proxies[authority]
+        proxy.refused[Mapping(self.mode, authority).topic_filter(source, sink)] = NOT_AUTHORIZED
+
+    async def allow_filters(self, authority: str) -> None:
+        self.proxies[authority].refused.clear()
 
     def normalise(self, message: UMessage) -> UMessage:
         if not message.attributes.ttl:

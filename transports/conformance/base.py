@@ -138,6 +138,15 @@ class TransportHarness:
         """A closed transport that the network lets in, but not listen (an access list). Called once in a test."""
         pytest.skip("this plugin's class has no make_deaf hook")
 
+    async def refuse_filter(self, authority: str, source: UUri, sink: UUri) -> None:
+        """From now on the network refuses this pair of filters to the end of `authority`, also on a new connection, and
+        takes all others (an access list). May be called again after `allow_filters`."""
+        pytest.skip("this plugin's class has no refuse_filter hook")
+
+    async def allow_filters(self, authority: str) -> None:
+        """The end of `authority` may listen to anything again."""
+        pytest.skip("this plugin's class has no allow_filters hook")
+
     def normalise(self, message: UMessage) -> UMessage:
         """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change
         and return it.

@@ -17,6 +17,8 @@ from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
+GAMMA: Final = "gamma"
+FROM_GAMMA: Final = topic(GAMMA)  # what is refused, where one filter is
 ODD_AUTHORITIES: Final = [
     "two words",
     "a/b",
@@ -77,6 +79,58 @@ class ErrorConformance(TransportHarness):
         for _ in range(2):
             await self.refusal_of(end.register_listener(topic(), heard, reply()))
             assert await code_of(end.unregister_listener(topic(), heard, reply())) == UCode.NOT_FOUND
+
+    async def test_a_filter_that_is_refused_costs_no_other(self, pair: Pair) -> None:
+        """Who registers it is told so, or it is a trouble; the others go on, also on a new connection."""
+        self.needs(Capability.PUSH)
+        await self.refuse_filter(BETA, FROM_GAMMA, reply())
+        heard, refused = await self.listen(pair, topic(), reply()), Sink(self.deadline_s)
+        changes = Changes(pair[1])
+        code = await code_of(pair[1].register_listener(FROM_GAMMA, refused, reply()))
+        if code == UCode.OK:
+            await self.names_gamma(pair[1])
+        await self.send_all(pair[0], [notification(b"before")])
+        await heard.expect_payload(b"before")
+        await self.settle(pair[0], heard)
+        assert changes.seen == []
+        await self.stays_up(pair, heard)
+        if code != UCode.OK:
+            assert await code_of(pair[1].unregister_listener(FROM_GAMMA, refused, reply())) == UCode.NOT_FOUND
+
+    async def test_a_filter_that_is_refused_when_we_are_back_is_a_trouble_and_costs_no_other(
+        self, ends: Ends, pair: Pair
+    ) -> None:
+        """Until the network allows it again, and we are back once more."""
+        heard, refused = await self.listen(pair, topic(), reply()), Sink(self.deadline_s)
+        await pair[1].register_listener(FROM_GAMMA, refused, reply())
+        await self.refuse_filter(BETA, FROM_GAMMA, reply())
+        for _ in range(2):
+            await self.stays_up(pair, heard)
+            await self.names_gamma(pair[1])
+        await self.allow_filters(BETA)
+        await self.stays_up(pair, heard)
+        await self.eventually(lambda: pair[1].troubles == [], "no trouble")
+        gamma = await ends(GAMMA)
+        await gamma.open()
+        if self.discovery:
+            await self.usable(gamma, refused, FROM_GAMMA, reply())
+        await self.send_all(gamma, [notification(b"allowed", FROM_GAMMA)])
+        await refused.expect_payload(b"allowed")
+
+    async def stays_up(self, pair: Pair, heard: Sink) -> None:
+        """After a reconnect: the end is there, and hears what it is allowed to."""
+        async with self.away(pair[1]):
+            pass
+        await self.usable(pair[0], heard)
+        changes = Changes(pair[1])
+        await self.settle(pair[0], heard)
+        assert pair[1].connected
+        assert changes.seen == []
+
+    async def names_gamma(self, end: UTransport) -> None:
+        await self.eventually(
+            lambda: any(GAMMA in trouble for trouble in end.troubles), f"a trouble that names {GAMMA}"
+        )
 
     async def test_one_that_was_never_opened_and_one_that_is_closed(self, ends: Ends) -> None:
         never, closed = await ends(ALPHA), await ends(ALPHA)

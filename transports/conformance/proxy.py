@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Final
 
 CHUNK_BYTES: Final = 1 << 16  # of one read
+
+Tap = Callable[[bytes], bytes]
+"""What one direction of one connection passes on of a read. Raises ConnectionError to reset the connection."""
 
 
 class TcpProxy:
@@ -23,6 +27,10 @@ class TcpProxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.port = 0
+
+    def taps(self) -> tuple[Tap, Tap]:
+        """Of one new connection, to the target and back; a subclass may change what passes."""
+        return bytes, bytes
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -70,19 +78,20 @@ class TcpProxy:
                 from_there, there = await asyncio.open_connection(*self._target)
                 self._writers.add(there)
                 if self._whole:
-                    await asyncio.gather(self._copy(reader, there), self._copy(from_there, writer))
+                    to_there, back = self.taps()
+                    await asyncio.gather(self._copy(reader, there, to_there), self._copy(from_there, writer, back))
         for end in (writer, there):
             if end is not None:
                 self._writers.discard(end)
                 self._ended.discard(end)
                 end.transport.abort()
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tap: Tap) -> None:
         try:
             while data := await reader.read(CHUNK_BYTES):
                 await self._flowing.wait()
                 if writer not in self._ended:
-                    writer.write(data)
+                    writer.write(tap(data))
                     await writer.drain()
         finally:
             writer.close()

@@ -17,7 +17,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -27,6 +27,11 @@ from uprotocol.transport import LossCallback
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
 # after our return: an update may be as late as sys_interval (10 s unless set; up to a minute is allowed for here)
 SETTLE_S: Final = 70.0
+# topic filters that are remembered for the next process, some 3 MB; those beyond it stay in the session until it ends
+FILTERS_MAX: Final = 65_536
+FILTER_BYTES_MAX: Final = 65_535  # what MQTT can say
+# the whole file is written for each change: with many filters that often, and no more, so that flash does not wear
+SAVED_FILTERS_PER_S: Final = 1_000
 
 log = structlog.get_logger()
 
@@ -93,8 +98,10 @@ class Losses:
         self.behind = False  # so much is unacknowledged that the broker may have to queue
         self._file: Path | None = None
         self._left: str | None = None  # the session that an earlier process has left, until we have connected
-        self._saved: dict[str, str | int | None] = {}  # what the file says
+        self.filters_left: list[str] = []  # the topic filters in it
+        self._saved: dict[str, Any] = {}  # what the file says
         self._saving: asyncio.Future[None] | None = None
+        self._save_at_s = 0.0
 
     # Over a restart.
 
@@ -104,24 +111,39 @@ class Losses:
         try:
             found = json.loads(file.read_text())
             session, dropped = found["session"], found["dropped"]
+            filters = [one for one in found.get("filters", []) if _is_filter(one)][:FILTERS_MAX]
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            why = "what the last run knew of the broker can't be read: losses across this restart won't be told"
+            why = (
+                "what the last run knew of the broker can't be read: losses across this restart won't be told, nor the "
+                "filters left that it had and we don't want"
+            )
             log.warning(why, error=repr(error))
             return
-        self._saved = {"session": session, "dropped": dropped}
+        self._saved = {"session": session, "dropped": dropped, "filters": tuple(filters)}
         self._left = session if isinstance(session, str) else None
-        self._dropped.last = dropped if session == self._session and type(dropped) is int else None
+        if session is not None and session == self._session:
+            self._dropped.last = dropped if type(dropped) is int else None
+            self.filters_left = filters
 
-    def _save(self) -> None:
-        known: dict[str, str | int | None] = {"session": self._session, "dropped": self._dropped.last}
-        if self._file is None or known == self._saved or (self._saving is not None and not self._saving.done()):
-            return  # while one is being written, the next tick sees to the rest
+    def _save(self, filters: tuple[str, ...]) -> None:
+        """`filters`: all that the session has. Without any, nothing can be lost with it."""
+        is_resumed = self._session is not None
+        known = {
+            "session": self._session if filters else None,
+            "dropped": self._dropped.last,
+            "filters": filters[:FILTERS_MAX] if is_resumed else (),
+        }
+        if self._file is None or known == self._saved or (not filters and not self._saved):
+            return
         self._saved = known
-        self._saving = asyncio.ensure_future(asyncio.to_thread(_write, self._file, json.dumps(known)))
+        self._saving = asyncio.ensure_future(asyncio.to_thread(_write, self._file, known))
 
-    async def close(self) -> None:
+    async def close(self, filters: tuple[str, ...]) -> None:
+        if self._saving is not None:
+            await self._saving
+        self._save(filters)
         if self._saving is not None:
             await self._saving
 
@@ -156,10 +178,12 @@ class Losses:
         behind, self.behind = self.behind, False
         self._tell_dropped(self._dropped.seen(count, retained=retained, behind=behind, now_s=now_s))
 
-    def tick(self, now_s: float, *, listens: bool) -> None:
+    def tick(self, now_s: float, filters: tuple[str, ...]) -> None:
+        """`filters`: the session has these now, as far as we know."""
         self._tell_dropped(self._dropped.tick(now_s))
-        if listens:
-            self._save()
+        if now_s >= self._save_at_s and (self._saving is None or self._saving.done()):
+            self._save(filters)
+            self._save_at_s = now_s + len(filters) / SAVED_FILTERS_PER_S
 
     def _tell_dropped(self, loss: Loss | None) -> None:
         if loss is None:
@@ -179,15 +203,22 @@ class Losses:
         tell(self.callbacks, text, messages)
 
 
-def _write(file: Path, text: str) -> None:
+def _is_filter(found: object) -> bool:
+    try:
+        return isinstance(found, str) and 0 < len(found.encode()) <= FILTER_BYTES_MAX
+    except UnicodeEncodeError:
+        return False
+
+
+def _write(file: Path, known: dict[str, Any]) -> None:
     """The whole file or none of it, whenever we end."""
     new = file.with_name(file.name + ".new")
     try:
         with new.open("w") as out:
-            out.write(text)
+            out.write(json.dumps(known))
             out.flush()
             os.fsync(out.fileno())
         new.replace(file)
     except OSError as error:
-        why = "what is known of the broker can't be kept: losses across a restart may not be told"
+        why = "what is known of the broker can't be kept: after a restart losses may not be told, nor old filters left"
         log.warning(why, file=str(file), error=str(error))

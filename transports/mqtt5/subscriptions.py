@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from uprotocol.cache import Cache
+from uprotocol.status import UStatusError
 
 Shape = tuple[int, tuple[int, ...]]
 """Of a topic filter: how many segments it has, and which of them are `+`."""
@@ -27,10 +28,20 @@ IDENTIFIER_MAX: Final = 268_435_455
 class Subscription:
     topic_filter: str
     identifier: int
-    granted: asyncio.Future[None] | None = None  # the broker's answer; None if it was away when we would have asked
+    # the broker's first answer; None if it was away when we would have asked
+    granted: asyncio.Future[None] | None = None
     known: bool = False  # the broker has it
     number: int = 0  # rises in the order in which they were made
     users: int = 1  # uProtocol filters that need it; 0: it is being left, and leads until the broker has answered
+    refusal: UStatusError | None = None  # why the broker has it not
+    refusals: int = 0  # in a row
+    hang_ups: int = 0  # connections that were lost while it had no answer, in a row
+    again_s: float = 0.0  # loop time from which on it may be asked for again
+
+    @property
+    def is_missing(self) -> bool:
+        """The broker is to be asked for it, together with others."""
+        return not self.known and self.users > 0 and not self.hang_ups
 
 
 def topic_matches(topic_filter: str, topic: str) -> bool:

@@ -3,6 +3,7 @@
 send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Codec -> Subscriptions -> Arrivals -> listeners
                  ^------ PUBACK ----------'    ^----------------- PUBACK (last) -----------------'
 Link: connects, and connects again; when the broker has lost our session, everything is subscribed to again
+Session: the topic filters that the broker has for us, and those that it refuses
 Losses: tells of what the broker has lost
 
 BYTES_MAX or MESSAGES_MAX have arrived, and are not taken
@@ -35,7 +36,9 @@ from transports.mqtt5.link import Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import REQUEST_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
-from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_matches
+from transports.mqtt5.reasons import RefusedError
+from transports.mqtt5.session import Session
+from transports.mqtt5.subscriptions import topic_matches
 from transports.mqtt5.window import Window
 from transports.mqtt5.wire import Codec
 from uprotocol.encoded import Carried
@@ -45,12 +48,10 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
 # how long `close` waits for what is under way, both ways together: with a hung broker it takes no longer
 DRAIN_MS_MAX: Final = 1_500
-# how long `unregister_listener` waits for the broker's answer, so that not too many are due at once
-LEAVE_MS_MAX: Final = 500
-# how long what a resumed session brings waits for the listener that wants it to be registered
+# how long what a resumed session brings waits for the listener that wants it to be registered, unless the owner says
+# that all are
 UNCLAIMED_MS_MAX: Final = 30_000
 
 # so many messages of one read are small: their number bounds their bytes, and to count those would cost each of them
@@ -97,8 +98,8 @@ class Mqtt5Transport(TransportBase):
             self.capabilities |= Capability.ACK | Capability.PERSISTENT_SESSION
         self._mapping = Mapping(config.mode, self.authority, ttl_reading=config.ttl_reading)
         self._codec = Codec(self._mapping, self.checks)
-        self._subscriptions = Subscriptions()
         self._link = link = Link(config, local, self)
+        self._session = Session(link, self._start)
         self._window = Window(self._codec.encode, link.next_packet_id)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         self._arrivals = Arrivals[Arrived](
@@ -119,20 +120,18 @@ class Mqtt5Transport(TransportBase):
         self._count_refusals = 0
         # unacknowledged: with those that are on the way the broker may have to queue
         self._lag_messages = -(-config.receive_maximum // 2)
-        self._refused: dict[str, str] = {}  # topic filter -> why the broker no longer lets us subscribe
         self._has_session = False  # the broker keeps one for us, as far as we know
-        self._identifiers = True  # the broker knows subscription identifiers
-        self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
+        self._was_welcomed = False  # by the broker, since we were made
         self._tasks: set[asyncio.Task[None]] = set()  # until `close`: subscriptions are left, and losses asked for
-        self._hangs = False  # the broker has not answered an UNSUBSCRIBE in time
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
-        self._unclaimed_until_s = 0.0
+        self._is_claiming, self._unclaimed_until_s = False, 0.0
+        self._has_all_listeners = False  # as their owner says
 
     def __repr__(self) -> str:
         state = "connected" if self.connected else "reconnecting" if self.is_open else "closed"
         return (
             f"Mqtt5Transport({self.authority}, {self._config.mode}, {self._link.address}, {state}, "
-            f"subscriptions={len(self._subscriptions)}, {self._window}, {self._arrivals})"
+            f"{self._session}, {self._window}, {self._arrivals})"
         )
 
     def on_loss(self, callback: LossCallback) -> None:
@@ -140,15 +139,16 @@ class Mqtt5Transport(TransportBase):
 
     def remember_in(self, file: str) -> None:
         self._losses.remember_in(Path(file))
+        self._session.restore(self._losses.filters_left)
+
+    def all_registered(self) -> None:
+        self._has_all_listeners = True
+        self._unclaimed_until_s = min(self._unclaimed_until_s, asyncio.get_running_loop().time())
+        self._end_claims()
 
     @property
     def troubles(self) -> list[str]:
-        found = self._link.troubles
-        if self._refused:
-            first, why = next(iter(self._refused.items()))
-            count = len(self._refused)
-            found.append(f"the broker no longer lets us subscribe to {count} topic filters, one of them {first}: {why}")
-        return found
+        return [*self._link.troubles, *self._session.troubles]
 
     async def open(self) -> None:
         """Connect, and stay connected: a connection that is lost later comes back by itself.
@@ -179,54 +179,39 @@ class Mqtt5Transport(TransportBase):
         # one with a made-up name has ended with this
         self._has_session = self._has_session and self._config.client_id is not None
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._losses.close()
+        await self._losses.close(self._session.filters)
         self._take_unclaimed()
 
     # What the link tells.
 
     def welcomed(self, welcome: Welcome) -> None:
         now_s = asyncio.get_running_loop().time()
-        if welcome.session_present and not self._has_session:  # an earlier process has left it
-            self._unclaimed_until_s = now_s + UNCLAIMED_MS_MAX / 1000
+        # an earlier process has left it
+        if welcome.session_present and not self._was_welcomed and not self._has_all_listeners:
+            self._is_claiming, self._unclaimed_until_s = True, now_s + UNCLAIMED_MS_MAX / 1000
         self._losses.connected(
             resumed=welcome.session_present,
-            had_session=self._has_session and self._listens,
+            had_session=self._has_session and self._session.listens,
             forgets=self._config.clean_start,
             now_s=now_s,
         )
-        self._has_session = self._config.session_expiry_s > 0
-        # also of a session that is there: a broker that was killed has brought back an older one
-        self._subscriptions.forget_all()
-        if not welcome.session_present:
-            self._left.clear()
-
-    @property
-    def _listens(self) -> bool:
-        """The session at the broker has subscriptions."""
-        return any(one.known for one in self._subscriptions.values())
+        self._has_session, self._was_welcomed = self._config.session_expiry_s > 0, True
+        self._session.welcomed(is_present=welcome.session_present)
 
     async def up(self, connection: Connection, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
         brokers_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
         self._codec.packet_bytes_max = min(brokers_max, self.wire_bytes_max)
-        self._identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
-        for topic_filter in list(self._left):
-            await self._link.unsubscribe(topic_filter)
-            self._left.discard(topic_filter)
-        self._refused.clear()
-        tried: set[int] = set()
-        while missing := [
-            one for one in self._subscriptions.values() if not one.known and one.users and id(one) not in tried
-        ][:SUBSCRIBES_MAX]:
-            tried.update(map(id, missing))
-            await asyncio.gather(*(self._subscribe(one, again=True) for one in missing))
+        identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
+        asked = await self._session.ask_for_all(identifiers=identifiers)
         self._window.open(connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
         log.info(
-            "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried)
+            "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=asked
         )
+        self._session.up()
         self.set_connected(True)
-        if self._count_refusals < COUNT_REFUSALS_MAX:
-            self._start(self._ask_for_count())
+        self._end_claims()
+        self._start(self._ask_for_count())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -236,15 +221,21 @@ class Mqtt5Transport(TransportBase):
 
     async def _ask_for_count(self) -> None:
         """mosquitto counts what it drops. Other brokers don't, or don't tell; some may hang up on whoever asks."""
+        if self._count_refusals < COUNT_REFUSALS_MAX:
+            await self._ask_once_for_count()
+        self._session.try_suspects()
+
+    async def _ask_once_for_count(self) -> None:
         try:
             await self._link.subscribe(DROPPED_TOPIC, None, retained=True)
         except UStatusError as error:
-            self._count_refusals += 1 if error.code == UCode.UNAVAILABLE else COUNT_REFUSALS_MAX
+            self._count_refusals += COUNT_REFUSALS_MAX if isinstance(error, RefusedError) else 1
             log.info("the broker does not tell how many messages it drops", broker=self._link.address, error=str(error))
         else:
             self._count_refusals = 0
 
     def down(self, why: str) -> None:
+        self._session.down()
         self._window.shut(UStatus(code=UCode.UNAVAILABLE, message=why))
         self._take_unclaimed()  # the broker sends them again
         self._paused_at_s, self._has_shed = None, False
@@ -257,9 +248,9 @@ class Mqtt5Transport(TransportBase):
                 "the broker owes acknowledgements for too long: dropping the connection", window=repr(self._window)
             )
             self._link.drop("it owes acknowledgements for too long")
-        if self._unclaimed and now_s >= self._unclaimed_until_s:
-            self.dropped["unwanted"] += len(self._unclaimed)
-            self._acknowledge(self._take_unclaimed())
+        if self._is_claiming and now_s >= self._unclaimed_until_s:
+            self._end_claims()
+        self._session.tick(now_s)
         if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
             log.warning(
                 "listeners don't take what has arrived: what comes now is left to the broker",
@@ -267,7 +258,8 @@ class Mqtt5Transport(TransportBase):
             )
             self._shedding, self._paused_at_s = True, None
             self._link.pause(False)
-        self._losses.tick(now_s, listens=self.connected and self._listens)
+        if self.connected:
+            self._losses.tick(now_s, self._session.filters)
 
     # Send.
 
@@ -333,7 +325,7 @@ class Mqtt5Transport(TransportBase):
             self.dropped["malformed"] += 1
             log.exception("a message that arrived could not be read, and nobody foresaw why", topic=publish.topic)
             return self._nothing(publish)
-        wanted = self._subscriptions.match(topic, identifiers)
+        wanted = self._session.subscriptions.match(topic, identifiers)
         if wanted is False:
             return self._nothing(publish)
         size = 0
@@ -364,6 +356,16 @@ class Mqtt5Transport(TransportBase):
         self._arrivals.put_now(claimed, sizes)
         self._arrivals.count(-sum(sizes))
 
+    def _end_claims(self) -> None:
+        """Unless listeners have time yet: what nobody has claimed is acknowledged, and its filters are left."""
+        if not self.connected or asyncio.get_running_loop().time() < self._unclaimed_until_s:
+            return
+        self._is_claiming = False
+        if self._unclaimed:
+            self.dropped["unwanted"] += len(self._unclaimed)
+            self._acknowledge(self._take_unclaimed())
+        self._session.leave_stale()
+
     def _take_unclaimed(self) -> list[Arrived]:
         taken = [arrived for _, arrived in self._unclaimed]
         self._unclaimed.clear()
@@ -382,16 +384,14 @@ class Mqtt5Transport(TransportBase):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        """While the broker is away it is noted, and subscribed to when it is back. Raises PERMISSION_DENIED if the
-        broker refuses it."""
+        """While the broker is away it is noted, and subscribed to when it is back. Raises PERMISSION_DENIED,
+        INVALID_ARGUMENT, ... if the broker refuses it for good. What it refuses for now (quota exceeded, say) is noted,
+        too, and asked for again; `troubles` names it until then."""
         topic_filter = self._topic_filter(source_filter, sink_filter)
-        if self.listeners.add(source_filter, sink_filter, listener) is not None:
-            self._use(topic_filter)
-        subscription = self._subscriptions[topic_filter]
-        if topic_filter in self._refused and self.connected:  # it was asked for with the connection: again
-            del self._refused[topic_filter]
-            subscription.granted = asyncio.ensure_future(self._subscribe(subscription))
-        granted = subscription.granted
+        is_new = self.listeners.add(source_filter, sink_filter, listener) is not None
+        if is_new and self._session.use(topic_filter):
+            self._claim(topic_filter)
+        granted = self._session.answer_of(topic_filter)
         if granted is None:
             return
         try:
@@ -399,7 +399,7 @@ class Mqtt5Transport(TransportBase):
         except UStatusError:
             with contextlib.suppress(UStatusError):  # it may have been unregistered meanwhile
                 if self.listeners.remove(source_filter, sink_filter, listener) is not None:
-                    await self._release(topic_filter)
+                    await self._session.release(topic_filter)
             raise
 
     async def unregister_listener(
@@ -407,67 +407,13 @@ class Mqtt5Transport(TransportBase):
     ) -> None:
         topic_filter = self._topic_filter(source_filter, sink_filter)
         if self.listeners.remove(source_filter, sink_filter, listener) is not None:
-            await self._release(topic_filter)
+            await self._session.release(topic_filter)
 
     def listen_at_open(self, filter: Filter) -> None:
-        self._use(self._mapping.topic_filter(filter.source, filter.sink))
+        self._session.use(self._mapping.topic_filter(filter.source, filter.sink))
 
     def _topic_filter(self, source_filter: UUri, sink_filter: UUri | None) -> str:
         filter = Filter.of(source_filter, sink_filter, self.authority)
         topic_filter = self._mapping.topic_filter(filter.source, filter.sink)
         self.check_open()
         return topic_filter
-
-    def _use(self, topic_filter: str) -> None:
-        subscription = self._subscriptions.get(topic_filter)
-        if subscription is not None and subscription.users:
-            subscription.users += 1
-            return
-        if subscription is not None:  # it is being left
-            self._subscriptions.remove(subscription)
-        subscription = self._subscriptions.add(topic_filter)
-        self._left.discard(topic_filter)
-        self._claim(topic_filter)
-        if self.connected:
-            subscription.granted = asyncio.ensure_future(self._subscribe(subscription))
-
-    async def _release(self, topic_filter: str) -> None:
-        """Leave what nobody needs any more. A broker that hangs is waited for only once: deliveries to the listener
-        have ended anyway."""
-        subscription = self._subscriptions[topic_filter]
-        subscription.users -= 1
-        if subscription.users:
-            return
-        self._refused.pop(topic_filter, None)
-        self._left.add(topic_filter)
-        leaving = self._start(self._leave(subscription))
-        if not self._hangs:
-            self._hangs = not (await asyncio.wait({leaving}, timeout=LEAVE_MS_MAX / 1000))[0]
-
-    async def _leave(self, subscription: Subscription) -> None:
-        try:
-            if self.connected:
-                await self._link.unsubscribe(subscription.topic_filter)
-                self._left.discard(subscription.topic_filter)
-        except UStatusError as error:  # lost meanwhile: it is left as soon as the connection is back
-            log.debug("not unsubscribed yet", topic_filter=subscription.topic_filter, error=str(error))
-        finally:
-            self._hangs = False
-            self._subscriptions.remove(subscription)
-
-    async def _subscribe(self, subscription: Subscription, *, again: bool = False) -> None:
-        """Raises what the broker says. If the connection is lost meanwhile, it is subscribed to when that is back.
-
-        `again`, on a new connection: raises UNAVAILABLE; what the broker says is a trouble.
-        """
-        topic_filter = subscription.topic_filter
-        try:
-            await self._link.subscribe(topic_filter, subscription.identifier if self._identifiers else None)
-        except UStatusError as error:
-            if (error.code == UCode.UNAVAILABLE) is again:
-                raise
-            if again:
-                self._refused[topic_filter] = str(error)
-                log.error("the broker no longer lets us subscribe", topic_filter=topic_filter, error=str(error))
-        else:
-            self._subscriptions.mark_known(subscription)

@@ -88,6 +88,10 @@ class HubTransport(UTransport):
         self._open = self._connected = False
         self._callbacks: list[ConnectionCallback] = []
         self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._told: dict[
+            int, Filter
+        ] = {}  # filters that the hub was told after a reconnect, by the number of the frame
+        self._refused: dict[Filter, str] = {}
         self._number = 0
         self._taking: deque[tuple[int, asyncio.Future[None]]] = deque()  # the last number of a batch, and its listeners
         self._again = 0  # RESENT that must come before what arrives counts
@@ -107,6 +111,10 @@ class HubTransport(UTransport):
     @property
     def connected(self) -> bool:
         return self._connected
+
+    @property
+    def troubles(self) -> list[str]:
+        return [f"nothing from {filter.source} arrives: {why}" for filter, why in self._refused.items()]
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         self._callbacks.append(callback)
@@ -145,8 +153,12 @@ class HubTransport(UTransport):
             writer.transport.abort()
             raise
         self._writer, self._buffer, self._again = writer, buffer, 0
+        self._told.clear()
+        self._refused.clear()
         for filter in self._table.filters:
-            writer.write(frame(LISTEN, 0, pack(filter)))
+            self._number += 1
+            self._told[self._number] = filter
+            writer.write(frame(LISTEN, self._number, pack(filter)))
         return reader
 
     async def _run(self, reader: asyncio.StreamReader) -> None:
@@ -286,12 +298,18 @@ class HubTransport(UTransport):
                     self._again = 0
                 elif number in self._answers:
                     self._answered(kind, number, body)
+                elif kind == REFUSED and number in self._told:
+                    self.refused_again(self._told[number], body.decode())
             if arrived:
                 self.arrived(arrived)
             data = await reader.read(READ_BYTES)
             if not data:
                 return
             buffer += data
+
+    def refused_again(self, filter: Filter, why: str) -> None:
+        """The hub no longer lets us listen to what it did before the reconnect."""
+        self._refused[filter] = why
 
     def _answered(self, kind: int, number: int, body: bytes) -> None:
         answer = self._answers[number]
@@ -381,6 +399,7 @@ class HubTransport(UTransport):
         self._check_open()
         removed = self._table.remove(source_filter, sink_filter, listener)
         if removed is not None:
+            self._refused.pop(removed, None)
             await self.announce(UNLISTEN, removed)
 
     async def announce(self, kind: int, filter: Filter) -> None:

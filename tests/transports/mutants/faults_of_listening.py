@@ -151,6 +151,30 @@ class RegisterSwallowsErrors(HubTransport):
             return
 
 
+WHEN_WE_ARE_BACK: Final = "test_a_filter_that_is_refused_when_we_are_back_is_a_trouble_and_costs_no_other"
+
+
+@fault("a filter that the network refuses costs the connection", "test_a_filter_that_is_refused_costs_no_other")
+class RefusalEndsConnection(HubTransport):
+    async def announce(self, kind: int, filter: Filter) -> None:
+        try:
+            await super().announce(kind, filter)
+        except UStatusError:
+            self.lost()
+
+
+@fault("a filter that the network refuses after a reconnect costs the connection", WHEN_WE_ARE_BACK)
+class RefusalAfterReconnectEndsConnection(HubTransport):
+    def refused_again(self, filter: Filter, why: str) -> None:
+        assert self._writer is not None
+        self._writer.transport.abort()
+
+
+@fault("that a filter is refused after a reconnect is told nowhere", WHEN_WE_ARE_BACK)
+class RefusalAfterReconnectUntold(HubTransport):
+    def refused_again(self, filter: Filter, why: str) -> None: ...
+
+
 @fault(
     "a listener goes on hearing after unregister_listener",
     "test_unregistering_ends_delivery_to_that_listener_and_filter_only",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest_asyncio
 
 from tests.transports.mutants.end import HubConfig, HubTransport
-from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub
+from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub, pack
 from transports.conformance import TransportConformance
+from transports.listeners import Filter
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -43,6 +44,12 @@ class HubConformance(TransportConformance):
     async def make_deaf(self, authority: str) -> UTransport:
         self.hub.deaf.add(authority)
         return await self.make_end(authority)
+
+    async def refuse_filter(self, authority: str, source: UUri, sink: UUri) -> None:
+        self.hub.refused_filters.add((authority, pack(Filter.of(source, sink, authority))))
+
+    async def allow_filters(self, authority: str) -> None:
+        self.hub.refused_filters.clear()
 
     def normalise(self, message: UMessage) -> UMessage:
         return message

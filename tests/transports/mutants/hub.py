@@ -98,14 +98,15 @@ def _sink(address: UAttributes) -> UUri | None:
 
 
 class Hub:
-    """The network. `cut` and `mend` are of one authority; those in `refused` may not join, those in `deaf` not
-    listen."""
+    """The network. `cut` and `mend` are of one authority; those in `refused` may not join, those in `deaf` not listen,
+    those in `refused_filters` not to these filters."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         self.away: set[str] = set()
         self.refused: set[str] = set()
         self.deaf: set[str] = set()
+        self.refused_filters: set[tuple[str, bytes]] = set()  # authority, packed
         self.port = 0
         self._room = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -231,7 +232,7 @@ class _Connection:
         elif kind == PULL:
             found = session.pull(unpack(body))
             session.write(frame(NOTHING, number) if found is None else frame(DONE, number, found))
-        elif kind == LISTEN and self._name in self._hub.deaf:
+        elif kind == LISTEN and (self._name in self._hub.deaf or (self._name, body) in self._hub.refused_filters):
             session.write(frame(REFUSED, number, b"not for your ears"))
         elif kind == LISTEN:
             session.filters[body] = unpack(body)

@@ -1,0 +1,341 @@
+"""The topic filters of our session at the broker: those that it is to have, and those that it has.
+
+use -> asked -> granted: known                                                              release -> unsubscribed
+             -> refused: a trouble of this filter; asked again after REFUSED_MS, and on each new connection
+             -> the connection is lost: asked alone on the next one -> granted, refused, or lost again:
+                a trouble; asked again, alone, after HANG_UP_MS
+
+Some brokers answer a SUBSCRIBE that they don't like with the end of the connection (RabbitMQ: one that a rule forbids;
+others: one too many). Which one it was shows only where a single one is under way: so those that had no answer are
+asked one by one, and the endpoint does without the one at which the connection is lost again.
+
+A session outlives its process: what the last one had in it and nobody wants now is unsubscribed, too (`leave_stale`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from itertools import islice
+from typing import Any, Final
+
+import structlog
+
+from transports.mqtt5.link import Link
+from transports.mqtt5.reasons import RefusedError
+from transports.mqtt5.subscriptions import Subscription, Subscriptions
+from uprotocol.pacing import Backoff
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
+# from, to: how long until a refused filter is asked for again; twice as long each time
+REFUSED_MS: Final = (10_000, 300_000)
+# the same for one at which the connection was lost, since to ask again may cost the connection again
+HANG_UP_MS: Final = (60_000, 1_800_000)
+# from, to: the pause after a filter that was asked alone cost the connection, until the next one is asked alone
+PAUSE_MS: Final = (1_000, 60_000)
+TROUBLES_MAX: Final = 8  # refused filters that are named; the others are counted
+# how long `release` waits for the broker's answer, so that not too many are due at once
+LEAVE_MS_MAX: Final = 500
+
+Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+_LOST: Final = UStatusError(UCode.UNAVAILABLE, "the connection to the broker is lost: try again when it is back")
+
+log = structlog.get_logger()
+
+
+class Session:
+    """Lives on the event loop. `start` runs a coroutine until the transport is closed."""
+
+    def __init__(self, link: Link, start: Start) -> None:
+        self.subscriptions = Subscriptions()
+        self._link, self._start = link, start
+        self._has: dict[str, None] = {}  # what the broker may have for us, in the order in which it was asked for
+        self._filters: tuple[str, ...] | None = ()  # the same; None: it has changed since
+        self._refused: dict[str, Subscription] = {}
+        self._suspects: dict[str, Subscription] = {}  # a connection was lost while they had no answer
+        self._asking: set[asyncio.Future[None]] = set()
+        self._alone: asyncio.Task[bool] | None = None  # asks for one while nothing else is asked for
+        self._trying: asyncio.Task[None] | None = None  # asks for suspects, one by one
+        self._pause, self._paused_until_s = Backoff(*PAUSE_MS), 0.0
+        self._leaving_stale: asyncio.Task[None] | None = None
+        self._stale_pause, self._stale_at_s = Backoff(*HANG_UP_MS), 0.0
+        self._is_up = self._may_try = self._has_stale = False
+        self._identifiers = True  # the broker knows subscription identifiers
+        self._hangs = False  # it has not answered an UNSUBSCRIBE in time
+        self._lost = _LOST  # how the connection was lost over a SUBSCRIBE, most lately
+
+    def __repr__(self) -> str:
+        return (
+            f"Session(subscriptions={len(self.subscriptions)}, refused={len(self._refused)}, "
+            f"suspects={len(self._suspects)})"
+        )
+
+    @property
+    def listens(self) -> bool:
+        """The broker has a subscription of ours."""
+        return any(one.known for one in self.subscriptions.values())
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """Those that the broker's session may have."""
+        if self._filters is None:
+            self._filters = tuple(self._has)
+        return self._filters
+
+    @property
+    def troubles(self) -> list[str]:
+        told = [
+            f"nothing that matches the topic filter {topic_filter} arrives: {one.refusal}"
+            for topic_filter, one in islice(self._refused.items(), TROUBLES_MAX)
+        ]
+        if len(self._refused) > TROUBLES_MAX:
+            told.append(f"and the same of {len(self._refused) - TROUBLES_MAX} more topic filters")
+        return told
+
+    # What the transport tells.
+
+    def restore(self, filters: Iterable[str]) -> None:
+        """An earlier process has left these, if the broker resumes its session."""
+        self._has, self._filters = dict.fromkeys(filters), None
+
+    def welcomed(self, *, is_present: bool) -> None:
+        """The broker has let us in; a session that is present may be older than the one that we had, since a broker
+        that was killed has brought it back."""
+        self.subscriptions.forget_all()
+        if not is_present:
+            self._has, self._filters = {}, None
+
+    async def ask_for_all(self, *, identifiers: bool) -> int:
+        """On a new connection, for all that is wanted and not suspect; answers how many. Raises UNAVAILABLE if the
+        connection is lost meanwhile."""
+        self._identifiers = identifiers
+        tried: set[int] = set()
+        while missing := [one for one in self.subscriptions.values() if one.is_missing and id(one) not in tried]:
+            for start in range(0, len(missing), SUBSCRIBES_MAX):
+                some = missing[start : start + SUBSCRIBES_MAX]
+                tried.update(map(id, some))
+                if not all(await asyncio.gather(*map(self._ask, some))):
+                    raise self._lost
+        return len(tried)
+
+    def up(self) -> None:
+        self._is_up = True
+
+    def down(self) -> None:
+        self._is_up = self._may_try = False
+
+    def try_suspects(self) -> None:
+        """From now on nothing but us asks the broker for anything."""
+        self._may_try = self._is_up
+        self.tick(asyncio.get_running_loop().time())
+
+    def leave_stale(self) -> None:
+        """All listeners had their time: unsubscribe what the broker has and nobody wants."""
+        self._has_stale = True
+        self.tick(asyncio.get_running_loop().time())
+
+    def tick(self, now_s: float) -> None:
+        """Once a second: what is due again."""
+        if not self._is_up:
+            return
+        due = (one for one in self._refused.values() if not one.hang_ups and one.again_s <= now_s)
+        for one in list(islice(due, SUBSCRIBES_MAX)):
+            one.again_s = now_s + REFUSED_MS[1] / 1000  # while it has no answer
+            self._in_company(one)
+        if self._may_try and _is_over(self._trying) and self._next_suspect() is not None:
+            self._trying = self._start(self._try_one_by_one())
+        if self._has_stale and now_s >= self._stale_at_s and _is_over(self._leaving_stale):
+            self._leaving_stale = self._start(self._leave_stale())
+
+    # What is wanted.
+
+    def use(self, topic_filter: str) -> bool:
+        """A listener needs it. True if it is a new one."""
+        subscription = self.subscriptions.get(topic_filter)
+        if subscription is not None and subscription.users:
+            subscription.users += 1
+            return False
+        if subscription is not None:  # it is being left
+            self.subscriptions.remove(subscription)
+        subscription = self.subscriptions.add(topic_filter)
+        if self._is_up:
+            subscription.granted = self._in_company(subscription, is_new=True)
+        return True
+
+    def answer_of(self, topic_filter: str) -> asyncio.Future[None] | None:
+        """What the broker says of one that is used. What it has refused it is asked for again, unless that may cost the
+        connection. None: it was away when we would have asked."""
+        subscription = self.subscriptions[topic_filter]
+        if self._is_up and subscription.refusal is not None and not subscription.hang_ups:
+            subscription.granted = self._in_company(subscription, is_new=True)
+        return subscription.granted
+
+    async def release(self, topic_filter: str) -> None:
+        """A listener needs it no more. What nobody needs is left; a broker that hangs is waited for only once:
+        deliveries to the listener have ended anyway."""
+        subscription = self.subscriptions[topic_filter]
+        subscription.users -= 1
+        if subscription.users:
+            return
+        self._clear(subscription)
+        if topic_filter not in self._has:
+            self.subscriptions.remove(subscription)
+            return
+        leaving = self._start(self._leave(subscription))
+        if not self._hangs:
+            self._hangs = not (await asyncio.wait({leaving}, timeout=LEAVE_MS_MAX / 1000))[0]
+
+    async def _leave(self, subscription: Subscription) -> None:
+        topic_filter = subscription.topic_filter
+        try:
+            if self._is_up:
+                await self._link.unsubscribe(topic_filter)
+                if self.subscriptions.get(topic_filter) is subscription:  # else it is wanted again
+                    self._forget(topic_filter)
+        except UStatusError as error:  # it is left on the next connection
+            log.debug("not unsubscribed yet", topic_filter=topic_filter, error=str(error))
+        finally:
+            self._hangs = False
+            self.subscriptions.remove(subscription)
+
+    async def _leave_stale(self) -> None:
+        stale = [topic_filter for topic_filter in self._has if topic_filter not in self.subscriptions]
+        for start in range(0, len(stale), SUBSCRIBES_MAX):
+            some = stale[start : start + SUBSCRIBES_MAX]
+            if not all(await asyncio.gather(*map(self._leave_one, some))):  # lost, perhaps over this
+                self._stale_at_s = asyncio.get_running_loop().time() + self._stale_pause.next_ms() / 1000
+                return
+        self._has_stale = False
+        self._stale_pause.reset()
+        if stale:
+            log.info("unsubscribed what nobody wants any more", broker=self._link.address, topic_filters=len(stale))
+
+    async def _leave_one(self, topic_filter: str) -> bool:
+        """False if the connection is lost."""
+        if not self._is_up:
+            return False
+        if topic_filter in self.subscriptions:  # wanted meanwhile
+            return True
+        try:
+            await self._link.unsubscribe(topic_filter)
+        except RefusedError as error:  # it stays noted, and is tried again on the next connection
+            log.warning("the broker does not unsubscribe", topic_filter=topic_filter, error=str(error))
+            return True
+        except UStatusError:
+            return False
+        if topic_filter not in self.subscriptions:
+            self._forget(topic_filter)
+        return True
+
+    # Asking.
+
+    def _in_company(self, subscription: Subscription, *, is_new: bool = False) -> asyncio.Future[None]:
+        """Ask, beside others. `is_new`: raises what is refused for good."""
+        asking = asyncio.ensure_future(self._ask_in_company(subscription, is_new))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody may wait for it, or not
+        return asking
+
+    async def _ask_in_company(self, subscription: Subscription, is_new: bool) -> None:
+        while self._alone is not None:
+            await asyncio.wait({self._alone})
+        if not self._is_up or not subscription.users:
+            return  # it is asked for on the next connection
+        await self._ask(subscription)
+        refusal = subscription.refusal
+        if is_new and refusal is not None and not refusal.retryable:
+            raise refusal
+
+    async def _try_one_by_one(self) -> None:
+        while self._may_try and (one := self._next_suspect()) is not None:
+            if self._asking:
+                await asyncio.wait(self._asking)
+                continue
+            self._alone = asyncio.ensure_future(self._ask(one))
+            try:
+                is_answered = await self._alone
+            finally:
+                self._alone = None
+            if not is_answered:
+                self._paused_until_s = asyncio.get_running_loop().time() + self._pause.next_ms() / 1000
+                return
+        if not any(one.refusal is None for one in self._suspects.values()):
+            self._pause.reset()
+
+    def _next_suspect(self) -> Subscription | None:
+        """The next to be asked for alone, if one is due now."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._paused_until_s:
+            return None
+        return next((one for one in self._suspects.values() if one.again_s <= now_s), None)
+
+    async def _ask(self, one: Subscription) -> bool:
+        """False if there is no answer, since the connection is lost. Raises nothing: what the broker says is noted."""
+        connection = self._link.connection
+        if connection is None or not connection.up:
+            return False
+        had = one.topic_filter in self._has
+        self._note(one.topic_filter)
+        try:
+            await self._link.subscribe(one.topic_filter, one.identifier if self._identifiers else None)
+        except RefusedError as error:
+            if not had:
+                self._forget(one.topic_filter)
+            one.hang_ups = 0
+            self._suspects.pop(one.topic_filter, None)
+            self._refuse(one, error, *REFUSED_MS)
+        except UStatusError as error:
+            self._suspect(one, error)
+            return False
+        else:
+            if one.refusal is not None:
+                log.info("the broker lets us subscribe again", topic_filter=one.topic_filter)
+            self._clear(one)
+            self._note(one.topic_filter)  # another answer may have come meanwhile, to one that was left
+            self.subscriptions.mark_known(one)
+        return True
+
+    def _suspect(self, one: Subscription, lost: UStatusError) -> None:
+        self._lost = lost
+        if not one.users:
+            return
+        one.hang_ups += 1
+        self._suspects.pop(one.topic_filter, None)  # the others first
+        self._suspects[one.topic_filter] = one
+        if one.hang_ups > 1:
+            why = f"the connection was lost {one.hang_ups} times while the broker was asked for it ({lost.message})"
+            what = f"{why}: does a rule or a limit of the broker forbid it?"
+            self._refuse(one, UStatusError(UCode.UNAVAILABLE, what), *HANG_UP_MS)
+
+    def _refuse(self, one: Subscription, why: UStatusError, first_ms: int, last_ms: int) -> None:
+        if not one.users:
+            return
+        if one.refusal is None or one.refusal.code != why.code:
+            log.error("the broker refuses a subscription", topic_filter=one.topic_filter, error=str(why))
+        wait_ms = min(first_ms << min(one.refusals, 30), last_ms)
+        one.refusal, one.refusals = why, one.refusals + 1
+        one.again_s = asyncio.get_running_loop().time() + wait_ms / 1000
+        self._refused[one.topic_filter] = one
+
+    def _clear(self, one: Subscription) -> None:
+        """It is granted, or no longer wanted."""
+        one.refusal, one.refusals, one.hang_ups, one.again_s = None, 0, 0, 0.0
+        for kept in (self._refused, self._suspects):
+            if kept.get(one.topic_filter) is one:
+                del kept[one.topic_filter]
+
+    def _note(self, topic_filter: str) -> None:
+        if topic_filter not in self._has:
+            self._has[topic_filter], self._filters = None, None
+
+    def _forget(self, topic_filter: str) -> None:
+        if self._has.pop(topic_filter, topic_filter) is None:
+            self._filters = None
+
+
+def _is_over(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()
