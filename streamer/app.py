@@ -322,6 +322,7 @@ class Streamer:
         start(self.handovers.run(), "hand-overs")
         await self.follows.start()
         await self._settle_down()
+        self._networks.services_listen()
         if self.certificates:
             await self.certificates.look()  # the notes tell of it
             start(self.certificates.run(), "certificates")

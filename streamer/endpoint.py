@@ -205,6 +205,13 @@ class Endpoint:
     def connected(self) -> bool:
         return bool(self.transport.connected)
 
+    def all_registered(self) -> None:
+        """As UTransport.all_registered; never raises."""
+        try:
+            self.transport.all_registered()
+        except Exception:
+            log.exception("a transport failed when it was told that all listeners are registered", endpoint=self.name)
+
     @property
     def troubles(self) -> list[str]:
         """What is wrong with the network or its transport, in plain sentences."""

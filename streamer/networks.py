@@ -61,6 +61,7 @@ class Networks:
         self._retry: set[str] = set()  # what these have refused may be taken now: one is new, or back
         self._back = asyncio.Event()  # a network is back, or nobody waits for one any more
         self._stopping = False
+        self._services_listen = False  # all services inside have started
 
     def __repr__(self) -> str:
         return f"Networks(open={sorted(self._open)}, troubles={self._troubles})"
@@ -181,6 +182,8 @@ class Networks:
             self._troubles[name] = f"listening failed: {error}"
             return error
         self._troubles.pop(name, None)
+        if self._services_listen and self._interest.complete:
+            self._endpoints[name].all_registered()
         return None
 
     async def listen(self, *, retry: bool = True) -> bool:
@@ -197,6 +200,12 @@ class Networks:
         for name, error in errors.items():
             log.warning("could not listen to everything; trying again", endpoint=name, error=str(error))
         return list(errors)
+
+    def services_listen(self) -> None:
+        """All services inside have started: once the interest is complete, too, nothing is missing among what is
+        listened to."""
+        self._services_listen = True
+        self.listen_soon()
 
     def listen_soon(self) -> None:
         """Something else has to be listened to."""
