@@ -13,14 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transports.base import NOT_TRIED
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, packets, reasons, wire
 from transports.mqtt5.broker import Broker
+from transports.mqtt5.window import REFUSED_STREAMS_MAX
 from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 MakeBroker = Callable[..., Broker]
 DEADLINE_S = 20
@@ -33,8 +37,8 @@ def packet(first: int, body: bytes) -> bytes:
     return bytes((first,)) + wire.varint(len(body)) + body
 
 
-def message(number: int, size: int = 0) -> UMessage:
-    return UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"%d" % number + bytes(size), 6))
+def message(number: int, size: int = 0, topic: UUri = TOPIC) -> UMessage:
+    return UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % number + bytes(size), 6))
 
 
 def end(port: int, authority: str = "sender", **settings: Any) -> Mqtt5Transport:
@@ -61,7 +65,8 @@ class Answering:
     """A broker that answers everything with `reason`, where the packet has one."""
 
     def __init__(self) -> None:
-        self.reason = self.port = self.connections = 0
+        self.reason = self.port = self.connections = self.published = 0
+        self.topics: dict[bytes, int] = {}  # last segment of a topic -> reason code of its PUBACK, if another one
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -77,8 +82,10 @@ class Answering:
         if first == CONNECT:
             return b"\x20\x03\x00\x00\x00"
         if first == QOS1:
+            self.published += 1
             topic_end = 2 + int.from_bytes(body[:2], "big")
-            return packet(0x40, body[topic_end : topic_end + 2] + bytes((self.reason, 0)))
+            reason = self.topics.get(body[2:topic_end].rpartition(b"/")[2], self.reason)
+            return packet(0x40, body[topic_end : topic_end + 2] + bytes((reason, 0)))
         if first in (SUBSCRIBE, UNSUBSCRIBE):
             return packet(first & 0xF0 | 0x10, body[:2] + bytes((0, self.reason)))
         return b""
@@ -113,6 +120,36 @@ async def test_a_no_to_one_message_is_its_own_and_the_rest_of_the_batch_leaves()
             statuses = await asyncio.wait_for(one.send_batch([message(n) for n in range(3)]), DEADLINE_S)
             assert {status.code for status in statuses} == {reasons.code_of(reason)}
             assert statuses[0].code not in (UCode.OK, UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED)
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "goes_on"), [(0x80, True), (0x83, True), (0xC3, True), (0x89, False), (0x97, False)]
+)
+async def test_a_message_that_is_refused_for_now_stops_its_topic_and_where_it_may_be_its_own_fault_no_other(
+    reason: int, goes_on: bool, encoded: bool
+) -> None:
+    async with answering() as broker, end(broker.port, in_flight_max=1) as one:
+        broker.topics[b"80CE"] = reason
+        batch: list[Any] = [message(n, topic=topic) for n in range(3) for topic in (OTHER, TOPIC)]
+        if encoded:
+            batch = [EncodedMessage.of(one) for one in batch]
+        statuses = await asyncio.wait_for(one.send_batch(batch), DEADLINE_S)
+        assert statuses[0].message.startswith("the broker refuses the message")
+        others = [UCode.OK if goes_on else UCode.UNAVAILABLE] * 3
+        assert [status.code for status in statuses[0::2]] == [UCode.UNAVAILABLE] * 3
+        assert [status.code for status in statuses[1::2]] == others
+        assert {status.message for status in statuses[2::2]} == {NOT_TRIED}
+        assert broker.published == (4 if goes_on else 1)
+
+
+async def test_a_broker_that_refuses_many_topics_for_now_is_not_asked_for_all_of_them() -> None:
+    async with answering() as broker, end(broker.port, in_flight_max=1) as one:
+        broker.reason = 0x80
+        topics = [uris.parse(f"up://sender/10AB/3/{0x8001 + number:X}") for number in range(100)]
+        statuses = await asyncio.wait_for(one.send_batch([message(1, topic=topic) for topic in topics]), DEADLINE_S)
+        assert {status.code for status in statuses} == {UCode.UNAVAILABLE}
+        assert broker.published == REFUSED_STREAMS_MAX + 1
 
 
 async def test_each_suback_and_unsuback_is_an_answer() -> None:

@@ -68,6 +68,8 @@ _REASONS: Final[dict[int, Reason]] = {
     0xA1: Reason("Subscription identifiers not supported", UCode.UNIMPLEMENTED),
     0xA2: Reason("Wildcard subscriptions not supported", UCode.UNIMPLEMENTED),
 }
+# the broker as a whole, or the connection: the next message would be answered the same
+_OF_ALL: Final = frozenset({0x88, 0x89, 0x8B, 0x8D, 0x8E, 0x93, 0x96, 0x97, 0x98, 0x9C, 0x9D, 0x9F, 0xA0})
 _DISCONNECTED: Final = {0x00: "Normal disconnection", 0x04: "Disconnect with will message"}
 
 
@@ -80,6 +82,11 @@ def code_of(reason: int) -> UCode.ValueType:
     if reason < FAILURE_MIN:
         return UCode.OK
     return _REASONS[reason].code if reason in _REASONS else UCode.UNAVAILABLE
+
+
+def is_of_all(reason: int) -> bool:
+    """False if what was asked may be the cause, so that something else may be granted at the same time."""
+    return reason in _OF_ALL
 
 
 def name_of(reason: int) -> str:

@@ -2,6 +2,8 @@
 
 batch -> (one batch after the other) encode what there is room for -> one write -> in flight
 in flight -> PUBACKs of one read -> statuses                       ^- reach.py
+          -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; where all may be refused,
+                                    nothing at all
           -> connection lost -> UNAVAILABLE, and nothing behind is tried, also of batches that came meanwhile
 """
 
@@ -36,9 +38,16 @@ IN_FLIGHT_BYTES_MAX = 16 << 20
 # else tells a hung broker
 PUBACK_MS_MAX: Final = 20_000
 
+# streams of one batch that the broker refuses for now; with more of them it is the broker, and the rest is not tried
+REFUSED_STREAMS_MAX: Final = 16
+
 log = structlog.get_logger()
 
 _PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
+
+
+Stream = tuple[bytes, bytes, int]
+"""What must keep its order: source, sink, priority; of an EncodedMessage the first two as one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +57,8 @@ class _Batch:
     due: int = 0  # PUBACKs
     done: asyncio.Future[None] | None = None  # made when all is written and some PUBACKs are due
     why: UStatus | None = None  # the failure of the network that ended it
+    # streams of which the broker has refused a message for now: nothing behind it in its stream is tried
+    refused: set[Stream] = field(default_factory=set)
 
 
 class Window:
@@ -120,7 +131,7 @@ class Window:
         connection, count = self._connection, len(messages)
         if connection is None:
             return stopped([], count, self._lost)
-        if any(other.why is not None for other in self._under_way):
+        if any(other.why is not None or other.refused for other in self._under_way):
             return stopped([], count, _BEHIND)  # the sender of that one does not know yet: these would overtake it
         batch = _Batch(messages)
         self._under_way.add(batch)
@@ -153,6 +164,9 @@ class Window:
         packets: list[bytes] = []
         in_flight, octets = self._in_flight, 0
         for message in batch.messages[len(batch.statuses) : end]:
+            if batch.refused and _stream(message) in batch.refused:
+                batch.statuses.append(_BEHIND)
+                continue
             try:
                 head, tail = self._encode(message)
             except UStatusError as error:
@@ -196,8 +210,7 @@ class Window:
             if reason == reasons.NO_MATCHING_SUBSCRIBERS and _is_request(batch.messages[index]):
                 status = _NOBODY
             elif status is not OK and status.code == UCode.UNAVAILABLE:
-                for other in self._under_way:  # nothing behind it is tried, but for what has been sent already
-                    other.why = status if other is batch else _BEHIND
+                self._refused(batch, index, reason, status)
             batch.statuses[index] = status
             del in_flight[packet_id]  # not before it has its status: what is in flight gets one when the network fails
             octets += size
@@ -212,11 +225,29 @@ class Window:
             self._timed = None
         self._freed.set()
 
+    def _refused(self, batch: _Batch, index: int, reason: int, status: UStatus) -> None:
+        """For now. Nothing behind it is tried, but for what has been sent already, and for other streams of its batch
+        where it may be this one alone that the broker does not take."""
+        for other in self._under_way:
+            if other is not batch:
+                other.why = _BEHIND
+        if reasons.is_of_all(reason) or len(batch.refused) >= REFUSED_STREAMS_MAX:
+            batch.why = status
+        else:
+            batch.refused.add(_stream(batch.messages[index]))
+
 
 _BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
 _NOBODY: Final = nobody_listens(
     "the broker has no subscriber for this request: its service is not there now, try again later"
 )
+
+
+def _stream(message: Carried) -> Stream:
+    if type(message) is EncodedMessage:
+        return message.stamp.address, b"", message.stamp.priority
+    attributes = message.attributes
+    return attributes.source.SerializeToString(), attributes.sink.SerializeToString(), attributes.priority
 
 
 def _is_request(message: Carried) -> bool:
