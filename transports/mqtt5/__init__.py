@@ -1,7 +1,8 @@
 """MQTT 5: uProtocol over a broker, in-vehicle and off-vehicle.
 
 transport.py -> window.py  send, answered by PUBACK       mapping.py  UMessage <-> PUBLISH, pure
-             -> losses.py  what the broker has lost       wire.py     PUBLISH, PUBACK <-> bytes; what is known already
+             -> session.py  which filters the broker has  wire.py     PUBLISH, PUBACK <-> bytes; what is known already
+             -> losses.py  what the broker has lost
              -> link.py    keeps a connection up          packets.py  the rare packets <-> bytes, pure
                 -> connection.py  TCP, TLS, packets -> broker
 config.py  settings    subscriptions.py  which copy of a message counts, pure    reasons.py  reason codes -> UCode
