@@ -308,6 +308,27 @@ async def test_what_the_next_process_does_not_want_is_unsubscribed(
     await third.close()
 
 
+async def test_a_topic_that_an_unknown_process_has_left_in_the_session_is_unsubscribed_when_it_is_heard(
+    own_broker: Broker,
+) -> None:
+    """One without a file, or killed before it was written."""
+    heard = Heard()
+    first = end(own_broker.port, **SESSION)
+    async with first:
+        await first.register_listener(BAD, heard)
+    await send(own_broker, [publish(number, BAD) for number in range(3)])
+    async with refusing(own_broker) as proxy, end(proxy.port, **SESSION) as second:
+        await until(lambda: len(second._unclaimed) == 3, "they wait for a listener")
+        second.all_registered()
+        await until(lambda: proxy.unsubscribed == [BAD_FILTER], "once")
+        await until(lambda: second._session.filters == (), "the broker has said so")
+        await send(own_broker, [publish(number, BAD) for number in range(3)])
+        await second.register_listener(GOOD, heard)
+        await send(own_broker, [publish(9)])
+        await until(lambda: heard.numbers == [9], "heard")
+        assert second.dropped["unwanted"] == 3
+
+
 async def test_a_filter_that_is_wanted_late_is_not_unsubscribed(own_broker: Broker, tmp_path: Path) -> None:
     """Listeners have time, as long as nobody says that they are all there."""
     file, heard = str(tmp_path / "transport.json"), Heard()

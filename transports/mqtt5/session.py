@@ -27,6 +27,7 @@ from transports.mqtt5.subscriptions import Subscription, Subscriptions
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
 
 SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
 # from, to: how long until a refused filter is asked for again; twice as long each time
@@ -36,12 +37,16 @@ HANG_UP_MS: Final = (60_000, 1_800_000)
 # from, to: the pause after a filter that was asked alone cost the connection, until the next one is asked alone
 PAUSE_MS: Final = (1_000, 60_000)
 TROUBLES_MAX: Final = 8  # refused filters that are named; the others are counted
+# topics of messages that nobody wanted, for each of which a filter of that name was unsubscribed once
+UNWANTED_TOPICS_MAX: Final = 4_096
 # how long `release` waits for the broker's answer, so that not too many are due at once
 LEAVE_MS_MAX: Final = 500
 
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
-_LOST: Final = UStatusError(UCode.UNAVAILABLE, "the connection to the broker is lost: try again when it is back")
+_LOST: Final = UStatus(
+    code=UCode.UNAVAILABLE, message="the connection to the broker is lost: try again when it is back"
+)
 
 log = structlog.get_logger()
 
@@ -60,6 +65,7 @@ class Session:
         self._alone: asyncio.Task[bool] | None = None  # asks for one while nothing else is asked for
         self._trying: asyncio.Task[None] | None = None  # asks for suspects, one by one
         self._pause, self._paused_until_s = Backoff(*PAUSE_MS), 0.0
+        self._unwanted: set[str] = set()
         self._leaving_stale: asyncio.Task[None] | None = None
         self._stale_pause, self._stale_at_s = Backoff(*HANG_UP_MS), 0.0
         self._is_up = self._may_try = self._has_stale = False
@@ -118,7 +124,7 @@ class Session:
                 some = missing[start : start + SUBSCRIBES_MAX]
                 tried.update(map(id, some))
                 if not all(await asyncio.gather(*map(self._ask, some))):
-                    raise self._lost
+                    raise UStatusError.from_status(self._lost)
         return len(tried)
 
     def up(self) -> None:
@@ -136,6 +142,18 @@ class Session:
         """All listeners had their time: unsubscribe what the broker has and nobody wants."""
         self._has_stale = True
         self.tick(asyncio.get_running_loop().time())
+
+    def unwanted(self, topic: str) -> None:
+        """A message came though nobody listens to its topic: the broker has a filter that we don't know of. The one of
+        this topic alone can be left; one with wildcards can't be guessed."""
+        if len(self._unwanted) < UNWANTED_TOPICS_MAX and topic not in self._unwanted:
+            self._unwanted.add(topic)
+            self._note(topic)
+            self._has_stale = True
+
+    async def close(self) -> None:
+        """The connection is closed: wait for what was under way."""
+        await asyncio.gather(*self._asking, return_exceptions=True)
 
     def tick(self, now_s: float) -> None:
         """Once a second: what is due again."""
@@ -300,7 +318,7 @@ class Session:
         return True
 
     def _suspect(self, one: Subscription, lost: UStatusError) -> None:
-        self._lost = lost
+        self._lost = lost.status
         if not one.users:
             return
         one.hang_ups += 1

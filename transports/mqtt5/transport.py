@@ -142,6 +142,8 @@ class Mqtt5Transport(TransportBase):
         self._session.restore(self._losses.filters_left)
 
     def all_registered(self) -> None:
+        if self._has_all_listeners:
+            return
         self._has_all_listeners = True
         self._unclaimed_until_s = min(self._unclaimed_until_s, asyncio.get_running_loop().time())
         self._end_claims()
@@ -178,7 +180,7 @@ class Mqtt5Transport(TransportBase):
         await self._link.close()
         # one with a made-up name has ended with this
         self._has_session = self._has_session and self._config.client_id is not None
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, self._session.close(), return_exceptions=True)
         await self._losses.close(self._session.filters)
         self._take_unclaimed()
 
@@ -342,6 +344,7 @@ class Mqtt5Transport(TransportBase):
             self._arrivals.count(arrived.size)
             return None
         self.dropped["unwanted"] += 1
+        self._session.unwanted(topic)
         return self._nothing(publish)
 
     def _nothing(self, publish: wire.Publish) -> Arrived:
@@ -363,6 +366,8 @@ class Mqtt5Transport(TransportBase):
         self._is_claiming = False
         if self._unclaimed:
             self.dropped["unwanted"] += len(self._unclaimed)
+            for topic, _ in self._unclaimed:
+                self._session.unwanted(topic)
             self._acknowledge(self._take_unclaimed())
         self._session.leave_stale()
 
