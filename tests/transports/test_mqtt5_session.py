@@ -99,7 +99,6 @@ async def test_what_a_broker_refuses_for_now_is_noted_and_named(
     broker: Broker, reason: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And asked for again, until it is granted; no other filter notices, also on a new connection."""
-    monkeypatch.setattr(session, "REFUSED_MS", (1, 1))
     monkeypatch.setattr(link, "TICK_MS", 20)
     bad, good = Heard(), Heard()
     async with refusing(broker) as proxy, end(proxy.port) as one:
@@ -115,6 +114,8 @@ async def test_what_a_broker_refuses_for_now_is_noted_and_named(
             assert one.connected
             assert one.troubles == [trouble]
             await reconnected(one, proxy)
+        monkeypatch.setattr(session, "REFUSED_MS", (1, 1))
+        await reconnected(one, proxy)
         connections = proxy.connections()
         asked = proxy.asked.count(BAD_FILTER)
         await until(lambda: proxy.asked.count(BAD_FILTER) > asked + 2, "it is asked for again and again")

@@ -15,6 +15,7 @@ A session outlives its process: what the last one had in it and nobody wants now
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from itertools import islice
 from typing import Any, Final
@@ -161,7 +162,7 @@ class Session:
             return
         due = (one for one in self._refused.values() if not one.hang_ups and one.again_s <= now_s)
         for one in list(islice(due, SUBSCRIBES_MAX)):
-            one.again_s = now_s + REFUSED_MS[1] / 1000  # while it has no answer
+            one.again_s = math.inf  # while it has no answer
             self._in_company(one)
         if self._may_try and _is_over(self._trying) and self._next_suspect() is not None:
             self._trying = self._start(self._try_one_by_one())
@@ -269,11 +270,11 @@ class Session:
             raise refusal
 
     async def _try_one_by_one(self) -> None:
-        while self._may_try and (one := self._next_suspect()) is not None:
+        while self._may_try and self._can_ask and (one := self._next_suspect()) is not None:
             if self._asking:
                 await asyncio.wait(self._asking)
                 continue
-            self._alone = asyncio.ensure_future(self._ask(one))
+            self._alone = asyncio.ensure_future(self._ask(one, alone=True))
             try:
                 is_answered = await self._alone
             finally:
@@ -291,10 +292,15 @@ class Session:
             return None
         return next((one for one in self._suspects.values() if one.again_s <= now_s), None)
 
-    async def _ask(self, one: Subscription) -> bool:
-        """False if there is no answer, since the connection is lost. Raises nothing: what the broker says is noted."""
+    @property
+    def _can_ask(self) -> bool:
+        """The connection is there; that it is lost is known here at once, and told to us (`down`) a moment later."""
         connection = self._link.connection
-        if connection is None or not connection.up:
+        return connection is not None and connection.up
+
+    async def _ask(self, one: Subscription, *, alone: bool = False) -> bool:
+        """False if there is no answer, since the connection is lost. Raises nothing: what the broker says is noted."""
+        if not self._can_ask:
             return False
         had = one.topic_filter in self._has
         self._note(one.topic_filter)
@@ -307,7 +313,7 @@ class Session:
             self._suspects.pop(one.topic_filter, None)
             self._refuse(one, error, *REFUSED_MS)
         except UStatusError as error:
-            self._suspect(one, error)
+            self._suspect(one, error, alone)
             return False
         else:
             if one.refusal is not None:
@@ -317,14 +323,15 @@ class Session:
             self.subscriptions.mark_known(one)
         return True
 
-    def _suspect(self, one: Subscription, lost: UStatusError) -> None:
+    def _suspect(self, one: Subscription, lost: UStatusError, alone: bool) -> None:
         self._lost = lost.status
         if not one.users:
             return
-        one.hang_ups += 1
+        if alone or not one.hang_ups:
+            one.hang_ups += 1
         self._suspects.pop(one.topic_filter, None)  # the others first
         self._suspects[one.topic_filter] = one
-        if one.hang_ups > 1:
+        if alone:
             why = f"the connection was lost {one.hang_ups} times while the broker was asked for it ({lost.message})"
             what = f"{why}: does a rule or a limit of the broker forbid it?"
             self._refuse(one, UStatusError(UCode.UNAVAILABLE, what), *HANG_UP_MS)
