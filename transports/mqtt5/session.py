@@ -35,8 +35,9 @@ SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
 REFUSED_MS: Final = (10_000, 300_000)
 # the same for one at which the connection was lost, since to ask again may cost the connection again
 HANG_UP_MS: Final = (60_000, 1_800_000)
-# from, to: the pause after a filter that was asked alone cost the connection, until the next one is asked alone
-PAUSE_MS: Final = (1_000, 60_000)
+# from, to: the pause after a filter that was asked alone cost the connection, until the next one is asked alone. A few
+# cost hardly any time; were there many, the connection would be lost most of the time
+PAUSE_MS: Final = (10, 60_000)
 TROUBLES_MAX: Final = 8  # refused filters that are named; the others are counted
 # topics of messages that nobody wanted, for each of which a filter of that name was unsubscribed once
 UNWANTED_TOPICS_MAX: Final = 4_096

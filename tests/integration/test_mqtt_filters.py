@@ -1,14 +1,16 @@
-"""What a gateway no longer records is no longer sent to it, and holds up nothing of what it does record."""
+"""Topic filters of a gateway at its broker: those that it no longer wants, and one that the broker forbids."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.integration.conftest import Gateway
+from tests.transports.mqtt5_proxy import RefusingProxy
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import UTransport
@@ -19,6 +21,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
 MakeGateway = Callable[..., Awaitable[Gateway]]
 SESSION = 'client_id = "gateway", session_expiry_s = 3600'
 KEPT, GIVEN_UP = uris.parse("//cloud/8001/1/8001"), uris.parse("//cloud/8001/1/8002")
+FORBIDDEN = uris.parse("//cloud/8001/1/8003")
 STALE = 3_000  # more than Receive Maximum: while they wait, the broker sends nothing else
 SOON_S = 15  # far less than the 30 s that messages wait for a listener who may come
 
@@ -62,3 +65,41 @@ async def test_what_is_taken_out_of_the_record_is_unsubscribed_at_the_next_start
     await publish(cloud, KEPT, 5)
     found = await gateway.until(lambda found: received(found) == 10)
     assert unwanted(found) == STALE, "the broker sends it no longer"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_a_subscription_that_the_broker_forbids_costs_no_other(
+    make_gateway: MakeGateway, make_broker: Any, hangs_up: bool
+) -> None:
+    """Whoever may subscribe can name such a topic."""
+    broker, subscriber = make_broker(), "//vehicle1/9001/1/0"
+    proxy = RefusingProxy(broker.host, broker.port)
+    await proxy.start()
+    if hangs_up:
+        proxy.hangs_up_on.add("cloud/8001/0/1/8003")
+    else:
+        proxy.refused["cloud/8001/0/1/8003"] = 0x97
+    subscriptions = {uris.format(topic): [subscriber] for topic in (FORBIDDEN, KEPT)}
+    gateway = await make_gateway(SimpleNamespace(host=broker.host, port=proxy.port), "vehicle cloud", subscriptions)
+    await gateway.until_problems(lambda found: [one for one in found if "cloud/8001/0/1/8003" in one])
+    connections = 3 if hangs_up else 1
+    await gateway.until(lambda found: found['connected{endpoint="cloud"}'] and proxy.connections() == connections)
+    heard = await gateway.hear(await gateway.zenoh(), KEPT)
+    cloud = await gateway.node("mqtt5", "cloud", {"port": broker.port}, 0x8001)
+    async with asyncio.timeout(SOON_S):
+        while not heard.messages:  # asked for one by one, it may come a moment after the trouble
+            await publish(cloud, KEPT, 1)
+            await asyncio.sleep(0.1)
+    for _ in range(2):
+        proxy.cut()
+        await gateway.until(lambda found: not found['connected{endpoint="cloud"}'])
+        proxy.mend()
+        await gateway.until(lambda found: found['connected{endpoint="cloud"}'])
+        await gateway.until_problems(lambda found: len(found) == 1 and "8003" in found[0])
+    connections = proxy.connections()
+    before = len(heard.messages)
+    await publish(cloud, KEPT, 5)
+    await heard.expect(before + 5)
+    assert proxy.connections() == connections
+    await proxy.stop()
