@@ -207,8 +207,10 @@ class Endpoint:
 
     def all_registered(self) -> None:
         """As UTransport.all_registered; never raises."""
+        tell = getattr(self.transport, "all_registered", None)
         try:
-            self.transport.all_registered()
+            if tell is not None:
+                tell()
         except Exception:
             log.exception("a transport failed when it was told that all listeners are registered", endpoint=self.name)
 

@@ -4,6 +4,8 @@ gone."""
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, reasons
 from transports.mqtt5.broker import Broker
-from transports.mqtt5.losses import SETTLE_S, Dropped, Loss
+from transports.mqtt5.losses import SETTLE_S, Dropped, Loss, Losses
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -253,6 +255,35 @@ async def test_a_subscription_that_is_refused_is_a_trouble_until_it_is_left(
         assert "Not authorized" in trouble
         await one.unregister_listener(TOPIC, listener)
         assert one.troubles == []
+
+
+async def test_the_filters_in_the_file_are_bounded_and_the_more_there_are_the_less_often_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transports.mqtt5.losses.FILTERS_MAX", 3_000)
+    file, filters = tmp_path / "transport.json", tuple(f"a/{number}" for number in range(5_000))
+    losses = Losses("broker", "session", Counter())
+    losses.remember_in(file)
+    losses.tick(0.0, ())
+    assert losses._saving is None, "who has nothing to remember makes no file"
+
+    async def written(now_s: float, filters: tuple[str, ...]) -> list[str]:
+        losses.tick(now_s, filters)
+        assert losses._saving is not None
+        await losses._saving
+        found: list[str] = json.loads(file.read_text())["filters"]
+        return found
+
+    assert await written(1.0, filters) == list(filters[:3_000])
+    assert await written(5.9, filters[4_000:]) == list(filters[:3_000]), "5,000 filters, so not within 5 s"
+    assert await written(6.0, filters[4_000:]) == list(filters[4_000:])
+    await losses.close(("last",))
+    again = Losses("broker", "session", Counter())
+    again.remember_in(file)
+    assert again.filters_left == ["last"]
+    other = Losses("broker", "another session", Counter())
+    other.remember_in(file)
+    assert other.filters_left == []
 
 
 # How the count is read.
