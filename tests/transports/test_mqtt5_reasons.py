@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.transports.mqtt5_answering import answering, packet
 from transports.base import NOT_TRIED
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, packets, reasons, wire
 from transports.mqtt5.broker import Broker
@@ -29,12 +29,7 @@ from uprotocol.v1.uri_pb2 import UUri
 MakeBroker = Callable[..., Broker]
 DEADLINE_S = 20
 TOPIC, OTHER = uris.parse("up://sender/10AB/3/80CD"), uris.parse("up://sender/10AB/3/80CE")
-CONNECT, SUBSCRIBE, UNSUBSCRIBE, QOS1 = 0x10, 0x82, 0xA2, 0x32
 OF_ONE_MESSAGE = (0x81, 0x82, 0x87, 0x8A, 0x90, 0x94, 0x95, 0x99, 0x9A, 0x9B)  # a "no" for good
-
-
-def packet(first: int, body: bytes) -> bytes:
-    return bytes((first,)) + wire.varint(len(body)) + body
 
 
 def message(number: int, size: int = 0, topic: UUri = TOPIC) -> UMessage:
@@ -59,45 +54,6 @@ class Heard:
             while last not in self.numbers:
                 self._more.clear()
                 await self._more.wait()
-
-
-class Answering:
-    """A broker that answers everything with `reason`, where the packet has one."""
-
-    def __init__(self) -> None:
-        self.reason = self.port = self.connections = self.published = 0
-        self.topics: dict[bytes, int] = {}  # last segment of a topic -> reason code of its PUBACK, if another one
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        data = b""
-        with contextlib.suppress(OSError):
-            while more := await reader.read(65_536):
-                found, used = wire.split(data + more)
-                data = (data + more)[used:]
-                writer.writelines(self._answer(first, body) for first, body in found)
-        writer.close()
-
-    def _answer(self, first: int, body: bytes) -> bytes:
-        if first == CONNECT:
-            return b"\x20\x03\x00\x00\x00"
-        if first == QOS1:
-            self.published += 1
-            topic_end = 2 + int.from_bytes(body[:2], "big")
-            reason = self.topics.get(body[2:topic_end].rpartition(b"/")[2], self.reason)
-            return packet(0x40, body[topic_end : topic_end + 2] + bytes((reason, 0)))
-        if first in (SUBSCRIBE, UNSUBSCRIBE):
-            return packet(first & 0xF0 | 0x10, body[:2] + bytes((0, self.reason)))
-        return b""
-
-
-@asynccontextmanager
-async def answering() -> AsyncIterator[Answering]:
-    broker = Answering()
-    server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
-    broker.port = server.sockets[0].getsockname()[1]
-    async with server:
-        yield broker
 
 
 async def test_each_puback_answers_its_message_and_the_next_one_leaves() -> None:
@@ -140,7 +96,7 @@ async def test_a_message_that_is_refused_for_now_stops_its_topic_and_where_it_ma
         assert [status.code for status in statuses[0::2]] == [UCode.UNAVAILABLE] * 3
         assert [status.code for status in statuses[1::2]] == others
         assert {status.message for status in statuses[2::2]} == {NOT_TRIED}
-        assert broker.published == (4 if goes_on else 1)
+        assert broker.heard.total() == (4 if goes_on else 1)
 
 
 async def test_a_broker_that_refuses_many_topics_for_now_is_not_asked_for_all_of_them() -> None:
@@ -149,7 +105,7 @@ async def test_a_broker_that_refuses_many_topics_for_now_is_not_asked_for_all_of
         topics = [uris.parse(f"up://sender/10AB/3/{0x8001 + number:X}") for number in range(100)]
         statuses = await asyncio.wait_for(one.send_batch([message(1, topic=topic) for topic in topics]), DEADLINE_S)
         assert {status.code for status in statuses} == {UCode.UNAVAILABLE}
-        assert broker.published == REFUSED_STREAMS_MAX + 1
+        assert broker.heard.total() == REFUSED_STREAMS_MAX + 1
 
 
 async def test_each_suback_and_unsuback_is_an_answer() -> None:
