@@ -166,6 +166,27 @@ async def test_what_a_broker_refuses_when_we_are_back_is_a_trouble_until_it_is_l
         assert refusals(one) == []
 
 
+async def test_who_registers_before_open_what_the_broker_hangs_up_on_is_open_without_it(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+    async with refusing(broker) as proxy:
+        proxy.hangs_up_on.add(BAD_FILTER)
+        one = end(proxy.port)
+        statuses = one.register_before_open([(topic, None) for topic in TOPICS], heard)
+        assert not any(status.code for status in statuses)
+        with pytest.raises(UStatusError) as no:
+            await one.open()
+        assert no.value.code == UCode.UNAVAILABLE
+        async with one:  # as its owner tries again
+            await until(lambda: refusals(one) and one.connected, "the culprit is known")
+            assert BAD_FILTER in refusals(one)[0]
+            await until(lambda: sum(sub.known for sub in one._session.subscriptions.values()) == len(TOPICS) - 1, "all")
+            asked = len(proxy.asked)
+            await one.register_listener(BAD, heard)
+            assert BAD_FILTER not in proxy.asked[asked:], "to ask would cost the connection"
+
+
 async def test_many_that_are_refused_are_counted(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "TROUBLES_MAX", 2)
     async with refusing(broker) as proxy, end(proxy.port) as one:
