@@ -130,7 +130,7 @@ ENDPOINTS = {
 name = "vehicle"
 transport = "zenoh"
 authorities = ["vehicle1"]
-settings = {{ listen = ["tcp/127.0.0.1:{zenoh}"] }}
+settings = {{ listen = ["tcp/127.0.0.1:{zenoh}"], {vehicle} }}
 """,
     "cloud": """
 [[endpoint]]
@@ -153,7 +153,7 @@ settings = {{ domain_id = {domain}, interface = "lo", multicast = false, peers =
 async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
     """`await make_gateway(broker, "vehicle cloud", {topic: [subscribers]})`: endpoints by name.
 
-    `cloud` are more settings of that one, `extra` is more TOML, `usubscription` is the mode of endpoints.
+    `vehicle` and `cloud` are more settings of these, `extra` is more TOML, `usubscription` is the mode of endpoints.
     """
     async with AsyncExitStack() as stack:
 
@@ -163,6 +163,7 @@ async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
             subscriptions: dict[str, list[str]] | None = None,
             *,
             more: str = "",
+            vehicle: str = "",
             cloud: str = "",
             extra: str = "",
             usubscription: dict[str, str] | None = None,
@@ -175,9 +176,8 @@ async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
                 (tmp_path / "subscriptions.json").write_text(json.dumps(subscriptions))
                 text += f'[usubscription]\nstatic_file = "{tmp_path}/subscriptions.json"\n'
             parts = "".join(ENDPOINTS[name] for name in endpoints.split())
-            text += parts.format(zenoh=port, mqtt=broker.port, domain=domain, tag=tag, cloud=cloud).replace(
-                ",  }", " }"
-            )
+            text += parts.format(zenoh=port, mqtt=broker.port, domain=domain, tag=tag, vehicle=vehicle, cloud=cloud)
+            text = text.replace(",  }", " }")
             for name, mode in ({"cloud": "none", "mcu": "none"} | (usubscription or {})).items():
                 text = text.replace(f'name = "{name}"\n', f'name = "{name}"\nusubscription = "{mode}"\n')
             (tmp_path / "gateway.toml").write_text(text + extra)

@@ -13,6 +13,7 @@ import pytest
 
 from streamer.demo.processes import Child
 from streamer.demo.replay import send_all
+from tests.transports.zenoh_readers import Reader
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -202,3 +203,35 @@ async def test_a_usubscription_killed_and_restarted(make_gateway: MakeGateway, o
         await vehicle.send_batch(numbered(SPEED, 20, 10) + numbered(DOOR, 30, 10))
         await heard.expect(40)
     assert sorted(heard.payloads, key=int) == numbers(0, 40)
+
+
+@pytest.mark.full
+async def test_an_ecu_that_stops_reading_is_named_and_costs_its_neighbour_nothing(
+    make_gateway: MakeGateway, own_broker: Broker
+) -> None:
+    gateway = await make_gateway(own_broker, subscriptions=SUBSCRIBED, vehicle='mode = "router"')
+    where = f"tcp/127.0.0.1:{gateway.zenoh_port}"
+    sick, well = [await Reader.start(gateway.stack, where, ALARM, 1_800, {}) for _ in range(2)]
+    await sick.says("listening")
+    await well.says("listening")
+    cloud = await gateway.mqtt()
+    await gateway.until_ready()
+    sick.stop()
+    for first in range(0, 1_800, 100):
+        payloads = [b"%08d" % number + bytes(4_088) for number in range(first, first + 100)]
+        await send_all(
+            cloud,
+            [
+                UMessageBuilder.publish(ALARM).build_from_upayload(
+                    UPayload(payload, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+                )
+                for payload in payloads
+            ],
+        )
+    (problem,) = await gateway.until_problems(
+        lambda problems: [one for one in problems if "sending waits for the peer" in one]
+    )
+    assert problem.startswith("endpoint vehicle: since ")
+    assert "(tcp/127.0.0.1:" in problem
+    await well.says("all")
+    await gateway.until_ready()

@@ -265,6 +265,43 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
     assert raised.value.code == UCode.INVALID_ARGUMENT
 
 
+LEASE, BLOCK = "transport/link/tx/lease", "transport/link/tx/queue/congestion_control/block/wait_before_close"
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit_ms"),
+    [
+        ({"stall_ms_max": 7_500}, 7_500),
+        ({"stall_ms_max": 60_000}, 7_500),
+        ({"settings": {LEASE: 4_000}}, 3_000),
+        ({"settings": {LEASE: 4_000, "transport/link/tx/keep_alive": 2}, "stall_ms_max": 2_000}, 2_000),
+        ({"settings": {BLOCK: 8_000_000}}, 7_500),
+        ({"settings": {"transport/link/tx": {"lease": 4_000}}}, 3_000),
+    ],
+)
+def test_a_wait_that_outlasts_the_lease_is_refused(settings: dict[str, Any], limit_ms: int) -> None:
+    with pytest.raises(UStatusError, match=f"must be below {limit_ms}.*Lower stall_ms_max, or raise {LEASE}") as raised:
+        plugin.create("zenoh", {"connect": ["tcp/localhost:1"]} | settings, LocalUriProvider("one", 1, 1))
+    assert raised.value.code == UCode.INVALID_ARGUMENT
+
+
+def test_a_wait_that_the_lease_allows() -> None:
+    for settings in ({"stall_ms_max": 7_499}, {"stall_ms_max": 60_000, "settings": {LEASE: 90_000}}):
+        plugin.create("zenoh", {"connect": ["tcp/localhost:1"]} | settings, LocalUriProvider("one", 1, 1))
+
+
+def test_the_lease_of_a_configuration_file_counts(tmp_path: Path) -> None:
+    base = tmp_path / "zenoh.json5"
+    base.write_text("{ transport: { link: { tx: { lease: 20000 } } } }")
+    config = ZenohConfig(config_file=base, stall_ms_max=14_000)
+    config.to_zenoh()
+    base.write_text("{ transport: { link: { tx: { lease: 10000 } } } }")  # since it was checked
+    with pytest.raises(UStatusError, match="must be below 7500"):
+        config.to_zenoh()
+    with pytest.raises(ValueError, match="must be below 7500"):
+        ZenohConfig(config_file=base, stall_ms_max=14_000)
+
+
 def test_the_settings_reach_zenoh(tmp_path: Path) -> None:
     base = tmp_path / "zenoh.json5"
     base.write_text("{ transport: { link: { tx: { lease: 7000 } } } }")

@@ -3,6 +3,7 @@
 transport.py  the UTransport: send_batch -> sender.py -> session; subscriber callbacks -> arrivals -> listeners
 sender.py     the thread that puts, and the flush behind what was put
 mapping.py    UMessage <-> key and attachment, pure
+stalls.py     which peer holds up what is sent
 config.py     settings -> a session that is linked
 """
 

@@ -30,6 +30,9 @@ REASSEMBLY_FACTOR: Final = 2
 SECRETS: Final = ("password", "private_key")  # of Zenoh's settings: they may be given as they are, not as a file
 # how often a thread of `open` looks whether somebody has answered: a link takes some milliseconds
 LINK_POLL_S: Final = 0.01
+LEASE: Final = "transport/link/tx/lease"  # ms without a sign of us, after which others take us for dead
+KEEP_ALIVE: Final = "transport/link/tx/keep_alive"  # signs of us in one lease, where nothing else is sent
+BLOCK: Final = "transport/link/tx/queue/congestion_control/block/wait_before_close"  # microseconds
 
 
 class TlsConfig(BaseModel):
@@ -63,8 +66,10 @@ class ZenohConfig(TransportSettings):
     """find others by UDP multicast"""
     connect_timeout_ms: int = Field(default=5_000, ge=1)
     """until somebody in `connect` has answered; a link that is lost later is looked for without end"""
-    stall_ms_max: int = Field(default=60_000, ge=1)
-    """a peer that reads nothing for so long is cut off; until then who sends to it waits"""
+    stall_ms_max: int = Field(default=5_000, ge=1)
+    """a peer that reads nothing for so long is cut off; until then all that is sent waits. Less than Zenoh's lease
+    (`transport/link/tx/lease`, 10 s) without one keep-alive interval (a quarter of it): a longer wait would cost
+    healthy peers their links, see [below](#a-peer-that-reads-nothing)"""
     user: str | None = None
     """who we are to whom we connect; needs `password`"""
     password: SecretStr | None = None
@@ -90,6 +95,10 @@ class ZenohConfig(TransportSettings):
             )
         if (self.user is None) != (self.password is None):
             raise ValueError("user and password come together")
+        with contextlib.suppress(UStatusError):  # what else is wrong is told when it is opened
+            made = self._made(0, MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX)
+            if mistake := _stall_mistake(made):
+                raise ValueError(mistake)
         return self
 
     @property
@@ -108,6 +117,12 @@ class ZenohConfig(TransportSettings):
             return None
         return TlsFiles((tls.root_ca, tls.certificate, tls.private_key), functools.partial(_context, tls))
 
+    @property
+    def stall_s(self) -> float:
+        """`stall_ms_max`, or what `settings` says of it. Raises as to_zenoh."""
+        wait_us: int = json.loads(self.to_zenoh().get_json(BLOCK))
+        return wait_us / 1_000_000
+
     def to_zenoh(
         self, connect_first: int = 0, wire_bytes_max: int = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX
     ) -> zenoh.Config:
@@ -115,6 +130,13 @@ class ZenohConfig(TransportSettings):
 
         A client asks the endpoint `connect_first` before the others, for its part of connect_timeout_ms: see `linked`.
         """
+        made = self._made(connect_first, wire_bytes_max)
+        if mistake := _stall_mistake(made):  # config_file may have changed since it was checked
+            raise invalid(mistake)
+        return made
+
+    def _made(self, connect_first: int, wire_bytes_max: int) -> zenoh.Config:
+        """As `to_zenoh`, whatever the settings say together."""
         try:
             config = zenoh.Config.from_file(str(self.config_file)) if self.config_file else zenoh.Config()
         except zenoh.ZError as error:
@@ -135,7 +157,7 @@ class ZenohConfig(TransportSettings):
             "scouting/multicast/enabled": self.multicast_scouting,
             "connect/timeout_ms": self.connect_timeout_ms // max(len(self.connect), 1) if is_client else -1,
             "connect/exit_on_failure": is_client,  # a peer or router would need *all* that it connects to
-            "transport/link/tx/queue/congestion_control/block/wait_before_close": self.stall_ms_max * 1_000,
+            BLOCK: self.stall_ms_max * 1_000,
             "transport/link/rx/max_message_size": REASSEMBLY_FACTOR * wire_bytes_max,  # of each link; 1 GiB otherwise
             "transport/shared_memory/enabled": False,  # a process that is killed would leave its segments behind
         }
@@ -160,6 +182,23 @@ class ZenohConfig(TransportSettings):
             settings["transport/link/tls/enable_mtls"] = self.tls.mutual or shows
             settings["transport/link/tls/verify_name_on_connect"] = self.tls.verify_name
         return settings
+
+
+def _stall_mistake(made: zenoh.Config) -> str:
+    """What is wrong with the wait for a peer that reads nothing, in one sentence; empty if nothing.
+
+    When the lease of a peer ends that a put waits for, Zenoh takes its link down, and the one thread that writes to all
+    links waits for that put meanwhile: no peer gets a keep-alive. The last one may be a whole interval old by then.
+    """
+    lease_ms, keep_alives, block_us = (json.loads(made.get_json(path)) for path in (LEASE, KEEP_ALIVE, BLOCK))
+    limit_ms = lease_ms - lease_ms // max(keep_alives, 1)
+    if block_us < limit_ms * 1_000:
+        return ""
+    return (
+        f"stall_ms_max is {block_us // 1_000}, and must be below {limit_ms}: the lease ({LEASE}, {lease_ms} ms) "
+        f"without one keep-alive interval ({KEEP_ALIVE}, {keep_alives} in a lease), or one peer that reads nothing "
+        f"costs the others their links. Lower stall_ms_max, or raise {LEASE} in settings or config_file"
+    )
 
 
 def _context(tls: TlsConfig) -> ssl.SSLContext:

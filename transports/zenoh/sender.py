@@ -6,6 +6,7 @@ batch -> send plan of its stamp -> route -> session.put    a topic's first messa
                                         the topic stays as it is
 
 flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read all
+silent -> the same of the highest priority, beside all that waits -> answered: it reads
 
 Zenoh's close gives what is still on its way 2.5 s at most, and nothing at all where the other side is about to write
 something: TCP then resets the connection, and forgets what the other side has not read. So who closes flushes first. A
@@ -15,10 +16,11 @@ FLUSH_KEY. What confirms nothing is given time instead.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from queue import SimpleQueue
@@ -141,7 +143,8 @@ class SenderThread(Executor):
 
 
 class ZenohSender:
-    """Of one session. All of it runs on its `thread`, but for `first_link`; `thread.shutdown` ends it.
+    """Of one session. All of it runs on its `thread`, but for `first_link` and what says so; `thread.shutdown`
+    ends it.
 
     `peers` are those that are linked now, by Zenoh id, with True for one that answers every query: it belongs to the
     transport.
@@ -159,6 +162,8 @@ class ZenohSender:
         self._period_began = 0.0  # time.monotonic()
         self._settled_at = 0.0  # by then who has just linked us has declared its subscriptions; time.monotonic()
         self._put_at = 0.0  # when something was put last, time.monotonic(); 0: nothing since everything was confirmed
+        self._batches = 0
+        self._statuses: list[UStatus] | None = None  # of the batch that is being put; None: none is
 
     def __repr__(self) -> str:
         return f"ZenohSender(publishers={len(self._publishers)}, routes={len(self._routes)})"
@@ -172,14 +177,22 @@ class ZenohSender:
 
     def put(self, messages: Sequence[Carried]) -> list[UStatus]:
         """In order; one status for each. Raises nothing."""
+        self._batches += 1
         try:
             return self._put(messages)
         finally:
             self._put_at = time.monotonic()
+            self._statuses = None
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """Number of the batch that is being put, and of the message in it; None: nothing is. From any thread."""
+        statuses = self._statuses
+        return None if statuses is None else (self._batches, len(statuses))
 
     def _put(self, messages: Sequence[Carried]) -> list[UStatus]:
         """Messages of a stream that is known need no validation: what may differ is the payload and the age."""
-        statuses: list[UStatus] = []
+        self._statuses = statuses = list[UStatus]()
         now_ms, plans, peers, version = self._checks.now_ms(), self._plans, self._peers, mapping.VERSION_BYTE
         bytes_max = self._wire_bytes_max
         settling = time.monotonic() < self._settled_at
@@ -286,14 +299,9 @@ class ZenohSender:
         if not self._put_at:
             return Unread([], [])
         deadline = time.monotonic() + timeout_s
-        asked = [(peer, answers, self._ask(peer, timeout_s)) for peer, answers in list(self._peers.items())]
-        unread = Unread([], [])
-        for peer, always_answers, replies in asked:
-            answers = [reply.ok is not None for reply in replies]  # a timeout is an answer that is an error
-            if answers and not any(answers):
-                unread.late.append(peer)
-            elif not answers and not always_answers and peer in self._peers:
-                unread.mute.append(peer)
+        # none is lower than BACKGROUND: it leaves behind everything
+        unread = self._unread(dict(self._peers), timeout_s, zenoh.Priority.BACKGROUND, zenoh.CongestionControl.BLOCK)
+        unread = unread._replace(mute=[peer for peer in unread.mute if peer in self._peers])
         until = min(deadline, self._put_at + LINGER_S)
         while time.monotonic() < until and any(peer in self._peers for peer in unread.mute):
             time.sleep(SETTLE_POLL_S)
@@ -301,13 +309,43 @@ class ZenohSender:
             self._put_at = 0.0
         return unread
 
-    def _ask(self, peer: str, timeout_s: float) -> zenoh.Handler[zenoh.Reply]:
+    def silent(self, peers: Iterable[str], timeout_s: float) -> Unread:
+        """Which of these peers do not answer now. From any thread."""
+        asked = {peer: self._peers.get(peer, False) for peer in peers}
+        try:
+            return self._unread(asked, timeout_s, zenoh.Priority.REAL_TIME, zenoh.CongestionControl.DROP)
+        except zenoh.ZError:  # the session is closed
+            return Unread([], [])
+
+    def addresses(self) -> dict[str, str]:
+        """Of all peers with a link. From any thread."""
+        with contextlib.suppress(zenoh.ZError):
+            return {str(link.zid): str(link.dst) for link in self.session.info.links()}
+        return {}
+
+    def _unread(
+        self, peers: Mapping[str, bool], timeout_s: float, priority: zenoh.Priority, congestion: zenoh.CongestionControl
+    ) -> Unread:
+        """Ask `peers` whether they have read what was sent to them with that priority."""
+        asked = [(peer, answers, self._ask(peer, timeout_s, priority, congestion)) for peer, answers in peers.items()]
+        unread = Unread([], [])
+        for peer, always_answers, replies in asked:
+            answers = [reply.ok is not None for reply in replies]  # a timeout is an answer that is an error
+            if answers and not any(answers):
+                unread.late.append(peer)
+            elif not answers and not always_answers:
+                unread.mute.append(peer)
+        return unread
+
+    def _ask(
+        self, peer: str, timeout_s: float, priority: zenoh.Priority, congestion: zenoh.CongestionControl
+    ) -> zenoh.Handler[zenoh.Reply]:
         return self.session.get(
             f"{FLUSH_KEY}/{peer}",
             target=zenoh.QueryTarget.ALL,
             timeout=timeout_s,
-            congestion_control=zenoh.CongestionControl.BLOCK,
-            priority=zenoh.Priority.BACKGROUND,  # none is lower: it leaves behind everything
+            congestion_control=congestion,
+            priority=priority,
             allowed_destination=zenoh.Locality.REMOTE,
         )
 

@@ -34,6 +34,7 @@ from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
 from transports.zenoh.receiver import Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
+from transports.zenoh.stalls import StallWatch
 from uprotocol.encoded import Carried
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
@@ -46,6 +47,8 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 CLOSE_S_MAX: Final = 2.5
 # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
 LEAVE_S_MAX: Final = 1.5
+# after Zenoh has cut off a peer, until it is found out who that was
+CUT_S_MAX: Final = 4.0
 RENEWAL_LOOK_S: Final = 10.0  # between two looks at the TLS files of who listens
 REOPEN_MS_MIN: Final = 200  # between tries to open the session again after a renewal, and ...
 REOPEN_MS_MAX: Final = 10_000
@@ -69,6 +72,10 @@ class ZenohTransport(TransportBase):
         )
         self._receiver = Receiver(self.listeners, config.subscriptions_max)
         self._sender: ZenohSender | None = None  # of the session; None: closed
+        self._stalls: StallWatch | None = None  # of the sender
+        self._stall_s = 0.0  # so long Zenoh waits for a peer that reads nothing
+        self._cut_until = 0.0  # loop time; until then the only peer may be one that was cut off
+        self._peer_lost = asyncio.Event()
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
@@ -113,6 +120,9 @@ class ZenohTransport(TransportBase):
             raise translate(error, "opening the Zenoh session") from None
         self.is_open = True
         self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
+        self._stalls = StallWatch(
+            self._sender, self.authority, self._stall_s, self._peers, self._lost, self._answers_again
+        )
         for transport in session.info.transports():
             self._on_peer(transport, True)
 
@@ -134,6 +144,7 @@ class ZenohTransport(TransportBase):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(tell, event.transport, opened)
 
+        self._stall_s = self._config.stall_s
         # whoever links to a port of ours before we subscribe sends to nobody
         session = linked(self._config, self.wire_bytes_max, self._receiver.declare, self._receiver.undeclare)
         try:
@@ -168,6 +179,8 @@ class ZenohTransport(TransportBase):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
         end_arrivals()
+        if self._stalls is not None:
+            self._stalls.close()
         if not flush.done():
             log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
         await self._leave(sender)
@@ -179,7 +192,8 @@ class ZenohTransport(TransportBase):
     @property
     def troubles(self) -> list[str]:
         files = self._tls_files.trouble if self._tls_files is not None else ""
-        return [trouble for trouble in (files, self._reopening) if trouble]
+        stall = self._stalls.trouble if self._stalls is not None else ""
+        return [trouble for trouble in (files, self._reopening, stall) if trouble]
 
     async def _follow_renewals(self, files: TlsFiles, used: ssl.SSLContext | None) -> None:
         """Open the session again when the files have changed and can be loaded, until cancelled. What is sent meanwhile
@@ -260,8 +274,15 @@ class ZenohTransport(TransportBase):
 
     def _lost(self, peer: str) -> None:
         self._peers.pop(peer, None)
+        self._peer_lost.set()
         sought = f"; looking for {', '.join(self._config.connect)}" if self._config.connect else ""
         self.set_connected(bool(self._peers), f"no Zenoh session is linked to ours, the last was {peer}{sought}")
+
+    def _answers_again(self, peer: str) -> None:
+        """It was taken for lost, and its link stands."""
+        for transport in self._sender.session.info.transports() if self._sender is not None else ():
+            if str(transport.zid) == peer:
+                self._on_peer(transport, True)
 
     async def _call(self, doing: str, call: Callable[[], T]) -> T:
         """A control call of Zenoh, off the loop."""
@@ -271,10 +292,12 @@ class ZenohTransport(TransportBase):
             raise translate(error, doing) from None
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
-        if self._sender is None:
+        if self._sender is None or self._stalls is None:
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
+        self._stalls.watch()
+        began = self._loop.time()
         send = self._loop.run_in_executor(self._sender.thread, self._sender.put, messages)
         self._sends.add(send)
         send.add_done_callback(self._sends.discard)
@@ -285,9 +308,21 @@ class ZenohTransport(TransportBase):
             if not send.cancelled() or (task is not None and task.cancelling()):
                 raise
             return stopped([], len(messages), _CLOSED)  # by `close`
+        if self._stalls.has_cut(began):
+            self._cut_until = self._loop.time() + CUT_S_MAX
+        if len(self._peers) == 1 and self._loop.time() < self._cut_until:
+            await self._await_loss()
         if not self._peers:  # lost meanwhile: what was put may have gone nowhere
             return [NO_PEER if status is OK else status for status in statuses]
         return statuses
+
+    async def _await_loss(self) -> None:
+        """The only peer may have been cut off: then nobody has what was put since. It turns out a moment later."""
+        self._peer_lost.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._cut_until):
+                await self._peer_lost.wait()
+        self._cut_until = 0.0
 
     def listen_at_open(self, filter: Filter) -> None:
         self._receiver.want([(self._key(filter), filter)])

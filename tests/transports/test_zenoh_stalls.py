@@ -1,0 +1,134 @@
+"""A Zenoh client that stops reading: it is named, and cut off before its healthy neighbours lose anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import pytest
+import structlog
+
+from tests.transports.zenoh_readers import DEADLINE_S, Reader
+from transports.conformance.messages import publish, topic
+from transports.ports import free_port
+from transports.zenoh import ZenohConfig, ZenohTransport
+from uprotocol.status import OK
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+
+LEASE: Final = "transport/link/tx/lease"
+HUB: Final = {"stall_ms_max": 1_000, "settings": {LEASE: 2_000}}  # as the defaults are to each other, but faster
+# a lease that ends while a put waits: the case that costs others
+CLIENT: Final = {"stall_ms_max": 300, "settings": {LEASE: 600}}
+CUT: Final = "a peer that read nothing is cut off: what was sent to it last is lost"
+
+Network = Callable[..., Awaitable[tuple[ZenohTransport, list[Reader]]]]
+
+
+@pytest.fixture
+async def network() -> AsyncIterator[Network]:
+    """A router with so many clients, which expect so many messages."""
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            clients: int, messages: int, hub: dict[str, Any], client: dict[str, Any]
+        ) -> tuple[ZenohTransport, list[Reader]]:
+            at = [f"tcp/127.0.0.1:{free_port()}"]
+            config = ZenohConfig.model_validate({"mode": "router", "listen": at} | hub)
+            transport = await stack.enter_async_context(ZenohTransport(config, LocalUriProvider("hub", 0x10AB, 3)))
+            readers = [await Reader.start(stack, at[0], topic("hub"), messages, client) for _ in range(clients)]
+            for reader in readers:
+                await reader.says("listening")
+            async with asyncio.timeout(DEADLINE_S):
+                while len(transport._peers) < clients:  # noqa: ASYNC110 - Zenoh's thread says so
+                    await asyncio.sleep(0.01)
+            return transport, readers
+
+        yield make
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transports.zenoh.stalls.LOOK_S", 0.05)
+    monkeypatch.setattr("transports.zenoh.stalls.TOLD_AFTER_S", 0.1)
+    monkeypatch.setattr("transports.zenoh.stalls.ANSWER_S_MAX", 0.3)
+
+
+def batches(count: int) -> list[list[Any]]:
+    """Messages of 4 KiB, numbered."""
+    messages = [publish(b"%08d" % number + bytes(4_088), topic("hub")) for number in range(count)]
+    return [messages[first : first + 512] for first in range(0, count, 512)]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - it is Zenoh's thread, or another process
+            await asyncio.sleep(0.01)
+
+
+async def _one_of_two_stops(network: Network, hub_settings: dict[str, Any], client_settings: dict[str, Any]) -> None:
+    hub, (sick, well) = await network(2, 1_800, hub_settings, client_settings)
+    await hub.send_batch([publish(b"%08d" % 0, topic("hub"))])  # the first batch after a link waits for listeners
+    peers = set(hub._peers)
+    sick.stop()
+    with structlog.testing.capture_logs() as logs:
+
+        async def send() -> None:
+            for batch in batches(1_800):
+                assert set(map(id, await hub.send_batch(batch))) == {id(OK)}
+
+        sending = asyncio.ensure_future(send())
+        await until(lambda: [one for one in hub.troubles if "sending waits for the peer" in one] or sending.done())
+        assert not sending.done(), "what is sent does not fill what a link holds"
+        (trouble,) = hub.troubles
+        await sending
+        await well.says("all")
+        await until(lambda: not hub.troubles)
+        await until(lambda: len(hub._peers) == 1)
+        await until(lambda: [line for line in logs if line["event"] == CUT])
+    (named,) = [peer for peer in peers if peer in trouble]
+    assert named not in hub._peers
+    events = {line["event"]: line for line in logs}
+    assert "reads nothing" in events["sending waits for a peer that reads nothing"]["trouble"]
+    assert events[CUT]["peer"] == named
+
+
+@pytest.mark.usefixtures("looks_often")
+async def test_a_client_that_stops_reading_costs_its_neighbour_nothing(network: Network) -> None:
+    await _one_of_two_stops(network, HUB, CLIENT)
+
+
+@pytest.mark.full
+async def test_the_defaults_keep_a_neighbour_whole(network: Network) -> None:
+    await _one_of_two_stops(network, {}, {})
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("looks_often")
+async def test_two_clients_that_stop_reading_cost_the_third_nothing(network: Network) -> None:
+    hub, (*sick, well) = await network(3, 1_800, HUB, CLIENT)
+    await hub.send_batch([publish(b"%08d" % 0, topic("hub"))])
+    for reader in sick:
+        reader.stop()
+    for batch in batches(1_800):
+        await hub.send_batch(batch)
+    await well.says("all")
+
+
+@pytest.mark.usefixtures("looks_often")
+async def test_what_the_only_peer_has_not_read_is_sent_again(network: Network) -> None:
+    """Zenoh takes what is put while it takes down a link, and sends it nowhere."""
+    hub, (sick,) = await network(1, 1, HUB, {})
+    await hub.send_batch([publish(b"%08d" % 0, topic("hub"))])
+    sick.stop()
+    for batch in batches(4_096):
+        codes = {status.code for status in await hub.send_batch(batch)}
+        if codes != {UCode.OK}:
+            break
+    assert codes == {UCode.UNAVAILABLE}
+    assert not hub.connected
+    sick.go_on()
+    await until(lambda: hub.connected)
+    assert {status.code for status in await hub.send_batch(batches(1)[0])} == {UCode.OK}
