@@ -229,6 +229,12 @@ def _begun_untold() -> Patches:
     return [(Followed, "_tell_begun", keep_quiet)]
 
 
+def _hang_for_ever() -> Patches:
+    from streamer.sends import Sends
+
+    return [(Sends, "_look", lambda self: None)]
+
+
 FOLLOWED: Final = ("follow", "keeper")
 IN_EPOCHS: Final = ("epochs", "static")
 
@@ -247,6 +253,7 @@ BREAKS: Final[dict[str, Break]] = {
     "order of commands": Break(
         "each method is its own queue, so an Unsubscribe overtakes the Subscribe behind it", _order_of_commands, "hurry"
     ),
+    "hang": Break("a transport that does not return from sending is waited for without end", _hang_for_ever, "hang"),
     "held back at a pause": Break(
         "what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"
     ),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 HOUR_MS: Final = 3_600_000
+HANG_S_MAX: Final = 20.0  # until something was sent, and the transport that does not return was opened again
 NEVER: Final = (UCode.OK, UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED)
 SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEVER)
 """Everything that does not say no for good."""
@@ -108,6 +109,7 @@ class Plan:
             (3, self._weather),
             (2, self._partition),
             (1, self._break_network),
+            (1, self._hang),
             (3, self._kill),
             (3, self._restart),
             (1, self._power_cut),
@@ -134,6 +136,7 @@ class Plan:
             (1, self._weather),
             (1, self._partition),
             (1, self._break_network),
+            (1, self._hang),
             (4, self._kill),
             (2, self._kill_both),
             (2, self._restart),
@@ -216,6 +219,22 @@ class Plan:
         transport.disconnect()
         await self._some(8.0)
         transport.reconnect()
+        self._world.checker.disturbed_until(why)
+
+    async def _hang(self) -> None:
+        """A gateway's transport does not return from sending until it is closed and opened again; meanwhile it misses
+        what others send, as in a partition."""
+        machine = self._machine()
+        if machine.streamer is None:
+            return
+        endpoint = self._dice.choice(list(machine.streamer.endpoints))
+        transport: Any = endpoint.transport
+        why = f"hang {machine.name} {endpoint.name}"
+        self._world.checker.disturbed_from(why)
+        transport.hangs = self._dice.choice(("before", "after"))
+        await self._world.until(lambda: not (machine.ready and transport.hangs), HANG_S_MAX)
+        transport.hangs = ""  # nothing was sent
+        await self._world.until(lambda: not machine.ready or endpoint.sends.is_idle, HANG_S_MAX)
         self._world.checker.disturbed_until(why)
 
     async def _break_network(self) -> None:

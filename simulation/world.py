@@ -71,6 +71,7 @@ SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audi
 WATCH_S: Final = 0.2
 PUSHED_S_MAX: Final = 2.0  # what was sent before a hand-over has arrived by then
 EPOCHS_S: Final = 45.0  # what was open is over, and every reader is back
+SEND_MS_MAX: Final = 2_000  # a transport that does not return for so long is opened again
 QUIET_S: Final = 3.0  # after all is there, for what should not come any more
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
@@ -90,7 +91,7 @@ SINK: Final = "//hub/9001/1/0"
 KEPT_STATIC: Final = {"//vin1/8004/1/8001": ("hub", "mcu"), "//vin1/8004/1/8002": ("hub",)}
 KEPT_WISHED: Final = ("//vin1/8004/1/8003",)
 KEPT_YEARS_MS: Final = 10 * 365 * 86_400_000  # nobody holds its retention by age: clocks leap, and that is no hole
-EXCUSES: Final = frozenset({"C", "weather hub", "break hub", "disk C", "partition C hub", "rename"})
+EXCUSES: Final = frozenset({"C", "weather hub", "break hub", "disk C", "partition C hub", "hang C hub", "rename"})
 """What may give who is behind the follower something twice: what befalls the follower, and the network there."""
 
 plugins.names = functools.cache(plugins.names)  # type: ignore[assignment]  # else each start of a gateway reads all of site-packages
@@ -304,7 +305,7 @@ class World:
             ],
             "history": {"reserve_mib": 1},
             "usubscription": {"static_file": str(self.folder / "static.json")},
-            "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
+            "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
         }
 
     def hub_config(self) -> dict[str, Any]:
@@ -332,7 +333,7 @@ class World:
             "streamer": {"authority": "hub", "data_dir": str(self.folder / "C")},
             "endpoint": [endpoint("hub", ["hub"], "embedded"), cloud],
             "history": {"reserve_mib": 1},
-            "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
+            "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
         }
 
     async def _populate(self) -> None:

@@ -28,6 +28,7 @@ from streamer import names
 from streamer.access import Pattern as AccessPattern
 from streamer.ledger import UNITS_PER_S
 from streamer.limits import MEMORY_MIB
+from streamer.sends import SEND_MS_MAX
 from transports import plugin as plugins
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris
@@ -348,6 +349,11 @@ class EgressSection(_Section):
     """first pause after a failed send; each further one is longer, with jitter"""
     retry_max_ms: int = Field(default=10_000, ge=1)
     """longest pause; a network that returns ends it"""
+    send_ms_max: int = Field(default=SEND_MS_MAX, ge=1)
+    """a transport that has not returned from sending for so long, and a second more for each 8 KiB that is under way (a
+    message counts as its payload and 256 bytes), hangs: `/readyz` says so, it is closed and opened again, and what it
+    has not answered is sent again. The default is more than any of ours takes: MQTT gives up when nothing moves for
+    20 s, Zenoh and DDS after some seconds"""
     messages_per_s: int | None = Field(default=None, ge=1)
     """to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority
     (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes for

@@ -675,11 +675,13 @@ class Pump:
     async def _heed_in_order(self) -> None:
         """As `_heed`. What is paused stays back from its first record on that has not left: so what is under way is
         settled before."""
-        is_other = self._view.version != self._plans_version and frozenset(self._paused) != self._pauses_known
-        if is_other and self._flights:
+        if self._flights and self._has_new_pause():
             await self._flights.answered()
             await self._land()
         self._heed()
+
+    def _has_new_pause(self) -> bool:
+        return self._view.version != self._plans_version and frozenset(self._paused) != self._pauses_known
 
     async def _send(self) -> None:
         """The next batch, behind those that are under way; where the network wants one at a time, until it is
@@ -696,9 +698,10 @@ class Pump:
         if self._flights.have_failed:  # while we waited: what has to leave again comes first
             self._put_back(batch)
         elif self._flights or (self.peer.in_flight_messages and not self._failing and not self.aside):
-            self._flights.begin(batch, [message for _, message, _ in batch], min([seq for seq, _, _ in batch]))
+            messages, oldest_seq = [message for _, message, _ in batch], min([seq for seq, _, _ in batch])
+            self._flights.begin(batch, messages, oldest_seq, self._has_new_pause)
         else:  # a trial: others would only fail behind it
-            statuses = await self.peer.send_batch([message for _, message, _ in batch])
+            statuses = await self.peer.begin_send([message for _, message, _ in batch], is_held=self._has_new_pause)
             self._sending = []
             self._settle(batch, statuses)
             await self._rest()

@@ -1,7 +1,8 @@
 """Endpoints: a name, authorities, and the transport of one network. The table knows whose an authority is.
 
 authority -> Endpoints.owner -> Endpoint      the name itself, else the longest suffix (*.vin123), else "*"
-Endpoint.send_batch, open, ... -> transport   whatever a plugin raises becomes a UStatusError: that endpoint's trouble
+Endpoint.send_batch -> sends.py -> transport   one that does not return is given up
+Endpoint.open, ... -> transport   whatever a plugin raises becomes a UStatusError: that endpoint's trouble
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 import structlog
 
 from streamer.names import Names, Twins, untold
+from streamer.sends import Sends
 from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -57,6 +59,7 @@ class Endpoint:
         self._last_fault = ""
         self.authorities = frozenset(authorities)
         self.transport = transport
+        self.sends = Sends(name, self._send)
         self.twins = Twins(lambda: asyncio.get_running_loop().time())
         self.received = 0
         self.forwarded = 0
@@ -127,7 +130,21 @@ class Endpoint:
             raise UStatusError.from_status(status)
 
     async def send_batch(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
-        """As UTransport.send_batch, whatever the transport can send; never raises.
+        """As UTransport.send_batch, whatever the transport can send; never raises. UNAVAILABLE if it does not return
+        (sends.py)."""
+        return await self.begin_send(messages)
+
+    def begin_send(
+        self,
+        messages: Sequence[EncodedMessage],
+        on_answer: Callable[[list[UStatus]], None] = lambda _: None,
+        is_held: Callable[[], bool] = lambda: False,
+    ) -> asyncio.Future[list[UStatus]]:
+        """See Sends.begin."""
+        return self.sends.begin(messages, on_answer, is_held)
+
+    async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
+        """Never raises.
 
         Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is
         INTERNAL, for good.
@@ -218,7 +235,7 @@ class Endpoint:
     def troubles(self) -> list[str]:
         """What is wrong with the network or its transport, in plain sentences."""
         told: list[str] = list(getattr(self.transport, "troubles", ()))
-        return [self.fault, *told] if self.fault else told
+        return [*filter(None, (self.sends.trouble, self.fault)), *told]
 
     def __repr__(self) -> str:
         counts = f"received={self.received}, forwarded={self.forwarded}"

@@ -47,6 +47,7 @@ class Filters:
         # where publishes carry the streamer's sink, no topic needs a filter of its own
         self._takes_topics = Capability.PUBLISH_WITHOUT_SINK in endpoint.transport.capabilities
         self._registered: dict[FilterKey, Filter] = {}
+        self._unsure: set[FilterKey] = set()  # registered, but the transport may have forgotten it
         self._fixed: dict[FilterKey, Filter] = {}  # what is needed whatever the interest
         self._covers: dict[Key, None] = {}  # sources of those that have wildcards, and no sink
         self._shapes: set[uris.Shape] = set()  # of the covers
@@ -67,6 +68,11 @@ class Filters:
     def services_changed(self) -> None:
         """What is hosted is another: the next `sync` makes the fixed filters anew."""
         self._made_for = None
+
+    def register_again(self) -> None:
+        """The transport has been closed, and is opened again: the next `sync` registers all again."""
+        self._unsure.update(self._registered)
+        self._due.update(dict.fromkeys(self._registered))
 
     async def sync(self, interest: Interest, *, retry: bool = True) -> None:
         """Listen to what is needed now. `retry`: try again what the network has refused.
@@ -204,7 +210,7 @@ class Filters:
         for key in keys:
             self.looks += 1
             wanted, known = self._wanted(key), self._registered.get(key)
-            if wanted is not None and known is None:
+            if wanted is not None and (known is None or key in self._unsure):
                 missing[key] = wanted
             elif wanted is None and known is not None:
                 superfluous[key] = known
@@ -220,6 +226,7 @@ class Filters:
             del self._due[key]
             if not status.code:
                 self._registered[key] = filter
+                self._unsure.discard(key)
             else:
                 self._refused[key] = UStatusError.from_status(status)
                 silent += status.code in RETRYABLE
@@ -238,3 +245,4 @@ class Filters:
                     self._refused[key] = error
             del self._due[key]
             del self._registered[key]
+            self._unsure.discard(key)

@@ -36,7 +36,7 @@ class Flight(NamedTuple, Generic[T]):
     items: list[T]
     bytes: int  # of payload
     oldest_seq: int
-    answer: asyncio.Task[list[UStatus]]
+    answer: asyncio.Future[list[UStatus]]
 
 
 class Landed(NamedTuple, Generic[T]):
@@ -89,22 +89,27 @@ class Flights(Generic[T]):
     def oldest_seq(self) -> int | None:
         return min((flight.oldest_seq for flight in self._flights), default=None)
 
-    def begin(self, items: list[T], messages: list[EncodedMessage], oldest_seq: int = 0) -> None:
-        """Send these behind those that are under way: items, and the message of each."""
+    def begin(
+        self,
+        items: list[T],
+        messages: list[EncodedMessage],
+        oldest_seq: int = 0,
+        is_held: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Send these behind those that are under way: items, and the message of each. What `is_held` when it is about
+        to leave fails."""
         octets = sum([len(message.payload) for message in messages])
-        answer = asyncio.create_task(self._fly(messages))
+        answer = self._peer.begin_send(messages, self._answered, lambda: self.have_failed or is_held())
         self._flights.append(Flight(items, octets, oldest_seq, answer))
         self.messages += len(items)
         self.bytes += octets
         self.next_at = asyncio.get_running_loop().time() + SPACING_S
 
-    async def _fly(self, messages: list[EncodedMessage]) -> list[UStatus]:
-        statuses = await self._peer.send_batch(messages)
+    def _answered(self, statuses: list[UStatus]) -> None:
         # in the step in which the network has answered: whatever left after it would overtake what has failed
         if statuses.count(OK) != len(statuses) and any(status.code in RETRYABLE for status in statuses):
             self.have_failed = True
         self._on_answer()
-        return statuses
 
     def landed(self) -> Landed[T]:
         """What has been answered, up to the first that has not; it is under way no more."""

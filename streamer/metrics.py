@@ -28,6 +28,7 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "connected": (GAUGE, "endpoint", "1 while the endpoint's network is there"),
     "express_waiting": (GAUGE, "endpoint", "Requests and responses that wait for an endpoint"),
     "transport_faults": (COUNTER, "endpoint", "Calls in which a transport raised what it may not"),
+    "transport_hangs": (COUNTER, "endpoint", "How often a transport did not return from sending, and was opened again"),
     "troubles": (GAUGE, "endpoint", "Things that a transport names as wrong; see /readyz"),
     "answered_twice": (COUNTER, "endpoint", "Second answers to one request: two hosts go by one name"),
     "backlog": (GAUGE, "endpoint log", "Records that a peer has not been through"),
@@ -135,6 +136,7 @@ def _of_endpoints(streamer: Streamer) -> Iterator[Value]:
         yield from _each("endpoint_state", label, _flags(streamer.states[endpoint.name].name))
         yield "express_waiting", label, len(streamer.express.queues[endpoint.name])
         yield "transport_faults", label, endpoint.faults
+        yield "transport_hangs", label, endpoint.sends.hangs
         yield "troubles", label, len(endpoint.troubles)
         yield "answered_twice", label, endpoint.twins.answers
 

@@ -2,6 +2,7 @@
 
 run, for each endpoint by itself:
     announce what is needed -> open -- away? again and again --> connected / lost -> callbacks of the owner
+            ^---- close, CLOSE_S_MAX at most: its transport does not return from sending (sends.py)
     -> sync: its ingress listens to what rules, interest and services need  <-- something has changed
                        ^---- the network refuses: again after a while
 
@@ -27,6 +28,7 @@ from usubscription_client.interest import Interest
 
 JUST_GONE_S: Final = 5.0  # a network that went away within that may be back any moment: a broker restarts, say, so ...
 BACK_SOON_S: Final = 2.0  # ... who subscribes is answered only when it is, or after so long; callers are more patient
+CLOSE_S_MAX: Final = 10.0  # for a transport that hangs to be closed; ours take 4 s at most
 
 log = structlog.get_logger()
 
@@ -67,10 +69,15 @@ class Networks:
         return f"Networks(open={sorted(self._open)}, troubles={self._troubles})"
 
     async def run(self, endpoint: Endpoint) -> None:
-        """Open the transport, and listen to what is needed, until cancelled."""
+        """Open the transport, listen to what is needed, and open it again when it hangs, until cancelled."""
+        endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
+        endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
+        endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
         await self._open_at_last(endpoint)
         self._listen_anew()
-        await self._follow(endpoint.name)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow(endpoint.name), name=f"listen {endpoint.name}")
+            tasks.create_task(self._reopen_what_hangs(endpoint), name=f"reopen {endpoint.name}")
 
     async def tried(self) -> None:
         """Each network is listened to, or could not be opened at the first attempt."""
@@ -79,9 +86,6 @@ class Networks:
     async def _open_at_last(self, endpoint: Endpoint) -> None:
         """Try again while the network is away."""
         backoff = self._backoff()
-        endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
-        endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
-        endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
         self._expect_soon(endpoint)
         while True:
             await self._ingresses[endpoint.name].filters.announce(self._interest)
@@ -95,6 +99,31 @@ class Networks:
             await backoff.wait()
         self._open.add(endpoint.name)
         self._troubles.pop(endpoint.name, None)
+
+    async def _reopen_what_hangs(self, endpoint: Endpoint) -> None:
+        while True:
+            await endpoint.sends.hung.wait()
+            await self.reopen(endpoint)
+
+    async def reopen(self, endpoint: Endpoint) -> None:
+        """Close the transport, open it again, and register again what was listened to: one that hung may have forgotten
+        it. Nothing is sent meanwhile. A close that hangs, too, is waited for no longer than CLOSE_S_MAX."""
+        self._open.discard(endpoint.name)
+        closing = asyncio.ensure_future(endpoint.close())
+        try:
+            closed, _ = await asyncio.wait({closing}, timeout=CLOSE_S_MAX)
+        finally:
+            closing.cancel()
+        if not closed:
+            log.error("a transport that hangs does not close either", endpoint=endpoint.name, waited_s=CLOSE_S_MAX)
+        elif (error := closing.exception()) is not None:
+            log.error("a transport that hung failed to close", endpoint=endpoint.name, error=str(error))
+        self._ingresses[endpoint.name].filters.register_again()
+        await self._open_at_last(endpoint)
+        log.warning("a transport that hung was opened again", endpoint=endpoint.name)
+        endpoint.sends.resume()
+        self._listen_anew()
+        self._on_connected(endpoint)
 
     def _expect_soon(self, endpoint: Endpoint) -> None:
         """It is not there now, and may be any moment. With a streamer's sink no topic has a filter that could be
@@ -147,9 +176,11 @@ class Networks:
             name = endpoint.name
             if trouble := self._troubles.get(name, ""):
                 yield Condition(trouble, name, is_fatal=name not in self._open)
-            elif name not in self._open:
+            elif name not in self._open and not endpoint.sends.hung.is_set():
                 yield Condition(OPENING, name, is_fatal=True)
-            is_away = not self.is_connected(endpoint) and name in self._linked
+            if endpoint.sends.trouble:
+                yield Condition(endpoint.sends.trouble, name, is_fatal=True)
+            is_away = not self.is_connected(endpoint) and name in self._linked and not endpoint.sends.hung.is_set()
             if is_away and not endpoint.transport.only_listens:
                 why = getattr(endpoint.transport, "away_because", "")
                 yield Condition("its network is away" + (f": {why}" if why else ""), name, is_fatal=True)

@@ -54,7 +54,10 @@ log = structlog.get_logger()
 def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None) -> Endpoints:
     """With these transports, or made with them; nothing is opened."""
     made = transports or {one.name: _transport(config, one) for one in config.endpoint}
-    return Endpoints(Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint)
+    endpoints = [Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint]
+    for endpoint in endpoints:
+        endpoint.sends.ms_max = config.egress.send_ms_max
+    return Endpoints(endpoints)
 
 
 def make_transport(config: Config, section: EndpointSection) -> UTransport:

@@ -17,7 +17,7 @@ import heapq
 import random
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Literal, Self
 from weakref import WeakValueDictionary
 
 import structlog
@@ -254,6 +254,8 @@ class LocalTransport(TransportBase):
         )
         self._for_pull = Kept()
         self._turn, self._calls = asyncio.Lock(), set[_Call]()
+        self.hangs: Literal["", "before", "after"] = ""
+        """`send_batch` does not return, before or after it has sent: a fault that `open` mends, after `close`."""
         # what the network does to us is told in the owner's context, not in that of who breaks it
         self._context = contextvars.copy_context()
 
@@ -267,7 +269,7 @@ class LocalTransport(TransportBase):
 
     async def open(self) -> None:
         if not self.is_open:
-            self.is_open = True
+            self.is_open, self.hangs = True, ""
             self._context = contextvars.copy_context()
             self.arrivals.open()
             self.arrivals.pause()  # until we are connected
@@ -338,6 +340,14 @@ class LocalTransport(TransportBase):
         return IN_FLIGHT_MESSAGES if self.network.answer_s else 0
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        if self.hangs == "before":
+            await asyncio.get_running_loop().create_future()
+        statuses = await self._send_batch(messages)
+        if self.hangs == "after":
+            await asyncio.get_running_loop().create_future()
+        return statuses
+
+    async def _send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         if not self.network.answer_s:
             return await self._send(messages)
         if any(other.failed for other in self._calls):

@@ -145,7 +145,12 @@ class UTransport(abc.ABC):
 
     async def close(self) -> None:
         """Drain and disconnect: what `send_batch` answered OK has left, or the log says otherwise. Raises nothing; may
-        be called twice."""
+        be called twice.
+
+        A call of `send_batch` that is under way ends, UNAVAILABLE for what is not answered. `open` may be called after
+        it: whoever registered listeners registers them again then, which changes nothing where the transport still has
+        them.
+        """
 
     async def __aenter__(self) -> Self:
         await self.open()

@@ -124,10 +124,12 @@ async def make_world(tmp_path: Path) -> AsyncIterator[MakeWorld]:
         subscriptions: dict[str, Sequence[str]] | None = None,
         more: str = "",
         start: bool = True,
+        egress: str = "",
     ) -> World:
         toml = networks if isinstance(networks, str) else endpoints(networks)
         number = next(_numbers)
         head = f'[streamer]\ndata_dir = "{tmp_path}/data{number}"\n[egress]\nretry_min_ms = 1\nretry_max_ms = 20\n'
+        head += egress
         if subscriptions is not None:
             (tmp_path / f"static{number}.json").write_text(json.dumps(subscriptions))
             head += f'[usubscription]\nstatic_file = "{tmp_path}/static{number}.json"\n'

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from transports.conformance.base import Ends, Pair, TransportHarness, spec
 from transports.conformance.delivery import firsts, numbers
-from transports.conformance.messages import ALPHA, BETA, code_of, codes, notification, reply, topic
+from transports.conformance.messages import ALPHA, BETA, PROBE, code_of, codes, notification, reply, topic
 from transports.conformance.sinks import BatchSink, Changes, Sink
 from uprotocol.transport import Capability
 from uprotocol.v1.ucode_pb2 import UCode
@@ -43,6 +43,22 @@ class ConnectionConformance(TransportHarness):
         await asyncio.gather(end.close(), end.close())
         await end.close()
         assert not end.connected
+
+    async def test_one_that_is_closed_and_opened_again_sends_and_hears(self, pair: Pair) -> None:
+        """A streamer does so to a transport that does not return from sending, and registers its listeners again."""
+        heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        await pair[1].close()
+        await pair[1].open()
+        await pair[1].register_listener(topic(), heard, reply())
+        await self.usable(pair[0], heard)
+        before = len(heard.messages)
+        await self.send_all(pair[0], [notification(b"after"), notification(b"last")])
+        await heard.expect_payload(b"last")
+        assert [message.payload for message in heard.messages[before:] if message.payload != PROBE] == [
+            b"after",
+            b"last",
+        ]
+        await self.send_all(pair[1], [notification(b"", FROM_BETA, TO_ALPHA)])
 
     async def test_nothing_is_delivered_after_close(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply())
