@@ -109,6 +109,11 @@ class Disk:
         if self._flush_due is None and not self._closed:
             self._flush_due = self._loop.call_later(delay_ms / 1_000, self._flush)
 
+    async def look(self) -> None:
+        """Write something soon if the file is not where it was, so that this shows though nobody appends."""
+        if not self._closed and not await self._loop.run_in_executor(self._executor, self._store.file.is_in_place):
+            self.flush_soon(0)
+
     def _flush(self) -> None:
         self._flush_due = None
         self.writer.flush()

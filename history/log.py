@@ -101,6 +101,7 @@ class Log(Streams):
         self._tail, self._ledger = storage.tail, loaded.ledger
         # All that changes, and who changes it. The loop alone, where nobody else is named:
         self.healthy = True  # the last transaction got through
+        self.trouble = ""  # why it did not
         self._closed = False
         self._appending: set[Append] = set()  # handed to the storage, not yet reported by it
         self._saving: set[asyncio.Future[None]] = set()  # of `saved`
@@ -257,7 +258,7 @@ class Log(Streams):
             self._failed(batch, written.error)
             return
         if not self.healthy:
-            self.healthy = True
+            self.healthy, self.trouble = True, ""
             log.info("the log takes messages again", log=self.name)
         if not written.chunks:
             return
@@ -281,6 +282,7 @@ class Log(Streams):
         self.disk_limit_bytes = extent.bytes_max or self.retention_bytes
 
     def _failed(self, batch: list[Append], error: UStatusError) -> None:
+        self.trouble = error.message
         if self.healthy:
             self.healthy = False
             log.error("the log can't be written; messages are refused until it can", log=self.name, error=str(error))
@@ -291,6 +293,11 @@ class Log(Streams):
             if not append.done.done():
                 append.done.set_exception(error)
         self._storage.flush_soon(PROBE_MS)
+
+    async def look(self) -> None:
+        """Find out what is wrong with its file though nobody appends; then it is unhealthy a moment later."""
+        if self.healthy:
+            await self._storage.look()
 
     # -- what is followed into it
 

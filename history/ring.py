@@ -96,6 +96,9 @@ class Ring:
     def save(self, change: Callable[[Writer], bool | None], *, at_once: bool = True) -> None:
         """Nothing here outlives the process."""
 
+    async def look(self) -> None:
+        """Nothing is on disk."""
+
     def flush_soon(self, delay_ms: int) -> None:
         """Nothing here fails."""
 

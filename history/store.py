@@ -218,6 +218,7 @@ class Store:
         whether that works. Returns where the streams of these chunks are now, for the loop to take over when it hears
         of it."""
         db, extent, unindexed, ahead = self._connection(), self.extent, self.loaded.unindexed, self.ahead
+        self.file.require_in_place()
         columns = [encode(chunk) for chunk in chunks]
         is_due = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS or self._unindexed_bytes >= CHECKPOINT_BYTES
         is_due = is_due or self._unindexed_rows >= CHECKPOINT_ROWS

@@ -110,6 +110,7 @@ class SqliteFile:
         self._lock: Lock | None = None
         self._mark: Mark | None = None
         self._marked = b""  # the incarnation there
+        self._identity: tuple[int, int] | None = None  # of the file that `connect` has opened: device and inode
 
     def __repr__(self) -> str:
         return f"SqliteFile({self.kind.what}, {self.path}, {'open' if self.db is not None else 'not open'})"
@@ -154,13 +155,26 @@ class SqliteFile:
             why = f"somebody has been reading {self.path} for so long that its write-ahead log is full: end that reader"
             raise sqlite3.OperationalError(why)
 
+    def is_in_place(self) -> bool:
+        """False if the file that is open here has another name by now, or none. From any thread."""
+        return self._identity is None or _identity(self.path) == self._identity
+
+    def require_in_place(self) -> None:
+        """Before a commit: SQLite goes on writing to a file that was deleted, renamed or replaced, and all of it is
+        lost when this process ends. Raises sqlite3.OperationalError if that has happened."""
+        if not self.is_in_place():
+            why = (
+                f"{self.path} was deleted, moved or replaced while it was in use: put it back, or restart to begin anew"
+            )
+            raise sqlite3.OperationalError(why)
+
     def look(self) -> bool:
         """False: nothing is in it yet.
 
         Through a connection that can't write: what is not ours or not whole is not touched, nor is its write-ahead log
         moved into it. Raises FAILED_PRECONDITION (not ours, newer), DamagedError.
         """
-        kind, path, self.version = self.kind, self.path, 0
+        kind, path, self.version, self._identity = self.kind, self.path, 0, None
         if path.is_dir():
             raise kind.refusal(path, "it is a folder, not a file")
         size = path.stat().st_size if path.exists() else 0
@@ -232,6 +246,7 @@ class SqliteFile:
                 return False
             self.disk.sync(fresh)
             fresh.replace(self.path)
+            self._identity = None
         except (sqlite3.Error, OSError) as error:
             self.reset()
             if faults.is_damage(error):
@@ -246,8 +261,10 @@ class SqliteFile:
     # -- connections
 
     def connect(self) -> sqlite3.Connection:
-        """The connection that writes, made anew if there is none."""
+        """The connection that writes, made anew if there is none. Raises as `require_in_place` does, since SQLite would
+        make an empty file."""
         if self.db is None:
+            self.require_in_place()
             db = self.disk.connect(self.path)
             try:
                 (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
@@ -259,6 +276,8 @@ class SqliteFile:
                 db.close()
                 raise
             self.db = db
+            if self._identity is None:
+                self._identity = _identity(self.path)
         return self.db
 
     def reset(self) -> None:
@@ -282,6 +301,15 @@ class SqliteFile:
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(pack_mark(self._marked, seq))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """None: there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 # -- what is done with any connection

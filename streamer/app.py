@@ -511,7 +511,7 @@ class Streamer:
     def _conditions_of_logs(self) -> Iterator[Condition]:
         for one in self.logs:
             if not one.healthy:
-                yield Condition(f"the {one.name} log refuses messages", is_fatal=True)
+                yield Condition(f"the {one.name} log refuses messages: {one.trouble}", is_fatal=True)
             losses: dict[str, list[Damage]] = {}  # by endpoint
             damage: list[Damage] = []
             for found in one.damage:
@@ -544,7 +544,7 @@ class Streamer:
         return self.states.as_dict()
 
     async def _watch(self) -> None:
-        """Look at states and clocks, and at losses that were told for long enough, until cancelled."""
+        """Look at states, clocks and the log's file, and at losses that were told for long enough, until cancelled."""
         loop, after_ms = asyncio.get_running_loop(), self.config.history.acknowledge_after_ms
         while True:
             for clock in self.clocks.values():
@@ -552,6 +552,7 @@ class Streamer:
             for loss in self.logs.durable.acknowledge_passing(after_ms) if after_ms else ():
                 what = "a loss counts as acknowledged: it was told for history.acknowledge_after_hours"
                 log.info(what, detail=loss.detail)
+            await self.logs.durable.look()
             self.states.look()
             await asyncio.sleep(LOOK_S)
 

@@ -187,6 +187,7 @@ class Store:
 
     def _try(self, letters: Sequence[Row]) -> None:
         db = self._file.connect()
+        self._file.require_in_place()
         self._file.require_wal_below(WAL_HELD_BYTES_MAX)
         try:
             self._write(db, letters)

@@ -172,7 +172,7 @@ def reserve_of(config: Config) -> Reserve:
 
 def given_up_note(config: Config, reserve: Reserve) -> Iterator[str]:
     """While a store has needed it."""
-    if not reserve.is_whole:
+    if not reserve.is_whole and config.streamer.data_dir.exists():
         yield (
             f"the disk of {config.streamer.data_dir} is full: its reserve of {reserve.bytes >> 20} MiB was given up. "
             "Old records of the log make room, and then it is made again"

@@ -264,6 +264,7 @@ class Database:
     def _try(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         try:
             db = self._file.connect()
+            self._file.require_in_place()
             self._file.require_wal_below(WAL_HELD_BYTES_MAX)
             if not self._is_loaded:
                 self._load()

@@ -564,3 +564,33 @@ async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> N
         stored = log.stored_bytes
     async with await Log.open(tmp_path / "l.db", name="again") as log:
         assert log.stored_bytes == stored
+
+
+async def test_a_file_that_is_deleted_or_moved_while_it_is_used_takes_nothing_until_it_is_back(tmp_path: Path) -> None:
+    """SQLite would go on writing to it, and all that was acknowledged would be lost with the process."""
+    log = await Log.open(tmp_path / "log.db", name="moved")
+    await append(log, 0)
+    await log.look()
+    assert log.healthy
+    (tmp_path / "log.db").rename(tmp_path / "elsewhere.db")
+    await log.look()
+    async with asyncio.timeout(60):
+        while log.healthy:  # noqa: ASYNC110 - the log tells nobody
+            await asyncio.sleep(0.01)
+    with pytest.raises(UStatusError, match="deleted, moved or replaced while it was in use"):
+        await append(log, 1)
+    assert "log.db was deleted, moved or replaced" in log.trouble
+    assert not (tmp_path / "log.db").exists(), "nothing is made in its place"
+    (tmp_path / "log.db").write_bytes(b"")  # nor is another file taken for it
+    with pytest.raises(UStatusError, match="deleted, moved or replaced"):
+        await append(log, 1)
+    (tmp_path / "elsewhere.db").rename(tmp_path / "log.db")
+    async with asyncio.timeout(60):
+        while not log.healthy:  # noqa: ASYNC110 - the log tells nobody
+            await asyncio.sleep(0.01)
+    assert await append(log, 2) == 2
+    assert log.trouble == ""
+    await log.close()
+    again = await Log.open(tmp_path / "log.db", name="moved")
+    assert await read_all(again) == [1, 2]
+    await again.close()

@@ -233,3 +233,21 @@ def test_what_may_not_be_written_is_said(path: Path, monkeypatch: pytest.MonkeyP
     assert while_used.code == UCode.UNAVAILABLE, "who sends tries again: the disk may come back"
     monkeypatch.setattr(os, "access", lambda *_: True)
     assert NOTES.not_opened(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.UNAVAILABLE
+
+
+def test_a_file_that_is_gone_or_another_one_is_not_written_to(path: Path) -> None:
+    file = SqliteFile(NOTES, path)
+    file.take()
+    assert file.look()
+    file.connect()
+    file.require_in_place()
+    path.rename(path.with_name("elsewhere.db"))
+    with pytest.raises(sqlite3.OperationalError, match="was deleted, moved or replaced while it was in use"):
+        file.require_in_place()
+    file.reset()  # as after an error
+    with pytest.raises(sqlite3.OperationalError, match="was deleted, moved or replaced while it was in use"):
+        file.connect()
+    assert not path.exists()
+    path.with_name("elsewhere.db").rename(path)
+    assert texts(file.connect()) == ["first"]
+    file.close()
