@@ -77,6 +77,10 @@ class Disk:
             raise
         return cls(store, executor, name, tail_bytes, gather_ms, now_ms)
 
+    @property
+    def failures(self) -> int:
+        return self.writer.failures_heard
+
     def start(self, log: Log, on_written: Callable[[Written], None]) -> None:
         """`on_written` is called on the loop, after each transaction and after each step of retention."""
         self._log, self._on_written = log, on_written

@@ -184,6 +184,12 @@ class Log(Streams):
         return f"Log({self.name}, {kind}, {state}, {self.oldest_seq}..{self.newest_seq})"
 
     @property
+    def failures(self) -> int:
+        """Transactions that have failed, as far as this loop has heard. What was appended when there were fewer, and
+        has no answer yet, will be refused."""
+        return self._storage.failures
+
+    @property
     def _is_writable(self) -> bool:
         return self.healthy and not self._closed
 

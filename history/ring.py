@@ -35,6 +35,7 @@ class Ring:
     """As many records as fit into `retention_bytes` of memory, on the loop alone."""
 
     durable = False
+    failures = 0
 
     def __init__(self, incarnation: bytes, retention_bytes: int, now_ms: Callable[[], int]) -> None:
         self.loaded, self.reader = Loaded(incarnation), self

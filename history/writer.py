@@ -200,7 +200,7 @@ class Writer:
         self._moved_since, self._moved_by = 0.0, 0  # ... when the first of them came, and how far cursors did, together
         self._ending = False
         self._failing = False  # the last transaction did not get through
-        self._failures_heard = 0  # on the loop
+        self.failures_heard = 0  # on the loop
         # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
         self._failures = 0
         self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
@@ -221,7 +221,7 @@ class Writer:
     # -- loop side
 
     def submit(self, append: Append) -> None:
-        append.failures_heard = self._failures_heard
+        append.failures_heard = self.failures_heard
         self._worker.put(append)
 
     def save_stream(self, stream: Stream) -> None:
@@ -345,7 +345,7 @@ class Writer:
 
     def _hear(self, written: Written, failures: int = 0) -> None:
         """On the loop, to which the streams belong."""
-        self._failures_heard += failures
+        self.failures_heard += failures
         for id, place in written.places.items():
             self._store.streams[id].move(place)
         self._on_written(written)

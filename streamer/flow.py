@@ -17,8 +17,12 @@ Only peers that take messages hold up the senders. One that is away or stuck rea
 records of a ring (counted gaps). One that keeps up shows that the others are merely slow.
 
 Appender: a full disk may be a passing thing. What is held is not confirmed, so the transport's bounded inbox fills and
-its network waits. A network that delivers again what was not taken is refused at once instead; then nothing else of it
-is appended until that has come again, so that the order holds.
+its network waits. A network that delivers again what was not taken is refused at once instead.
+
+Order: batches enter the log in the order in which they were offered. From the failure of a transaction on the log
+refuses all that was handed to it before the loop learnt of that (history/writer.py). So an appender hands over nothing
+more while it waits for such a refusal: it holds, or refuses. What was refused comes again in the order of the network's
+queue, so nothing is appended until the first batch of that order is there.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
 
 from history.log import Log
 from storage.runtime import Used
@@ -185,8 +191,27 @@ class Flow:
             self._serving.cancel()
 
 
+@dataclass(order=True, slots=True)
+class _Offered:
+    """A batch, until the log has taken it or it is refused for good."""
+
+    number: int  # of this offer: the lower one comes first
+    streams: list[int] = field(compare=False)
+    batch: Sequence[EncodedMessage] = field(compare=False)
+    answer: asyncio.Future[int] = field(compare=False)
+    failures: int = field(compare=False)  # of the log, as known when it was handed over
+
+
+class _Awaited(NamedTuple):
+    """The first batch, in the order of offers, that was refused and has not come again."""
+
+    number: int  # of its offer
+    id: bytes  # of its first message
+    until: float  # loop time
+
+
 class Appender:
-    """Appends what one network brings to one log, when the flow lets it."""
+    """Appends what one network brings to one log, when the flow lets it, in the order in which it came."""
 
     def __init__(
         self,
@@ -203,74 +228,90 @@ class Appender:
         """
         self._log, self._flow, self._on_refused = log, flow, on_refused
         self._holds, self._redelivers = holds, redelivers
-        # bounded by what the network's inbox hands over unconfirmed
-        self._held: deque[tuple[list[int], Sequence[EncodedMessage], asyncio.Future[int]]] = deque()
+        self._offers = 0
+        # handed to the log, which answers in this order; bounded, as `_held` is, by what the network's inbox hands over
+        # unconfirmed
+        self._under_way: deque[tuple[_Offered, asyncio.Future[int]]] = deque()
+        self._held: list[_Offered] = []  # a heap
         self._refusing_since: float | None = None  # loop time
         self._retrying: asyncio.Task[None] | None = None
-        # the id that nothing may overtake, and until when (loop time)
-        self._awaiting_redelivery: tuple[bytes, float] | None = None
+        self._awaited: _Awaited | None = None
 
     def __repr__(self) -> str:
-        return f"Appender({self._log.name}, held={len(self._held)})"
+        return f"Appender({self._log.name}, under_way={len(self._under_way)}, held={len(self._held)})"
 
     def append(self, streams: list[int], batch: Sequence[EncodedMessage]) -> asyncio.Future[int]:
         """As Log.append; fails when there was no use in waiting."""
         return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
 
     def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
-        if self._awaiting_redelivery is not None and self._is_ahead(batch, *self._awaiting_redelivery):
+        self._offers += 1
+        offered = _Offered(self._offers, streams, batch, answer, self._log.failures)
+        if self._redelivers and self._is_ahead(offered):
             what = "what the log has refused before this comes again first"
-            self._refuse(batch, answer, UStatusError(UCode.UNAVAILABLE, what))
-        elif self._holds and (self._held or self._refusing_since is not None or not self._log.healthy):
-            self._hold(streams, batch, answer)
+            self._refuse(offered, UStatusError(UCode.UNAVAILABLE, what))
+        elif self._holds and self._is_holding(offered):
+            self._hold(offered)
         else:
             taken = self._log.append(streams, batch)
-            if taken.done() and taken.exception() is None:  # by a volatile log
-                self._settle(streams, batch, answer, taken)
+            if taken.done():  # by a volatile log, or refused at once
+                self._end(offered, taken)
             else:
-                taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
+                self._under_way.append((offered, taken))
+                taken.add_done_callback(self._settle)
 
-    def _settle(
-        self,
-        streams: list[int],
-        batch: Sequence[EncodedMessage],
-        answer: asyncio.Future[int],
-        taken: asyncio.Future[int],
-    ) -> None:
+    def _settle(self, _taken: asyncio.Future[int]) -> None:
+        """Of what the log has answered."""
+        while self._under_way and self._under_way[0][1].done():
+            self._end(*self._under_way.popleft())
+
+    def _end(self, offered: _Offered, taken: asyncio.Future[int]) -> None:
         error = None if taken.cancelled() else taken.exception()
-        if taken.cancelled() or answer.done():
-            answer.cancel()
+        if taken.cancelled() or offered.answer.done():
+            offered.answer.cancel()
         elif error is None:
-            answer.set_result(taken.result())
+            offered.answer.set_result(taken.result())
         elif self._holds and isinstance(error, UStatusError) and error.code in PASSING:
-            self._hold(streams, batch, answer)
+            self._hold(offered)
         else:
-            self._refuse(batch, answer, error)
+            self._refuse(offered, error)
 
-    def _refuse(self, batch: Sequence[EncodedMessage], answer: asyncio.Future[int], error: BaseException) -> None:
-        if answer.done():
-            return
-        answer.set_exception(error)
-        if self._redelivers and self._awaiting_redelivery is None:
-            self._awaiting_redelivery = (batch[0].id_key, asyncio.get_running_loop().time() + REDELIVERY_S)
-        self._on_refused(batch)
+    def _is_failing(self, offered: _Offered) -> bool:
+        """True if the log is about to refuse what is under way before `offered`."""
+        return bool(self._under_way) and self._under_way[0][0].failures != offered.failures
 
-    def _is_ahead(self, batch: Sequence[EncodedMessage], id: bytes, until: float) -> bool:
-        """True if `batch` would overtake what the log has refused and the network has not yet delivered again."""
-        if asyncio.get_running_loop().time() < until and all(message.id_key != id for message in batch):
+    # What the network delivers again
+
+    def _is_ahead(self, offered: _Offered) -> bool:
+        """True if it would overtake what was refused, or is about to be."""
+        if self._is_failing(offered):
             return True
-        self._awaiting_redelivery = None
+        awaited = self._awaited
+        if awaited is None:
+            return False
+        is_it = any(message.id_key == awaited.id for message in offered.batch)
+        if not is_it and asyncio.get_running_loop().time() < awaited.until:
+            return True
+        self._awaited = None
         return False
 
-    def close(self) -> None:
-        """Try nothing again any more."""
-        if self._retrying is not None:
-            self._retrying.cancel()
+    def _refuse(self, offered: _Offered, error: BaseException) -> None:
+        if offered.answer.done():
+            return
+        offered.answer.set_exception(error)
+        if self._redelivers and (self._awaited is None or offered.number < self._awaited.number):
+            until = asyncio.get_running_loop().time() + REDELIVERY_S
+            self._awaited = _Awaited(offered.number, offered.batch[0].id_key, until)
+        self._on_refused(offered.batch)
 
     # What the log refuses for a moment
 
-    def _hold(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
-        self._held.append((streams, batch, answer))
+    def _is_holding(self, offered: _Offered) -> bool:
+        is_refusing = self._refusing_since is not None or not self._log.healthy
+        return bool(self._held) or is_refusing or self._is_failing(offered)
+
+    def _hold(self, offered: _Offered) -> None:
+        heapq.heappush(self._held, offered)
         if self._refusing_since is None:
             self._refusing_since = asyncio.get_running_loop().time()
         if self._retrying is None:
@@ -280,10 +321,12 @@ class Appender:
         """Offer what is held, one batch after the other, until nothing is."""
         loop = asyncio.get_running_loop()
         try:
+            while self._under_way:  # may be refused, and comes before what is held
+                await asyncio.wait([taken for _, taken in self._under_way])
             while self._held:
-                streams, batch, answer = self._held[0]
+                first = self._held[0]
                 try:
-                    seq = await self._log.append(streams, batch)
+                    seq = await self._log.append(first.streams, first.batch)
                 except UStatusError as error:
                     assert self._refusing_since is not None
                     if error.code in PASSING and loop.time() - self._refusing_since < HOLD_S:
@@ -291,13 +334,18 @@ class Appender:
                         continue
                     # on all that is held: whatever is among it came first. The log has still to take something before
                     # it is trusted again
-                    held, self._held = self._held, deque()
-                    for _, batch, answer in held:
-                        self._refuse(batch, answer, error)
+                    held, self._held = sorted(self._held), []
+                    for offered in held:
+                        self._refuse(offered, error)
                 else:
                     self._refusing_since = None
-                    self._held.popleft()
-                    if not answer.done():
-                        answer.set_result(seq)
+                    heapq.heappop(self._held)
+                    if not first.answer.done():
+                        first.answer.set_result(seq)
         finally:
             self._retrying = None
+
+    def close(self) -> None:
+        """Try nothing again any more."""
+        if self._retrying is not None:
+            self._retrying.cancel()
