@@ -121,6 +121,7 @@ class Arrivals(Generic[T]):
         self._last_drain = 0.0  # loop time
         self._span_start, self._span_messages, self._busy = 0.0, 0, False
         self._backoff = Backoff(REDELIVERY_MS_MIN, REDELIVERY_MS_MAX)
+        self._again_at = 0.0  # loop time; nothing is handed over before
         self._room = threading.Condition()
         self._waiting = False  # somebody waits for room
         self._waiters: set[asyncio.Future[None]] = set()  # of put_on_loop
@@ -159,6 +160,7 @@ class Arrivals(Generic[T]):
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._item_bytes_max = item_bytes_max if item_bytes_max is not None else sys.maxsize
         self._stopped = self._closed = self._awake = False
+        self._again_at = 0.0
 
     # What comes in.
 
@@ -257,13 +259,9 @@ class Arrivals(Generic[T]):
 
     # To the listeners.
 
-    def _wake(self, after_ms: int = 0) -> None:
-        if self._awake or self._closed:
-            return
-        self._awake = True
-        if after_ms:
-            self._loop.call_later(after_ms / 1000, self._drain, context=self._context)
-        else:
+    def _wake(self) -> None:
+        if not self._awake and not self._closed:
+            self._awake = True
             self._loop.call_soon(self._drain, context=self._context)
 
     def _end_lull(self) -> None:
@@ -275,6 +273,9 @@ class Arrivals(Generic[T]):
     def _drain(self) -> None:
         """Hand over one batch, and come back for the next after everybody else on the loop had a turn."""
         items, now = self._items, self._loop.time()
+        if now < self._again_at:  # whatever has come meanwhile waits behind what comes again
+            self._loop.call_at(self._again_at, self._drain, context=self._context)
+            return
         if self._busy and len(items) < GATHER_MIN and now - self._last_drain < GATHER_S:
             self._last_drain = 0.0  # once only
             self._loop.call_later(GATHER_S, self._drain, context=self._context)
@@ -335,7 +336,8 @@ class Arrivals(Generic[T]):
                     "a listener did not take a batch: it gets it again", messages=len(batch), error=repr(failure)
                 )
                 self._go_back()
-                self._wake(self._backoff.next_ms())
+                self._again_at = self._loop.time() + self._backoff.next_ms() / 1000
+                self._wake()
                 return
             self._pending.popleft()
             self._oldest_at = self._pending[0].since if self._pending else math.inf

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import pytest
 
+from tests.history.world import virtually
 from transports.arrivals import BATCH_BYTES_MAX, REDELIVERY_MS_MIN, SMALL_BYTES, Arrivals
 
 DEADLINE_S = 10
@@ -294,6 +296,33 @@ async def test_what_was_not_taken_comes_again_in_order_with_all_behind_it() -> N
     pauses = [later - before for before, later in zip(consumer.at[1::2], consumer.at[3::2], strict=False)]
     least = [REDELIVERY_MS_MIN / 1000 * 2**number for number in range(3)]  # a busy machine makes any of them longer
     assert all(pause >= shortest for pause, shortest in zip(pauses, least, strict=True)), "twice as long each time"
+
+
+def test_what_comes_meanwhile_does_not_shorten_the_pause_of_what_comes_again() -> None:
+    """A drain is scheduled when the failure is noticed, as there is more in the queue."""
+    handed: list[float] = []
+
+    async def refuse() -> None:
+        raise RuntimeError("disk full")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        def deliver(_batch: list[int]) -> Awaitable[None] | None:
+            handed.append(loop.time())
+            return refuse() if len(handed) < 1_000 else None  # else a loop that never pauses would end no test
+
+        arrivals = opened(deliver, batch_max=1, redeliver=True, gathers=False)
+        arrivals.put_now(range(1_000))
+        for item in range(1_000, 2_000):
+            await asyncio.sleep(0.001)
+            arrivals.put_now([item])
+        arrivals.close()
+
+    virtually(run())
+    pauses = [later - before for before, later in itertools.pairwise(sorted(set(handed)))]
+    assert pauses == pytest.approx([REDELIVERY_MS_MIN / 1000 * 2**number for number in range(7)])
+    assert len(handed) <= 4 * (len(pauses) + 1), "what follows a failure is handed over until that is noticed"
 
 
 async def test_after_close_nothing_comes_again_and_what_was_not_taken_is_answered() -> None:
