@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +40,8 @@ from usubscription_client.client import USubscriptionClient
 
 CALL_MS: Final = 4_000  # of a subscriber's call; then it tries again
 RETRY_S: Final = 0.4
+BURST_MESSAGES: Final = 20
+BURST_PAUSE_S: Final = 0.002  # at most, between two of them
 PRIORITIES: Final = (UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS3)
 SUBSCRIBE, UNSUBSCRIBE = 1, 2  # methods of both versions
 FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
@@ -67,6 +70,7 @@ class Publisher:
         self._world, self._transport, self.name, self._topics, self._sinks = world, transport, name, topics, sinks
         self._ttl_share = ttl_share
         self._count = 0
+        self._turn = asyncio.Lock()  # of one message after the other
 
     async def run(self, messages: int, pause_s: float) -> None:
         dice = self._world.dice
@@ -81,6 +85,19 @@ class Publisher:
         self, topic: UUri, sink: UUri | None = None, priority: int = UPriority.UPRIORITY_CS1, short_lived: bool = False
     ) -> UMessage | None:
         """What was sent; None: nobody knows whether it was."""
+        async with self._turn:
+            return await self._publish(topic, sink, priority, short_lived)
+
+    async def burst(self, dice: random.Random, seconds: float) -> None:
+        """On one topic, about one message in each turn of a busy loop."""
+        topic, end = dice.choice(self._topics), asyncio.get_running_loop().time() + seconds
+        while asyncio.get_running_loop().time() < end:
+            for _ in range(BURST_MESSAGES):
+                await self.publish(topic)
+                await asyncio.sleep(dice.random() * BURST_PAUSE_S)
+            await asyncio.sleep(dice.random() * 50 * BURST_PAUSE_S)
+
+    async def _publish(self, topic: UUri, sink: UUri | None, priority: int, short_lived: bool) -> UMessage | None:
         self._count += 1
         builder = UMessageBuilder.publish(topic) if sink is None else UMessageBuilder.notification(topic, sink)
         builder.with_priority(priority)  # type: ignore[arg-type]
@@ -169,6 +186,7 @@ class Subscriber:
                     if error.code in FINAL:
                         wish.refused(error.code)
                         return
+                    wish.unanswered()
                     await asyncio.sleep(RETRY_S)
                     continue
                 wish.answered(status)

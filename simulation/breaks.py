@@ -235,6 +235,12 @@ def _hang_for_ever() -> Patches:
     return [(Sends, "_look", lambda self: None)]
 
 
+def _failure_heard_late() -> Patches:
+    from streamer.flow import Appender
+
+    return [(Appender, "_is_failing", lambda self, offered: False)]
+
+
 FOLLOWED: Final = ("follow", "keeper")
 IN_EPOCHS: Final = ("epochs", "static")
 
@@ -254,6 +260,10 @@ BREAKS: Final[dict[str, Break]] = {
         "each method is its own queue, so an Unsubscribe overtakes the Subscribe behind it", _order_of_commands, "hurry"
     ),
     "hang": Break("a transport that does not return from sending is waited for without end", _hang_for_ever, "hang"),
+    "failure heard late": Break(
+        "messages are appended after a transaction has failed and before those of it that come again",
+        _failure_heard_late,
+    ),
     "held back at a pause": Break(
         "what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"
     ),

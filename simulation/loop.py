@@ -3,6 +3,10 @@
 ready -> step -> step ...      nothing is ready: the clock leaps to the next timer      no timer either: an error
           '-> of a process that is dead: dropped, as if its machine had lost power
 
+A loop that is busy finds several timers due at once, and handles them in one turn: with `late_s_max` the clock leaps
+beyond the next timer, by up to so much. Without, no two things that have nothing to do with each other ever happen in
+one turn.
+
 Every callback belongs to the process in whose context it was scheduled (the variable PROCESS), so two gateways live on
 one loop and neither notices that the other one dies. What runs in threads in the product runs here as callbacks, at
 delays from the seed.
@@ -28,10 +32,11 @@ T = TypeVar("T")
 
 EXECUTOR_DELAY_S: Final = 0.003  # at most, before a call and after it
 EPOCH_S: Final = 1_800_000_000  # what wall clocks say when a run begins
+TURNS_MAX: Final = 100_000  # of the loop at one moment; who takes more tries something again without a pause
 
 
 class DeadlockError(Exception):
-    """Nothing will ever happen again."""
+    """Nothing will ever happen again, or the same without end."""
 
 
 class Process:
@@ -91,14 +96,22 @@ class _Clock:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
+        self._turns = 0  # since the clock moved
 
     def select(self, timeout: float | None) -> list[Any]:
-        loop = self._loop
+        loop, before = self._loop, self._loop.now
         if timeout is None:
             raise DeadlockError("every task waits for something that nothing will bring about")
         first = loop._scheduled[0]._when if loop._scheduled else loop.now
         if timeout > 0 or first < loop.now + loop._clock_resolution:  # which runs now: it must not find itself early
             loop.now = max(loop.now, first)
+        if loop.late_s_max and loop.now > before:
+            loop.now += loop.lateness.random() * loop.late_s_max
+        self._turns = 0 if loop.now > before else self._turns + 1
+        if self._turns > TURNS_MAX:
+            raise DeadlockError(
+                f"{TURNS_MAX} turns of the loop at {loop.now:.3f} s: something is tried without a pause"
+            )
         return []
 
     def close(self) -> None:
@@ -111,6 +124,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.now = 0.0
+        self.late_s_max = 0.0
+        self.lateness = random.Random(seed)  # no draw of the other dice
         self.over = False  # nothing may be scheduled any more
         self.random = random.Random(seed)
         self.errors: list[dict[str, Any]] = []  # what nobody handled

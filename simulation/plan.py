@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,8 @@ SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEV
 """Everything that does not say no for good."""
 REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK and code not in RETRYABLE)
 """Of one message, while those behind it are taken: what may be tried again ends a batch (Faults.fail_send)."""
+
+BURSTING: Final = ("vin", "mcu", "hub")  # publishers; of the others the epochs say what is to come
 
 KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young", "pause_undecided"})
 """What is left out by default; `--without ''` lets all of it happen.
@@ -299,12 +302,23 @@ class Plan:
         faults = DiskFaults(dice.choice((0.0, 0.2, 1.0)), dice.choice((0.0, 0.1)), late)
         self._world.checker.disturbed_from(f"disk {machine.name}")
         machine.set_disk(faults, dice.choice(("history", "history", "usubscription")))
+        if dice.random() < 0.5:
+            await self._burst(0.3)
         await self._some(3.0)
         if dice.random() < 0.3:
             machine.kill()
         self._good_disk(machine)
         await self._some(1.0)
         self._start(machine)
+
+    async def _burst(self, most_s: float) -> None:
+        """More than one message on its way to a log at any time, from several networks."""
+        dice = self._dice
+        publishers = [one for one in self._world.publishers if one.name in BURSTING]
+        seconds = dice.random() * most_s
+        for publisher in dice.sample(publishers, 1 + dice.randrange(min(3, len(publishers)))):
+            self._spawn(publisher.burst(random.Random(dice.getrandbits(32)), seconds))
+        await asyncio.sleep(seconds)
 
     def _good_disk(self, machine: Machine) -> None:
         machine.set_disk(DiskFaults(), "")

@@ -63,6 +63,8 @@ SUFFIX, SUFFIX_SHARE = "x1", 0.3
 KINDS: Final = ("static", "static", "chain", "foreign")
 FOLLOW_KINDS: Final = ("follow", "keeper")
 FOLLOW_SHARE: Final = 0.4
+LATE_SHARE: Final = 0.5  # of worlds, whose loop is busy: a turn of it finds together what is due within ...
+LATE_S_MAX: Final = (0.001, 0.005, 0.02)  # ... one of these
 EPOCHS: Final = "epochs"  # may be in a world of any kind
 EPOCHS_SHARE: Final = 0.2
 MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
@@ -152,6 +154,9 @@ class World:
         # no draw of the others' dice
         has_suffix = random.Random(seed ^ 0x5FF1).random() < SUFFIX_SHARE and "suffix" not in without
         self.suffix = SUFFIX if has_suffix else ""  # behind the vehicle's names, out there
+        own_pace = random.Random(seed ^ 0x10AD)  # no draw of the others' dice
+        if own_pace.random() < LATE_SHARE and "late" not in without:
+            self.loop.late_s_max = own_pace.choice(LATE_S_MAX)
         self._keeper_was_followed = False
         self.handed_over_since: float | None = None  # publishes to the cloud, by a process of V that lives
         if self.follows:
@@ -676,6 +681,8 @@ class World:
             states = {row.topic: Status(row.status) for row in rows if row.subscriber == uris.key(subscriber.uri)}
             for topic in topics:
                 want = self.checker.wants.get((hearer, uris.key(topic)))
+                if want is not None and want.unsure:
+                    continue
                 state = states.get(uris.key(self.named("hub", topic) if name == "C" else topic))
                 wanted = want is not None and want.wanted and not want.refused
                 if wanted and state is None:
