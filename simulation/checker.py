@@ -42,7 +42,7 @@ class Sent:
     era: int
     acknowledged_at: float | None = None
     heard: dict[str, int] = field(default_factory=dict)
-    promised: set[str] = field(default_factory=set)  # hearers to whom it was owed at any time
+    promised: set[str] = field(default_factory=set)  # hearers to whom it is owed, or was until it came
     lost: bool = False  # by a network that acknowledges nothing
     is_kept: bool = False  # by its publisher, whose history is followed: no network can lose it
 
@@ -78,13 +78,16 @@ class Want:
     confirmed_at: float | None = None
     answered: bool = False
     refused: str = ""
+    unsure: bool = False  # nobody knows whether the service has taken the last command
 
 
 class Wish:
     """One command of a subscriber until it is answered."""
 
-    def __init__(self, checker: Checker, want: Want, number: int) -> None:
+    def __init__(self, checker: Checker, want: Want, number: int, *, was_subscribed: bool) -> None:
         self._checker, self._want, self._number = checker, want, number
+        self._was_subscribed = was_subscribed  # as far as the service has said
+        self._was_tried = False
 
     def answered(self, status: Status) -> None:
         want = self._want
@@ -98,8 +101,18 @@ class Wish:
                 f"{want.hearer} subscribed to {want.topic} and was answered UNSUBSCRIBED",
             )
 
+    def unanswered(self) -> None:
+        """It is said again, and may have been heard."""
+        self._was_tried = True
+
     def refused(self, code: int) -> None:
-        self._want.refused = code_name(code)
+        """By the service, or by the network on the way there: what was before holds."""
+        want = self._want
+        want.unsure = self._was_tried and want.wanted != self._was_subscribed
+        if self._was_subscribed:
+            want.wanted = want.answered = True
+        else:
+            want.refused = code_name(code)
 
 
 class Checker:
@@ -221,8 +234,8 @@ class Checker:
             return
         last = self._last.get((hearer, sent.stream), 0)
         if sent.number < last and hearer in sent.promised and id not in self._maybe_told:
-            # (what was told as a dead letter, or is from before the subscription, may still come when an endpoint has
-            # its name again)
+            # (what was told as a dead letter, is from before the subscription, or waited when that was ended, may still
+            # come when an endpoint has its name again)
             self.fail(
                 "reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream"
             )
@@ -271,8 +284,9 @@ class Checker:
         key = uris.key(topic)
         self._wish_numbers += 1
         self.note("wishes", hearer, key, wanted)
+        known = self.wants.get((hearer, key))
+        was_subscribed = known is not None and known.wanted and known.answered and not known.refused
         if wanted:
-            known = self.wants.get((hearer, key))
             want = self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
             want.answered = want.answered and known is not None and known.confirmed_at is not None
         else:
@@ -280,8 +294,8 @@ class Checker:
                 hearer, key, self.world.hops(hearer, key), confirmed=False
             )
             self.unwant(hearer, key)
-        want.refused = ""  # that was an earlier one
-        return Wish(self, want, self._wish_numbers)
+        want.refused, want.unsure = "", False  # that was an earlier one
+        return Wish(self, want, self._wish_numbers, was_subscribed=was_subscribed)
 
     def told(self, hearer: str, topic: UUri, status: Status) -> None:
         """What a service says of its own accord. One that comes late is about an earlier command, so the end decides,
@@ -298,7 +312,7 @@ class Checker:
 
     def _let_off(self, hearer: str, which: Any) -> None:
         for id in [id for id, sent in self.owed[hearer].items() if which(sent)]:
-            del self.owed[hearer][id]
+            self.owed[hearer].pop(id).promised.discard(hearer)
 
     # -- gateways
 
@@ -310,6 +324,11 @@ class Checker:
         for hearer in list(self.owed):
             self._let_off(hearer, lambda sent, hearer=hearer: not self._passes(self._hops(hearer, sent)))
             self._let_off(hearer, lambda sent: _matches(self.volatile, sent.message.attributes.source))
+        if machine.name == "V":  # what waits on a network for a gateway that no longer records it
+            recorded = self.world.recorded(machine)
+            for id, sent in list(self._owed_to_reader.items()):
+                if id not in self.places and not _matches(recorded, sent.message.attributes.source):
+                    del self._owed_to_reader[id]
 
     def _hops(self, hearer: str, sent: Sent) -> tuple[Hop, ...]:
         if sent.sink is not None:
