@@ -179,6 +179,7 @@ class Followers:
         self._room = Shares[str](FOLLOWERS_MAX, share=share)
         self._topics = Shares[str](topics_max, share=share)
         self._sweeping: asyncio.TimerHandle | None = None
+        self._closed = False
         self.counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Follower]:
@@ -198,14 +199,19 @@ class Followers:
     def push_count(self) -> int:
         return len(self._pushes)
 
+    def open(self) -> None:
+        """After `close`: commands are taken again."""
+        self._closed = False
+
     async def close(self) -> None:
-        """Nobody is pushed to any more, and nobody known."""
-        pushes = [one.push for one in self._followers.values() if one.push is not None]
+        """Nobody is pushed to any more, and nobody known; commands are answered UNAVAILABLE. May be called twice."""
+        self._closed = True
         for follower in list(self._followers.values()):
             self._forget(follower)
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await asyncio.gather(*(push.ended() for push in pushes))
+            self._sweeping = None
+        await asyncio.gather(*(push.ended() for push in self._pushes))  # and those that were told to end before
 
     # -- polls
 
@@ -239,7 +245,10 @@ class Followers:
         return push.consumer if push is not None else ("", 0)
 
     def command(self, asked: CommandRequest, attributes: UAttributes) -> CommandResponse:
-        """Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED; then nothing has changed. NOT_FOUND."""
+        """Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED, UNAVAILABLE; then nothing has changed.
+        NOT_FOUND."""
+        if self._closed:
+            raise UStatusError(UCode.UNAVAILABLE, "the history service is stopping: try again later")
         caller = attributes.source
         if len(asked.follower) != FOLLOWER_BYTES:
             raise invalid(f"a follower's name has {FOLLOWER_BYTES} bytes, got {len(asked.follower)}")

@@ -145,6 +145,7 @@ class HistoryService:
     async def start(self) -> None:
         """Raises what the transport says."""
         self._stopping = False
+        self.followers.open()
         self.consumers.load()
         for log in self._logs:
             self._seen[log] = log.newest_seq

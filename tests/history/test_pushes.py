@@ -254,6 +254,71 @@ def test_after_its_end_nothing_is_pushed() -> None:
     virtually(run())
 
 
+def pushes() -> list[str]:
+    """Tasks that are there."""
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "push"]
+
+
+def test_a_service_that_has_stopped_has_ended_what_it_had_been_told_to_end() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        await world.push()
+        assert pushes()
+        for follower in world.service.followers:
+            follower.stop_push()  # as a command does, and the end of a lease
+        await world.service.followers.close()
+        assert not pushes()
+        await world.close()
+
+    virtually(run())
+
+
+@pytest.mark.parametrize("turns", range(1, 6))
+def test_a_push_that_is_asked_for_while_the_service_stops_does_not_outlive_it(turns: int) -> None:
+    """The command is on its way in whichever turn of the loop the service ends the pushes that it has."""
+
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        await world.append(10)
+        await world.push()
+        world.number = 0  # once it is forgotten it begins anew
+        asking = asyncio.create_task(world.push())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await world.service.stop()
+        assert not pushes()
+        assert len(world.service.followers) == 0
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(5)
+        assert not pushes()
+        await world.close()
+
+    virtually(run())
+
+
+def test_a_service_that_stops_takes_no_follower() -> None:
+    async def run() -> None:
+        world = World()
+        await world.begin()
+        await world.service.followers.close()
+        with pytest.raises(UStatusError, match="UNAVAILABLE"):
+            await world.push()
+        assert len(world.service.followers) == 0
+        await world.service.stop()
+        await world.service.start()
+        world.number = 0
+        await world.push()
+        await asyncio.sleep(0)
+        assert pushes()
+        await world.close()
+        assert not pushes()
+
+    virtually(run())
+
+
 def test_frames_go_to_nobody_else() -> None:
     async def run() -> None:
         world = World()
