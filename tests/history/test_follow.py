@@ -278,6 +278,7 @@ async def lease_over(world: World) -> None:
 
 async def closed(world: World) -> None:
     await world.service.followers.close()
+    world.service.followers.open()
 
 
 async def shut_down(world: World) -> None:
