@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from history import log as log_module
 from history.log import Log
 from simulation.disk import DiskFaults, SimulatedDisk
 from simulation.loop import SimulatedWorker, VirtualLoop
@@ -60,7 +61,7 @@ class Gateway:
         self.log = await Log.open(self._folder / "history.db", name="order", runtime=runtime)
         self.stream = self.log.stream_id(TOPIC)
         await self.log.saved()  # the topic: from here on only records are written
-        self.disk.faults = DISK_FULL
+        self.disk.faults = DISK_FULL if self._left else DiskFaults()
 
     def when_heard(self, call: Callable[[], object]) -> None:
         """`call` in the turn of the loop in which it becomes known that a transaction has failed, and once only: ahead
@@ -194,6 +195,27 @@ def test_what_another_network_has_under_way_is_not_overtaken(tmp_path: Path, net
         found = await gateway.numbers()
         assert [number for number in found if number < 100] == [1, 2, 3, 4]
         assert found.count(100) == 1
+        await gateway.log.close()
+
+    virtually(run())
+
+
+@pytest.mark.spec("local~disp-order")
+@both
+def test_what_is_refused_at_once_is_not_overtaken(
+    tmp_path: Path, network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As there waits too much already, with a disk that is slow and not full."""
+    monkeypatch.setattr(log_module, "APPEND_RECORDS_MAX", 4)
+
+    async def run() -> None:
+        gateway = Gateway(tmp_path, failures=0)
+        await gateway.open()
+        here = network(gateway)
+        for numbers in ((1, 2, 3), (4, 5), (6,), (7, 8)):  # the second one is too much, the third one is not
+            here.bring_at_once(*numbers)
+        await here.settle()
+        assert await gateway.numbers() == [1, 2, 3, 4, 5, 6, 7, 8]
         await gateway.log.close()
 
     virtually(run())
