@@ -202,6 +202,7 @@ class Refusing:
     def __init__(self) -> None:
         self.error: UStatusError | None = None
         self.healthy = True
+        self.failures = 0
         self.taken: list[str] = []
 
     def append(self, streams: list[int], messages: Sequence[Any]) -> asyncio.Future[int]:

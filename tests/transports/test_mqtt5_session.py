@@ -384,6 +384,8 @@ async def test_a_killed_process_has_left_its_filters_in_the_file(
     await first.register_listener(BAD, Heard())
     await until(lambda: file.exists() and BAD_FILTER in file.read_text(), "it is written while we run")
     left = file.read_text()
+    for task in first._link._tasks:  # as a kill would: it does not come back
+        task.cancel()
     first._link.drop("as a kill would")
     second = end(own_broker.port, **SESSION)
     second.remember_in(str(file))

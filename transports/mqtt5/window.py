@@ -36,7 +36,7 @@ WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is st
 IN_FLIGHT_BYTES_MAX = 16 << 20
 # without any PUBACK while some are due, and without taking what we write: the connection is dropped, since nothing
 # else tells a hung broker
-PUBACK_MS_MAX: Final = 20_000
+PUBACK_MS_MAX = 20_000
 
 # streams of one batch that the broker refuses for now; with more of them it is the broker, and the rest is not tried
 REFUSED_STREAMS_MAX: Final = 16
