@@ -150,7 +150,7 @@ class Mqtt5Transport(TransportBase):
 
     @property
     def troubles(self) -> list[str]:
-        return [*self._link.troubles, *self._session.troubles]
+        return [*self._window.troubles, *self._link.troubles, *self._session.troubles]
 
     async def open(self) -> None:
         """Connect, and stay connected: a connection that is lost later comes back by itself.

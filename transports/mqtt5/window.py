@@ -4,7 +4,8 @@ batch -> (one batch after the other) encode what there is room for -> one write 
 in flight -> PUBACKs of one read -> statuses                       ^- reach.py
           -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; where all may be refused,
                                     nothing at all
-          -> connection lost -> UNAVAILABLE, and nothing behind is tried, also of batches that came meanwhile
+          -> connection lost -> suspects.py
+                             -> UNAVAILABLE, and nothing behind is tried, also of batches that came meanwhile
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
 from transports.mqtt5.connection import Connection
 from transports.mqtt5.reach import Reach
+from transports.mqtt5.suspects import Stream, Suspects
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.status import UStatusError, nobody_listens
 from uprotocol.v1.uattributes_pb2 import UMessageType
@@ -44,10 +46,6 @@ REFUSED_STREAMS_MAX: Final = 16
 log = structlog.get_logger()
 
 _PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
-
-
-Stream = tuple[bytes, bytes, int]
-"""What must keep its order: source, sink, priority; of an EncodedMessage the first two as one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +73,7 @@ class Window:
         # packet id -> its place, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Batch, int, int]] = {}
         self._large_bytes = 0  # the sum of those
+        self._suspects = Suspects()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._reach = Reach(0)
@@ -94,6 +93,11 @@ class Window:
         """So many may be in flight now."""
         return self._reach.messages
 
+    @property
+    def troubles(self) -> list[str]:
+        """Of messages that the connection does not survive."""
+        return self._suspects.troubles
+
     def open(self, connection: Connection, size: int) -> None:
         """A connection is there, on which up to `size` messages may be in flight."""
         self._connection, self._reach, self._timed = connection, Reach(size), None
@@ -101,6 +105,10 @@ class Window:
     def shut(self, why: UStatus) -> None:
         """It is gone: everything that is not acknowledged gets `why`."""
         self._connection, self._lost = None, why
+        if len(self._in_flight) == 1:
+            ((batch, index, _),) = self._in_flight.values()
+            message = batch.messages[index]
+            self._suspects.lost_with(_stream(message), message, asyncio.get_running_loop().time())
         for batch, index, _ in self._in_flight.values():
             batch.statuses[index] = batch.why = why
             batch.due = 0
@@ -149,7 +157,7 @@ class Window:
         async with self._turn:
             while len(batch.statuses) < count and batch.why is None and self._connection is connection:
                 room = min(self._reach.messages - len(self._in_flight), WRITE_MESSAGES_MAX)
-                if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX:
+                if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX or self._is_on_trial(batch):
                     self._freed.clear()
                     await self._freed.wait()
                     continue
@@ -159,14 +167,37 @@ class Window:
             batch.done = asyncio.get_running_loop().create_future()
             await batch.done
 
+    def _is_on_trial(self, batch: _Batch) -> bool:
+        """A suspect is in flight, or is next: it has to be alone."""
+        if not self._suspects or not self._in_flight:
+            return False
+        first, index, _ = next(iter(self._in_flight.values()))
+        both = first.messages[index], batch.messages[len(batch.statuses)]
+        return any(_stream(message) in self._suspects for message in both)
+
+    def _held_back(self, stream: Stream, batch: _Batch) -> UStatus | None:
+        """Why nothing of this stream is to be sent now; None if it is."""
+        if stream in batch.refused:
+            return _BEHIND
+        status = self._suspects.pass_over(stream, asyncio.get_running_loop().time())
+        if status is not None:
+            batch.refused.add(stream)
+        return status
+
     def _write_some(self, batch: _Batch, end: int, connection: Connection) -> None:
         """As many messages in front of `end` as one write may have."""
         packets: list[bytes] = []
         in_flight, octets = self._in_flight, 0
         for message in batch.messages[len(batch.statuses) : end]:
-            if batch.refused and _stream(message) in batch.refused:
-                batch.statuses.append(_BEHIND)
-                continue
+            is_suspect = False
+            if batch.refused or self._suspects:
+                stream = _stream(message)
+                if (held_back := self._held_back(stream, batch)) is not None:
+                    batch.statuses.append(held_back)
+                    continue
+                is_suspect = stream in self._suspects
+                if is_suspect and in_flight:
+                    break
             try:
                 head, tail = self._encode(message)
             except UStatusError as error:
@@ -185,7 +216,7 @@ class Window:
             batch.statuses.append(None)
             packets += (head, _PACKET_ID[packet_id], tail)
             octets += size
-            if octets >= WRITE_BYTES_MAX:
+            if octets >= WRITE_BYTES_MAX or is_suspect:
                 break
         if packets:
             if len(in_flight) == len(packets) // 3:  # none was due before
@@ -206,6 +237,8 @@ class Window:
             if entry is None:
                 continue
             batch, index, size = entry
+            if self._suspects:
+                self._suspects.answered(_stream(batch.messages[index]))
             status = _ANSWERS[reason]
             if reason == reasons.NO_MATCHING_SUBSCRIBERS and _is_request(batch.messages[index]):
                 status = _NOBODY
