@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.packettypes import PacketTypes
@@ -224,6 +225,33 @@ async def test_a_broker_that_knows_version_3_only() -> None:
         with pytest.raises(UStatusError, match="refuses the login: Unsupported protocol version") as no:
             await end(broker).open()
         assert no.value.code == UCode.UNIMPLEMENTED
+
+
+async def test_a_broker_that_takes_qos_0_only_is_refused_and_not_hung_up_on_by_each_message() -> None:
+    async with fake_broker() as broker:
+        broker.connack = packet(0x20, b"\x00\x00\x02\x24\x00")
+        with pytest.raises(UStatusError, match="QoS 0 only") as no:
+            await end(broker).open()
+        assert no.value.code == UCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(("granted_s", "is_told"), [(0, True), (76, True), (77, False)])
+async def test_a_session_that_is_kept_for_less_than_was_asked_is_told(granted_s: int, is_told: bool) -> None:
+    async with fake_broker() as broker:
+        broker.connack = packet(0x20, b"\x00\x00\x05\x11" + granted_s.to_bytes(4, "big"))
+        with structlog.testing.capture_logs() as lines:
+            async with end(broker, session_expiry_s=77):
+                pass
+    told = [line for line in lines if "keeps our session for less" in line["event"]]
+    assert [(line["asked_s"], line["granted_s"]) for line in told] == [(77, granted_s)] * is_told
+
+
+async def test_a_subscription_of_qos_0_is_told() -> None:
+    async with fake_broker() as broker, end(broker) as one:
+        with structlog.testing.capture_logs() as lines:
+            await one.register_listener(TOPIC, Deaf())  # SUBACK says 0
+    (line,) = [line for line in lines if "QoS 0 only" in line["event"]]
+    assert line["topic_filter"] == "sender/10AB/0/3/80CD"
 
 
 async def test_a_login_that_is_refused_with_a_reason() -> None:

@@ -134,6 +134,9 @@ class Link:
         reason = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, identifier, retained=retained))
         if reason >= reasons.FAILURE_MIN:
             raise reasons.refused(f"the subscription to {topic_filter}", reason, {})
+        if reason < 1 and not retained:
+            why = "the broker grants a subscription QoS 0 only: what comes may be lost on the way, or while we are away"
+            log.warning(why, broker=self.address, topic_filter=topic_filter)
 
     async def unsubscribe(self, topic_filter: str) -> None:
         """Raises as `subscribe` does."""
@@ -227,6 +230,7 @@ class Link:
             welcome: Welcome = await connection.ask(0, login, timeout_s)
             if welcome.reason >= reasons.FAILURE_MIN:
                 raise reasons.refused("the login", welcome.reason, welcome.properties)
+            self._check(welcome)
             self._clean_start, is_in, self._up_since_s = False, True, asyncio.get_running_loop().time()
             await self._user.up(connection, welcome)
         except BaseException as error:
@@ -245,6 +249,19 @@ class Link:
             self._user.down(failure.message)
             raise failure from error
         return connection
+
+    def _check(self, welcome: Welcome) -> None:
+        """Raises UNIMPLEMENTED for a broker that would hang up on each of our messages, which are of QoS 1; warns of
+        one that keeps the session for less time than it was asked to."""
+        if welcome.told("MaximumQoS", 1) < 1:
+            why = "takes messages of QoS 0 only, which may be lost on the way, and ours are of QoS 1"
+            how = "let it grant QoS 1 (mosquitto: max_qos)"
+            raise UStatusError(UCode.UNIMPLEMENTED, f"the broker at {self.address} {why}: {how}")
+        asked_s = self._config.session_expiry_s
+        granted_s = welcome.told("SessionExpiryInterval", asked_s)
+        if granted_s < asked_s:
+            why = "the broker keeps our session for less than session_expiry_s: what comes for us after that is lost"
+            log.warning(why, broker=self.address, asked_s=asked_s, granted_s=granted_s)
 
     async def _tick(self) -> None:
         while True:
