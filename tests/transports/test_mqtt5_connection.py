@@ -22,7 +22,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 import transports.mqtt5
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, packets, wire
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, packets, window, wire
 from transports.mqtt5.connection import Connection, Dialler
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -420,19 +420,29 @@ async def test_a_connection_that_is_not_read_is_pinged_and_not_given_up() -> Non
     assert not one.lost.done()
 
 
-@pytest.mark.parametrize(("keep_alive_s", "pings"), [(3, 1), (0, 0)])
-async def test_the_brokers_own_keep_alive_counts(keep_alive_s: int, pings: int) -> None:
+@pytest.mark.parametrize(("brokers_s", "keep_alive_s"), [(3, 3), (0, 10), (1_200, 10)])
+async def test_the_shorter_keep_alive_counts_and_a_brokers_zero_is_none(brokers_s: int, keep_alive_s: int) -> None:
+    """A broker may ask for none, or for one of many minutes (AWS IoT): when it is gone nothing else would tell."""
     user = Nobody()
-    one, pipe = connection(user)
-    feed(one, packet(0x20, b"\x00\x00\x03\x13" + keep_alive_s.to_bytes(2, "big")))
-    assert user.heard[0].told("ServerKeepAlive", 99) == keep_alive_s
+    one, pipe = connection(user, keep_alive_s=10)
+    feed(one, packet(0x20, b"\x00\x00\x03\x13" + brokers_s.to_bytes(2, "big")))
     assert one.up
     now_s = asyncio.get_running_loop().time()
-    for second in (4, 5):
-        one.keep_alive(now_s + second)
-    assert pipe.written == [b"\xc0\x00"] * pings
-    one.keep_alive(now_s + 100)
-    assert one.lost.done() is bool(keep_alive_s)
+    one.keep_alive(now_s + keep_alive_s - 0.5)
+    assert not pipe.written
+    one.keep_alive(now_s + keep_alive_s + 0.5)
+    assert pipe.written == [b"\xc0\x00"]
+    one.keep_alive(now_s + 2 * keep_alive_s + 0.5)
+    assert one.lost.done()
+
+
+async def test_a_broker_that_answers_pings_and_no_message_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "PUBACK_MS_MAX", 1_500)
+    monkeypatch.setattr(link, "TICK_MS", 50)
+    async with fake_broker() as broker, end(broker, keep_alive_s=1) as one:
+        async with asyncio.timeout(DEADLINE_S):
+            (status,) = await one.send_batch([message(1)])
+        assert "owes acknowledgements" in status.message
 
 
 async def test_what_waits_for_an_answer_is_told_of_the_loss() -> None:

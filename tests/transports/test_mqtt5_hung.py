@@ -171,6 +171,18 @@ async def test_closing_with_a_stopped_broker(make_broker: Callable[..., Broker])
 
 
 @pytest.mark.broker
+async def test_a_stopped_broker_is_given_up_though_its_kernel_takes_our_pings(
+    make_broker: Callable[..., Broker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "TICK_MS", 50)
+    broker, lost = make_broker(), asyncio.Event()
+    async with end(broker.port, keep_alive_s=1) as one:
+        one.on_connection(lambda connected: None if connected else lost.set())
+        async with stopped(broker):
+            await asyncio.wait_for(lost.wait(), DEADLINE_S)
+
+
+@pytest.mark.broker
 async def test_unregistering_with_a_stopped_broker(make_broker: Callable[..., Broker]) -> None:
     """Whoever stops a service unregisters its listeners, one after the other: a broker that hangs must not hold up each
     of them."""

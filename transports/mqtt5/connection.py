@@ -33,6 +33,7 @@ SESSION_TAKEN_OVER: Final = b"\x8e"  # reason code of DISCONNECT
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 # Linux: what of a TCP socket its peer has not acknowledged (SIOCOUTQ, tcp(7)); elsewhere nobody tells us
 _UNACKNOWLEDGED: Final[int | None] = termios.TIOCOUTQ if sys.platform == "linux" else None
+_PUBLISH: Final = bytes((wire.PUBLISH | wire.QOS1,))  # the first byte of each message that we write
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 Packets = Sequence[tuple[int, bytes | memoryview]]
@@ -120,8 +121,12 @@ class Connection(asyncio.BufferedProtocol):
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
         self.lost: asyncio.Future[OSError] = self._loop.create_future()  # it has ended, and why
         self._heard_s = self._said_s = self._pinged_s = self._loop.time()
-        self._written_bytes = self._delivered_bytes = 0
-        self.delivered_s = self._loop.time()  # when the peer was last seen to take some of what we write
+        self._written_bytes = self._delivered_bytes = self._messages_end = 0
+        self._taken_s = self._loop.time()  # when the peer was last seen to take some of what we write
+        self.delivered_s = self._loop.time()  # the same, of messages: pings and acknowledgements don't count
+        # so much was written before the oldest ping that has no answer: what lies behind it tells nothing of the broker
+        self._before_ping: int | None = None
+        self._alive_s = self._loop.time()  # when it was last seen to take some of what lies before that
         self.up = False  # the broker has let us in, and we have not lost it since
         self._paused = False  # the socket is not read
 
@@ -130,6 +135,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._said_s = self._loop.time()
             self._written_bytes += len(data)
+            if data[:1] == _PUBLISH:
+                self._messages_end = self._written_bytes
             self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
 
     async def ask(self, packet_id: int, packet: bytes, timeout_s: float | None = None) -> Any:
@@ -147,7 +154,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             while not (await asyncio.wait({future}, timeout=timeout_s))[0]:
                 self._look_at_delivery()
-                if self._delivered_bytes >= end or self._loop.time() - self.delivered_s >= timeout_s:
+                if self._delivered_bytes >= end or self._loop.time() - self._taken_s >= timeout_s:
                     failure = TimeoutError("it does not answer in time")
                     self.drop(failure)
                     raise failure
@@ -174,20 +181,29 @@ class Connection(asyncio.BufferedProtocol):
             with contextlib.suppress(OSError):  # it has hung up; the next read says so
                 queued = fcntl.ioctl(self._socket.fileno(), _UNACKNOWLEDGED, b"\0\0\0\0")
                 unsent += int.from_bytes(queued, sys.byteorder)
-        if self._written_bytes - unsent > self._delivered_bytes:
-            self._delivered_bytes, self.delivered_s = self._written_bytes - unsent, self._loop.time()
+        if self._written_bytes - unsent <= self._delivered_bytes:
+            return
+        self._taken_s = self._loop.time()
+        if self._delivered_bytes < self._messages_end:
+            self.delivered_s = self._taken_s
+        if self._before_ping is None or self._delivered_bytes < self._before_ping:
+            self._alive_s = self._taken_s
+        self._delivered_bytes = self._written_bytes - unsent
 
     def keep_alive(self, now_s: float) -> None:
-        """Once a second: ping, and give up a broker that is silent and takes nothing."""
+        """Once a second: ping, and give up a broker that is silent and takes nothing of what is before the ping. What
+        is behind it a kernel takes, too, whose broker hangs."""
         self._look_at_delivery()
         if self._paused:
             self._heard_s = now_s  # it is us who don't listen
         if not self._keep_alive_s:
             return
-        if now_s - max(self._heard_s, self.delivered_s) >= 2 * self._keep_alive_s:
+        if now_s - max(self._heard_s, self._alive_s) >= 2 * self._keep_alive_s:
             self.drop(TimeoutError(f"it has been silent for {2 * self._keep_alive_s} s"))
         elif now_s - max(self._pinged_s, min(self._heard_s, self._said_s)) >= self._keep_alive_s:
             self._pinged_s = now_s
+            if self._before_ping is None:
+                self._before_ping = self._written_bytes
             self.write(packets.PINGREQ)
 
     def drop(self, failure: OSError) -> None:
@@ -219,7 +235,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._heard_s = self._loop.time()
+        self._heard_s, self._before_ping = self._loop.time(), None
         # Let the kernel acknowledge at once what has been read, which it forgets to do each time we write. A broker
         # with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and keeps the
         # others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch would
@@ -262,7 +278,9 @@ class Connection(asyncio.BufferedProtocol):
         if kind == packets.CONNACK:
             welcome = packets.read_connack(body)
             if welcome.reason < reasons.FAILURE_MIN and not self.up:
-                self.up, self._keep_alive_s = True, welcome.told("ServerKeepAlive", self._keep_alive_s)
+                # of 0, or of hours, it would not be missed for long when it is gone; more pings are always allowed
+                brokers_s = welcome.told("ServerKeepAlive", 0) or self._keep_alive_s
+                self.up, self._keep_alive_s = True, min(self._keep_alive_s, brokers_s)
                 self._user.welcomed(welcome)  # here and now: the next packet may be a message already
             self._answer(0, welcome)
         elif kind in (packets.SUBACK, packets.UNSUBACK):
