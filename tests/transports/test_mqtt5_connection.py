@@ -445,6 +445,23 @@ async def test_a_broker_that_answers_pings_and_no_message_is_given_up(monkeypatc
         assert "owes acknowledgements" in status.message
 
 
+@pytest.mark.parametrize("what", ["tick", "down"])
+async def test_what_fails_unforeseen_does_not_end_reconnecting(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick may find that no thread can be started; then a silent broker must be noticed all the same."""
+    monkeypatch.setattr(link, "TICK_MS", 50)
+    monkeypatch.setattr(link, "reconnect_wait_ms", lambda *_: 1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with fake_broker() as broker, end(broker, keep_alive_s=1) as one:
+        monkeypatch.setattr(one, what, fail)
+        await broker.expect(CONNECT)
+        broker.answers.remove(PINGREQ)
+        await broker.expect(CONNECT)
+        monkeypatch.undo()
+
+
 async def test_what_waits_for_an_answer_is_told_of_the_loss() -> None:
     one, _ = connection(Nobody())
     asking = [asyncio.create_task(one.ask(number, b"")) for number in (1, 2)]

@@ -107,7 +107,7 @@ class Link:
         if self.connection is not None and self.connection.up:
             self.connection.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
         self.drop("we have closed it")
-        self._user.down(NOT_OPEN.message)
+        self._tell_down(NOT_OPEN.message)
 
     def drop(self, why: str) -> None:
         """End this connection; the next one is made as after any loss."""
@@ -176,7 +176,7 @@ class Link:
                 # a packet that is too large comes again with the session: the waits grow, too
                 if self._count_loss(failure) and not isinstance(failure, PacketTooLarge):
                     attempt = 0
-                self._user.down(self._lost(failure))
+                self._tell_down(self._lost(failure))
             attempt += 1
             await asyncio.sleep(reconnect_wait_ms(attempt, random.random()) / 1000)
 
@@ -238,17 +238,23 @@ class Link:
                 self._count_loss(self.connection.lost.result())
             self.drop("we have given up")
             if not isinstance(error, Exception):
-                self._user.down(self._lost(error))
+                self._tell_down(self._lost(error))
                 raise
             if isinstance(error, UStatusError):
-                self._user.down(error.message)
+                self._tell_down(error.message)
                 raise
             if not isinstance(error, (OSError, ValueError)):
                 log.exception("connecting to the broker failed, and nobody foresaw how", broker=self.address)
             failure = reasons.unreachable(self.address, error)
-            self._user.down(failure.message)
+            self._tell_down(failure.message)
             raise failure from error
         return connection
+
+    def _tell_down(self, why: str) -> None:
+        try:
+            self._user.down(why)
+        except Exception:  # it is connected again all the same
+            log.exception("what is to be done when the connection is gone failed, and nobody foresaw how")
 
     def _check(self, welcome: Welcome) -> None:
         """Raises UNIMPLEMENTED for a broker that would hang up on each of our messages, which are of QoS 1; warns of
@@ -267,9 +273,12 @@ class Link:
         while True:
             await asyncio.sleep(TICK_MS / 1000)
             now_s = asyncio.get_running_loop().time()
-            if self.connection is not None:
-                self.connection.keep_alive(now_s)
-            self._user.tick(now_s)
+            try:
+                if self.connection is not None:
+                    self.connection.keep_alive(now_s)
+                self._user.tick(now_s)
+            except Exception:  # the next second comes all the same, else nobody would notice a dead connection
+                log.exception("looking after the connection to the broker failed, and nobody foresaw how")
 
 
 def _password(config: Mqtt5Config) -> str | None:
