@@ -286,6 +286,24 @@ async def test_the_filters_in_the_file_are_bounded_and_the_more_there_are_the_le
     assert other.filters_left == []
 
 
+async def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    """The disk was full, say; nothing has to change at the broker before the next try."""
+    file = tmp_path / "not there yet" / "transport.json"
+    losses = Losses("broker", "session", Counter())
+    losses.remember_in(file)
+    losses.tick(0.0, ("a/1",))
+    assert losses._saving is not None
+    await losses._saving
+    file.parent.mkdir()
+    losses.tick(60.0, ("a/1",))
+    await losses._saving
+    assert json.loads(file.read_text())["filters"] == ["a/1"]
+    written = file.stat().st_ino
+    losses.tick(120.0, ("a/1",))
+    await losses.close(("a/1",))
+    assert file.stat().st_ino == written, "what is written already is not written again"
+
+
 # How the count is read.
 
 

@@ -100,6 +100,7 @@ class Losses:
         self._left: str | None = None  # the session that an earlier process has left, until we have connected
         self.filters_left: list[str] = []  # the topic filters in it
         self._saved: dict[str, Any] = {}  # what the file says
+        self._is_saved = True  # the last try has succeeded
         self._saving: asyncio.Future[None] | None = None
         self._save_at_s = 0.0
 
@@ -135,17 +136,20 @@ class Losses:
             "dropped": self._dropped.last,
             "filters": filters[:FILTERS_MAX] if is_resumed else (),
         }
-        if self._file is None or known == self._saved or (not filters and not self._saved):
+        if self._file is None or (known == self._saved and self._is_saved) or (not filters and not self._saved):
             return
-        self._saved = known
-        self._saving = asyncio.ensure_future(asyncio.to_thread(_write, self._file, known))
+        self._saved, self._is_saved = known, False
+        self._saving = asyncio.ensure_future(asyncio.to_thread(self._write, self._file, known))
+
+    def _write(self, file: Path, known: dict[str, Any]) -> None:
+        self._is_saved = _write(file, known)
 
     async def close(self, filters: tuple[str, ...]) -> None:
         if self._saving is not None:
-            await self._saving
+            await asyncio.wait({self._saving})
         self._save(filters)
         if self._saving is not None:
-            await self._saving
+            await asyncio.wait({self._saving})
 
     # What the transport tells.
 
@@ -210,8 +214,8 @@ def _is_filter(found: object) -> bool:
         return False
 
 
-def _write(file: Path, known: dict[str, Any]) -> None:
-    """The whole file or none of it, whenever we end."""
+def _write(file: Path, known: dict[str, Any]) -> bool:
+    """The whole file or none of it, whenever we end. False if it can't be written."""
     new = file.with_name(file.name + ".new")
     try:
         with new.open("w") as out:
@@ -219,6 +223,8 @@ def _write(file: Path, known: dict[str, Any]) -> None:
             out.flush()
             os.fsync(out.fileno())
         new.replace(file)
+        return True
     except OSError as error:
         why = "what is known of the broker can't be kept: after a restart losses may not be told, nor old filters left"
         log.warning(why, file=str(file), error=str(error))
+        return False
