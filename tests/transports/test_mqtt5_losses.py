@@ -286,6 +286,16 @@ async def test_the_filters_in_the_file_are_bounded_and_the_more_there_are_the_le
     assert other.filters_left == []
 
 
+@pytest.mark.parametrize("payload", [b"9" * 400, b"-5", b"1e9", b"", b"\xff"])
+async def test_a_count_that_can_be_none_is_not_counted(payload: bytes) -> None:
+    """A number of 400 digits made /metrics fail for good."""
+    counters: Counter[str] = Counter()
+    losses = Losses("broker", "session", counters)
+    for told in (b"1", payload, b"2"):
+        losses.counted(told, retained=True, now_s=0.0)
+    assert counters == {"broker_dropped": 1}
+
+
 async def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
     """The disk was full, say; nothing has to change at the broker before the next try."""
     file = tmp_path / "not there yet" / "transport.json"

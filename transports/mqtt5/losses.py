@@ -27,6 +27,7 @@ from uprotocol.transport import LossCallback
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
 # after our return: an update may be as late as sys_interval (10 s unless set; up to a minute is allowed for here)
 SETTLE_S: Final = 70.0
+COUNT_DIGITS_MAX: Final = 18  # of the broker's count, which is of 64 bits: metrics can't say numbers of any length
 # topic filters that are remembered for the next process, some 3 MB; those beyond it stay in the session until it ends
 FILTERS_MAX: Final = 65_536
 FILTER_BYTES_MAX: Final = 65_535  # what MQTT can say
@@ -175,7 +176,9 @@ class Losses:
     def counted(self, payload: bytes, *, retained: bool, now_s: float) -> None:
         """A message on DROPPED_TOPIC."""
         try:
-            count = int(payload)
+            count = int(payload[: COUNT_DIGITS_MAX + 1])
+            if not 0 <= count < 10**COUNT_DIGITS_MAX:
+                raise ValueError
         except ValueError:
             log.debug("the broker's count of dropped messages is no number", payload=payload[:40])
             return
