@@ -10,7 +10,7 @@ import pytest
 
 from tests.transports.test_mqtt5_connection import DEADLINE_S, FakeBroker, end
 from transports.base import NOT_TRIED
-from transports.mqtt5 import Mqtt5Transport, link, wire
+from transports.mqtt5 import Mqtt5Transport, link, window, wire
 from transports.mqtt5.suspects import LOSSES_MIN, Suspects
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -36,12 +36,15 @@ class Strict(FakeBroker):
         self.forbidden = b"sender/10AB/0/3/8001"
         self.taken: list[bytes] = []
         self.hung_up = 0
+        self.is_silent = False  # it answers nothing instead
 
     def _answer(self, first: int, body: bytes) -> bytes:
         if first != PUBLISH:
             return super()._answer(first, body)
         publish = wire.read_publish(first, body)
         if publish.topic == self.forbidden:
+            if self.is_silent:
+                return b""
             self.hung_up += 1
             raise ConnectionResetError
         self.taken.append(publish.payload)
@@ -96,6 +99,24 @@ async def test_others_get_past_a_message_that_a_broker_hangs_up_on(monkeypatch: 
         statuses = await send_as_soon_as_connected(one, [batch[0], batch[2]])
         assert {status.code for status in statuses} == {UCode.OK}
         assert "streams" not in "".join(one.troubles)
+
+
+async def test_a_message_without_any_answer_does_not_wait_for_ever_while_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """VerneMQ answered nothing where a topic is forbidden."""
+    monkeypatch.setattr(window, "PUBACK_MS_MAX", 200)
+    monkeypatch.setattr(link, "TICK_MS", 20)
+    async with strict_broker() as broker, end(broker) as one:
+        broker.is_silent = True
+        waiting = asyncio.create_task(one.send_batch([message(FORBIDDEN, 0)]))
+        async with asyncio.timeout(DEADLINE_S):
+            while not waiting.done():
+                await one.send_batch([message(ALLOWED, 1)])
+                await asyncio.sleep(0)
+        (status,) = waiting.result()
+        assert status.code == UCode.UNAVAILABLE
+        assert broker.taken
 
 
 async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.MonkeyPatch) -> None:

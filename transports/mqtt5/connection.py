@@ -33,7 +33,6 @@ SESSION_TAKEN_OVER: Final = b"\x8e"  # reason code of DISCONNECT
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 # Linux: what of a TCP socket its peer has not acknowledged (SIOCOUTQ, tcp(7)); elsewhere nobody tells us
 _UNACKNOWLEDGED: Final[int | None] = termios.TIOCOUTQ if sys.platform == "linux" else None
-_PUBLISH: Final = bytes((wire.PUBLISH | wire.QOS1,))  # the first byte of each message that we write
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 Packets = Sequence[tuple[int, bytes | memoryview]]
@@ -121,9 +120,9 @@ class Connection(asyncio.BufferedProtocol):
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
         self.lost: asyncio.Future[OSError] = self._loop.create_future()  # it has ended, and why
         self._heard_s = self._said_s = self._pinged_s = self._loop.time()
-        self._written_bytes = self._delivered_bytes = self._messages_end = 0
+        self._written_bytes = self._delivered_bytes = self._due_end = 0
         self._taken_s = self._loop.time()  # when the peer was last seen to take some of what we write
-        self.delivered_s = self._loop.time()  # the same, of messages: pings and acknowledgements don't count
+        self.delivered_s = self._loop.time()  # the same, of what was written before `watch_delivery`
         # so much was written before the oldest ping that has no answer: what lies behind it tells nothing of the broker
         self._before_ping: int | None = None
         self._alive_s = self._loop.time()  # when it was last seen to take some of what lies before that
@@ -135,8 +134,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._said_s = self._loop.time()
             self._written_bytes += len(data)
-            if data[:1] == _PUBLISH:
-                self._messages_end = self._written_bytes
             self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
 
     async def ask(self, packet_id: int, packet: bytes, timeout_s: float | None = None) -> Any:
@@ -171,6 +168,10 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._transport.resume_reading()
 
+    def watch_delivery(self) -> None:
+        """`delivered_s` moves while the peer takes some of what was written up to now; what follows does not count."""
+        self._due_end = self._written_bytes
+
     def _look_at_delivery(self) -> None:
         """Has the peer taken some of what we write? On a slow link one large message is under way for minutes, and all
         that the broker could answer waits behind it."""
@@ -184,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._written_bytes - unsent <= self._delivered_bytes:
             return
         self._taken_s = self._loop.time()
-        if self._delivered_bytes < self._messages_end:
+        if self._delivered_bytes < self._due_end:
             self.delivered_s = self._taken_s
         if self._before_ping is None or self._delivered_bytes < self._before_ping:
             self._alive_s = self._taken_s

@@ -36,7 +36,7 @@ SMALL_BYTES: Final = 4_096
 WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
 # of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
 IN_FLIGHT_BYTES_MAX = 16 << 20
-# without any PUBACK while some are due, and without taking what we write: the connection is dropped, since nothing
+# without the PUBACK that is due next, and without taking what we write: the connection is dropped, since nothing
 # else tells a hung broker
 PUBACK_MS_MAX = 20_000
 
@@ -118,9 +118,15 @@ class Window:
         self._large_bytes = 0
         self._freed.set()
 
+    def _progressed(self, connection: Connection) -> None:
+        """Another PUBACK is due next. Brokers answer in order: a message that is left out is not answered later."""
+        self._progress_s = asyncio.get_running_loop().time()
+        connection.watch_delivery()
+
     @property
     def stalled(self) -> bool:
-        """True if the broker owes a PUBACK for too long, and has not even taken bytes of what it has to acknowledge."""
+        """True if the broker owes the PUBACK that is due next for too long, and has not even taken bytes of its
+        message."""
         progress_s = (
             self._progress_s if self._connection is None else max(self._progress_s, self._connection.delivered_s)
         )
@@ -219,8 +225,7 @@ class Window:
             if octets >= WRITE_BYTES_MAX or is_suspect:
                 break
         if packets:
-            if len(in_flight) == len(packets) // 3:  # none was due before
-                self._progress_s = asyncio.get_running_loop().time()
+            is_first = len(in_flight) == len(packets) // 3  # none was due before
             if self._timed is None:
                 self._timed, self._was_full = (packet_id, asyncio.get_running_loop().time()), False
             if len(in_flight) >= self._reach.messages:
@@ -228,10 +233,13 @@ class Window:
             batch.due += len(packets) // 3
             self._large_bytes += octets
             connection.write(b"".join(packets))
+            if is_first:
+                self._progressed(connection)
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
         """[(packet id, reason code)] of one read."""
         in_flight, octets = self._in_flight, 0
+        oldest = next(iter(in_flight), None)
         for packet_id, reason in pubacks:
             entry = in_flight.get(packet_id)
             if entry is None:
@@ -251,7 +259,9 @@ class Window:
             if not batch.due and batch.done is not None and not batch.done.done():
                 batch.done.set_result(None)
         self._large_bytes -= octets
-        self._progress_s = now_s = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
+        if oldest not in in_flight and self._connection is not None:
+            self._progressed(self._connection)
         self._reach.answered()
         if self._timed is not None and self._timed[0] not in self._in_flight:
             self._reach.timed(now_s - self._timed[1], was_full=self._was_full)
