@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link
 from transports.mqtt5.broker import Broker
@@ -245,6 +246,18 @@ async def test_only_a_status_escapes_from_open(settings: dict[str, Any], code: i
     with pytest.raises(UStatusError) as told:
         await one.open()
     assert told.value.code == code, told.value
+
+
+@pytest.mark.parametrize("host", ["mqtt://broker.example", "broker.example/path", "me@broker.example", " ", "a b"])
+def test_a_host_is_no_url(host: str) -> None:
+    """It would be looked up for ever."""
+    with pytest.raises(ValidationError, match="without scheme, user, port and path"):
+        Mqtt5Config(host=host)
+
+
+@pytest.mark.parametrize("host", ["[::1]", "::1", "fe80::1%eth0", "127.0.0.1", "broker.example"])
+def test_an_address_may_have_its_brackets(host: str) -> None:
+    assert Mqtt5Config(host=host).host == host.strip("[]")
 
 
 async def test_what_nobody_foresaw_is_a_status_too(monkeypatch: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile
@@ -95,6 +96,14 @@ class Mqtt5Config(TransportSettings):
         if tls is not None and tls.cert_file is not None:
             found.append(CertificateFile("tls.cert_file", tls.cert_file, tls.key_file))
         return found
+
+    @field_validator("host")
+    @classmethod
+    def _is_host(cls, host: str) -> str:
+        """Without the brackets that an IPv6 address has in a URL."""
+        if re.search(r"[/@\s]", host):
+            raise ValueError(f"expected a host name or an address, without scheme, user, port and path, got {host!r}")
+        return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
     @model_validator(mode="after")
     def _one_password(self) -> Self:
