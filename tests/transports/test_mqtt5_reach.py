@@ -106,6 +106,8 @@ class Broker:
     def write(self, data: bytes) -> None:
         self.writes.append(len(data))
 
+    def watch_delivery(self) -> None: ...
+
     def answer(self, count: int, reason: int = 0) -> None:
         """One read with `count` PUBACKs."""
         answered, self.taken = self.taken[:count], self.taken[count:]

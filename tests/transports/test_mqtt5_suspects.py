@@ -11,6 +11,7 @@ import pytest
 from tests.transports.test_mqtt5_connection import DEADLINE_S, FakeBroker, end
 from transports.base import NOT_TRIED
 from transports.mqtt5 import Mqtt5Transport, link, window, wire
+from transports.mqtt5.connection import TakenOver
 from transports.mqtt5.suspects import LOSSES_MIN, Suspects
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -130,13 +131,25 @@ async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.M
         assert not one._window._suspects
 
 
+@pytest.mark.parametrize("why", [TimeoutError("silent"), TakenOver("session taken over")])
+async def test_a_network_that_is_gone_makes_no_suspect(why: OSError) -> None:
+    async with strict_broker() as broker, end(broker) as one:
+        broker.is_silent = True
+        sending = asyncio.create_task(one.send_batch([message(FORBIDDEN, 0)]))
+        await broker.expect(PUBLISH)
+        assert one._link.connection is not None
+        one._link.connection.drop(why)
+        await sending
+        assert not one._window._suspects
+
+
 def test_a_stream_is_passed_over_for_longer_each_time() -> None:
     suspects, stream, one = Suspects(), (b"stream", b"", 1), message(FORBIDDEN, 0)
     waits = []
-    for _ in range(LOSSES_MIN + 4):
+    for _ in range(LOSSES_MIN + 7):
         suspects.lost_with(stream, one, 1_000.0)
         waits.append(next(wait for wait in range(400) if suspects.pass_over(stream, 1_000.0 + wait) is None))
-    assert waits == [0] * (LOSSES_MIN - 1) + [60, 120, 240, 300, 300]
+    assert waits == [0] * (LOSSES_MIN - 1) + [5, 10, 20, 40, 80, 160, 300, 300]
     suspects.answered(stream)
     assert not suspects
     suspects.lost_with(stream, one, 1_000.0)

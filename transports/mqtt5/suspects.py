@@ -1,7 +1,7 @@
 """Streams over whose messages the broker hangs up: passed over for a while, so that others get through. Pure.
 
 a message is alone in flight when the connection ends -> its stream is suspect: its next message is alone in flight, too
-LOSSES_MIN times      -> passed over for 60, 120, 240, 300, 300, ... s, and then tried again
+LOSSES_MIN times      -> passed over for 5, 10, 20, ... 300, 300 s, and then tried again
 one of it is answered -> no suspect any more
 
 A broker that does not take a message may hang up instead of refusing it: VerneMQ and RabbitMQ where a topic is
@@ -22,7 +22,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 LOSSES_MIN: Final = 2  # the first one may be chance
 # each try costs the connection, and 0.5 s without one
-PASSED_OVER_S_MIN: Final = 60.0
+PASSED_OVER_S_MIN: Final = 5.0  # a broker that is killed twice costs its stream no more
 PASSED_OVER_S_MAX: Final = 300.0
 SUSPECTS_MAX: Final = 1_024  # streams; of more than that the oldest is forgotten
 
@@ -53,8 +53,8 @@ class Suspects:
     def troubles(self) -> list[str]:
         """Of those that the connection does not survive."""
         count = sum(one.losses >= LOSSES_MIN for one in self._suspects.values())
-        text = f"the broker hangs up when messages of {count} streams are sent, which wait (the log names them)"
-        return [text] if count else []
+        what = f"the connection to the broker ends when messages of {count} streams are sent"
+        return [f"{what}, which wait (the log names them)"] if count else []
 
     def lost_with(self, stream: Stream, message: Carried, now_s: float) -> None:
         """The connection has ended while this message was alone in flight."""
@@ -64,7 +64,7 @@ class Suspects:
             wait_s = min(PASSED_OVER_S_MIN * 2 ** min(losses - LOSSES_MIN, 8), PASSED_OVER_S_MAX)
             source = uris.format(message.attributes.source)
             sink = uris.format(message.attributes.sink) if message.attributes.HasField("sink") else None
-            why = "the broker hangs up when this message is sent: its stream waits, and others go on"
+            why = "the connection to the broker ends when this message is sent: its stream waits, and others go on"
             log.error(why, source=source, sink=sink, bytes=len(message.payload), times=losses, wait_s=wait_s)
         self._suspects[stream] = _Suspect(losses, now_s + wait_s)
         if len(self._suspects) > SUSPECTS_MAX:

@@ -19,7 +19,7 @@ import structlog
 
 from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
-from transports.mqtt5.connection import Connection
+from transports.mqtt5.connection import Connection, TakenOver
 from transports.mqtt5.reach import Reach
 from transports.mqtt5.suspects import Stream, Suspects
 from uprotocol.encoded import Carried, EncodedMessage
@@ -104,11 +104,12 @@ class Window:
 
     def shut(self, why: UStatus) -> None:
         """It is gone: everything that is not acknowledged gets `why`."""
-        self._connection, self._lost = None, why
-        if len(self._in_flight) == 1:
+        connection, is_closed = self._connection, why == NOT_OPEN
+        if connection is not None and not is_closed and len(self._in_flight) == 1 and _is_hung_up(connection):
             ((batch, index, _),) = self._in_flight.values()
             message = batch.messages[index]
             self._suspects.lost_with(_stream(message), message, asyncio.get_running_loop().time())
+        self._connection, self._lost = None, why
         for batch, index, _ in self._in_flight.values():
             batch.statuses[index] = batch.why = why
             batch.due = 0
@@ -284,6 +285,12 @@ _BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
 _NOBODY: Final = nobody_listens(
     "the broker has no subscriber for this request: its service is not there now, try again later"
 )
+
+
+def _is_hung_up(connection: Connection) -> bool:
+    """It may have ended over what was in flight: neither is the network gone, nor has another client our session."""
+    lost = connection.lost
+    return lost.done() and not lost.cancelled() and not isinstance(lost.result(), (TimeoutError, TakenOver))
 
 
 def _stream(message: Carried) -> Stream:
