@@ -697,14 +697,14 @@ class Pump:
             await self._pace.spend(sum(units_of(len(item[1].payload)) for item in batch))
         if self._flights.have_failed:  # while we waited: what has to leave again comes first
             self._put_back(batch)
-        elif self._flights or (self.peer.in_flight_messages and not self._failing and not self.aside):
+        else:
+            is_alone = not self._flights and (not self.peer.in_flight_messages or self._failing or bool(self.aside))
             messages, oldest_seq = [message for _, message, _ in batch], min([seq for seq, _, _ in batch])
             self._flights.begin(batch, messages, oldest_seq, self._has_new_pause)
-        else:  # a trial: others would only fail behind it
-            statuses = await self.peer.begin_send([message for _, message, _ in batch], is_held=self._has_new_pause)
             self._sending = []
-            self._settle(batch, statuses)
-            await self._rest()
+            if is_alone:  # one at a time, or a trial: others would only fail behind it
+                await self._flights.answered()
+                await self._land()
         self._sending = []
 
     async def _land(self) -> None:
