@@ -93,6 +93,9 @@ class Opening:
         # it is for the day of damage; a full disk must not keep us from reading
         with contextlib.suppress(OSError, sqlite3.Error):
             if empty_wal(db, WAL_WAIT_MS):
+                # Whoever closes a file gives away all locks that the process has on it: then the next program that
+                # looks into the log takes itself for the last one, and deletes the write-ahead log that we write
+                file.reset()
                 keep_head(self.path)
         file.begin_mark(self.loaded.incarnation, self.loaded.start_seq)
 

@@ -37,7 +37,8 @@ def head_path(path: Path) -> Path:
 
 
 def keep_head(path: Path) -> None:
-    """Called when the file is known to be whole and its write-ahead log is empty. Raises OSError."""
+    """Called when the file is known to be whole, its write-ahead log is empty, and this process has no connection to
+    it. Raises OSError."""
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
         page = header + file.read(_page_bytes(header) - _HEADER_BYTES)

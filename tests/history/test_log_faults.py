@@ -594,3 +594,27 @@ async def test_a_file_that_is_deleted_or_moved_while_it_is_used_takes_nothing_un
     again = await Log.open(tmp_path / "log.db", name="moved")
     assert await read_all(again) == [1, 2]
     await again.close()
+
+
+LOOKER = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); db.execute('SELECT count(*) FROM chunk'); db.close()"
+
+
+async def test_who_looks_into_the_file_of_a_running_log_takes_nothing_from_it(tmp_path: Path) -> None:
+    """SQLite's last user of a file deletes its write-ahead log. Another program must see that it is not the last."""
+    path = tmp_path / "l.db"
+    async with await Log.open(path, name="first") as log:
+        await append(log, 0)
+    async with await Log.open(path, name="running") as log:
+        await append(log, 0)
+        for _ in range(2):
+            looking = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOKER, str(path))
+            assert await looking.wait() == 0
+            await append(log, 0)
+        power_cut = tmp_path / "power-cut"
+        power_cut.mkdir()
+        for file in tmp_path.glob("l.db*"):
+            if not file.name.endswith(("-shm", ".lock")):
+                (power_cut / file.name).write_bytes(file.read_bytes())
+    async with await Log.open(power_cut / "l.db", name="after") as log:
+        assert await read_all(log) == [1, 2, 3, 4]
+        assert log.damage == []
