@@ -306,9 +306,10 @@ def upgraded(table: Table, row: Row) -> Row:
 
 
 def has_known_schema(db: sqlite3.Connection) -> bool:
-    """False if what the file says of its tables is not what was written there."""
+    """False if what the file says of our tables is not what was written there. Others may have theirs beside them, such
+    as a backup tool or ANALYZE."""
     found = {" ".join(str(sql).split()) for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
-    return found in SCHEMAS
+    return any(known <= found for known in SCHEMAS)
 
 
 LOG: Final = FileKind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import sqlite3
@@ -618,3 +619,15 @@ async def test_who_looks_into_the_file_of_a_running_log_takes_nothing_from_it(tm
     async with await Log.open(power_cut / "l.db", name="after") as log:
         assert await read_all(log) == [1, 2, 3, 4]
         assert log.damage == []
+
+
+async def test_tables_that_a_backup_tool_makes_beside_ours_are_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    async with await Log.open(path, name="first") as log:
+        await append(log, 0)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE _litestream_seq (id INTEGER PRIMARY KEY, seq INTEGER)")
+        db.execute("ANALYZE")
+    async with await Log.open(path, name="again") as log:
+        assert log.damage == []
+        assert await read_all(log) == [1]
