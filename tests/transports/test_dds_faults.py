@@ -28,7 +28,8 @@ from cyclonedds.topic import Topic
 
 from tests.tiers import dds_domain
 from transports.conformance import Sink
-from transports.dds import DdsTransport, mapping
+from transports.dds import DdsTransport, interfaces, mapping
+from transports.dds import transport as transport_module
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, binding, delete
 from uprotocol import uri as uris
@@ -286,6 +287,39 @@ async def test_close_does_not_wait_for_a_receiver_that_is_stuck(tag: str, start:
     taken = codes.count(UCode.OK)
     assert 0 < taken < 3_000
     assert codes == [UCode.OK] * taken + [UCode.UNAVAILABLE] * (3_000 - taken)
+
+
+async def test_a_host_that_is_reached_at_another_address_joins_its_domain_again(
+    tag: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of one process share what knows the address: only when both have left it is made anew."""
+    monkeypatch.setattr(transport_module, "ADDRESS_LOOK_S", LOOK_S)
+    monkeypatch.setattr(interfaces, "addresses", lambda interface: frozenset({"10.0.0.1"}))
+    async with end(tag, "alpha") as alpha, end(tag, "delta") as delta:
+        both = (alpha, delta)
+        beta = await start("beta", STUCK)
+        heard = Sink(DEADLINE_S)
+        await delta.register_listener(uris.uri("alpha", 0x10AB, 3, WELL), heard)
+        assert await send(alpha, numbered(STUCK, range(1))) == [UCode.OK]
+        await beta.until_seen(0)
+        keys, told = [one.key for one in both], list[tuple[bool, str]]()
+        alpha.on_connection(lambda connected: told.append((connected, alpha.away_because)))
+        monkeypatch.setattr(interfaces, "addresses", lambda interface: frozenset({"10.0.0.2"}))
+        await eventually(lambda: all(one.connected and one.key not in (b"", *keys) for one in both), "new participants")
+        assert [connected for connected, _ in told] == [False, True]
+        assert told[0][1] == "DDS was joined at 10.0.0.1, and this host is reached at 10.0.0.2 now"
+        assert await send(alpha, numbered(STUCK, range(1, 2)) + numbered(WELL, range(1))) == [UCode.OK] * 2
+        assert (await beta.until_seen(1))["seen"] == [0, 1]
+        assert [message.payload for message in await heard.expect(1)] == [b"0"]
+    assert (alpha.connected, alpha.away_because) == (False, "")
+
+
+def test_the_addresses_are_those_of_the_best_interfaces() -> None:
+    assert interfaces.addresses("lo") == {"127.0.0.1"}
+    assert interfaces.addresses("no-such-one") == frozenset()
+    found = interfaces.addresses(None)
+    assert found, "loopback at least"
+    assert "127.0.0.1" not in found or found == {"127.0.0.1"}
 
 
 @dataclass

@@ -40,7 +40,7 @@ from cyclonedds.qos import Policy, Qos
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
-from transports.dds import mapping
+from transports.dds import interfaces, mapping
 from transports.dds.config import DdsConfig, trial
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -219,11 +219,22 @@ class Triggers(WaitSet):
         return [told[index] or 0 for index in range(min(count, self.MAX))]
 
 
+@dataclass(slots=True)
+class _Shared:
+    """A domain of this process."""
+
+    identity: str  # what it was made of
+    domain: Domain
+    addresses: frozenset[str]  # at which it is reached
+    users: int = 1
+
+
 class Participant:
     """A participant, and the domain that it shares with others of this process that have the same configuration."""
 
-    _domains: ClassVar[dict[int, tuple[str, Domain, int]]] = {}  # by id: what it was made of, and its users
+    _domains: ClassVar[dict[int, _Shared]] = {}  # by id
     _lock: ClassVar[threading.RLock] = threading.RLock()
+    _abandoned: ClassVar[set[int]] = set()  # domains that nobody joins any more; made anew when all have left
 
     def __init__(self, config: DdsConfig) -> None:
         """Raises UStatusError: UNAVAILABLE with the reason where an address, a file or the interface is away, or
@@ -231,6 +242,9 @@ class Participant:
         self.domain_id = config.domain_id
         self.names: dict[bytes, str] = {}  # who the others are, by key; the roll call keeps it
         self._shares_domain = False
+        self._interface = config.interface
+        # who brings a whole configuration says there which interfaces are used
+        self._addresses = frozenset[str]() if config.is_foreign else interfaces.addresses(config.interface)
         configuration = self._enter(config)
         try:
             with binding:
@@ -250,6 +264,21 @@ class Participant:
         known = self.names.get(key)
         return f"participant {key.hex()}" + (f" ({known})" if known else "")
 
+    def moved(self) -> str:
+        """How this host is reached differently from when the domain was joined, which Cyclone does not follow; "" if it
+        is not."""
+        then, now = self._addresses, interfaces.addresses(self._interface)
+        if then <= now or (not now and self._interface is None):  # nothing is known now, or there is no better place
+            return ""
+        at = " or ".join(sorted(now)) or "no address"
+        return f"DDS was joined at {' or '.join(sorted(then))}, and this host is reached at {at} now"
+
+    def abandon(self) -> None:
+        """Nobody of this process joins this domain again before all have left it: it is then made anew."""
+        with self._lock:
+            if self._shares_domain:
+                self._abandoned.add(self.domain_id)
+
     def _enter(self, config: DdsConfig) -> str | None:
         """The configuration that counts; the domain is made if nobody here has it yet."""
         identity = config.identity()
@@ -268,7 +297,7 @@ class Participant:
                     domain = Domain(config.domain_id, configuration)
                 except DDSException as error:
                     raise _refused(config, configuration, error) from error
-                self._domains[config.domain_id] = (identity, domain, 1)
+                self._domains[config.domain_id] = _Shared(identity, domain, self._addresses)
                 self._shares_domain = True
         return configuration
 
@@ -277,15 +306,21 @@ class Participant:
         with self._lock:
             if domain_id not in self._domains:
                 return False
-            known, domain, users = self._domains[domain_id]
-            if known != identity:
+            shared = self._domains[domain_id]
+            if domain_id in self._abandoned:
+                raise UStatusError(
+                    UCode.UNAVAILABLE,
+                    f"DDS domain {domain_id} was joined at an address that this host no longer has, and others in this "
+                    "process have not left it yet: try again when they have",
+                )
+            if shared.identity != identity:
                 raise UStatusError(
                     UCode.FAILED_PRECONDITION,
                     f"DDS domain {domain_id} is in use in this process with another configuration: give both the "
                     "same, or another id",
                 )
-            self._domains[domain_id] = (known, domain, users + 1)
-            self._shares_domain = True
+            shared.users += 1
+            self._shares_domain, self._addresses = True, shared.addresses
             return True
 
     def _leave(self) -> None:
@@ -293,12 +328,12 @@ class Participant:
             return
         self._shares_domain = False
         with self._lock:
-            identity, domain, users = self._domains[self.domain_id]
-            if users > 1:
-                self._domains[self.domain_id] = (identity, domain, users - 1)
-            else:
+            shared = self._domains[self.domain_id]
+            shared.users -= 1
+            if not shared.users:
                 del self._domains[self.domain_id]
-                delete(domain)
+                self._abandoned.discard(self.domain_id)
+                delete(shared.domain)
 
     def close(self) -> None:
         delete(self.topic, self.seen_topic, self.entity)

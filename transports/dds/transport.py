@@ -31,6 +31,7 @@ from transports.listeners import Filter, all_of
 from uprotocol import attributes as attrs
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -45,6 +46,9 @@ DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
 SEEN_S: Final = 1.0
 SEEN_KEPT_MAX: Final = 4_096  # announcements kept for readers that are being made just now
 DRAIN_S: Final = 1.0  # for listeners to take what had arrived when the transport is closed
+ADDRESS_LOOK_S: Final = 2.0  # between two looks whether the host is reached at the same addresses
+REOPEN_MS_MIN: Final = 200  # between tries to join the domain again, and ...
+REOPEN_MS_MAX: Final = 10_000
 
 log = structlog.get_logger()
 
@@ -106,7 +110,8 @@ class DdsTransport(TransportBase):
 
     `dropped` counts what arrived and was thrown away (malformed, too_large, invalid, expired), and what was sent to us
     and never came (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk
-    with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at all.
+    with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at all;
+    but it is away, and joined again, when the host is reached at another address.
     """
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
@@ -122,6 +127,7 @@ class DdsTransport(TransportBase):
         self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None  # of the addresses of the host
         self._readers: dict[Filter, asyncio.Task[int]] = {}  # the token of its reader, once the peers know that
         self._together = Together({})  # those whose reader is made next
         self._making = asyncio.Lock()
@@ -168,31 +174,39 @@ class DdsTransport(TransportBase):
 
     async def open(self) -> None:
         async with self._opening:
-            if self._session is not None:
+            if self._session is not None or self._following is not None:
                 return
-            loop = asyncio.get_running_loop()
             self._sample_bytes_max = self.wire_bytes_max + mapping.FRAME_BYTES
             self._arrivals.open(self._sample_bytes_max)
-
-            def changed(peers: frozenset[bytes], seen: Seen) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended without close
-                    loop.call_soon_threadsafe(self._note, peers, seen)
-
-            session = await on_own_thread(  # names may take long to resolve
-                "dds-open",
-                lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max),
-                _Session.close,
-            )
-            self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             try:
-                self._session = session
-                await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # registered before
-                await self._discovered()
-                self.is_open = True
+                await self._open_session()
             except BaseException:
-                self._end(session)
+                self._arrivals.close()
                 raise
-            self.set_connected(True)
+            self._following = asyncio.create_task(self._follow_addresses())
+
+    async def _open_session(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def changed(peers: frozenset[bytes], seen: Seen) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended without close
+                loop.call_soon_threadsafe(self._note, peers, seen)
+
+        session = await on_own_thread(  # names may take long to resolve
+            "dds-open",
+            lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max),
+            _Session.close,
+        )
+        self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
+        try:
+            self._session = session
+            await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # registered before
+            await self._discovered()
+            self.is_open = True
+        except BaseException:
+            self._end(session)
+            raise
+        self.set_connected(True)
 
     async def _discovered(self) -> None:
         """Until nothing new has been found for a while: then what we write reaches every reader that was there before
@@ -208,27 +222,73 @@ class DdsTransport(TransportBase):
                 return
 
     async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+            self._following = None
         async with self._opening:
-            session = self._session
-            if session is None:
-                return
-            self._session, self.is_open = None, False
-            self.set_connected(False)
+            session = self._stop()
+            await self._end_arrivals()
+            if session is not None:
+                await self._finish(session)
+            self.set_connected(False)  # and for no other reason any more
+
+    def _stop(self, why: str = "") -> _Session | None:
+        """Send and take nothing more. What has arrived stays."""
+        session, self._session, self.is_open = self._session, None, False
+        self.set_connected(False, why)
+        if session is not None:
             session.writers.stop()
             session.readers.stop()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_S):
-                    await self._arrivals.drained()
-            self._arrivals.close()
-            self._wake(self._awaited)  # nobody need wait for peers any more
-            await asyncio.gather(*self._readers.values(), return_exceptions=True)
-            await asyncio.wrap_future(self._end(session))
-            self._lost += session.readers.lost
+        return session
+
+    async def _end_arrivals(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._arrivals.drained()
+        self._arrivals.close()
+
+    async def _finish(self, session: _Session) -> None:
+        self._wake(self._awaited)  # nobody need wait for peers any more
+        await asyncio.gather(*self._readers.values(), return_exceptions=True)
+        await asyncio.wrap_future(self._end(session))
+        self._lost += session.readers.lost
+
+    # how the host is reached
+
+    async def _follow_addresses(self) -> None:
+        """Join the domain again when the host is reached differently, until cancelled. Nobody would find us any
+        more."""
+        while True:
+            await asyncio.sleep(ADDRESS_LOOK_S)
+            session = self._session
+            if session is not None and (why := session.participant.moved()):
+                async with self._opening:
+                    await self._reopen(session, why)
+
+    async def _reopen(self, session: _Session, why: str) -> None:
+        log.warning("the DDS domain is joined again", authority=self.authority, why=why)
+        session.participant.abandon()
+        self._stop(why)
+        closing = asyncio.ensure_future(self._finish(session))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await self._end_arrivals()  # they hold up the readers' thread while they are full
+            await closing  # nobody else knows the session any more
+            raise
+        backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
+        while True:
+            try:
+                await self._open_session()
+                return
+            except UStatusError as error:  # the interface may have no address yet
+                self.set_connected(False, f"{why}, and joining again fails: {error}")
+            await backoff.wait()
 
     def _end(self, session: _Session) -> Future[None]:
         """Close `session` behind whatever is being done with it, and forget what belongs to it."""
         self._session, self.is_open = None, False
-        self._arrivals.close()
         self._readers.clear()
         self._together = Together({})
         self._peers = frozenset()
