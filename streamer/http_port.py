@@ -30,7 +30,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
 REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
-CONNECTIONS_MAX: Final = 256  # at once; beyond it they are closed: a monitor has one or two
+# at once; one more closes the oldest, since a question takes milliseconds: who holds hundreds open locks nobody out
+CONNECTIONS_MAX: Final = 256
 CLOSE_S_MAX: Final = 0.5  # for answers that are under way; a part of SERVICES_CLOSE_S
 
 TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
@@ -53,7 +54,7 @@ class HttpPort:
         self._token: Latest[bytes] | None = None
         self._server: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
-        self._lines: set[Line] = set()
+        self._lines: dict[Line, None] = {}  # the oldest first
 
     async def open(self, host: str, port: int) -> int:
         """The port, which is another one for 0. Raises as `Admin.open`."""
@@ -202,10 +203,11 @@ def _shows(request: web.Request, token: bytes) -> bool:
 
 
 class Line(asyncio.Protocol):
-    """One connection: aiohttp's, as long as it keeps within the limits of this file; one more than CONNECTIONS_MAX is
-    closed at once. It is counted from its first moment, so TLS begins here and not at the listening socket."""
+    """One connection: aiohttp's, as long as it keeps within the limits of this file; where there are more than
+    CONNECTIONS_MAX the oldest is closed. It is counted from its first moment, so TLS begins here and not at the
+    listening socket."""
 
-    def __init__(self, http: asyncio.Protocol, tls: Latest[ssl.SSLContext] | None, others: set[Line]) -> None:
+    def __init__(self, http: asyncio.Protocol, tls: Latest[ssl.SSLContext] | None, others: dict[Line, None]) -> None:
         self._http, self._tls, self._others = http, tls, others
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -218,9 +220,8 @@ class Line(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if len(self._others) >= CONNECTIONS_MAX:
-            transport.close()
-            return
-        self._others.add(self)
+            next(iter(self._others)).abort()
+        self._others[self] = None
         self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self.abort)
         if self._tls is None:
             self._serve(transport)
@@ -268,7 +269,7 @@ class Line(asyncio.Protocol):
         self._http.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._others.discard(self)
+        self._others.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
         if self._is_served:
@@ -277,6 +278,7 @@ class Line(asyncio.Protocol):
 
     def abort(self) -> None:
         """End it, whatever is under way."""
+        self._others.pop(self, None)
         if self._transport is not None:
             self._transport.abort()
         if self._securing is not None:

@@ -176,17 +176,19 @@ async def test_a_list_that_is_asked_for_too_often_is_refused_until_later(monkeyp
         assert (await asyncio.to_thread(fetch, f"http://127.0.0.1:{admin.port}/vehicles"))[0] == 200
 
 
-async def test_connections_beyond_the_limit_are_closed_and_then_there_is_room_again(
+async def test_of_connections_beyond_the_limit_the_oldest_are_closed(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever holds many open locks no monitor out."""
     monkeypatch.setattr(ports, "CONNECTIONS_MAX", 3)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    assert await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+    for oldest in range(6):
+        assert b"alive" in await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(idle[oldest][0].read(), 20) == b""
+        idle.append(await asyncio.open_connection("127.0.0.1", port))
     for _, writer in idle:
         writer.close()
-    async with asyncio.timeout(20):
-        while b"alive" not in await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"):
-            pass
 
 
 # Beyond this machine
@@ -247,8 +249,9 @@ async def test_with_a_certificate_there_is_tls_alone_and_the_limits_hold(
         assert not await ask(admin.port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"), "not without TLS"
         monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 0.5)
         silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(3)]  # no handshake comes
-        assert await ask(admin.port, b"") == b"", "beyond the limit"
-        assert [await asyncio.wait_for(reader.read(), 20) for reader, _ in silent] == [b""] * 3, "let go"
+        for reader, _ in silent:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 20) == b"", "let go"
         for _, writer in silent:
             writer.close()
         monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 20)
