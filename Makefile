@@ -102,7 +102,7 @@ attack: core
 
 interop: core
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
-	@$(BIN)/python -m pytest tests/interop $(ARGS)
+	@$(BIN)/python -m pytest tests/interop --timeout 1800 $(ARGS)  # the first test builds Zenoh in Rust
 
 proto: $(STAMP)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/proto.py
