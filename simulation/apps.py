@@ -11,7 +11,7 @@ import contextlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import Message
 
@@ -37,6 +37,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client import Status, Subscription
 from usubscription_client.client import USubscriptionClient
+
+if TYPE_CHECKING:
+    from simulation.checker import Wish
 
 CALL_MS: Final = 4_000  # of a subscriber's call; then it tries again
 RETRY_S: Final = 0.4
@@ -174,23 +177,25 @@ class Subscriber:
         """Until the service has said yes."""
         lock = self._busy.setdefault(uris.key(topic), asyncio.Lock())
         async with lock:
-            wish = self._world.checker.wishes(self.name, topic, wanted)
-            while not self._world.given_up:
-                try:
-                    if wanted:
-                        status = await self.client.subscribe(self._named(topic))
-                    else:
-                        await self.client.unsubscribe(self._named(topic))
-                        status = Status.UNSUBSCRIBED
-                except UStatusError as error:
-                    if error.code in FINAL:
-                        wish.refused(error.code)
-                        return
-                    wish.unanswered()
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                wish.answered(status)
-                return
+            await self._say(self._world.checker.wishes(self.name, topic, wanted), topic, wanted)
+
+    async def _say(self, wish: Wish, topic: UUri, wanted: bool) -> None:
+        while not self._world.given_up:
+            try:
+                if wanted:
+                    status = await self.client.subscribe(self._named(topic))
+                else:
+                    await self.client.unsubscribe(self._named(topic))
+                    status = Status.UNSUBSCRIBED
+            except UStatusError as error:
+                if error.code in FINAL:
+                    wish.refused(error.code)
+                    return
+                wish.unanswered()
+                await asyncio.sleep(RETRY_S)
+                continue
+            wish.answered(status)
+            return
 
     async def hurry(self, topic: UUri, last: bool) -> None:
         """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win, where the network keeps
@@ -201,9 +206,7 @@ class Subscriber:
             return
         lock = self._busy.setdefault(uris.key(topic), asyncio.Lock())
         async with lock:
-            if self._world.checker.paused:  # its Unsubscribe ends what waits there
-                self._world.checker.unwant(self.name, uris.key(topic))
-            wish = self._world.checker.wishes(self.name, topic, last)
+            wish = self._world.checker.wishes(self.name, topic, last, is_hurried=True)
             commands = [last, not last, last]
             # it would say again, after a reconnect, what we take back behind its back
             self.client._subscribed.pop(uris.key(self._named(topic)), None)
@@ -218,7 +221,8 @@ class Subscriber:
                 self._world.note("hurry", self.name, [str(result) for result in results])
                 wish.answered(results[-1])
                 return
-        await self.wish(topic, last)  # the last one was not answered: say it again
+            wish.unanswered()
+            await self._say(wish, topic, last)
 
     async def _raw(self, rpc: InMemoryRpcClient, topic: UUri, subscribe: bool) -> Status:
         codec = CODECS[self.version]

@@ -84,9 +84,12 @@ class Want:
 class Wish:
     """One command of a subscriber until it is answered."""
 
-    def __init__(self, checker: Checker, want: Want, number: int, *, was_subscribed: bool) -> None:
+    def __init__(
+        self, checker: Checker, want: Want, number: int, *, was_subscribed: bool, is_hurried: bool = False
+    ) -> None:
         self._checker, self._want, self._number = checker, want, number
         self._was_subscribed = was_subscribed  # as far as the service has said
+        self._is_hurried = is_hurried  # it may have taken the opposite as well, and last
         self._was_tried = False
 
     def answered(self, status: Status) -> None:
@@ -108,7 +111,7 @@ class Wish:
     def refused(self, code: int) -> None:
         """By the service, or by the network on the way there: what was before holds."""
         want = self._want
-        want.unsure = self._was_tried and want.wanted != self._was_subscribed
+        want.unsure = self._was_tried and (self._is_hurried or want.wanted != self._was_subscribed)
         if self._was_subscribed:
             want.wanted = want.answered = True
         else:
@@ -147,7 +150,6 @@ class Checker:
         self.reader_topics: list[UUri] = []
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.allowed_gaps = False
-        self.paused = False  # something was paused once
         # machine, from which seq to which something waits for an endpoint that is gone
         self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine
@@ -280,12 +282,16 @@ class Checker:
             want.wanted, want.confirmed_at, want.answered = False, None, False
         self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == topic)
 
-    def wishes(self, hearer: str, topic: UUri, wanted: bool) -> Wish:
+    def wishes(self, hearer: str, topic: UUri, wanted: bool, *, is_hurried: bool = False) -> Wish:
+        """`is_hurried`: the command is sent twice, and the opposite in between. So there is an Unsubscribe among them,
+        which ends what waits for the hearer."""
         key = uris.key(topic)
         self._wish_numbers += 1
         self.note("wishes", hearer, key, wanted)
         known = self.wants.get((hearer, key))
         was_subscribed = known is not None and known.wanted and known.answered and not known.refused
+        if is_hurried:
+            self.unwant(hearer, key)
         if wanted:
             want = self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
             want.answered = want.answered and known is not None and known.confirmed_at is not None
@@ -295,7 +301,7 @@ class Checker:
             )
             self.unwant(hearer, key)
         want.refused, want.unsure = "", False  # that was an earlier one
-        return Wish(self, want, self._wish_numbers, was_subscribed=was_subscribed)
+        return Wish(self, want, self._wish_numbers, was_subscribed=was_subscribed, is_hurried=is_hurried)
 
     def told(self, hearer: str, topic: UUri, status: Status) -> None:
         """What a service says of its own accord. One that comes late is about an earlier command, so the end decides,

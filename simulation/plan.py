@@ -399,7 +399,6 @@ class Plan:
             list(streamer.endpoints)[2].name,
         )
         self._world.checker.disturbed_from("pause")
-        self._world.checker.paused = True
         with contextlib.suppress(UStatusError):  # it was killed meanwhile
             await streamer.paused.pause(topic, peer)
         await self._some(4.0)

@@ -70,6 +70,32 @@ def test_what_waited_when_its_subscription_was_ended_may_come_late(checker: Chec
     assert checker.violations == []
 
 
+def test_commands_in_a_hurry_owe_nothing_from_before_their_unsubscribe(checker: Checker) -> None:
+    """Subscribe, Unsubscribe, Subscribe: what waits for a network when they are sent is ended by the second."""
+    subscribed(checker)
+    published(checker, "before")
+    wish = checker.wishes("L", TOPIC, True, is_hurried=True)
+    published(checker, "between")
+    checker.told("L", TOPIC, Status.SUBSCRIBED)  # by the first
+    published(checker, "before the Unsubscribe was taken")
+    wish.answered(Status.SUBSCRIBED)
+    after = published(checker, "after")
+    assert list(checker.owed["L"].values()) == [after]
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_commands_in_a_hurry_of_which_the_last_is_refused_may_have_changed_something(
+    checker: Checker, before: bool, wanted: bool
+) -> None:
+    if before:
+        subscribed(checker)
+    wish = checker.wishes("L", TOPIC, wanted, is_hurried=True)
+    wish.unanswered()
+    wish.refused(UCode.NOT_FOUND)
+    assert checker.wants["L", KEY].unsure
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_command_that_is_refused_changes_nothing(checker: Checker, before: bool, wanted: bool) -> None:
