@@ -128,6 +128,7 @@ class Acceptor:
 
     def accept(self, response: PollResponse) -> Accepted:
         accepted = Accepted()
+        had = dict(self.positions)
         following = {position.incarnation: position.seq for position in response.next}
         for begin in response.begin:
             if begin.incarnation not in self.positions:
@@ -138,7 +139,7 @@ class Acceptor:
             told = (decode(batch, self._read) or () for batch in response.frontiers)
             accepted.frontiers = [record for records in told for record in records if isinstance(record, Record)]
         for gap in response.gaps:
-            self._note(gap, accepted)
+            self._note(gap, had.get(gap.incarnation, 0), accepted)
         for incarnation in [one for one in self.positions if one not in following] if following else []:
             self._lose(incarnation, accepted)  # the service names all its logs there
         for batch in response.batches:
@@ -180,7 +181,9 @@ class Acceptor:
         duplicate."""
         self.places = Places(dict(places.positions), dict(places.known), self.places.idle & places.positions.keys())
 
-    def _note(self, gap: Gap, accepted: Accepted) -> None:
+    def _note(self, gap: Gap, had: int, accepted: Accepted) -> None:
+        """`had`: the position before this answer. An answer may begin further back, as that of a push does whose
+        follower has polled meanwhile: what has been deleted since then up to `had` is not missing."""
         incarnation = gap.incarnation
         if gap.reason == Gap.REASON_INCARNATION:
             self._lose(incarnation, accepted)
@@ -194,7 +197,7 @@ class Acceptor:
             self._lost_to.pop(incarnation, None)
             for key in [key for key in self._newest if key[0] == incarnation]:
                 del self._newest[key]
-        elif gap.before_seq - 1 <= self._lost_to.get(incarnation, 0):
+        elif gap.before_seq - 1 <= max(had, self._lost_to.get(incarnation, 0)):
             return
         else:
             self._lost_to[incarnation] = gap.before_seq - 1

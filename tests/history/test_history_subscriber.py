@@ -509,6 +509,26 @@ def test_a_gap_lets_the_chain_go_on() -> None:
     assert ([record.seq for record in accepted.records], accepted.gaps) == ([100], [gap])
 
 
+@pytest.mark.parametrize("reason", [Gap.REASON_RETENTION, Gap.REASON_CORRUPTION])
+def test_a_gap_behind_the_position_is_none(reason: Gap.Reason.ValueType) -> None:
+    """A push that waits where its follower was before it polled."""
+    acceptor = Acceptor({LOG: 1})
+    acceptor.accept(answer([(4, 0, 0)], 9))
+    behind, beyond = (Gap(reason=reason, incarnation=LOG, after_seq=1, before_seq=seq) for seq in (10, 11))
+    accepted = acceptor.accept(answer([(12, 4, 0)], 12, [behind]))
+    assert ([record.seq for record in accepted.records], accepted.gaps) == ([12], [])
+    acceptor = Acceptor({LOG: 9})
+    assert acceptor.accept(answer([(12, 4, 0)], 12, [beyond])).gaps == [beyond]
+
+
+def test_a_gap_in_front_of_where_an_answer_begins_is_told_to_who_has_no_position() -> None:
+    acceptor = Acceptor()
+    gap = Gap(reason=Gap.REASON_RETENTION, incarnation=LOG, after_seq=0, before_seq=10)
+    response = answer([(12, 4, 0)], 12, [gap])
+    response.begin.append(Position(incarnation=LOG, seq=9))
+    assert acceptor.accept(response).gaps == [gap]
+
+
 def test_what_never_follows_becomes_a_gap() -> None:
     acceptor = Acceptor({LOG: 1})
     told = [gap for _ in range(acceptor_module.REFUSED_MAX + 1) for gap in acceptor.accept(answer([(9, 5, 0)], 9)).gaps]
