@@ -316,6 +316,13 @@ class Checker:
             want.confirmed_at = None
             self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == uris.key(topic))
 
+    def no_for_good(self, topic: Key) -> None:
+        """A network has refused what one service has told another about `topic`: that ends its subscriptions, unless a
+        later command was under way."""
+        for want in self.wants.values():
+            if want.topic == topic:
+                want.unsure = True
+
     def _let_off(self, hearer: str, which: Any) -> None:
         for id in [id for id, sent in self.owed[hearer].items() if which(sent)]:
             self.owed[hearer].pop(id).promised.discard(hearer)

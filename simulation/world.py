@@ -37,19 +37,22 @@ import structlog
 
 from history import streams
 from history.follow import Mode
-from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, is_application, node
+from simulation.apps import SUBSCRIBE, Foreign, Hearer, HistoryReader, Publisher, Subscriber, is_application, node
 from simulation.checker import Checker, FollowedLog, Hop, Key
 from simulation.disk import SimulatedDisk
 from simulation.epochs import LAPS, SIGNALS, EpochReader, EpochsChecker, Laps, sections
 from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
 from simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
-from simulation.network import SimulatedNetwork
+from simulation.network import USUBSCRIPTION, SimulatedNetwork
 from simulation.plan import Plan
 from transports import plugin as plugins
 from transports.local import LocalTransport
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.usubscription.wire import CODECS
 from uprotocol.encoded import decoded
+from uprotocol.status import FINAL, code_name
 from uprotocol.transport import UListener
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -77,6 +80,7 @@ SEND_MS_MAX: Final = 2_000  # a transport that does not return for so long is op
 QUIET_S: Final = 3.0  # after all is there, for what should not come any more
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
+REFUSED_FOR_GOOD: Final = frozenset(f"refused {code_name(code)}" for code in FINAL)  # as a network tells it
 SHM: Final = Path("/dev/shm")
 
 AUTHORITIES: Final = {"vehicle": "vin1", "mcu": "mcu1", "cloud": "hub", "hub": "hub"}
@@ -473,6 +477,9 @@ class World:
                 *(self.networks["hub"].members if self.has_hub else ()),
             )
             self.checker.lost(uuids.to_bytes(message.attributes.id), is_for_good=is_for_good)
+        elif what in REFUSED_FOR_GOOD and is_remote_subscribe(message):
+            _, topic = CODECS[message.attributes.sink.ue_version_major].read_subscribe(message, "")
+            self.checker.no_for_good(uris.key(self.inside(topic)))
 
     async def watch(self) -> None:
         """What must hold at every moment, of services and who follows."""
@@ -718,6 +725,13 @@ class World:
                             )
                         )
         return wrong
+
+
+def is_remote_subscribe(message: UMessage) -> bool:
+    """From one uSubscription to another."""
+    attributes = message.attributes
+    is_asked = attributes.type == attrs.REQUEST and attributes.sink.ue_id == attributes.source.ue_id == USUBSCRIPTION
+    return is_asked and attributes.sink.resource_id == SUBSCRIBE
 
 
 def problems_of(machine: Machine) -> list[str]:

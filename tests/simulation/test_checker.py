@@ -121,6 +121,14 @@ def test_a_command_that_was_refused_when_it_was_said_again_may_have_changed_some
     assert not checker.wants["L", KEY].unsure
 
 
+def test_a_command_between_services_that_a_network_refuses_may_have_ended_a_subscription(checker: Checker) -> None:
+    subscribed(checker)
+    checker.no_for_good(KEY)
+    assert checker.wants["L", KEY].unsure
+    subscribed(checker)
+    assert not checker.wants["L", KEY].unsure
+
+
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_what_waited_on_a_network_is_owed_to_no_reader_once_it_is_not_recorded(
     checker: Checker, is_recorded: bool
