@@ -76,6 +76,7 @@ class Want:
     hops: tuple[Hop, ...]
     wanted: bool = True
     confirmed_at: float | None = None
+    is_early: bool = False  # confirmed while a gateway on the way starts: sure once that is ready
     answered: bool = False
     refused: str = ""
     unsure: bool = False  # nobody knows whether the service has taken the last command
@@ -97,7 +98,7 @@ class Wish:
         want.answered = True
         self._checker.note("answered", want.hearer, want.topic, str(status))
         if want.wanted and status is Status.SUBSCRIBED:
-            want.confirmed_at = self._checker.now if want.confirmed_at is None else want.confirmed_at
+            self._checker.confirm(want)
         elif want.wanted and status is Status.UNSUBSCRIBED:
             self._checker.fail(
                 "a subscription that nobody ended",
@@ -131,6 +132,7 @@ class Checker:
         self.owed: dict[str, dict[Id, Sent]] = defaultdict(dict)
         # by machine, of one that has been ready: from which network to which
         self.effective: dict[str, set[tuple[str, str]]] = {}
+        self._starting: set[str] = set()  # machines, until they are ready
         self.recorded: dict[str, list[UUri]] = {}
         self.volatile: list[UUri] = []
         self.era = 0
@@ -276,10 +278,17 @@ class Checker:
             want.confirmed_at = self.now
         return want
 
+    def confirm(self, want: Want) -> None:
+        """A service says so. A gateway that starts says so after a while (networks.BACK_SOON_S) even if a network has
+        not been opened yet, where nothing is kept for a filter that is new."""
+        if want.confirmed_at is None:
+            want.is_early = any(machine in self._starting for machine, _, _ in want.hops)
+            want.confirmed_at = None if want.is_early else self.now
+
     def unwant(self, hearer: str, topic: Key) -> None:
         want = self.wants.get((hearer, topic))
         if want is not None:
-            want.wanted, want.confirmed_at, want.answered = False, None, False
+            want.wanted, want.confirmed_at, want.is_early, want.answered = False, None, False, False
         self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == topic)
 
     def wishes(self, hearer: str, topic: UUri, wanted: bool, *, is_hurried: bool = False) -> Wish:
@@ -311,9 +320,9 @@ class Checker:
         if want is None or not want.wanted or not want.answered:
             return
         if status is Status.SUBSCRIBED:
-            want.confirmed_at = self.now if want.confirmed_at is None else want.confirmed_at
+            self.confirm(want)
         else:
-            want.confirmed_at = None
+            want.confirmed_at, want.is_early = None, False
             self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == uris.key(topic))
 
     def no_for_good(self, topic: Key) -> None:
@@ -332,6 +341,7 @@ class Checker:
     def starts(self, machine: Any) -> None:
         """With the configuration that it has now: what that forbids is owed no more."""
         passes = self.world.passes(machine)
+        self._starting.add(machine.name)
         self.effective[machine.name] = self.effective.get(machine.name, set()) & passes
         self.recorded[machine.name] = []
         for hearer in list(self.owed):
@@ -351,6 +361,10 @@ class Checker:
     def ready(self, machine: Any) -> None:
         self.effective[machine.name] = self.world.passes(machine)
         self.recorded[machine.name] = self.world.recorded(machine)
+        self._starting.discard(machine.name)
+        for want in self.wants.values():
+            if want.is_early:
+                self.confirm(want)
 
     def died(self, machine: Any, error: Exception) -> None:
         if not machine.disk_faults and not machine.torn:

@@ -121,6 +121,23 @@ def test_a_command_that_was_refused_when_it_was_said_again_may_have_changed_some
     assert not checker.wants["L", KEY].unsure
 
 
+def test_what_is_confirmed_by_a_gateway_that_starts_is_owed_once_that_is_ready(checker: Checker) -> None:
+    """It has not opened all its networks yet."""
+    checker.starts(machine(TOPIC))
+    subscribed(checker)
+    published(checker, "nobody listens yet")
+    checker.ready(machine(TOPIC))
+    after = published(checker, "after")
+    assert list(checker.owed["L"].values()) == [after]
+
+
+def test_what_was_confirmed_before_a_gateway_starts_is_owed_meanwhile(checker: Checker) -> None:
+    subscribed(checker)
+    checker.starts(machine(TOPIC))
+    meanwhile = published(checker, "kept by the network")
+    assert list(checker.owed["L"].values()) == [meanwhile]
+
+
 def test_a_command_between_services_that_a_network_refuses_may_have_ended_a_subscription(checker: Checker) -> None:
     subscribed(checker)
     checker.no_for_good(KEY)
