@@ -123,6 +123,7 @@ class EpochReader:
         self.lives: list[list[Assembled]] = []
         self.kept: list[int] = []  # by life, how many are behind its cursor
         self.gaps = 0
+        self.before_tear: set[Epoch] = set()  # what it had when the end of a log was torn off
         self.since_s = 0.0  # when this life began
 
     async def run(self) -> None:
@@ -188,6 +189,12 @@ class EpochsChecker:
 
     def _fail(self, kind: str, text: str) -> None:
         self._world.checker.fail(kind, text)
+
+    def torn(self) -> None:
+        """The end of a log is gone. With it goes which epochs were over: more of one may come, which nobody tells a
+        reader that begins anew with what comes."""
+        for reader in self.readers:
+            reader.before_tear.update(one.epoch for life in reader.lives for one in life if one.epoch is not None)
 
     async def learn(self, logs: Sequence[Log]) -> None:
         self.truth.clear()
@@ -297,7 +304,7 @@ class EpochsChecker:
         if self._is_torn:  # what was read once is not there any more, and other records may be in its place
             more.clear()
             told = {one.epoch for life in reader.lives for one in life if one.incomplete == REST}
-            lacks = set() if epoch in told else lacks
+            lacks = set() if epoch in told | reader.before_tear else lacks
         if lacks or more:
             seqs = sorted(seq for _, seq in lacks), sorted(seq for _, seq in more)
             self._fail("a part of an epoch", f"{reader.name}: {epoch} as complete, without {seqs[0]}, with {seqs[1]}")

@@ -331,6 +331,8 @@ class Plan:
         machine.had_disk_faults = True
         machine.kill(tear="" if not machine.was_closed and "tear_young" in self._world.without else "history")
         self._world.checker.torn(machine.name)
+        if self._world.epochs is not None:
+            self._world.epochs.torn()
         await self._some(2.0)
         self._start(machine)
 

@@ -1,0 +1,34 @@
+"""What the checker of epochs lets pass, and what not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from history.acceptor import Record
+from history.assembling import Assembled
+from history.frontier import Epoch
+from simulation.epochs import EpochReader, EpochsChecker
+from uprotocol import uri as uris
+
+TOPIC = uris.parse("//vin1/8006/1/8001")
+LOG = b"i" * 16
+LAP = Epoch("laps", (1,))
+
+
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_what_comes_of_an_epoch_after_a_tear_is_not_held_against_who_had_it_before(is_torn: bool) -> None:
+    failures: list[Any] = []
+    checker = SimpleNamespace(fail=lambda *what: failures.append(what), allowed_gaps=True)
+    world: Any = SimpleNamespace(machines={"V": SimpleNamespace(torn=False)}, checker=checker)
+    epochs = EpochsChecker(world)
+    reader = EpochReader(world, "reader", SimpleNamespace(), ["//vin1/8006/1/8001"], None, 0)  # type: ignore[arg-type]
+    epochs.readers.append(reader)
+    reader.lives.append([Assembled(LAP, [Record(LOG, 1, 0, 0, None)])])
+    if is_torn:
+        epochs.torn()
+    epochs.truth[LAP] = {(LOG, 2): TOPIC}
+    epochs._look_at(reader, reader.lives[0])
+    assert [kind for kind, _ in failures] == ([] if is_torn else ["a part of an epoch"])
