@@ -325,7 +325,7 @@ def admin_request(data: bytes) -> None:
             HttpPort({"/metrics": lambda: Answer(200, "text/plain", b"metric 1\n")}, {}, AdminSection()),
             _Client(),
         )
-        line = Line((await port.serve())(), None, set())
+        line = Line((await port.serve())(), None, {})
         line.connection_made(client)
         line.data_received(data)
         for _ in range(TURNS):
