@@ -44,7 +44,7 @@ class Reserve:
         """The file `path` of that size; 0: none, and one that is there is removed by `restore`."""
         self.path, self.bytes = path, bytes
         self._lock = threading.Lock()
-        self._told = False  # that it was given up
+        self._is_loss_logged = False  # the log says that it was given up
         self._trouble = ""  # why it could not be made, as was told
         self._counts_blocks = True  # the file system says how many blocks a file has
 
@@ -72,8 +72,8 @@ class Reserve:
             except OSError as error:
                 log.error("the reserve can't be given up", path=str(self.path), error=str(error))
                 return False
-            if not self._told:
-                self._told = True
+            if not self._is_loss_logged:
+                self._is_loss_logged = True
                 log.warning("the disk is full: its reserve was given up", path=str(self.path), bytes=self.bytes)
             return True
 
@@ -101,8 +101,8 @@ class Reserve:
                     self._trouble = str(error)
                     log.warning("the reserve can't be made", path=str(self.path), error=self._trouble)
                 return False
-            if self._told:
-                self._told = False
+            if self._is_loss_logged:
+                self._is_loss_logged = False
                 log.info("the reserve of the disk is there again", path=str(self.path), bytes=self.bytes)
             return True
 

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final, Self
 
 import structlog
@@ -223,7 +222,8 @@ class Streamer:
             handing_over=self.handovers,
             keeper=keeper,
         )
-        self.certificates = Expiries(parts.certificates_of(config), runtime.now_ms)
+        used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
+        self.certificates = Expiries(used, runtime.now_ms)
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
         self.admin: Admin | None = None
         if config.streamer.admin is not None:
@@ -248,7 +248,7 @@ class Streamer:
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
         endpoints = parts.endpoints_of(config)
-        runtime = replace(runtime, disk=runtime.disk.with_reserve(parts.reserve_of(config)))
+        runtime = dataclasses.replace(runtime, disk=runtime.disk.with_reserve(parts.reserve_of(config)))
         logs, window = await parts.logs_of(config, runtime)
         try:
             keeper = await parts.keeper_of(config, logs, runtime)

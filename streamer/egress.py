@@ -695,17 +695,16 @@ class Pump:
             self._active_at = asyncio.get_running_loop().time()
         if self._pace is not None:
             await self._pace.spend(sum(units_of(len(item[1].payload)) for item in batch))
+        self._sending = []
         if self._flights.have_failed:  # while we waited: what has to leave again comes first
             self._put_back(batch)
         else:
             is_alone = not self._flights and (not self.peer.in_flight_messages or self._failing or bool(self.aside))
             messages, oldest_seq = [message for _, message, _ in batch], min([seq for seq, _, _ in batch])
             self._flights.begin(batch, messages, oldest_seq, self._has_new_pause)
-            self._sending = []
             if is_alone:  # one at a time, or a trial: others would only fail behind it
                 await self._flights.answered()
                 await self._land()
-        self._sending = []
 
     async def _land(self) -> None:
         """Settle what has been answered; after a failure all that is under way."""

@@ -258,9 +258,8 @@ def rule_of(section: RuleSection) -> Rule:
 
 
 def certificates_of(config: Config) -> Iterator[tuple[str, CertificateFile]]:
-    """Each certificate that is configured, with the name of its endpoint; "" for the admin port."""
-    if config.streamer.admin is not None:
-        yield from (("", file) for file in config.admin.certificate_files)
+    """Each certificate that is configured, with the name of its endpoint; "" for the admin port, open or not."""
+    yield from (("", file) for file in config.admin.certificate_files)
     for section in config.endpoint:
         with contextlib.suppress(UStatusError, ValidationError):  # told where the transport is made
             _, settings = plugins.configure(section.transport, section.settings)

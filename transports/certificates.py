@@ -85,22 +85,22 @@ class KeptFiles(Generic[T]):
         with self._lock:
             now = stamp(self._files)  # before they are read: what changes meanwhile is seen by the next call
             if self._made is not None and now == self._stamp:
-                self._told("")
+                self._set_trouble("")
                 return self._made
             try:
                 made = self._make()
             except UStatusError as error:
                 if self._made is None:
                     raise
-                self._told(f"{error.message}; what was read before stays in use until they can")
+                self._set_trouble(f"{error.message}; what was read before stays in use until they can")
                 return self._made
             if self._made is not None:
                 log.info("changed files were read again", files=[str(file) for file in self._files if file])
             self._made, self._stamp = made, now
-            self._told("")
+            self._set_trouble("")
             return made
 
-    def _told(self, trouble: str) -> None:
+    def _set_trouble(self, trouble: str) -> None:
         if trouble and trouble != self.trouble:
             log.warning("changed files can't be used yet", why=trouble)
         self.trouble = trouble

@@ -24,7 +24,6 @@ from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
 from transports import certificates
 from transports import plugin as plugins
-from transports.base import TransportSettings
 from transports.certificates import CertificateFile
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
@@ -195,12 +194,12 @@ def findings(config: Config, text: str) -> list[Finding]:
 
 
 def _certificate_files(config: Config) -> Iterator[tuple[Location, CertificateFile]]:
-    yield from ((("admin", file.setting), file) for file in config.admin.certificate_files)
-    for index, endpoint in enumerate(config.endpoint):
-        _, settings = plugins.configure(endpoint.transport, endpoint.settings)
-        if isinstance(settings, TransportSettings):
-            for file in settings.certificate_files:
-                yield ("endpoint", index, "settings", *file.setting.split(".")), file
+    from streamer.parts import certificates_of
+
+    places: dict[str, Location] = {one.name: ("endpoint", at, "settings") for at, one in enumerate(config.endpoint)}
+    places[""] = ("admin",)
+    for owner, file in certificates_of(config):
+        yield (*places[owner], *file.setting.split(".")), file
 
 
 def _named(config: Config) -> Iterator[tuple[Location, Path]]:

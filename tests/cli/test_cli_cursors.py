@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -176,44 +178,34 @@ def test_whose_a_consumers_name_is_and_how_it_is_released(config: Path) -> None:
     assert "no uEntity owns a consumer named 'job'" in " ".join(result.output.split())
 
 
-async def test_a_name_is_released_while_the_streamer_runs(config: Path) -> None:
-    ready, stopping = asyncio.Event(), asyncio.Event()
-    streamers: list[Streamer] = []
-
-    def on_ready(streamer: Streamer) -> None:
-        streamers.append(streamer)
-        ready.set()
-
-    serving = asyncio.create_task(serve(load(config), on_ready, stopping))
-    await asyncio.wait_for(ready.wait(), 20)
-    consumers = streamers[0].history.consumers
-    consumers.hold("job", Owner("cloud", 0x20), streamers[0].logs.durable, 7, 3_600_000)
-    arguments = ("cursors", "release", "job", "--config", str(config))
-    assert await asyncio.to_thread(in_a_process, *arguments) == (0, {"consumer": "job", "owner": "//cloud/20"})
-    consumers.require("job", Owner("cloud", 0x21))
-    assert (await asyncio.to_thread(in_a_process, *arguments))[0] == 1
+@asynccontextmanager
+async def running(config: Path) -> AsyncIterator[Streamer]:
+    stopping = asyncio.Event()
+    made: asyncio.Future[Streamer] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(load(config), made.set_result, stopping))
+    yield await asyncio.wait_for(made, 20)
     stopping.set()
     await asyncio.wait_for(serving, 20)
+
+
+async def test_a_name_is_released_while_the_streamer_runs(config: Path) -> None:
+    async with running(config) as streamer:
+        consumers = streamer.history.consumers
+        consumers.hold("job", Owner("cloud", 0x20), streamer.logs.durable, 7, 3_600_000)
+        arguments = ("cursors", "release", "job", "--config", str(config))
+        assert await asyncio.to_thread(in_a_process, *arguments) == (0, {"consumer": "job", "owner": "//cloud/20"})
+        consumers.require("job", Owner("cloud", 0x21))
+        assert (await asyncio.to_thread(in_a_process, *arguments))[0] == 1
 
 
 async def test_the_streamer_that_runs_lists_its_cursors(config: Path) -> None:
     """Its file is behind: a cursor that has only moved on is written some seconds later."""
-    ready, stopping = asyncio.Event(), asyncio.Event()
-    streamers: list[Streamer] = []
-
-    def on_ready(streamer: Streamer) -> None:
-        streamers.append(streamer)
-        ready.set()
-
-    serving = asyncio.create_task(serve(load(config), on_ready, stopping))
-    await asyncio.wait_for(ready.wait(), 20)
-    streamers[0].logs.durable.set_cursor("egress:vehicle", 6, holds=True)
     path = config.parent / "history.db"
-    asked = await asyncio.to_thread(cursors.asked, path)
-    assert {one.endpoint: (one.seq, one.records) for one in asked}["vehicle"] == (6, 4)
-    assert [one.endpoint for one in asked] == ["cloud", "cloud-eu", "vehicle"]
-    stopping.set()
-    await asyncio.wait_for(serving, 20)
+    async with running(config) as streamer:
+        streamer.logs.durable.set_cursor("egress:vehicle", 6, holds=True)
+        asked = await asyncio.to_thread(cursors.asked, path)
+        assert {one.endpoint: (one.seq, one.records) for one in asked}["vehicle"] == (6, 4)
+        assert [one.endpoint for one in asked] == ["cloud", "cloud-eu", "vehicle"]
     assert [one.endpoint for one in cursors.asked(path)] == ["cloud", "cloud-eu", "vehicle"], "from the file"
 
 
