@@ -45,7 +45,7 @@ class Reserve:
         self.path, self.bytes = path, bytes
         self._lock = threading.Lock()
         self._is_loss_logged = False  # the log says that it was given up
-        self._trouble = ""  # why it could not be made, as was told
+        self._trouble = ""  # why it could not be made, as it was logged last
         self._counts_blocks = True  # the file system says how many blocks a file has
 
     def __repr__(self) -> str:

@@ -1,4 +1,5 @@
-"""A broker that answers everything with one reason code, or some topics with another one."""
+"""Brokers made for a test: `serving` gives one a port; `Answering` answers everything with one reason code, or some
+topics with another one."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from transports.mqtt5 import wire
 
@@ -54,10 +55,26 @@ class Answering:
         return b"\xd0\x00" if first == PINGREQ else b""
 
 
+class Server(Protocol):
+    port: int
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+
+
+S = TypeVar("S", bound=Server)
+
+
 @asynccontextmanager
-async def answering() -> AsyncIterator[Answering]:
-    broker = Answering()
+async def serving(broker: S) -> AsyncIterator[S]:
+    """It serves all connections to a port of its own."""
     server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
     broker.port = server.sockets[0].getsockname()[1]
     async with server:
+        yield broker
+
+
+@asynccontextmanager
+async def answering() -> AsyncIterator[Answering]:
+    async with serving(Answering()) as broker:
         yield broker

@@ -22,6 +22,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 import transports.mqtt5
+from tests.transports.mqtt5_answering import packet, serving
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, packets, window, wire
 from transports.mqtt5.connection import Connection, Dialler
 from uprotocol import uri as uris
@@ -43,10 +44,6 @@ class Deaf:
 
 def message(number: int) -> UMessage:
     return UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"%d" % number, 6))
-
-
-def packet(first: int, body: bytes) -> bytes:
-    return bytes((first,)) + wire.varint(len(body)) + body
 
 
 def text(data: bytes) -> tuple[str, bytes]:
@@ -108,10 +105,7 @@ class FakeBroker:
 
 @asynccontextmanager
 async def fake_broker() -> AsyncIterator[FakeBroker]:
-    broker = FakeBroker()
-    server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
-    broker.port = server.sockets[0].getsockname()[1]
-    async with server:
+    async with serving(FakeBroker()) as broker:
         yield broker
         await asyncio.wait_for(broker.ended.wait(), DEADLINE_S)
 
@@ -535,10 +529,8 @@ class Refusing(FakeBroker):
 
 async def test_what_is_registered_before_open_is_subscribed_to_with_the_connection() -> None:
     """And who registers it again hears what the broker says: it is asked again for what it has refused."""
-    broker, listener = Refusing(), Deaf()
-    server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
-    broker.port = server.sockets[0].getsockname()[1]
-    async with server:
+    listener = Deaf()
+    async with serving(Refusing()) as broker:
         one = end(broker)
         assert [status.code for status in one.register_before_open([(TOPIC, None)], listener)] == [UCode.OK]
         async with one:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tests.transports.mqtt5_answering import serving
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
@@ -62,10 +63,7 @@ class Mute:
 
 @asynccontextmanager
 async def mute_peer() -> AsyncIterator[Mute]:
-    mute = Mute()
-    server = await asyncio.start_server(mute.serve, "127.0.0.1", 0)
-    mute.port = server.sockets[0].getsockname()[1]
-    async with server:
+    async with serving(Mute()) as mute:
         yield mute
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import pytest
 
+from tests.transports.mqtt5_answering import serving
 from tests.transports.test_mqtt5_connection import DEADLINE_S, FakeBroker, end
 from transports.base import NOT_TRIED
 from transports.mqtt5 import Mqtt5Transport, link, window, wire
@@ -52,15 +52,6 @@ class Strict(FakeBroker):
         return wire.pubacks([publish.packet_id])
 
 
-@asynccontextmanager
-async def strict_broker() -> AsyncIterator[Strict]:
-    broker = Strict()
-    server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
-    broker.port = server.sockets[0].getsockname()[1]
-    async with server:
-        yield broker
-
-
 async def send_as_soon_as_connected(one: Mqtt5Transport, messages: Sequence[UMessage]) -> list[UStatus]:
     async with asyncio.timeout(DEADLINE_S):
         while not one.connected:  # noqa: ASYNC110  # a callback could come too late to be registered here
@@ -77,7 +68,7 @@ def let_time_pass(one: Mqtt5Transport) -> None:
 async def test_others_get_past_a_message_that_a_broker_hangs_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "reconnect_wait_ms", lambda *_: 1)
     batch = [message(FORBIDDEN, 0), message(ALLOWED, 1), message(FORBIDDEN, 2), message(ALLOWED, 3)]
-    async with strict_broker() as broker, end(broker) as one:
+    async with serving(Strict()) as broker, end(broker) as one:
         for _ in range(LOSSES_MIN):
             statuses = await send_as_soon_as_connected(one, batch)
             assert {status.code for status in statuses} == {UCode.UNAVAILABLE}
@@ -108,7 +99,7 @@ async def test_a_message_without_any_answer_does_not_wait_for_ever_while_others_
     """VerneMQ answered nothing where a topic is forbidden."""
     monkeypatch.setattr(window, "PUBACK_MS_MAX", 200)
     monkeypatch.setattr(link, "TICK_MS", 20)
-    async with strict_broker() as broker, end(broker) as one:
+    async with serving(Strict()) as broker, end(broker) as one:
         broker.is_silent = True
         waiting = asyncio.create_task(one.send_batch([message(FORBIDDEN, 0)]))
         async with asyncio.timeout(DEADLINE_S):
@@ -124,7 +115,7 @@ async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.M
     """Which of them it was nobody can tell, and after a new connection the first one is alone."""
     monkeypatch.setattr(link, "reconnect_wait_ms", lambda *_: 1)
     many = [message(ALLOWED, number) for number in range(32)]
-    async with strict_broker() as broker, end(broker) as one:
+    async with serving(Strict()) as broker, end(broker) as one:
         await send_as_soon_as_connected(one, many)  # so that several may be in flight
         statuses = await send_as_soon_as_connected(one, [message(FORBIDDEN, 0), *many])
         assert {status.code for status in statuses} == {UCode.UNAVAILABLE}
@@ -133,7 +124,7 @@ async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("why", [TimeoutError("silent"), TakenOver("session taken over")])
 async def test_a_network_that_is_gone_makes_no_suspect(why: OSError) -> None:
-    async with strict_broker() as broker, end(broker) as one:
+    async with serving(Strict()) as broker, end(broker) as one:
         broker.is_silent = True
         sending = asyncio.create_task(one.send_batch([message(FORBIDDEN, 0)]))
         await broker.expect(PUBLISH)

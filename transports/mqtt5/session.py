@@ -95,15 +95,15 @@ class Session:
 
     @property
     def troubles(self) -> list[str]:
-        told = [
+        lines = [
             f"nothing that matches the topic filter {topic_filter} arrives: {one.refusal}"
             for topic_filter, one in islice(self._refused.items(), TROUBLES_MAX)
         ]
         if len(self._refused) > TROUBLES_MAX:
-            told.append(f"and the same of {len(self._refused) - TROUBLES_MAX} more topic filters")
-        return told
+            lines.append(f"and the same of {len(self._refused) - TROUBLES_MAX} more topic filters")
+        return lines
 
-    # What the transport tells.
+    # Events of the connection, reported by the transport.
 
     def restore(self, filters: Iterable[str]) -> None:
         """An earlier process has left these, if the broker resumes its session."""
@@ -295,7 +295,7 @@ class Session:
 
     @property
     def _can_ask(self) -> bool:
-        """The connection is there; that it is lost is known here at once, and told to us (`down`) a moment later."""
+        """The connection is there; that it is lost shows here at once; `down` is called a moment later."""
         connection = self._link.connection
         return connection is not None and connection.up
 
