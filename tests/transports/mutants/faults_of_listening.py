@@ -170,7 +170,7 @@ class RefusalAfterReconnectEndsConnection(HubTransport):
         self._writer.transport.abort()
 
 
-@fault("that a filter is refused after a reconnect is told nowhere", WHEN_WE_ARE_BACK)
+@fault("a filter that is refused after a reconnect is not reported", WHEN_WE_ARE_BACK)
 class RefusalAfterReconnectUntold(HubTransport):
     def refused_again(self, filter: Filter, why: str) -> None: ...
 
