@@ -42,7 +42,7 @@ HOME: Final = """
 name = "vehicle"
 transport = "zenoh"
 authorities = ["vehicle1"]
-settings = {{ mode = "router", listen = ["tcp/127.0.0.1:{zenoh}"] }}
+settings = {{ mode = "router", listen = ["tcp/127.0.0.1:{zenoh}"], stall_ms_max = {stall_ms} }}
 [[endpoint]]
 name = "cloud"
 transport = "mqtt5"
@@ -88,6 +88,7 @@ class Scene:
     rules: bool = False
     records: bool = True  # whatever the two sides say
     usubscription: str = ""  # more lines of that section
+    stall_ms: int = 5_000  # `stall_ms_max` of the vehicle's Zenoh
 
     @property
     def home(self) -> str:
@@ -106,7 +107,9 @@ class Scene:
     def toml(self, **places: object) -> str:
         text = HEAD + (FLEET_SIDE if self.fleet else HOME) + (RULES if self.rules else "")
         record = json.dumps(["//cloud/FFFFFFFF/FF/FFFF", "//vehicle1/FFFFFFFF/FF/FFFF"] if self.records else [])
-        return text.format(record=record, retention=RETENTION_MIB, usubscription=self.usubscription, **places)
+        return text.format(
+            record=record, retention=RETENTION_MIB, usubscription=self.usubscription, stall_ms=self.stall_ms, **places
+        )
 
 
 @dataclass
