@@ -128,7 +128,7 @@ class Acceptor:
 
     def accept(self, response: PollResponse) -> Accepted:
         accepted = Accepted()
-        had = dict(self.positions)
+        had = {gap.incarnation: self.positions.get(gap.incarnation, 0) for gap in response.gaps}
         following = {position.incarnation: position.seq for position in response.next}
         for begin in response.begin:
             if begin.incarnation not in self.positions:
@@ -139,7 +139,7 @@ class Acceptor:
             told = (decode(batch, self._read) or () for batch in response.frontiers)
             accepted.frontiers = [record for records in told for record in records if isinstance(record, Record)]
         for gap in response.gaps:
-            self._note(gap, had.get(gap.incarnation, 0), accepted)
+            self._note(gap, had[gap.incarnation], accepted)
         for incarnation in [one for one in self.positions if one not in following] if following else []:
             self._lose(incarnation, accepted)  # the service names all its logs there
         for batch in response.batches:
@@ -182,8 +182,8 @@ class Acceptor:
         self.places = Places(dict(places.positions), dict(places.known), self.places.idle & places.positions.keys())
 
     def _note(self, gap: Gap, had: int, accepted: Accepted) -> None:
-        """`had`: the position before this answer. An answer may begin further back, as that of a push does whose
-        follower has polled meanwhile: what has been deleted since then up to `had` is not missing."""
+        """`had`: the position before this answer. A push may begin further back, because its follower has polled
+        meanwhile. Records up to `had` that were deleted since then are not missing."""
         incarnation = gap.incarnation
         if gap.reason == Gap.REASON_INCARNATION:
             self._lose(incarnation, accepted)

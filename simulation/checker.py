@@ -279,8 +279,9 @@ class Checker:
         return want
 
     def confirm(self, want: Want) -> None:
-        """A service says so. A gateway that starts says so after a while (networks.BACK_SOON_S) even if a network has
-        not been opened yet, where nothing is kept for a filter that is new."""
+        """A service has answered SUBSCRIBED. A gateway that is starting waits BACK_SOON_S (networks.py) at most for
+        its networks, and then answers even if one is not open yet. That network keeps no messages for a new filter, so
+        the subscription counts from when the gateway is ready."""
         if want.confirmed_at is None:
             want.is_early = any(machine in self._starting for machine, _, _ in want.hops)
             want.confirmed_at = None if want.is_early else self.now
@@ -292,8 +293,8 @@ class Checker:
         self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == topic)
 
     def wishes(self, hearer: str, topic: UUri, wanted: bool, *, is_hurried: bool = False) -> Wish:
-        """`is_hurried`: the command is sent twice, and the opposite in between. So there is an Unsubscribe among them,
-        which ends what waits for the hearer."""
+        """`is_hurried`: the command is sent twice, with the opposite one in between. So one of the three is an
+        Unsubscribe, after which the messages that wait for the hearer need not arrive."""
         key = uris.key(topic)
         self._wish_numbers += 1
         self.note("wishes", hearer, key, wanted)
@@ -326,8 +327,8 @@ class Checker:
             self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == uris.key(topic))
 
     def no_for_good(self, topic: Key) -> None:
-        """A network has refused what one service has told another about `topic`: that ends its subscriptions, unless a
-        later command was under way."""
+        """A network has refused a Subscribe or Unsubscribe for `topic` between two services. That ends the
+        subscriptions to it, unless a later command was already on its way."""
         for want in self.wants.values():
             if want.topic == topic:
                 want.unsure = True

@@ -191,8 +191,8 @@ class EpochsChecker:
         self._world.checker.fail(kind, text)
 
     def torn(self) -> None:
-        """The end of a log is gone. With it goes which epochs were over: more of one may come, which nobody tells a
-        reader that begins anew with what comes."""
+        """The end of a log was torn off, and the frontiers in it are lost. So the log may append more records to an
+        epoch that had ended. A reader that had this epoch before does not see them if it starts again behind them."""
         for reader in self.readers:
             reader.before_tear.update(one.epoch for life in reader.lives for one in life if one.epoch is not None)
 

@@ -80,7 +80,7 @@ SEND_MS_MAX: Final = 2_000  # a transport that does not return for so long is op
 QUIET_S: Final = 3.0  # after all is there, for what should not come any more
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
-REFUSED_FOR_GOOD: Final = frozenset(f"refused {code_name(code)}" for code in FINAL)  # as a network tells it
+REFUSED_FOR_GOOD: Final = frozenset(f"refused {code_name(code)}" for code in FINAL)  # as networks report it
 SHM: Final = Path("/dev/shm")
 
 AUTHORITIES: Final = {"vehicle": "vin1", "mcu": "mcu1", "cloud": "hub", "hub": "hub"}

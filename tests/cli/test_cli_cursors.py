@@ -183,9 +183,11 @@ async def running(config: Path) -> AsyncIterator[Streamer]:
     stopping = asyncio.Event()
     made: asyncio.Future[Streamer] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(load(config), made.set_result, stopping))
-    yield await asyncio.wait_for(made, 20)
-    stopping.set()
-    await asyncio.wait_for(serving, 20)
+    try:
+        yield await asyncio.wait_for(made, 20)
+    finally:
+        stopping.set()
+        await asyncio.wait_for(serving, 20)
 
 
 async def test_a_name_is_released_while_the_streamer_runs(config: Path) -> None:

@@ -277,7 +277,7 @@ ATTACKS: Final = (
         None,
         scene=Scene(stall_ms=2_000),  # three of them, one after the other, within Zenoh's lease (docs/zenoh.md)
         endless=True,
-        excused=frozenset({"p99"}),  # until Zenoh has cut off all three
+        excused=frozenset({"p99"}),  # everything waits until Zenoh has cut off all three
     ),
     Attack(
         "pull",

@@ -1,4 +1,4 @@
-"""What the checker of epochs lets pass, and what not."""
+"""What the checker of epochs accepts, and what it reports."""
 
 from __future__ import annotations
 

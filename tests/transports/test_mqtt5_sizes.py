@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.transports.mqtt5_answering import serving
 from transports.conformance import Sink
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, transport, wire
 from transports.mqtt5.broker import Broker
@@ -86,11 +87,10 @@ class Rude:
     """A broker that lets anybody in, and then sends one PUBLISH that is larger than it was told."""
 
     def __init__(self, oversized: bytes) -> None:
-        self.oversized, self.said, self.connects = oversized, bytearray(), 0
+        self.oversized, self.said, self.port = oversized, bytearray(), 0
         self.hung_up = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connects += 1
         self.connect = await reader.read(1_000)
         writer.write(b"\x20\x03\x00\x00\x00" + self.oversized)
         while data := await reader.read(1_000):
@@ -101,9 +101,8 @@ class Rude:
 
 async def test_a_broker_that_sends_more_than_it_was_told_is_told_why_and_left() -> None:
     rude = Rude(packet(bytes(4 * MIB))[:100])  # no more, or TCP would reset the connection before it hears why
-    server = await asyncio.start_server(rude.serve, "127.0.0.1", 0)
-    one = Mqtt5Transport(Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3))
-    async with server:
+    async with serving(rude):
+        one = Mqtt5Transport(Mqtt5Config(port=rude.port), LocalUriProvider("sender", 0x10AB, 3))
         await one.open()
         try:
             async with asyncio.timeout(DEADLINE_S):

@@ -295,7 +295,7 @@ class Session:
 
     @property
     def _can_ask(self) -> bool:
-        """The connection is there; that it is lost shows here at once; `down` is called a moment later."""
+        """The connection is up. A loss shows here at once; `down` is called a moment later."""
         connection = self._link.connection
         return connection is not None and connection.up
 
