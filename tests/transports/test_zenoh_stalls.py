@@ -19,9 +19,9 @@ from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
 LEASE: Final = "transport/link/tx/lease"
-HUB: Final = {"stall_ms_max": 1_000, "settings": {LEASE: 2_000}}  # as the defaults are to each other, but faster
-# a lease that ends while a put waits: the case that costs others
-CLIENT: Final = {"stall_ms_max": 300, "settings": {LEASE: 600}}
+HUB: Final = {"stall_ms_max": 2_000, "settings": {LEASE: 4_000}}  # as the defaults are to each other, but faster
+# a lease that ends while a put waits: the case that costs others. The queue has to be full before it ends
+CLIENT: Final = {"stall_ms_max": 700, "settings": {LEASE: 1_500}}
 CUT: Final = "a peer that read nothing is cut off: what was sent to it last is lost"
 
 Network = Callable[..., Awaitable[tuple[ZenohTransport, list[Reader]]]]
