@@ -14,6 +14,8 @@ from tests.transports.zenoh_readers import DEADLINE_S, Reader
 from transports.conformance.messages import publish, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
+from transports.zenoh.sender import Unread
+from transports.zenoh.stalls import StallWatch
 from uprotocol.status import OK
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -36,7 +38,8 @@ async def network() -> AsyncIterator[Network]:
             clients: int, messages: int, hub: dict[str, Any], client: dict[str, Any]
         ) -> tuple[ZenohTransport, list[Reader]]:
             at = [f"tcp/127.0.0.1:{free_port()}"]
-            config = ZenohConfig.model_validate({"mode": "router", "listen": at} | hub)
+            small = [f"{at[0]}#so_sndbuf=65536"]  # else the kernel holds as much as is sent here
+            config = ZenohConfig.model_validate({"mode": "router", "listen": small} | hub)
             transport = await stack.enter_async_context(ZenohTransport(config, LocalUriProvider("hub", 0x10AB, 3)))
             readers = [await Reader.start(stack, at[0], topic("hub"), messages, client) for _ in range(clients)]
             for reader in readers:
@@ -132,3 +135,33 @@ async def test_what_the_only_peer_has_not_read_is_sent_again(network: Network) -
     sick.go_on()
     await until(lambda: hub.connected)
     assert {status.code for status in await hub.send_batch(batches(1)[0])} == {UCode.OK}
+
+
+class _SlowThread:
+    """A sender whose thread takes its time to begin, and then stands."""
+
+    position: tuple[int, int] | None = None
+
+    def silent(self, peers: Any, timeout_s: float) -> Unread:
+        return Unread(list(peers), [])
+
+    def addresses(self) -> dict[str, str]:
+        return {"a": "tcp/127.0.0.1:1"}
+
+
+@pytest.mark.usefixtures("looks_often")
+async def test_a_batch_that_the_thread_begins_late_is_watched_too() -> None:
+    sender = _SlowThread()
+    cut = asyncio.Event()
+    watch = StallWatch(sender, "hub", 0.2, {"a": True}, lambda peer: cut.set(), lambda peer: None)  # type: ignore[arg-type]
+    watch.send_begins()
+    began = asyncio.get_running_loop().time()
+    await asyncio.sleep(0.12)  # two looks find nothing that is being put
+    sender.position = 1, 0
+    await until(lambda: watch.trouble)
+    await until(lambda: watch.has_cut(began))
+    sender.position = None
+    watch.send_ended()
+    await asyncio.wait_for(cut.wait(), DEADLINE_S)
+    assert watch.has_cut(began)
+    watch.close()

@@ -46,6 +46,7 @@ class StallWatch:
         `on_cut`: that one is cut off. `on_back`: it was not, since it answers."""
         self._sender, self._authority, self._stall_s, self._peers = sender, authority, stall_s, peers
         self._on_cut, self._on_back = on_cut, on_back
+        self._sends = 0  # batches that were handed to the sender's thread, and have not come back
         self._timer: asyncio.TimerHandle | None = None
         self._position: tuple[int, int] | None = None  # of the sender, at the last look
         self._stands_since = 0.0  # loop time of the first look that found it there
@@ -58,8 +59,14 @@ class StallWatch:
     def __repr__(self) -> str:
         return f"StallWatch({self.trouble or 'none'})"
 
-    def watch(self) -> None:
-        """Something is about to be sent."""
+    def send_begins(self) -> None:
+        self._sends += 1
+        self._watch()
+
+    def send_ended(self) -> None:
+        self._sends -= 1
+
+    def _watch(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
@@ -87,14 +94,15 @@ class StallWatch:
         position = self._sender.position
         if position is None or position != self._position:
             self._end()
-        if position is None:
+        if self._sends or position is not None:
+            self._watch()
+        if position is None:  # nothing is being sent, or the thread has not begun what it was handed
             return
         if self._position is None:
             self._position, self._stands_since = position, loop.time()
         elif not self.trouble and self._stood_s >= TOLD_AFTER_S:
             self._tell(list(self._peers))
             self._asking = loop.create_task(self._ask())
-        self.watch()
 
     def _end(self) -> None:
         """The sender has moved."""

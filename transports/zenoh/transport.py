@@ -296,7 +296,8 @@ class ZenohTransport(TransportBase):
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
-        self._stalls.watch()
+        stalls = self._stalls
+        stalls.send_begins()
         began = self._loop.time()
         send = self._loop.run_in_executor(self._sender.thread, self._sender.put, messages)
         self._sends.add(send)
@@ -308,7 +309,9 @@ class ZenohTransport(TransportBase):
             if not send.cancelled() or (task is not None and task.cancelling()):
                 raise
             return stopped([], len(messages), _CLOSED)  # by `close`
-        if self._stalls.has_cut(began):
+        finally:
+            stalls.send_ended()
+        if stalls.has_cut(began):
             self._cut_until = self._loop.time() + CUT_S_MAX
         if len(self._peers) == 1 and self._loop.time() < self._cut_until:
             await self._await_loss()
