@@ -152,16 +152,16 @@ class _SlowThread:
 @pytest.mark.usefixtures("looks_often")
 async def test_a_batch_that_the_thread_begins_late_is_watched_too() -> None:
     sender = _SlowThread()
-    cut = asyncio.Event()
-    watch = StallWatch(sender, "hub", 0.2, {"a": True}, lambda peer: cut.set(), lambda peer: None)  # type: ignore[arg-type]
-    watch.send_begins()
+    sends, cut = {"the batch"}, asyncio.Event()
+    watch = StallWatch(sender, "hub", 0.2, {"a": True}, sends, lambda peer: cut.set(), lambda peer: None)  # type: ignore[arg-type]
+    watch.watch()
     began = asyncio.get_running_loop().time()
     await asyncio.sleep(0.12)  # two looks find nothing that is being put
     sender.position = 1, 0
     await until(lambda: watch.trouble)
     await until(lambda: watch.has_cut(began))
     sender.position = None
-    watch.send_ended()
+    sends.clear()
     await asyncio.wait_for(cut.wait(), DEADLINE_S)
     assert watch.has_cut(began)
     watch.close()

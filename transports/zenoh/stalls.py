@@ -12,7 +12,7 @@ which has a queue of its own on each link.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
@@ -39,14 +39,15 @@ class StallWatch:
         authority: str,
         stall_s: float,
         peers: Mapping[str, bool],
+        sends: Collection[object],
         on_cut: Callable[[str], None],
         on_back: Callable[[str], None],
     ) -> None:
         """`stall_s`: so long Zenoh waits for a peer before it cuts it off. `peers`: those linked now, by Zenoh id.
-        `on_cut`: that one is cut off. `on_back`: it was not, since it answers."""
+        `sends`: the calls of `put` that have not returned. `on_cut`: that one is cut off. `on_back`: it was not, since
+        it answers."""
         self._sender, self._authority, self._stall_s, self._peers = sender, authority, stall_s, peers
-        self._on_cut, self._on_back = on_cut, on_back
-        self._sends = 0  # batches that were handed to the sender's thread, and have not come back
+        self._sends, self._on_cut, self._on_back = sends, on_cut, on_back
         self._timer: asyncio.TimerHandle | None = None
         self._position: tuple[int, int] | None = None  # of the sender, at the last look
         self._stands_since = 0.0  # loop time of the first look that found it there
@@ -59,14 +60,8 @@ class StallWatch:
     def __repr__(self) -> str:
         return f"StallWatch({self.trouble or 'none'})"
 
-    def send_begins(self) -> None:
-        self._sends += 1
-        self._watch()
-
-    def send_ended(self) -> None:
-        self._sends -= 1
-
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """`sends` has one more."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
@@ -95,7 +90,7 @@ class StallWatch:
         if position is None or position != self._position:
             self._end()
         if self._sends or position is not None:
-            self._watch()
+            self.watch()
         if position is None:  # nothing is being sent, or the thread has not begun what it was handed
             return
         if self._position is None:

@@ -121,7 +121,7 @@ class ZenohTransport(TransportBase):
         self.is_open = True
         self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
         self._stalls = StallWatch(
-            self._sender, self.authority, self._stall_s, self._peers, self._lost, self._answers_again
+            self._sender, self.authority, self._stall_s, self._peers, self._sends, self._lost, self._answers_again
         )
         for transport in session.info.transports():
             self._on_peer(transport, True)
@@ -296,11 +296,10 @@ class ZenohTransport(TransportBase):
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
-        stalls = self._stalls
-        stalls.send_begins()
         began = self._loop.time()
         send = self._loop.run_in_executor(self._sender.thread, self._sender.put, messages)
         self._sends.add(send)
+        self._stalls.watch()
         send.add_done_callback(self._sends.discard)
         try:
             statuses = await send
@@ -309,9 +308,7 @@ class ZenohTransport(TransportBase):
             if not send.cancelled() or (task is not None and task.cancelling()):
                 raise
             return stopped([], len(messages), _CLOSED)  # by `close`
-        finally:
-            stalls.send_ended()
-        if stalls.has_cut(began):
+        if self._stalls.has_cut(began):
             self._cut_until = self._loop.time() + CUT_S_MAX
         if len(self._peers) == 1 and self._loop.time() < self._cut_until:
             await self._await_loss()
