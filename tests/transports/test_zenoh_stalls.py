@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -163,5 +164,20 @@ async def test_a_batch_that_the_thread_begins_late_is_watched_too() -> None:
     sender.position = None
     sends.clear()
     await asyncio.wait_for(cut.wait(), DEADLINE_S)
+    assert watch.has_cut(began)
+    watch.close()
+
+
+@pytest.mark.usefixtures("looks_often")
+async def test_a_look_that_comes_late_hides_no_cut() -> None:
+    """The loop was busy: at the first look the put has waited for longer than between two looks."""
+    sender = _SlowThread()
+    watch = StallWatch(sender, "hub", 0.2, {"a": True}, {"the batch"}, lambda peer: None, lambda peer: None)  # type: ignore[arg-type]
+    began = asyncio.get_running_loop().time()
+    watch.watch()
+    sender.position = 1, 0
+    time.sleep(0.12)  # noqa: ASYNC251 - that is the point
+    assert not watch.has_cut(began)
+    await asyncio.sleep(0.09)
     assert watch.has_cut(began)
     watch.close()

@@ -51,6 +51,8 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._position: tuple[int, int] | None = None  # of the sender, at the last look
         self._stands_since = 0.0  # loop time of the first look that found it there
+        self._unseen_s = LOOK_S  # it may have been there for so long before that look; more where the loop was late
+        self._watched_at = 0.0  # loop time of the last look, or of the call that began the watch
         self._cut_at = 0.0  # loop time at which a put went on that had waited for so long
         self._asking: asyncio.Task[None] | None = None
         self._cutting: asyncio.Task[None] | None = None
@@ -63,7 +65,9 @@ class StallWatch:
     def watch(self) -> None:
         """`sends` has one more."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            loop = asyncio.get_running_loop()
+            self._watched_at = loop.time()
+            self._timer = loop.call_later(LOOK_S, self._look)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -76,16 +80,22 @@ class StallWatch:
     def has_cut(self, since: float) -> bool:
         """A put that was under way after `since` (loop time) took so long that Zenoh has cut off the peer that it
         waited for."""
-        return self._stood_s + LOOK_S >= self._stall_s or self._cut_at > since
+        return self._may_have_cut or self._cut_at > since
+
+    @property
+    def _may_have_cut(self) -> bool:
+        """The put that was under way at the last look may have waited for as long as Zenoh waits for a peer."""
+        return self._stood_s + self._unseen_s >= self._stall_s
 
     @property
     def _stood_s(self) -> float:
-        """How long the put that was under way at the last look has waited; up to LOOK_S less than it really has."""
+        """How long the put that was under way at the last look has waited since it was first seen; up to `_unseen_s`
+        less than it really has."""
         return 0.0 if self._position is None else asyncio.get_running_loop().time() - self._stands_since
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = None
+        self._timer, looked_at = None, self._watched_at
         position = self._sender.position
         if position is None or position != self._position:
             self._end()
@@ -95,6 +105,7 @@ class StallWatch:
             return
         if self._position is None:
             self._position, self._stands_since = position, loop.time()
+            self._unseen_s = max(LOOK_S, self._stands_since - looked_at)
         elif not self.trouble and self._stood_s >= TOLD_AFTER_S:
             self._tell(list(self._peers))
             self._asking = loop.create_task(self._ask())
@@ -102,12 +113,12 @@ class StallWatch:
     def _end(self) -> None:
         """The sender has moved."""
         loop = asyncio.get_running_loop()
-        if self._stood_s + LOOK_S >= self._stall_s:
+        if self._may_have_cut:
             self._cut_at = loop.time()
             if self._cutting is None or self._cutting.done():
                 self._cutting = loop.create_task(self._cut(self._unread))
         self._unread = {}
-        self._position = None
+        self._position, self._unseen_s = None, LOOK_S
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
