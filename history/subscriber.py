@@ -364,8 +364,8 @@ class GaplessSubscriber:
             try:
                 async with asyncio.timeout_at(min((at for at in (save_at, until) if at is not None), default=None)):
                     item = await self._queue.get()
-            except TimeoutError:
-                if save_at is not None and save_at <= asyncio.get_running_loop().time():
+            except TimeoutError:  # a timer may end before its time, by as much as the clock's resolution
+                if save_at is not None and (until is None or save_at <= until):
                     await self._save()
                     continue
                 return None

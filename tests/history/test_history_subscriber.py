@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from history import acceptor as acceptor_module
 from history import client as client_module
+from history import subscriber as subscriber_module
 from history import witness
 from history.acceptor import Acceptor, Places, Record
 from history.log import Log
@@ -141,6 +142,27 @@ async def test_the_cursor_file_makes_it_at_least_once_across_restarts(world: Wor
     async with GaplessSubscriber(world.client, cursor_path=path, max_records=10) as subscriber:
         again = await take(subscriber, 65)
         assert again == list(range(35, 100))
+
+
+async def test_the_cursor_is_saved_while_nothing_comes(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the timer of the event loop ends a little before its time, as asyncio allows."""
+    real, path = asyncio.timeout_at, tmp_path / "cursor"
+    monkeypatch.setattr(subscriber_module, "CURSOR_SAVE_MS", 50)
+    monkeypatch.setattr(asyncio, "timeout_at", lambda at: real(None if at is None else at - 0.02))
+    async with GaplessSubscriber(world.client, cursor_path=path) as subscriber:
+        for taken in (10, 20):
+            await world.append(taken - 10, 10)
+            await take(subscriber, 10)
+            waiting = asyncio.ensure_future(subscriber.next_batch())
+            async with asyncio.timeout(30):
+                while not path.exists() or json.loads(path.read_text())["positions"] != {
+                    world.log.incarnation.hex(): taken
+                }:
+                    assert not waiting.done()
+                    await asyncio.sleep(0.01)
+            waiting.cancel()
 
 
 async def test_a_save_that_was_given_up_does_not_replace_a_newer_one(
