@@ -314,6 +314,9 @@ class Assembler:
                 # somebody on the way was not given some of it. In the keeper's own log nobody is, and a number that
                 # is left out there is that of a frontier that could not be stored
                 yield from self._lose(key, group, before | known.active, record)
+            elif known is not None and told.number <= known.number and told.version < known.version:
+                # the log went back: how what was open ended may be in what it has lost
+                group.suspect = raised(group.suspect, before | known.active)
             self._hear(group, told.group, log, part)
             self._note_ended(group, told)
             touched.add(key)

@@ -824,6 +824,17 @@ def test_after_a_gap_what_was_open_may_not_be_whole() -> None:
     assert times(reader.take([told.frontier([], [])], 0.0)) == [((2,), MISSED), ((3,), MISSED), ((4,), "")]
 
 
+def test_where_the_log_went_back_what_was_open_may_not_be_whole() -> None:
+    """A disk was damaged. The reader had all of it, and so hears of no gap; how (1) and (2) ended is lost."""
+    told, reader = Told(), Assembler()
+    opened = [told.frontier([(1,)], [(1,)]), told.frontier([(1,)], [(1,), (2,)]), told.frontier([(1,)], [(1,), (2,)])]
+    assert reader.take([*opened, told.data((1,)), told.data((2,))], 0.0) == []
+    told.version = 1
+    assert times(reader.take([told.frontier([], [])], 0.0)) == [((1,), MISSED), ((2,), MISSED)]
+    later = [told.frontier([(3,)], [(3,)]), told.data((3,)), told.frontier([], [])]
+    assert times(reader.take(later, 0.0)) == [((3,), "")]
+
+
 def test_what_is_too_big_is_handed_over_in_parts() -> None:
     told, reader = Told(), Assembler(bytes_max=10_000)
     reader.begin([told.frontier([(1,)], [], 9)], 0.0)
@@ -1018,6 +1029,7 @@ def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() 
     told = Told()
     readers = [Assembler([SIGNALS[0]]), Assembler([SIGNALS[1]])]
     said = Beginning(topics=[SIGNALS[0]], service=at("gateway"))
+    snapshot = told.frontier([(1,)], [(1,)], 9)  # of before what came
     came = [
         told.data((2,)),
         told.frontier([(2,)], [(2,)]),
@@ -1027,7 +1039,7 @@ def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() 
         told.frontier([(4,)], []),
     ]
     for reader in readers:
-        reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+        reader.begin([snapshot], 0.0)
     assert [times(reader.take(came, 0.0)) for reader in readers] == [
         [((2,), BEGUN_THERE), ((3,), "")],
         [((2,), ""), ((3,), "")],
