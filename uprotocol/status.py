@@ -27,10 +27,10 @@ _NOT_FOUND.Pack(UStatus(code=UCode.NOT_FOUND))
 
 
 def nobody_listens(message: str) -> UStatus:
-    """For a request of which the network says that nobody is there to take it (MQTT: No matching subscribers).
+    """For a message of which the network says that nobody is there to take it (MQTT: No matching subscribers).
 
-    UNAVAILABLE, since the service may come back, with a detail of code NOT_FOUND: the network itself is well, so that
-    whoever tries again for the caller until a network is back can tell him at once instead (`is_nobody_listening`).
+    UNAVAILABLE, since a receiver may come back, with a detail of code NOT_FOUND: the network itself is well. Of a
+    request the caller is told at once; a publish can wait until somebody listens (`is_nobody_listening`).
     """
     return UStatus(code=UCode.UNAVAILABLE, message=message, details=[_NOT_FOUND])
 

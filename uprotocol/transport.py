@@ -40,6 +40,8 @@ class Capability(enum.Flag):
     PUBLISH_WITHOUT_SINK = enum.auto()
     # `send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them
     ENCODED = enum.auto()
+    # `send_batch` says of a publish that nobody listens at its address (see UTransport.tells_absence)
+    ABSENCE = enum.auto()
 
 
 @runtime_checkable
@@ -101,6 +103,7 @@ class LocalUriProvider:
 
 ConnectionCallback = Callable[[bool], None]
 LossCallback = Callable[[str, int | None], None]
+HeardCallback = Callable[[Sequence[str] | None], None]
 
 
 class UTransport(abc.ABC):
@@ -134,6 +137,24 @@ class UTransport(abc.ABC):
     """Set by the owner: source authorities, as the network names them, whose messages are not taken for now. A
     transport that can tell an authority without reading the message counts it here, and acknowledges it; one that can't
     leaves it to its listeners. Requests are taken all the same: their callers are told."""
+
+    tells_absence: bool = False
+    """Set by the owner, at any time. With Capability.ABSENCE a publish at whose address nobody listens, as far as the
+    network knows, then answers `status.nobody_listens`: nobody has got it, and the owner sends it again later. After
+    such an answer the messages of the same call with the same address are answered the same. False: it answers OK, as
+    without the capability. An address of which the network knows nothing yet counts as listened to."""
+
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        """The name by which the network routes a message with these addresses: what an access rule there allows or
+        refuses, and what a listener there listens to (MQTT: the topic). `send_batch` answers PERMISSION_DENIED or
+        UNAUTHENTICATED where the network refuses it: all messages with that address would be answered the same. At most
+        1,024 characters; pure."""
+        return uris.format(source) if sink is None else f"{uris.format(source)} {uris.format(sink)}"
+
+    def on_heard(self, callback: HeardCallback) -> None:
+        """`callback(addresses)` on the event loop when somebody listens at addresses (`address_of`) that were answered
+        `nobody_listens` before; None: at any of them, perhaps. A network without such an event never calls: the owner
+        tries again by itself."""
 
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it
@@ -215,7 +236,10 @@ class UTransport(abc.ABC):
         a failure of the network (UNAVAILABLE) nothing behind it with the same source, sink and priority is tried, so
         that a later try keeps the order. The rest may be tried, where it is one receiver that does not take what is
         sent to it. A request that nobody is there to take answers `status.nobody_listens`, where the network can tell:
-        UNAVAILABLE too, but of that request alone.
+        UNAVAILABLE too, but of that request alone. So does a publish, if the owner has asked for it (`tells_absence`).
+
+        What the network refuses for its address (an access rule, a name that it does not allow) answers
+        PERMISSION_DENIED or UNAUTHENTICATED; messages with other addresses go on.
         """
 
     async def send(self, message: UMessage) -> None:
