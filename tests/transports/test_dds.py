@@ -112,7 +112,13 @@ def malformed() -> list[bytes]:
 
 
 class TestDds(TransportConformance):
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
+    capabilities = (
+        Capability.PUSH
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
+        | Capability.ENCODED
+        | Capability.ABSENCE
+    )
     settle_s = 0.1
 
     tag = uuid.uuid4().hex

@@ -2,6 +2,7 @@
 writers.py, readers.py and roll_call.py may block, and here is what runs on the loop.
 
 send_batch -> one hop to the writers' thread: check, encode, write -> DDS: partitions bring it to whom it concerns,
+           <- nobody_listens: a publish whose writer no reader has matched; later on_heard([partition, ...])
 listener   <- decode <- Arrivals <- the readers' thread            <-      and to nobody else
 register_listener -> a reader, one for many filters -> until every peer has announced that it has found it (RollCall),
                                                        or SEEN_S has passed
@@ -20,7 +21,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, too_large
+from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tell, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
@@ -33,8 +34,8 @@ from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, UListener
-from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, UListener
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -61,13 +62,17 @@ class _Session:
         config: DdsConfig,
         arrived: Callable[[list[Arrived]], None],
         changed: Callable[[frozenset[bytes], Seen], None],
+        heard: Callable[[list[str]], None],
         sample_bytes_max: int,
     ) -> None:
         with contextlib.ExitStack() as undo, translated(f"opening DDS domain {config.domain_id}", UCode.UNAVAILABLE):
             self.participant = Participant(config)
             undo.callback(self.participant.close)
             self.writers = Writers(
-                self.participant, writers_max=config.writers_max, timeout_s=config.send_timeout_ms / 1000
+                self.participant,
+                writers_max=config.writers_max,
+                timeout_s=config.send_timeout_ms / 1000,
+                heard=heard,
             )
             undo.callback(self.writers.close)
             self.readers = Readers(self.participant, arrived, sample_bytes_max)
@@ -114,7 +119,13 @@ class DdsTransport(TransportBase):
     but it is away, and joined again, when the host is reached at another address.
     """
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
+    capabilities = (
+        Capability.PUSH
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
+        | Capability.ENCODED
+        | Capability.ABSENCE
+    )
 
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)
@@ -136,6 +147,7 @@ class DdsTransport(TransportBase):
         self._seen: Remembered[bytes, set[bytes]] = Remembered(SEEN_KEPT_MAX)  # own reader -> peers that have found it
         self._awaited: dict[bytes, asyncio.Event] = {}  # own readers that a registration waits for
         self._news = asyncio.Event()  # discovery has found something
+        self._on_heard: list[HeardCallback] = []
 
     def __repr__(self) -> str:
         session = self._session
@@ -192,9 +204,14 @@ class DdsTransport(TransportBase):
             with contextlib.suppress(RuntimeError):  # the loop has ended without close
                 loop.call_soon_threadsafe(self._note, peers, seen)
 
+        def heard(partitions: list[str]) -> None:
+            with contextlib.suppress(RuntimeError):  # the same
+                # one turn later: whoever sent has the answer by then that nobody listened
+                loop.call_soon_threadsafe(loop.call_soon, tell, self._on_heard, partitions)
+
         session = await on_own_thread(  # names may take long to resolve
             "dds-open",
-            lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max),
+            lambda: _Session(self._config, self._arrived, changed, heard, self._sample_bytes_max),
             _Session.close,
         )
         self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
@@ -281,6 +298,7 @@ class DdsTransport(TransportBase):
         while True:
             try:
                 await self._open_session()
+                tell(self._on_heard, None)  # the writers that were looked at have gone
                 return
             except UStatusError as error:  # the interface may have no address yet
                 self.set_connected(False, f"{why}, and joining again fails: {error}")
@@ -304,9 +322,18 @@ class DdsTransport(TransportBase):
 
     # sending
 
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        """The DDS partition of its writer (docs/dds-mapping.md, section 4)."""
+        return mapping.writer_partition(source, sink, self.authority)
+
+    def on_heard(self, callback: HeardCallback) -> None:
+        """A partition is told of once, within a quarter of a second after DDS has matched a reader; not at all if its
+        writer has given way to another one meanwhile. None when the domain was joined again."""
+        self._on_heard.append(callback)
+
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and
-        sink; others pass."""
+        sink; others pass. With `tells_absence` a publish whose writer has no reader elsewhere is not written."""
         if self._session is None or not self.is_open:
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
@@ -319,7 +346,7 @@ class DdsTransport(TransportBase):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(_answer, answer, statuses)
 
-        batch = Batch(len(messages), done)
+        batch = Batch(len(messages), done, tells_absence=self.tells_absence)
         writers.submit(lambda: self._send(writers, batch, messages))
         return await answer
 
@@ -360,7 +387,8 @@ class DdsTransport(TransportBase):
         if partition is None:
             partition = self._partitions[addresses] = mapping.writer_partition(source, sink, self.authority)
         priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
-        route = Route(partition, priority, mapping.lifespan_ms(attributes.ttl))
+        is_publish = attributes.type == UMessageType.UMESSAGE_TYPE_PUBLISH
+        route = Route(partition, priority, mapping.lifespan_ms(attributes.ttl), is_publish)
         if stamp is not None:
             self._routes[stamp] = route
         return route

@@ -8,6 +8,8 @@ Batch -> put(route, sample)
          -> none: its queue         -> tried again, each writer by itself, in order -> OK
                                        nothing moved for timeout_s -> UNAVAILABLE for all of it; the writer is *held*
          -> its writer is held      -> one try a batch -> UNAVAILABLE at once, until all it wrote is acknowledged
+         -> a publish, and its writer has no reader, and the owner wants to know -> nobody_listens, and not written;
+                                       looked at until it has one -> heard([partition, ...])
 
 A writer is full while one of its readers does not acknowledge. Only who that reader belongs to can be seen, so the
 culprits are those who have readers of a held writer, less those who have acknowledged all of another one
@@ -32,7 +34,7 @@ from cyclonedds.qos import Policy, Qos
 
 from transports.dds import mapping
 from transports.dds.link import FAILED_TURN_S, INFINITE_NS, Frame, Participant, binding, delete, reliable, translate
-from uprotocol.status import OK, UStatusError
+from uprotocol.status import OK, UStatusError, nobody_listens
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -56,6 +58,8 @@ TURN_S_MAX: Final = 0.005
 # between two turns while more are to be made: the other end takes as long to find a writer, and what comes to it for
 # known ones would wait behind its discovery
 PAUSE_S: Final = 0.000_5
+# writers without a reader that are looked at each HELD_LOOK_S, the others at the next one: some 1 us each
+UNHEARD_LOOKS_MAX: Final = 4_096
 WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
 
 CLOSING: Final = "the transport closes"
@@ -69,19 +73,29 @@ class Route(NamedTuple):
     partition: str
     priority: int
     lifespan_ms: int | None
+    is_publish: bool = False
 
 
 class Batch:
     """What one call sends: a status for each message. `done(statuses)` is called, on the writers' thread, when the last
-    one is known."""
+    one is known.
 
-    __slots__ = ("_done", "_left", "number", "statuses")
+    `tells_absence`: a publish to a partition that nobody reads is not written, and answers `nobody_listens`.
+    """
+
+    __slots__ = ("_done", "_left", "number", "statuses", "tells_absence", "unheard")
     _numbers: Final = itertools.count(1)
 
-    def __init__(self, messages: int, done: Callable[[list[UStatus]], None]) -> None:
+    def __init__(self, messages: int, done: Callable[[list[UStatus]], None], *, tells_absence: bool = False) -> None:
         self.number = next(self._numbers)
         self.statuses = [OK] * messages
+        self.tells_absence = tells_absence
+        self.unheard: dict[str, UStatus] = {}  # by partition: the answer that its publishes get from now on
         self._left, self._done = messages, done
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._left
 
     def settle(self, index: int, status: UStatus) -> None:
         self.statuses[index] = status
@@ -98,8 +112,12 @@ class _Waiting(NamedTuple):
     batch: Batch
     place: int
     data: bytes
-    lifespan_ms: int | None
+    route: Route
     since: float
+
+    @property
+    def tells_absence(self) -> bool:
+        return self.batch.tells_absence and self.route.is_publish
 
 
 @dataclass(slots=True)
@@ -114,6 +132,7 @@ class _Writer:
     held: bool = False
     culprits: frozenset[bytes] = frozenset()  # participants; while it is held
     refused_batch: int = 0  # the last batch of which a message was refused: what follows it there must not pass it
+    asked_batch: int = 0  # the last batch for which it was asked whether it has a reader
 
     @property
     def is_idle(self) -> bool:
@@ -141,6 +160,12 @@ class _Writer:
         except (AttributeError, DDSException):  # the former is the binding's own mistake: it trips over a time-out
             return False
 
+    def has_reader(self) -> bool:
+        """True if DDS knows a reader of another participant (IgnoreLocal) that gets what is written; also if DDS does
+        not say, as then writing will tell what is wrong. Costs some 1 us."""
+        # the binding's own function asks twice, and makes a list: nothing but the number is wanted
+        return bool(self.entity._get_matched_subscriptions(self.entity._ref, None, 0))
+
     def receivers(self) -> frozenset[bytes]:
         """The participants that have readers of this writer."""
         with binding:
@@ -157,15 +182,28 @@ class Writers:
     """Writers by (partition, priority), the least recently used one giving way.
 
     `submit` and `stop` may be called from anywhere; `put` on this object's thread only, from a submitted job.
+    `heard(partitions)` is called on that thread when partitions have a reader whose publishes were answered
+    `nobody_listens`, and the batches of those have been answered: within HELD_LOOK_S, each partition once.
     """
 
-    def __init__(self, participant: Participant, *, writers_max: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        participant: Participant,
+        *,
+        writers_max: int,
+        timeout_s: float,
+        heard: Callable[[list[str]], None] = lambda partitions: None,
+    ) -> None:
         self._participant, self._writers_max, self._timeout_s = participant, writers_max, timeout_s
+        self._heard = heard
         self._writers: OrderedDict[Key, _Writer] = OrderedDict()
         # for writers that are made next; bounded by the batches that callers wait for
         self._coming: dict[Key, list[Coming]] = {}
         self._full: dict[int, _Writer] = {}  # by identity: those with a queue
         self._held: dict[int, _Writer] = {}  # by identity: those that refuse
+        # writers that had no reader for a publish, and the last batch that was answered so; each is in `_writers`, too
+        self._unheard: dict[Key, Batch] = {}
+        self._look_at = 0.0  # when they are looked at again
         self._culprits: dict[frozenset[bytes], str] = {}  # their names; told in the log already
         self._waiting_messages = self._waiting_bytes = 0
         self._pause_s = RETRY_S_MIN
@@ -229,7 +267,7 @@ class Writers:
         """Seconds until the next turn without a job; None: there is nothing to do."""
         if self._coming:
             return PAUSE_S
-        return self._pause_s if self._full else HELD_LOOK_S if self._held else None
+        return self._pause_s if self._full else HELD_LOOK_S if self._held or self._unheard else None
 
     # one message
 
@@ -242,7 +280,9 @@ class Writers:
                 self._coming.setdefault(key, []).append((batch, index, route, data))
                 return
             self._writers.move_to_end(key)
-            if writer.waiting:
+            if batch.tells_absence and route.is_publish and self._is_unheard(key, writer, batch):
+                batch.settle(index, batch.unheard[route.partition])
+            elif writer.waiting:
                 self._wait(writer, batch, index, route, data)
             elif writer.refused_batch != batch.number and writer.write(data, route.lifespan_ms):
                 batch.settle(index, OK)
@@ -252,6 +292,25 @@ class Writers:
                 self._wait(writer, batch, index, route, data)
         except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
             batch.settle(index, translate(error, f"writing to {route.partition}").status)
+
+    def _is_unheard(self, key: Key, writer: _Writer, batch: Batch) -> bool:
+        """True if a publish of `batch` is not to be written, as nobody reads what that writer writes. DDS is asked once
+        for each batch and writer; all writers of the partition answer the same from the first one on that nobody
+        reads."""
+        if writer.asked_batch != batch.number:
+            writer.asked_batch = batch.number
+            if writer.partition in batch.unheard or not writer.has_reader():
+                self._note_unheard(key, batch)
+                return True
+        return writer.partition in batch.unheard
+
+    def _note_unheard(self, key: Key, batch: Batch) -> None:
+        partition = key[0]
+        if partition not in batch.unheard:
+            batch.unheard[partition] = nobody_listens(f"no DDS reader listens to {partition}: nobody has got it")
+        if not self._unheard:
+            self._look_at = time.monotonic() + HELD_LOOK_S
+        self._unheard[key] = batch
 
     def _make_some(self) -> None:
         """The next writers, and what has come for them in its order."""
@@ -295,6 +354,7 @@ class Writers:
                 if oldest is not None and self._writers[oldest].drained(GIVE_WAY_S):
                     gone = oldest
             if gone is not None:
+                self._unheard.pop(gone, None)  # whoever holds something for it tries again by himself
                 self._writers.pop(gone).close()
                 return
             self._crowded_until = time.monotonic() + CROWDED_S
@@ -310,7 +370,7 @@ class Writers:
         if not writer.waiting:
             writer.moved_at, self._pause_s = now, RETRY_S_MIN
             self._full[id(writer)] = writer
-        writer.waiting.append(_Waiting(batch, index, data, route.lifespan_ms, now))
+        writer.waiting.append(_Waiting(batch, index, data, route, now))
         self._waiting_messages += 1
         self._waiting_bytes += len(data)
 
@@ -346,14 +406,40 @@ class Writers:
                 del self._held[id(writer)]
             if free:
                 self._tell()
+        if self._unheard and time.monotonic() >= self._look_at:
+            self._look_for_readers()
+
+    def _look_for_readers(self) -> None:
+        """Tell of the partitions that have a reader now. Whose batch is not answered yet waits for that: its sender
+        could make nothing of it."""
+        heard: dict[str, None] = {}
+        for key in list(itertools.islice(self._unheard, UNHEARD_LOOKS_MAX)):
+            batch = self._unheard.pop(key)
+            if batch.is_settled and self._writers[key].has_reader():
+                heard[key[0]] = None
+            else:
+                self._unheard[key] = batch  # behind the others
+        self._look_at = time.monotonic() + HELD_LOOK_S
+        if heard:
+            self._heard(list(heard))
 
     def _push(self, writer: _Writer) -> bool:
         """Write what fits of what waits; fail it all if that has stood still for too long. True if something fitted."""
         waiting, now, moved = writer.waiting, time.monotonic(), False
+        has_reader: bool | None = None  # not asked yet
         try:
-            while waiting and writer.write(waiting[0].data, waiting[0].lifespan_ms):
+            while waiting:
+                first = waiting[0]
+                if first.tells_absence and has_reader is None:
+                    has_reader = writer.has_reader()
+                if first.tells_absence and not has_reader:  # its readers have gone while it waited for them
+                    self._note_unheard((first.route.partition, first.route.priority), first.batch)
+                    self._take_out(writer, first.batch.unheard[first.route.partition])
+                elif writer.write(first.data, first.route.lifespan_ms):
+                    self._take_out(writer, OK)
+                else:
+                    break
                 moved = True
-                self._take_out(writer, OK)
         except DDSException as error:
             self._take_out(writer, translate(error, f"writing to {writer.partition}").status)
         if moved:
@@ -451,6 +537,7 @@ class Writers:
         self._writers.clear()
         self._full.clear()
         self._held.clear()
+        self._unheard.clear()
         self.troubles = ()
 
 
