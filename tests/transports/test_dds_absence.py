@@ -242,6 +242,8 @@ async def test_what_another_process_listens_to_is_heard(tag: str, alpha: DdsTran
                 gamma.stdin.write(b"\n")
                 seen = json.loads(await gamma.stdout.readline())["seen"]
         assert seen == list(range(50))
+        urgent = numbered(range(50, 51), TOPIC, UPriority.UPRIORITY_CS5)
+        assert told(await alpha.send_batch(urgent)) == "o"  # a new writer knows the reader at once
     finally:
         gamma.stdin.close()
         await asyncio.wait_for(gamma.wait(), DEADLINE_S)

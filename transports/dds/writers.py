@@ -58,8 +58,8 @@ TURN_S_MAX: Final = 0.005
 # between two turns while more are to be made: the other end takes as long to find a writer, and what comes to it for
 # known ones would wait behind its discovery
 PAUSE_S: Final = 0.000_5
-# writers without a reader that are looked at each HELD_LOOK_S, the others at the next one: some 1 us each
-UNHEARD_LOOKS_MAX: Final = 4_096
+# writers without a reader that are looked at in one turn each HELD_LOOK_S, some 1.6 us each; the others at the next one
+UNHEARD_LOOKS_MAX: Final = 1_024
 WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
 
 CLOSING: Final = "the transport closes"
@@ -183,7 +183,8 @@ class Writers:
 
     `submit` and `stop` may be called from anywhere; `put` on this object's thread only, from a submitted job.
     `heard(partitions)` is called on that thread when partitions have a reader whose publishes were answered
-    `nobody_listens`, and the batches of those have been answered: within HELD_LOOK_S, each partition once.
+    `nobody_listens`, and the batches of those have been answered: within HELD_LOOK_S for each UNHEARD_LOOKS_MAX writers
+    that have none.
     """
 
     def __init__(
@@ -201,8 +202,9 @@ class Writers:
         self._coming: dict[Key, list[Coming]] = {}
         self._full: dict[int, _Writer] = {}  # by identity: those with a queue
         self._held: dict[int, _Writer] = {}  # by identity: those that refuse
-        # writers that had no reader for a publish, and the last batch that was answered so; each is in `_writers`, too
-        self._unheard: dict[Key, Batch] = {}
+        # writers that had no reader for a publish, each in `_writers`, too; and the last batch that was answered so,
+        # None once it is settled
+        self._unheard: dict[Key, Batch | None] = {}
         self._look_at = 0.0  # when they are looked at again
         self._culprits: dict[frozenset[bytes], str] = {}  # their names; told in the log already
         self._waiting_messages = self._waiting_bytes = 0
@@ -415,10 +417,12 @@ class Writers:
         heard: dict[str, None] = {}
         for key in list(itertools.islice(self._unheard, UNHEARD_LOOKS_MAX)):
             batch = self._unheard.pop(key)
-            if batch.is_settled and self._writers[key].has_reader():
+            if batch is not None and not batch.is_settled:
+                self._unheard[key] = batch  # behind the others
+            elif self._writers[key].has_reader():
                 heard[key[0]] = None
             else:
-                self._unheard[key] = batch  # behind the others
+                self._unheard[key] = None
         self._look_at = time.monotonic() + HELD_LOOK_S
         if heard:
             self._heard(list(heard))
