@@ -256,6 +256,8 @@ async def test_a_writer_that_gives_way_is_not_looked_at_any_more(tag: str, beta:
         heard, sink = Heard(alpha), Sink(DEADLINE_S)
         assert told(await alpha.send_batch(numbered(range(1)))) == "n"
         assert told(await alpha.send_batch(numbered(range(1), OTHER))) == "n"
+        assert alpha._session is not None
+        assert [partition for partition, _ in alpha._session.writers._unheard] == [OTHER_PARTITION]
         await beta.register_listener(TOPIC, sink)
         await beta.register_listener(OTHER, sink)
         assert await heard.next() == [OTHER_PARTITION]

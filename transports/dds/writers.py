@@ -301,9 +301,8 @@ class Writers:
         reads."""
         if writer.asked_batch != batch.number:
             writer.asked_batch = batch.number
-            if writer.partition in batch.unheard or not writer.has_reader():
+            if not writer.has_reader():
                 self._note_unheard(key, batch)
-                return True
         return writer.partition in batch.unheard
 
     def _note_unheard(self, key: Key, batch: Batch) -> None:
