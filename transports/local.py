@@ -1,9 +1,9 @@
 """The in-process reference transport: ordered, acknowledged last, and breakable on demand from a seed.
 
-send_batch -> checks (valid?) -> LocalNetwork (Faults) -> every other member: Arrivals -> listeners -> taken
-              waits while a member is full                |                                   failed: again, in order
-                                                          |-> wanted by no listener: kept for receive
-                                                          '-> a named member that is away: its session keeps it
+send_batch -> checks (valid?) -> its address    -> LocalNetwork (Faults) -> every other member: Arrivals -> listeners
+              waits while         refused?                     |                            taken, or again, in order
+              a member is full    nobody listens?              |-> wanted by no listener: kept for receive
+                                                               '-> a named member that is away: its session keeps it
 
 Messages are delivered as the very objects that were sent: treat them as immutable, as every message is once it is
 built. A network lives on one event loop.
@@ -15,8 +15,9 @@ import asyncio
 import contextvars
 import heapq
 import random
+import re
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Self
 from weakref import WeakValueDictionary
 
@@ -24,14 +25,14 @@ import structlog
 from pydantic import Field
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, NOT_TRIED, OK, TransportBase, TransportSettings, stopped, too_large
+from transports.base import NOT_OPEN, NOT_TRIED, OK, TransportBase, TransportSettings, stopped, tell, too_large
 from transports.kept import SESSION_BYTES_MAX, SESSION_MESSAGES_MAX, Kept, Session, matches, size
 from transports.listeners import Filter
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider
+from uprotocol.status import UStatusError, is_nobody_listening, nobody_listens
+from uprotocol.transport import Capability, HeardCallback, LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -77,6 +78,7 @@ UNSURE: Final = UStatus(
 )
 LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection is lost: try again when it is back")
 BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
+NOBODY: Final = nobody_listens("no member of the network listens at this address: send it again when one does")
 
 
 class LocalNetwork:
@@ -90,6 +92,7 @@ class LocalNetwork:
         self.sessions: dict[str, Session] = {}  # of named members that have left
         self.room = asyncio.Event()  # set whenever a member may have room again
         self.cut_off: set[str] = set()  # authorities that have no network
+        self._refused: dict[tuple[str, str], re.Pattern[str]] = {}  # (address, sender), as `refuse` was told
         # until a sender hears what has become of a batch: as long as a network far away takes
         self.answer_s = 0.0
         self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
@@ -133,6 +136,39 @@ class LocalNetwork:
         self.cut_off.discard(authority)
         for member in self._of(authority):
             member.reconnect()
+
+    def refuse(self, address: str, sender: str = "") -> None:
+        """From now on what the member of the authority `sender` ("": any) sends to `address` is answered
+        PERMISSION_DENIED, and goes to nobody. An address is one as LocalTransport.address_of makes it; a `*` in it
+        stands for any text."""
+        self._refused[address, sender] = re.compile(".*".join(map(re.escape, address.split("*"))))
+
+    def allow(self, address: str | None = None, sender: str = "") -> None:
+        """Take back what `refuse` was told with the same words; None: all that it was told of `sender`."""
+        for rule in [one for one in self._refused if one[1] == sender and address in (None, one[0])]:
+            del self._refused[rule]
+
+    def refuses(self, address: str, sender: str) -> bool:
+        return any(
+            of in ("", sender) and pattern.fullmatch(address) is not None for (_, of), pattern in self._refused.items()
+        )
+
+    @property
+    def refuses_some(self) -> bool:
+        return bool(self._refused)
+
+    def is_heard(self, sender: LocalTransport, message: UMessage) -> bool:
+        """True if a member other than `sender` listens to it, or the session of one that is away. What would only be
+        kept for `receive` is heard by nobody: nobody may ever ask for it."""
+        if any(member.hears(message) for member in self.members if member is not sender):
+            return True
+        return any(session.wants(message) for session in self.sessions.values())
+
+    def heard(self, by: LocalTransport) -> None:
+        """`by` hears more than before: tell those that were answered that nobody listens."""
+        for member in list(self.members):
+            if member is not by:
+                member.somebody_listens()
 
     def inject(self, message: UMessage) -> None:
         """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
@@ -223,6 +259,8 @@ class _Call:
 
     failed: bool = False  # and will say so
     lost: bool = False  # the connection, meanwhile: what was sent may have arrived, or not
+    # addresses that it answers `nobody_listens` for: what is behind must not overtake it, though somebody has come
+    absent: set[str] = field(default_factory=set)
 
 
 class LocalTransport(TransportBase):
@@ -234,6 +272,7 @@ class LocalTransport(TransportBase):
         | Capability.ACK
         | Capability.WILDCARD_SOURCE
         | Capability.PUBLISH_WITHOUT_SINK
+        | Capability.ABSENCE
     )
 
     def __init__(self, config: LocalConfig, local: LocalUriProvider, network: LocalNetwork | None = None) -> None:
@@ -254,6 +293,8 @@ class LocalTransport(TransportBase):
         )
         self._for_pull = Kept()
         self._turn, self._calls = asyncio.Lock(), set[_Call]()
+        self._on_heard: list[HeardCallback] = []
+        self._was_unheard = False  # answered `nobody_listens`, and not told since that somebody does
         self.hangs: Literal["", "before", "after"] = ""
         """`send_batch` does not return, before or after it has sent: a fault that `open` mends, after `close`."""
         # what the network does to us is told in the owner's context, not in that of who breaks it
@@ -330,6 +371,7 @@ class LocalTransport(TransportBase):
         if self.is_open and not self.connected and self.authority not in self.network.cut_off:
             self._change(True)
             self.arrivals.resume()
+            self.network.heard(self)
 
     def _change(self, connected: bool) -> None:
         """In the owner's context, whoever cuts or mends the network."""
@@ -348,11 +390,11 @@ class LocalTransport(TransportBase):
         return statuses
 
     async def _send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        call = _Call()
         if not self.network.answer_s:
-            return await self._send(messages)
+            return await self._send(messages, call)
         if any(other.failed for other in self._calls):
             return stopped([], len(messages), BEHIND)
-        call = _Call()
         self._calls.add(call)
         try:
             return await self._send_far(messages, call)
@@ -363,12 +405,12 @@ class LocalTransport(TransportBase):
         async with self._turn:
             if any(other.failed for other in self._calls):
                 return stopped([], len(messages), BEHIND)
-            statuses = await self._send(messages)
-            call.failed = call.failed or any(status.code == UCode.UNAVAILABLE for status in statuses)
+            statuses = await self._send(messages, call)
+            call.failed = call.failed or any(map(_is_of_the_network, statuses))
         await asyncio.sleep(self.network.answer_s)
         return [UNSURE if call.lost and not status.code else status for status in statuses]
 
-    async def _send(self, messages: Sequence[UMessage]) -> list[UStatus]:
+    async def _send(self, messages: Sequence[UMessage], call: _Call) -> list[UStatus]:
         statuses: list[UStatus] = []
         if self.connected:
             self.network.drops(self)
@@ -382,17 +424,55 @@ class LocalTransport(TransportBase):
             if octets > self.wire_bytes_max:
                 statuses.append(too_large(octets, self.wire_bytes_max))
                 continue
+            # no key and no topic could say it on arrival
+            message = attrs.completed(message, self.authority)
+            if (status := self._answer_of_address(message, call)) is not None:
+                statuses.append(status)
+                continue
             while self.connected and self.network.full(self):
                 self.network.room.clear()
                 await self.network.room.wait()
                 now = self.checks.now_ms()
-            # no key and no topic could say it on arrival
-            message = attrs.completed(message, self.authority)
             status = self.network.carry(self, message) if self.connected else LOST if self.is_open else NOT_OPEN
-            if status.code == UCode.UNAVAILABLE:
+            if _is_of_the_network(status):
                 return stopped(statuses, len(messages), status)
             statuses.append(status)
         return statuses
+
+    def _answer_of_address(self, message: UMessage, call: _Call) -> UStatus | None:
+        """Why the network does not carry what goes there; None if it does, or is away."""
+        attributes = message.attributes
+        may_be_unheard = self.tells_absence and attributes.type == attrs.PUBLISH
+        if not self.connected or not (may_be_unheard or self.network.refuses_some):
+            return None
+        address = self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+        if self.network.refuses(address, self.authority):
+            why = f"Not authorized: {self.authority} may not send to {address} on this network"
+            return UStatus(code=UCode.PERMISSION_DENIED, message=why)
+        if not may_be_unheard:
+            return None
+        was_unheard = address in call.absent or any(address in other.absent for other in self._calls)
+        if not was_unheard and self.network.is_heard(self, message):
+            return None
+        call.absent.add(address)
+        self._was_unheard = True
+        return NOBODY
+
+    def on_heard(self, callback: HeardCallback) -> None:
+        self._on_heard.append(callback)
+
+    def somebody_listens(self) -> None:
+        """Perhaps where nobody did when we last sent there."""
+        if self._was_unheard:
+            self._was_unheard = False
+            self._context.copy().run(tell, self._on_heard, None)
+
+    def hears(self, message: UMessage) -> bool:
+        """True if it goes to a listener, at once or when we are connected again."""
+        if not self.connected and self.session is None:
+            return False
+        self._drop_unclaimed()
+        return self.listeners.wants(message) or self._resumed.wants(message)
 
     async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
         self.check_open()
@@ -418,6 +498,8 @@ class LocalTransport(TransportBase):
                 if matches(filter, message):
                     self._put(message)
             self._resumed.filters = [left for left in self._resumed.filters if left != filter]
+        if self.connected or self.session is not None:
+            self.network.heard(self)
 
     def listen_at_open(self, filter: Filter) -> None:
         """The members of a network hear everything, and match it with their listeners."""
@@ -457,6 +539,11 @@ class LocalTransport(TransportBase):
     def _took(self, _batch: list[UMessage], _error: BaseException | None) -> None:
         if not self.arrivals.is_full:
             self.network.room.set()
+
+
+def _is_of_the_network(status: UStatus) -> bool:
+    """False also where only this one's receiver is missing."""
+    return status.code == UCode.UNAVAILABLE and not is_nobody_listening(status)
 
 
 PLUGIN: Final = TransportPlugin("local", LocalConfig, LocalTransport, LocalTransport.capabilities)

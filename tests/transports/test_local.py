@@ -9,10 +9,10 @@ import pytest
 from transports import plugin
 from transports.arrivals import BATCH_MAX
 from transports.conformance import ALPHA, BETA, Sink, TransportConformance
-from transports.conformance.messages import notification, reply, topic
+from transports.conformance.messages import notification, publish, reply, topic
 from transports.local import PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
 from uprotocol import uri as uris
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, is_nobody_listening
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -26,6 +26,7 @@ class TestLocal(TransportConformance):
         | Capability.ACK
         | Capability.WILDCARD_SOURCE
         | Capability.PUBLISH_WITHOUT_SINK
+        | Capability.ABSENCE
     )
 
     @pytest.fixture(autouse=True)
@@ -34,6 +35,12 @@ class TestLocal(TransportConformance):
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
         return LocalTransport(LocalConfig(**limits), LocalUriProvider(authority, 0x10AB, 3), self.network)
+
+    async def refuse_address(self, authority: str, source: UUri, sink: UUri | None) -> None:
+        self.network.refuse(address_of(source, sink), authority)
+
+    async def allow_addresses(self, authority: str) -> None:
+        self.network.allow(sender=authority)
 
     def normalise(self, message: UMessage) -> UMessage:
         return message
@@ -53,6 +60,10 @@ class TestLocal(TransportConformance):
 
 
 # Faults.
+
+
+def address_of(source: UUri, sink: UUri | None = None) -> str:
+    return LocalTransport.on(LocalNetwork(), LocalUriProvider(ALPHA, 0x10AB, 3)).address_of(source, sink)
 
 
 def pair_on(network: LocalNetwork) -> tuple[LocalTransport, LocalTransport]:
@@ -274,3 +285,120 @@ async def test_what_comes_while_a_member_closes_is_kept_by_its_session() -> None
         await heard.expect(1)
         assert [int(message.payload) for message in heard.messages] == [1]
         await again.close()
+
+
+# Addresses: nobody listens, or the network refuses.
+
+
+async def absent(sender: LocalTransport, *payloads: bytes) -> list[bool]:
+    """Of each publish, whether nobody listens."""
+    return [is_nobody_listening(status) for status in await sender.send_batch([publish(one) for one in payloads])]
+
+
+async def test_whoever_was_told_that_nobody_listens_is_told_once_when_somebody_does() -> None:
+    network = LocalNetwork()
+    alpha, beta = pair_on(network)
+    told: list[object] = []
+    alpha.on_heard(told.append)
+    alpha.tells_absence = True
+    async with alpha, beta:
+        await beta.register_listener(topic(resource=0x8001), Sink(10))
+        assert told == [], "nothing was asked for yet"
+        assert await absent(alpha, b"1") == [True]
+        await alpha.register_listener(topic(), Sink(10))
+        assert await absent(alpha, b"1") == [True], "nobody hears himself"
+        assert told == []
+        await beta.register_listener(topic(), Sink(10))
+        await beta.register_listener(topic(resource=0x8002), Sink(10))
+        assert told == [None]
+        assert await absent(alpha, b"1") == [False]
+        network.cut(BETA)
+        assert await absent(alpha, b"2") == [True], "what is sent now beta misses"
+        network.mend(BETA)
+        assert told == [None, None]
+        assert await absent(alpha, b"2") == [False]
+
+
+async def test_a_member_that_joins_with_its_listeners_is_heard_of() -> None:
+    network = LocalNetwork()
+    alpha, beta = pair_on(network)
+    told: list[object] = []
+    alpha.on_heard(told.append)
+    alpha.tells_absence = True
+    beta.register_before_open([(topic(), None)], Sink(10))
+    async with alpha:
+        assert await absent(alpha, b"1") == [True]
+        async with beta:
+            assert told
+            assert await absent(alpha, b"1") == [False]
+
+
+@pytest.mark.parametrize("leave", ["close", "abandon", "disconnect"])
+async def test_a_session_listens_while_its_owner_is_away(leave: str) -> None:
+    network = LocalNetwork()
+    alpha, beta = LocalTransport.on(network, LocalUriProvider(ALPHA, 0x10AB, 3)), named(network, BETA)
+    alpha.tells_absence = True
+    async with alpha:
+        await beta.open()
+        await beta.register_listener(topic(), Sink(10))
+        if leave == "close":
+            await beta.close()
+        else:
+            getattr(beta, leave)()
+        assert await absent(alpha, b"1") == [False]
+        async with named(network, BETA) as again:
+            assert await absent(alpha, b"2") == [False], "its listener has not come back yet"
+            heard = Sink(10)
+            await again.register_listener(topic(), heard)
+            await heard.expect_payload(b"2")
+        await beta.close()
+
+
+async def test_what_nobody_hears_is_not_kept_for_receive_either() -> None:
+    """Or it would come twice: its sender sends it again."""
+    network = LocalNetwork()
+    alpha, beta = pair_on(network)
+    alpha.tells_absence = True
+    async with alpha, beta:
+        assert await absent(alpha, b"1", b"2") == [True, True]
+        with pytest.raises(UStatusError):
+            await beta.receive(topic())
+
+
+async def test_a_call_that_is_behind_an_unheard_one_does_not_overtake_it() -> None:
+    """In a network that is far away: the second leaves before the first has its answer."""
+    network = LocalNetwork()
+    network.answer_s = 0.01
+    alpha, beta = pair_on(network)
+    alpha.tells_absence = True
+    heard = Sink(10)
+    async with alpha, beta:
+        first = asyncio.create_task(absent(alpha, b"1"))
+        await asyncio.sleep(0)
+        await beta.register_listener(topic(), heard)
+        second = asyncio.create_task(absent(alpha, b"2"))
+        assert await first == await second == [True]
+        assert await absent(alpha, b"1", b"2") == [False, False]
+        await heard.expect(2)
+        assert heard.payloads == [b"1", b"2"]
+
+
+async def test_addresses_are_refused_by_pattern_and_by_sender() -> None:
+    network = LocalNetwork()
+    alpha, beta = pair_on(network)
+    every_kind = [publish(), notification(), notification(source=topic(resource=0x8001))]
+
+    async def refused() -> list[bool]:
+        return [status.code == UCode.PERMISSION_DENIED for status in await alpha.send_batch(every_kind)]
+
+    async with alpha, beta:
+        network.refuse(address_of(topic()))
+        assert await refused() == [True, False, False]
+        network.refuse(f"* {uris.format(reply())}", ALPHA)
+        assert await refused() == [True, True, True]
+        (status,) = await beta.send_batch([notification(source=topic(BETA))])
+        assert status.code == UCode.OK, "the rule is of alpha"
+        network.allow(address_of(topic()))
+        assert await refused() == [False, True, True]
+        network.allow(sender=ALPHA)
+        assert await refused() == [False, False, False]
