@@ -7,7 +7,8 @@
             return MyTransport(MyConfig(**limits), LocalUriProvider(authority, 0x10AB, 3))
 
 base.py      the hooks that a plugin's class overrides
-sending.py   filters.py  listening.py  delivery.py  pressure.py  connection.py  loop.py  errors.py    the tests
+sending.py   addresses.py  filters.py  listening.py  delivery.py  pressure.py  connection.py  loop.py  errors.py
+             the tests
 messages.py  what they send             sinks.py  listeners that wait
 deadline.py  what a test that hangs was waiting for
 peer.py      the other end of the test with two processes
@@ -20,10 +21,11 @@ add "spec(id, doc): the requirement of the uProtocol specification that the test
 
 import pytest
 
-_REWRITTEN = "base sinks sending filters listening delivery pressure connection loop errors"
+_REWRITTEN = "base sinks sending addresses filters listening delivery pressure connection loop errors"
 for _module in _REWRITTEN.split():
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
+from transports.conformance.addresses import AddressConformance  # noqa: E402
 from transports.conformance.base import TransportHarness  # noqa: E402
 from transports.conformance.connection import ConnectionConformance  # noqa: E402
 from transports.conformance.delivery import DeliveryConformance  # noqa: E402
@@ -40,6 +42,7 @@ from transports.conformance.sinks import Sink  # noqa: E402
 
 class TransportConformance(
     SendingConformance,
+    AddressConformance,
     FilterConformance,
     ListeningConformance,
     DeliveryConformance,

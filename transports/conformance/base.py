@@ -147,6 +147,21 @@ class TransportHarness:
         """The end of `authority` may listen to anything again."""
         pytest.skip("this plugin's class has no allow_filters hook")
 
+    async def refuse_address(self, authority: str, source: UUri, sink: UUri | None) -> None:
+        """From now on the network refuses what the end of `authority`, which is open, sends to this address
+        (`address_of`), and takes all others (an access list). Called several times in a test; each time one more is
+        refused."""
+        pytest.skip("this plugin's class has no refuse_address hook")
+
+    async def allow_addresses(self, authority: str) -> None:
+        """The end of `authority` may send anywhere again: on the connection that it has, or after it has connected
+        again by itself."""
+        pytest.skip("this plugin's class has no allow_addresses hook")
+
+    async def nobody(self, source: UUri, sink: UUri | None) -> None:
+        """Returns when the network knows that nobody listens at this address, where no listener of the suite is
+        registered any more. Default: at once; the suite sends until it is answered so."""
+
     def normalise(self, message: UMessage) -> UMessage:
         """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change
         and return it.

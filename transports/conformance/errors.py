@@ -11,13 +11,12 @@ from typing import Final
 import pytest
 
 from transports.conformance.base import Ends, Pair, TransportHarness
-from transports.conformance.messages import ALPHA, BETA, code_of, codes, notification, reply, topic
+from transports.conformance.messages import ALPHA, BETA, GAMMA, code_of, codes, notification, reply, topic
 from transports.conformance.sinks import Changes, Sink
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-GAMMA: Final = "gamma"
 FROM_GAMMA: Final = topic(GAMMA)  # what is refused, where one filter is
 ODD_AUTHORITIES: Final = [
     "two words",

@@ -21,6 +21,7 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 ALPHA: Final = "alpha"
 BETA: Final = "beta"
+GAMMA: Final = "gamma"
 ENTITY: Final = 0x0003_10AB  # instance 3 of type 10AB
 VERSION: Final = 4
 TTL_MS: Final = 60_000

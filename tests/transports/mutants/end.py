@@ -1,6 +1,7 @@
 """The good plugin into which the faults are put: an end of the hub.
 
 send_batch -> checks -> SEND, up to WINDOW at once -> hub -> MESSAGE -> ListenerTable -> listeners
+                        or IF_HEARD
                         DONE: in all the queues                        TAKEN when their awaitables completed
 
 What a fault replaces is a method of its own, which says what a good plugin does there.
@@ -22,6 +23,7 @@ from tests.transports.mutants.hub import (
     BYE,
     HEAD,
     HELLO,
+    IF_HEARD,
     LISTEN,
     MESSAGE,
     MESSAGE_BYTES_MAX,
@@ -32,6 +34,7 @@ from tests.transports.mutants.hub import (
     RESENT,
     SEND,
     TAKEN,
+    UNHEARD,
     UNLISTEN,
     frame,
     pack,
@@ -41,7 +44,7 @@ from transports.base import OK, SendChecks, TransportSettings, stopped, too_larg
 from transports.listeners import Filter, ListenerTable
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, is_nobody_listening, nobody_listens
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -60,6 +63,7 @@ class HubConfig(TransportSettings):
 
 
 CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
+NOBODY: Final = nobody_listens("nobody at the hub listens to this: send it again when somebody does")
 AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the hub is away: try again when it is back")
 
 
@@ -73,6 +77,7 @@ class HubTransport(UTransport):
         | Capability.PERSISTENT_SESSION
         | Capability.WILDCARD_SOURCE
         | Capability.PUBLISH_WITHOUT_SINK
+        | Capability.ABSENCE
     )
 
     retry_s = RETRY_S
@@ -253,7 +258,7 @@ class HubTransport(UTransport):
         async with self._sending:
             for start in range(0, len(messages), WINDOW):
                 statuses += await self.send_window(messages[start : start + WINDOW])
-                if any(status.code == UCode.UNAVAILABLE for status in statuses[-WINDOW:]):
+                if any(map(is_of_the_network, statuses[-WINDOW:])):
                     return stopped(statuses, len(messages), AWAY)
         return statuses
 
@@ -270,7 +275,8 @@ class HubTransport(UTransport):
             return refusal
         body = self.encode(message)
         bytes_max = self.bytes_max()
-        return too_large(len(body), bytes_max) if len(body) > bytes_max else self._post(SEND, body)
+        kind = IF_HEARD if self.tells_absence and message.attributes.type == attrs.PUBLISH else SEND
+        return too_large(len(body), bytes_max) if len(body) > bytes_max else self._post(kind, body)
 
     def bytes_max(self) -> int:
         """What our owner allows, and what the hub takes."""
@@ -317,6 +323,8 @@ class HubTransport(UTransport):
             return
         if kind == REFUSED:
             answer.set_exception(UStatusError(UCode.PERMISSION_DENIED, f"the hub refuses it: {body.decode()}"))
+        elif kind == UNHEARD:
+            answer.set_exception(UStatusError.from_status(NOBODY))
         elif kind == NOTHING:
             answer.set_exception(UStatusError(UCode.NOT_FOUND, "nothing has arrived that matches: try again later"))
         else:
@@ -413,6 +421,11 @@ class HubTransport(UTransport):
     def _check_open(self) -> None:
         if not self._open:
             raise UStatusError.from_status(CLOSED)
+
+
+def is_of_the_network(status: UStatus) -> bool:
+    """False also where only this one's receiver is missing."""
+    return status.code == UCode.UNAVAILABLE and not is_nobody_listening(status)
 
 
 async def _completed(result: Awaitable[None] | None) -> None:

@@ -8,14 +8,15 @@ import itertools
 from collections.abc import Sequence
 
 from tests.transports.mutants.end import HubTransport
-from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, SEND
+from tests.transports.mutants.hub import IF_HEARD, MESSAGE_BYTES_MAX, SEND
 from tests.transports.mutants.mutant import fault
 from transports.base import OK, too_large
 from uprotocol import attributes as attrs
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, is_nobody_listening
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 
@@ -139,6 +140,75 @@ class InvalidStopsTheBatch(HubTransport):
             assert refusal is not None
             statuses += [refusal] * (len(messages) - len(good))
         return statuses
+
+
+@fault("an address that is refused stops the rest of its batch", "test_an_address_that_is_refused_costs_no_other")
+class RefusalStopsTheBatch(HubTransport):
+    async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        statuses: list[UStatus] = []
+        for message in messages:
+            statuses += await super().send_window([message])
+            if statuses[-1].code == UCode.PERMISSION_DENIED:
+                return statuses + statuses[-1:] * (len(messages) - len(statuses))
+        return statuses
+
+
+@fault(
+    "that an address is refused is told as if the network were away", "test_an_address_that_is_refused_costs_no_other"
+)
+class RefusalIsUnavailable(HubTransport):
+    async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
+        status = await super().answer(posted)
+        if status.code == UCode.PERMISSION_DENIED:
+            return UStatus(code=UCode.UNAVAILABLE, message=status.message)
+        return status
+
+
+@fault(
+    "it declares ABSENCE, and a publish that nobody hears is answered OK",
+    "test_a_publish_that_nobody_hears_is_told_and_waits_for_its_sender",
+)
+class AbsenceIsOk(HubTransport):
+    async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
+        status = await super().answer(posted)
+        return OK if is_nobody_listening(status) else status
+
+
+@fault(
+    "a publish that nobody hears is answered so, and comes by itself later",
+    "test_a_publish_that_nobody_hears_is_told_and_waits_for_its_sender",
+)
+class AbsentComesLater(HubTransport):
+    def post(self, message: UMessage, now_ms: int) -> UStatus | asyncio.Future[bytes]:
+        posted = super().post(message, now_ms)
+        if self.tells_absence and isinstance(posted, asyncio.Future):
+            self.ask_again(posted, message)
+        return posted
+
+    def ask_again(self, posted: asyncio.Future[bytes], message: UMessage) -> None:
+        """Ask again and again, in the name of the sender, who has been answered."""
+
+        def again(done: asyncio.Future[bytes]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, UStatusError) and is_nobody_listening(error.status) and self._connected:
+                self.ask_again(self._post(IF_HEARD, self.encode(message)), message)
+
+        posted.add_done_callback(again)
+
+
+@fault(
+    "a notification that nobody hears is answered as a publish is",
+    "test_only_a_publish_waits_for_somebody_who_listens",
+)
+class NotificationsWait(HubTransport):
+    def _post(self, kind: int, body: bytes) -> asyncio.Future[bytes]:
+        return super()._post(IF_HEARD if kind == SEND and self.tells_absence else kind, body)
+
+
+@fault("all addresses have one name", "test_an_address_has_a_name_that_tells_it_from_others")
+class OneAddress(HubTransport):
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        return "hub"
 
 
 @fault("small messages overtake large ones", "test_a_large_payload_is_not_overtaken")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest_asyncio
 
 from tests.transports.mutants.end import HubConfig, HubTransport
-from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub, pack
+from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub, pack, pack_address
 from transports.conformance import TransportConformance
 from transports.listeners import Filter
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -50,6 +50,12 @@ class HubConformance(TransportConformance):
 
     async def allow_filters(self, authority: str) -> None:
         self.hub.refused_filters.clear()
+
+    async def refuse_address(self, authority: str, source: UUri, sink: UUri | None) -> None:
+        self.hub.refused_addresses.add((authority, pack_address(source, sink)))
+
+    async def allow_addresses(self, authority: str) -> None:
+        self.hub.refused_addresses.clear()
 
     def normalise(self, message: UMessage) -> UMessage:
         return message

@@ -2,6 +2,7 @@
 
 SEND from an end -> room in every other end's queue? -> MESSAGE to those whose filters match -> TAKEN: forgotten
                     no: the sender gets no DONE         no match: kept for PULL                 AGAIN: from the oldest
+IF_HEARD: the same, but where no filter matches it is given to nobody, and the sender gets UNHEARD
 
 Frame: 4 octets length, 1 octet kind, 8 octets number, body. An end that is cut off keeps its queue (a session); BYE
 ends it.
@@ -22,8 +23,8 @@ from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-HELLO, BYE, LISTEN, UNLISTEN, SEND, PULL, TAKEN, AGAIN = range(8)  # from an end
-DONE, REFUSED, NOTHING, MESSAGE, RESENT = range(8, 13)  # from the hub
+HELLO, BYE, LISTEN, UNLISTEN, SEND, PULL, TAKEN, AGAIN, IF_HEARD = range(9)  # from an end
+DONE, REFUSED, NOTHING, MESSAGE, RESENT, UNHEARD = range(9, 15)  # from the hub
 HEAD: Final = struct.Struct("!IBQ")
 READ_BYTES: Final = 1 << 16
 MESSAGE_BYTES_MAX: Final = 1 << 19
@@ -56,6 +57,10 @@ def pack(filter: Filter) -> bytes:
     return UAttributes(source=filter.source, sink=filter.sink).SerializeToString()
 
 
+def pack_address(source: UUri, sink: UUri | None) -> bytes:
+    return UAttributes(source=source, sink=sink).SerializeToString()
+
+
 def unpack(body: bytes) -> Filter:
     attributes = UAttributes.FromString(body)
     return Filter.of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
@@ -71,8 +76,11 @@ class Session:
         self.number = self.queued_bytes = 0
         self.writer: asyncio.StreamWriter | None = None
 
+    def hears(self, address: UAttributes) -> bool:
+        return any(filter.matches(address.source, _sink(address)) for filter in self.filters.values())
+
     def give(self, address: UAttributes | None, body: bytes) -> None:
-        if address is None or any(filter.matches(address.source, _sink(address)) for filter in self.filters.values()):
+        if address is None or self.hears(address):
             if self.writer is not None or len(self.queue) < SESSION_MESSAGES_MAX:
                 self.number += 1
                 self.queue.append((self.number, body))
@@ -99,7 +107,7 @@ def _sink(address: UAttributes) -> UUri | None:
 
 class Hub:
     """The network. `cut` and `mend` are of one authority; those in `refused` may not join, those in `deaf` not listen,
-    those in `refused_filters` not to these filters."""
+    those in `refused_filters` not to these filters, those in `refused_addresses` not send there."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
@@ -107,6 +115,7 @@ class Hub:
         self.refused: set[str] = set()
         self.deaf: set[str] = set()
         self.refused_filters: set[tuple[str, bytes]] = set()  # authority, packed
+        self.refused_addresses: set[tuple[str, bytes]] = set()  # authority, packed
         self.port = 0
         self._room = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,6 +173,16 @@ class Hub:
             if name in self.sessions:
                 self.sessions[name].give(address, body)
 
+    def is_heard(self, sender: str, body: bytes) -> bool:
+        address = UMessage.FromString(body).attributes
+        return any(session.hears(address) for name, session in self.sessions.items() if name != sender)
+
+    def refuses(self, sender: str, body: bytes) -> bool:
+        if not self.refused_addresses:
+            return False
+        address = UMessage.FromString(body).attributes
+        return (sender, pack_address(address.source, _sink(address))) in self.refused_addresses
+
     def _is_full(self, name: str) -> bool:
         session = self.sessions.get(name)
         if session is None or session.writer is None:
@@ -195,7 +214,7 @@ class _Connection:
                 if kind == HELLO:
                     if not self._welcome(number, body):
                         return
-                elif kind in (SEND, BYE):
+                elif kind in (SEND, IF_HEARD, BYE):
                     self._sends.put_nowait((kind, number, body))
                 else:
                     self._answer(kind, number, body)
@@ -249,6 +268,12 @@ class _Connection:
             elif len(body) > MESSAGE_BYTES_MAX:
                 self._writer.transport.abort()  # as brokers do
                 return
+            elif self._hub.refuses(self._name, body):
+                self._writer.write(frame(REFUSED, number, b"not for you to say"))
+                continue
+            elif kind == IF_HEARD and not self._hub.is_heard(self._name, body):
+                self._writer.write(frame(UNHEARD, number))
+                continue
             else:
                 await self._hub.carry(self._name, body)
             self._writer.write(frame(DONE, number))

@@ -1,0 +1,170 @@
+"""Addresses of the network: nobody listens at one, or the network refuses one, and the others go on.
+
+publish -> nobody listens -> nobody_listens, delivered to nobody -> a listener comes -> sent again: OK, once, in order
+batch   -> its address is refused -> PERMISSION_DENIED or UNAUTHENTICATED; what has other addresses arrives
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from typing import Final
+
+from transports.conformance.base import EVENTUALLY_EVERY_S, Ends, Pair, TransportHarness
+from transports.conformance.messages import ALPHA, BETA, GAMMA, codes, notification, publish, reply, streamed, topic
+from transports.conformance.sinks import Sink
+from uprotocol import uri as uris
+from uprotocol.attributes import streamer_sink
+from uprotocol.status import RETRYABLE, is_nobody_listening
+from uprotocol.transport import Capability, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+REFUSED: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
+OTHER: Final = 0x9A02  # a topic's resource
+ADDRESS_CHARACTERS_MAX: Final = 1_024
+
+
+class AddressConformance(TransportHarness):
+    def publication(self, payload: bytes, resource: int = 0x9A01, authority: str = BETA) -> UMessage:
+        """A publish of alpha, with the sink of a streamer of `authority` where the network needs one."""
+        source = topic(resource=resource)
+        if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
+            return publish(payload, source)
+        return streamed(payload, source, authority)
+
+    def publications(self, *payloads: bytes) -> list[UMessage]:
+        return [self.publication(payload) for payload in payloads]
+
+    def filters(self, resource: int = 0x9A01, authority: str = BETA) -> tuple[UUri, UUri | None]:
+        """The pair that `publication` matches."""
+        if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
+            return topic(resource=resource), None
+        return uris.pattern(ALPHA), uris.pattern(authority)
+
+    async def unheard(self, sender: UTransport, *payloads: bytes) -> list[UMessage]:
+        """Publishes that have just been answered that nobody listens, each of them; sent until the network knows it.
+        Those before were lost, as nobody listens."""
+        messages, statuses = self.publications(*payloads), list[UStatus]()
+        await self.nobody(messages[0].attributes.source, _sink(messages[0]))
+        async with asyncio.timeout(self.deadline_s):
+            while not statuses or not all(map(is_nobody_listening, statuses)):
+                assert set(codes(statuses)) <= {UCode.OK, UCode.UNAVAILABLE}, statuses
+                await asyncio.sleep(EVENTUALLY_EVERY_S if statuses else 0)
+                messages = self.publications(*payloads)
+                statuses = await sender.send_batch(messages)
+        assert codes(statuses) == [UCode.UNAVAILABLE] * len(payloads)
+        assert all(status.message for status in statuses)
+        return messages
+
+    async def send_until_taken(self, sender: UTransport, messages: Sequence[UMessage], *passing: int) -> None:
+        """As an owner does who keeps the order: what may be tried again is, and what is answered with one of the codes
+        `passing`, until all are OK."""
+        left = list(messages)
+        async with asyncio.timeout(self.deadline_s):
+            while left:
+                statuses = await sender.send_batch(left)
+                left = [message for message, status in zip(left, statuses, strict=True) if status.code]
+                assert {status.code for status in statuses} <= {UCode.OK, *RETRYABLE, *passing}, statuses
+                if left:
+                    await asyncio.sleep(EVENTUALLY_EVERY_S)
+
+    # The name of an address.
+
+    async def test_an_address_has_a_name_that_tells_it_from_others(self, pair: Pair) -> None:
+        longest = topic("a" * 128, entity=0xFFFE_FFFE, version=0xFE, resource=0xFFFE)
+        pairs: list[tuple[UUri, UUri | None]] = [
+            (topic(), streamer_sink(BETA)),
+            (topic(resource=OTHER), streamer_sink(GAMMA)),
+            (topic(), reply()),
+            (longest, reply("b" * 128)),
+        ]
+        if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
+            pairs += [(topic(), None), (topic(resource=OTHER), None), (longest, None)]
+        copies = copy.deepcopy(pairs)
+        named = [pair[0].address_of(source, sink) for source, sink in pairs]
+        assert [pair[0].address_of(source, sink) for source, sink in pairs] == named
+        assert pairs == copies, "the addresses are the caller's"
+        for name in named:
+            assert isinstance(name, str)
+            assert 0 < len(name) <= ADDRESS_CHARACTERS_MAX
+        assert named[0] != named[1]
+        assert len(set(named[4:])) == len(named[4:]), "publishes of two topics without a sink have two addresses"
+
+    # Nobody listens.
+
+    async def test_a_publish_that_nobody_hears_is_told_and_waits_for_its_sender(self, pair: Pair) -> None:
+        """It does not come by itself later. Sent again, once somebody listens, it arrives once and in order."""
+        self.needs(Capability.ABSENCE)
+        sender, told = pair[0], list[Sequence[str] | None]()
+        sender.on_heard(told.append)
+        sender.tells_absence = True
+        messages = await self.unheard(sender, b"1", b"2", b"3")
+        heard = await self.listen(pair, *self.filters())
+        await self.listen(pair, topic(), reply(), heard)
+        assert await self.settle(sender, heard) == []
+        await self.send_until_taken(sender, messages)
+        await heard.expect_payload(b"3")
+        assert await self.settle(sender, heard) == [b"1", b"2", b"3"]
+        attributes = messages[0].attributes
+        address = sender.address_of(attributes.source, _sink(messages[0]))
+        assert not told or any(addresses is None or address in addresses for addresses in told), (address, told)
+
+    async def test_a_publish_is_taken_while_somebody_listens_and_no_longer(self, pair: Pair) -> None:
+        self.needs(Capability.ABSENCE)
+        sender, (source, sink) = pair[0], self.filters()
+        sender.tells_absence = True
+        for round in (b"once", b"again"):
+            heard = await self.listen(pair, source, sink)
+            await self.send_until_taken(sender, self.publications(round))
+            assert codes(await sender.send_batch(self.publications(round + b" more"))) == [UCode.OK]
+            await heard.expect_payload(round + b" more")
+            assert heard.payloads == [round, round + b" more"]
+            await pair[1].unregister_listener(source, heard, sink)
+            await self.unheard(sender, b"nobody")
+
+    async def test_only_a_publish_waits_for_somebody_who_listens(self, pair: Pair) -> None:
+        """Of a notification that nobody hears nothing is told; and of a publish neither, unless its owner asks."""
+        sender = pair[0]
+        sender.tells_absence = True
+        assert codes(await sender.send_batch([notification(b"unheard")])) == [UCode.OK]
+        if Capability.ABSENCE in self.capabilities:
+            await self.unheard(sender, b"unheard")
+            sender.tells_absence = False
+        assert codes(await sender.send_batch(self.publications(b"unheard", b"unheard"))) == [UCode.OK] * 2
+
+    # An address is refused.
+
+    async def test_an_address_that_is_refused_costs_no_other(self, ends: Ends, pair: Pair) -> None:
+        """Also in the same batch; and what goes there is taken when the network allows it."""
+        self.needs_hook("refuse_address")
+        self.needs(Capability.PUSH)
+        sender, gamma = pair[0], await ends(GAMMA)
+        await gamma.open()
+        heard = await self.listen(pair, topic(), reply())
+        await self.listen(pair, *self.filters(), heard)
+        for_gamma = Sink(self.deadline_s)
+        await self.listen((sender, gamma), topic(), reply(GAMMA), for_gamma)
+        await self.listen((sender, gamma), *self.filters(OTHER, GAMMA), for_gamma)
+        forbidden = [self.publication(b"publish", OTHER, GAMMA), notification(b"notification", sink=reply(GAMMA))]
+        for message in forbidden:
+            await self.refuse_address(ALPHA, message.attributes.source, _sink(message))
+        allowed = [notification(b"1"), self.publication(b"2"), notification(b"3")]
+        statuses = await sender.send_batch([allowed[0], forbidden[0], allowed[1], forbidden[1], allowed[2]])
+        assert codes(statuses[::2]) == [UCode.OK] * 3
+        for status in statuses[1::2]:
+            assert status.code in REFUSED, status
+            assert status.message
+        assert sorted(await self.settle(sender, heard)) == [b"1", b"2", b"3"]
+        await self.allow_addresses(ALPHA)
+        await self.send_until_taken(sender, forbidden, *REFUSED)
+        await for_gamma.expect(2)
+        await self.settle(sender, for_gamma, sink=reply(GAMMA))
+        assert sorted(one for one in for_gamma.payloads if not one.startswith(b"mark")) == [b"notification", b"publish"]
+
+
+def _sink(message: UMessage) -> UUri | None:
+    return message.attributes.sink if message.attributes.HasField("sink") else None
