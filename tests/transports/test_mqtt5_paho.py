@@ -537,7 +537,7 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], words: str) -> None:
         (0x80, UCode.UNAVAILABLE),
         (0x86, UCode.UNAUTHENTICATED),
         (0x87, UCode.PERMISSION_DENIED),
-        (0x90, UCode.INVALID_ARGUMENT),
+        (0x90, UCode.PERMISSION_DENIED),
         (0x95, UCode.INVALID_ARGUMENT),
         (0x97, UCode.UNAVAILABLE),
         (0xFF, UCode.UNAVAILABLE),

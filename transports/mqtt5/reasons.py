@@ -28,6 +28,15 @@ class Reason(NamedTuple):
 # Retryable (UNAVAILABLE) is what the state of the broker or of the connection causes, and what may be over later. What
 # the asked-for thing itself causes (its size, its topic, its format, who asks) is not: asked again it fails again, and
 # what waits behind it would wait for ever.
+#
+# In the PUBACK of a message a "no" is about
+#   its topic      0x87, 0x90: PERMISSION_DENIED. All messages with that topic are answered the same until a person
+#                  changes a rule of the broker (who may send there, how a topic may look); others go on
+#   the message    0x95, 0x99: INVALID_ARGUMENT; 0x81, 0x82, 0x94, 0x9A, 0x9B: what a broker finds wrong in a packet.
+#                  The next one with that topic may be taken
+#   one or all     0x80, 0x83, codes without a name: UNAVAILABLE, and only what is behind it in its stream waits
+#   the broker     _OF_ALL: UNAVAILABLE, and everything waits
+#   us             0x86, 0x8A, 0x8C: who we are; they end a connection, and no broker is known to say them of a message
 _REASONS: Final[dict[int, Reason]] = {
     0x80: Reason("Unspecified error", UCode.UNAVAILABLE),
     0x81: Reason("Malformed packet", UCode.INTERNAL),
@@ -46,7 +55,8 @@ _REASONS: Final[dict[int, Reason]] = {
     0x8D: Reason("Keep alive timeout", UCode.UNAVAILABLE),
     0x8E: Reason("Session taken over", UCode.UNAVAILABLE),
     0x8F: Reason("Topic filter invalid", UCode.INVALID_ARGUMENT),
-    0x90: Reason("Topic name invalid", UCode.INVALID_ARGUMENT),
+    # the broker's own rule, such as how many levels there may be: our names are valid
+    0x90: Reason("Topic name invalid", UCode.PERMISSION_DENIED),
     0x91: Reason("Packet identifier in use", UCode.UNAVAILABLE),
     0x92: Reason("Packet identifier not found", UCode.UNAVAILABLE),
     0x93: Reason("Receive maximum exceeded", UCode.UNAVAILABLE),
