@@ -29,6 +29,8 @@ class Answering:
     def __init__(self) -> None:
         self.reason = self.port = self.connections = 0
         self.heard: Counter[bytes] = Counter()  # messages, by the last segment of their topic
+        self.silent_about = b""  # last segment of a topic whose messages have no answer
+        self.asked_in_vain = asyncio.Event()
         self.topics: dict[bytes, int] = {}  # last segment of a topic -> reason code of its PUBACK, if another one
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,6 +50,9 @@ class Answering:
             topic_end = 2 + int.from_bytes(body[:2], "big")
             topic = body[2:topic_end].rpartition(b"/")[2]
             self.heard[topic] += 1
+            if topic == self.silent_about:
+                self.asked_in_vain.set()
+                return b""
             reason = self.topics.get(topic, self.reason)
             return packet(0x40, body[topic_end : topic_end + 2] + bytes((reason, 0)))
         if first in (SUBSCRIBE, UNSUBSCRIBE):

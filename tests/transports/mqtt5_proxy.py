@@ -1,8 +1,10 @@
 """A link to a broker that refuses topic filters: with a reason code in SUBACK, by hanging up, or by no answer at all.
+And topics of messages, with a reason code in PUBACK.
 
 end -> SUBSCRIBE -> refused?      -> another topic filter to the broker -> SUBACK -> with that reason code -> end
                     hangs up on?  -> both connections are reset
                     silent about? -> nothing
+    -> PUBLISH   -> refused?      -> another topic to the broker -> PUBACK -> with that reason code -> end
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Final
 from transports.conformance.proxy import Tap, TcpProxy
 from transports.mqtt5 import wire
 
+PUBLISH: Final = 0x32  # of QoS 1
+PUBACK: Final = 0x40
 SUBSCRIBE: Final = 0x82
 SUBACK: Final = 0x90
 UNSUBSCRIBE: Final = 0xA2
@@ -22,6 +26,7 @@ class RefusingProxy(TcpProxy):
     def __init__(self, host: str, port: int) -> None:
         super().__init__(host, port)
         self.refused: dict[str, int] = {}  # topic filter -> reason code
+        self.refused_topics: dict[str, int] = {}  # of messages -> reason code
         self.hangs_up_on: set[str] = set()
         self.silent_about: set[str] = set()
         self.subscriptions_max = 1 << 20  # of one connection; one more, and it hangs up
@@ -43,6 +48,7 @@ class _Link:
         self._proxy = proxy
         self._sent = self._answered = b""
         self._reasons: dict[bytes, int] = {}  # packet id -> what the end is told
+        self._published: dict[bytes, int] = {}  # the same for PUBACK
         self._subscriptions = 0
 
     def to_broker(self, data: bytes) -> bytes:
@@ -55,6 +61,8 @@ class _Link:
         self._answered = (self._answered + data)[used:]
         told = []
         for first, body in found:
+            if first == PUBACK and body[:2] in self._published:
+                body = body[:2] + bytes((self._published.pop(body[:2]),))
             if first == SUBACK and body[:2] in self._reasons:
                 body = body[:-1] + bytes((self._reasons.pop(body[:2]),))
             told.append(_packet(first, body))
@@ -64,6 +72,8 @@ class _Link:
         proxy = self._proxy
         if first == CONNECT:
             proxy.asked.append("")
+        if first == PUBLISH and proxy.refused_topics:
+            return _packet(first, self._sends(body))
         if first not in (SUBSCRIBE, UNSUBSCRIBE):
             return _packet(first, body)
         length, start = wire.read_varint(body, 2, len(body))
@@ -83,6 +93,15 @@ class _Link:
             self._reasons[body[:2]] = proxy.refused[topic_filter]
             body = body[: at + 2] + b"~" * (end - at - 2) + body[end:]
         return _packet(first, body)
+
+    def _sends(self, body: bytes) -> bytes:
+        """A PUBLISH to a topic that is refused goes to one that nobody subscribes to."""
+        end = 2 + int.from_bytes(body[:2], "big")
+        reason = self._proxy.refused_topics.get(body[2:end].decode())
+        if reason is None:
+            return body
+        self._published[body[end : end + 2]] = reason
+        return body[:2] + b"~" * (end - 2) + body[end:]
 
 
 def _packet(first: int, body: bytes) -> bytes:

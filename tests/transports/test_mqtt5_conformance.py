@@ -18,6 +18,7 @@ from transports.conformance.messages import reply, topic
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.broker import Broker
 from transports.mqtt5.mapping import Mapping, Mode, Packet
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
@@ -27,7 +28,7 @@ from uprotocol.v1.uri_pb2 import UUri
 pytestmark = pytest.mark.broker
 
 NOT_AUTHORIZED = 0x87
-BASE = Capability.PUSH | Capability.ENCODED | Capability.ACK | Capability.PERSISTENT_SESSION
+BASE = Capability.PUSH | Capability.ENCODED | Capability.ABSENCE | Capability.ACK | Capability.PERSISTENT_SESSION
 
 
 def raw_publish(broker: Broker, packets: list[Packet], qos: int = 1) -> None:
@@ -93,6 +94,15 @@ class Mqtt5Conformance(TransportConformance):
 
     async def allow_filters(self, authority: str) -> None:
         self.proxies[authority].refused.clear()
+
+    async def refuse_address(self, authority: str, source: UUri, sink: UUri | None) -> None:
+        """mosquitto 2.0.11 hangs up after such an answer, which is a test of its own."""
+        type = attrs.PUBLISH if sink is None or attrs.is_streamer_sink(sink) else attrs.NOTIFICATION
+        topic = Mapping(self.mode, authority).topic(type, source, sink)
+        self.proxies[authority].refused_topics[topic] = NOT_AUTHORIZED
+
+    async def allow_addresses(self, authority: str) -> None:
+        self.proxies[authority].refused_topics.clear()
 
     def normalise(self, message: UMessage) -> UMessage:
         if not message.attributes.ttl:

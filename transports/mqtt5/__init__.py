@@ -22,6 +22,7 @@ CAPABILITIES: Final = (
     | Capability.PERSISTENT_SESSION
     | Capability.WILDCARD_SOURCE
     | Capability.PUBLISH_WITHOUT_SINK
+    | Capability.ABSENCE
 )
 """In-vehicle and with a session, as by default; an instance says what its settings leave of them."""
 

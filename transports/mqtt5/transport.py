@@ -41,6 +41,7 @@ from transports.mqtt5.session import Session
 from transports.mqtt5.subscriptions import topic_matches
 from transports.mqtt5.window import Window
 from transports.mqtt5.wire import Codec
+from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
@@ -91,7 +92,7 @@ class Mqtt5Transport(TransportBase):
         super().__init__(config, local)
         self._config = config
         # off-vehicle there are no topics of a single resource, and without a session nothing is kept
-        self.capabilities = Capability.PUSH | Capability.ENCODED
+        self.capabilities = Capability.PUSH | Capability.ENCODED | Capability.ABSENCE
         if config.mode is Mode.IN_VEHICLE:
             self.capabilities |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
         if config.session_expiry_s:
@@ -100,7 +101,7 @@ class Mqtt5Transport(TransportBase):
         self._codec = Codec(self._mapping, self.checks)
         self._link = link = Link(config, local, self)
         self._session = Session(link, self._start)
-        self._window = Window(self._codec.encode, link.next_packet_id)
+        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_if_told)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         self._arrivals = Arrivals[Arrived](
             lambda arrived: self.listeners.deliver_encoded([one.message for one in arrived if one.message is not None]),
@@ -268,6 +269,21 @@ class Mqtt5Transport(TransportBase):
     @property
     def in_flight_messages(self) -> int:  # type: ignore[override]  # read only
         return self._window.messages
+
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        """The topic name; off-vehicle there is none without a sink, and nothing can be sent there."""
+        if sink is None and self._config.mode is Mode.OFF_VEHICLE:
+            return super().address_of(source, sink)
+        is_publish = sink is None or attrs.is_streamer_sink(sink)
+        return self._mapping.topic(attrs.PUBLISH if is_publish else attrs.NOTIFICATION, source, sink)
+
+    def _topic_if_told(self, message: Carried) -> str | None:
+        """Of a publish, if the owner wants to know that nobody listens there: a broker that knows it says so in PUBACK,
+        and never that somebody has come, so nothing calls what `on_heard` is given."""
+        if not self.tells_absence or message.attributes.type != attrs.PUBLISH:
+            return None
+        attributes = message.attributes
+        return self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         return await self._window.send(messages)

@@ -4,6 +4,7 @@ batch -> (one batch after the other) encode what there is room for -> one write 
 in flight -> PUBACKs of one read -> statuses                       ^- reach.py
           -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; where all may be refused,
                                     nothing at all
+          -> nobody listens  -> nobody_listens, and nothing behind it that is a publish of its topic is sent
           -> connection lost -> suspects.py
                              -> UNAVAILABLE, and nothing behind is tried, also of batches that came meanwhile
 """
@@ -57,6 +58,8 @@ class _Batch:
     why: UStatus | None = None  # the failure of the network that ended it
     # streams of which the broker has refused a message for now: nothing behind it in its stream is tried
     refused: set[Stream] = field(default_factory=set)
+    # topics of which a publish was answered that nobody listens: what is behind it must not overtake it
+    unheard: set[str] = field(default_factory=set)
 
 
 class Window:
@@ -66,10 +69,17 @@ class Window:
     A message in flight when the connection is lost is answered UNAVAILABLE, and forgotten: the caller sends it again if
     it matters. (MQTT would have us repeat it on a resumed session; of QoS 1 the broker keeps nothing that would miss
     it.)
+
+    `topic_if_told` answers the topic of a publish whose owner wants to know that nobody listens; None for all others.
     """
 
-    def __init__(self, encode: Callable[[Carried], tuple[bytes, bytes]], next_packet_id: Callable[[], int]) -> None:
-        self._encode, self._next_packet_id = encode, next_packet_id
+    def __init__(
+        self,
+        encode: Callable[[Carried], tuple[bytes, bytes]],
+        next_packet_id: Callable[[], int],
+        topic_if_told: Callable[[Carried], str | None],
+    ) -> None:
+        self._encode, self._next_packet_id, self._topic_if_told = encode, next_packet_id, topic_if_told
         # packet id -> its place, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Batch, int, int]] = {}
         self._large_bytes = 0  # the sum of those
@@ -195,6 +205,7 @@ class Window:
         """As many messages in front of `end` as one write may have."""
         packets: list[bytes] = []
         in_flight, octets = self._in_flight, 0
+        unheard = {topic for other in self._under_way for topic in other.unheard}
         for message in batch.messages[len(batch.statuses) : end]:
             is_suspect = False
             if batch.refused or self._suspects:
@@ -205,6 +216,11 @@ class Window:
                 is_suspect = stream in self._suspects
                 if is_suspect and in_flight:
                     break
+            if unheard and (topic := self._topic_if_told(message)) in unheard:
+                assert topic is not None
+                batch.unheard.add(topic)
+                batch.statuses.append(_UNHEARD)
+                continue
             try:
                 head, tail = self._encode(message)
             except UStatusError as error:
@@ -249,8 +265,8 @@ class Window:
             if self._suspects:
                 self._suspects.answered(_stream(batch.messages[index]))
             status = _ANSWERS[reason]
-            if reason == reasons.NO_MATCHING_SUBSCRIBERS and _is_request(batch.messages[index]):
-                status = _NOBODY
+            if reason == reasons.NO_MATCHING_SUBSCRIBERS:
+                status = self._unheard(batch, index)
             elif status is not OK and status.code == UCode.UNAVAILABLE:
                 self._refused(batch, index, reason, status)
             batch.statuses[index] = status
@@ -269,6 +285,18 @@ class Window:
             self._timed = None
         self._freed.set()
 
+    def _unheard(self, batch: _Batch, index: int) -> UStatus:
+        """The broker has thrown it away. What was in flight with it has its own PUBACK: a subscriber may have come in
+        between, and has got it then."""
+        message = batch.messages[index]
+        if _is_request(message):
+            return _NOBODY
+        topic = self._topic_if_told(message)
+        if topic is None:
+            return OK
+        batch.unheard.add(topic)
+        return _UNHEARD
+
     def _refused(self, batch: _Batch, index: int, reason: int, status: UStatus) -> None:
         """For now. Nothing behind it is tried, but for what has been sent already, and for other streams of its batch
         where it may be this one alone that the broker does not take."""
@@ -284,6 +312,9 @@ class Window:
 _BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
 _NOBODY: Final = nobody_listens(
     "the broker has no subscriber for this request: its service is not there now, try again later"
+)
+_UNHEARD: Final = nobody_listens(
+    "the broker has no subscriber for this topic, and has thrown the message away: send it again when there is one"
 )
 
 
