@@ -37,6 +37,17 @@ def test_the_subject_of_a_message() -> None:
     assert mapping.route(request, "here") == "here.1.0.1.0.cloud.ABCD.0.2.17"
 
 
+@given(authorities, authorities)
+def test_an_address_is_the_subject_of_its_messages_and_short_enough_for_a_name(one: str, other: str) -> None:
+    """1,024 characters, with the name of the network, which has 64."""
+    source, sink = uris.uri(one, 0xFFFE_FFFE, 0xFE, 0x8000), uris.uri(other, 0xFFFE_FFFE, 0xFE, 0)
+    notification = UMessageBuilder.notification(source, sink).build()
+    publish = UMessageBuilder.publish(source).build()
+    assert mapping.address_route(source, sink, "here") == mapping.route(notification, "here")
+    assert mapping.address_route(source, None, "here") == mapping.route(publish, "here")
+    assert len(mapping.address_route(source, sink, "here")) <= 1_024 - 65
+
+
 def test_a_streamers_sink_stands_in_a_subject_as_it_is() -> None:
     assert mapping.address(uris.pattern("cloud"), "here") == "cloud.FFFF.FFFF.FF.FFFF"
 

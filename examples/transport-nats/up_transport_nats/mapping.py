@@ -53,8 +53,13 @@ def address(uri: UUri, own_authority: str, *, of_filter: bool = False) -> str:
 def route(message: UMessage, own_authority: str) -> str:
     """What of a subject says where `message` comes from and goes to."""
     attributes = message.attributes
-    sink = address(attributes.sink, own_authority) if attributes.HasField("sink") else NO_SINK
-    return f"{address(attributes.source, own_authority)}.{sink}"
+    return address_route(attributes.source, attributes.sink if attributes.HasField("sink") else None, own_authority)
+
+
+def address_route(source: UUri, sink: UUri | None, own_authority: str) -> str:
+    """The same of a message with these addresses: some 800 characters at most."""
+    there = address(sink, own_authority) if sink is not None else NO_SINK
+    return f"{address(source, own_authority)}.{there}"
 
 
 def filter_route(source: UUri, sink: UUri | None, own_authority: str) -> str:

@@ -40,6 +40,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, LossCallback
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 PACKET_BYTES: Final = 65_536  # small messages are packed up to here: more in one publish saves nothing
@@ -58,7 +59,11 @@ Arrived = tuple[Filter, str, Msg]  # for which filter, by which consumer
 
 
 class NatsTransport(TransportBase):
-    """One connection. Priorities are all alike: a stream hands out in the order in which it took."""
+    """One connection. Priorities are all alike: a stream hands out in the order in which it took.
+
+    No Capability.ABSENCE: a stream that no consumer wants something of acknowledges it all the same, and forgets it.
+    NATS tells only of a request of its own, without JetStream, that nobody answers.
+    """
 
     capabilities = (
         Capability.PUSH
@@ -185,6 +190,11 @@ class NatsTransport(TransportBase):
                 await asyncio.sleep(AGAIN_S)
 
     # Sending.
+
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        """The subject, but for its last token, which is our own name. The server's permissions are about subjects: it
+        tells of a violation beside the answer, with the subject, and only what goes there is PERMISSION_DENIED."""
+        return f"{self._config.network}.{mapping.address_route(source, sink, self.authority)}"
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         if not self.is_open:
