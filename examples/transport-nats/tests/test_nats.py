@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from up_transport_nats import mapping  # noqa: E402
 from up_transport_nats.transport import PLUGIN, NatsConfig, NatsTransport  # noqa: E402
 
 from transports.conformance import ALPHA, BETA, Sink, TcpProxy, TransportConformance  # noqa: E402
+from transports.conformance.addresses import AddressConformance  # noqa: E402
+from transports.conformance.messages import GAMMA  # noqa: E402
 from uprotocol import uri as uris  # noqa: E402
 from uprotocol.message import UMessageBuilder, UPayload  # noqa: E402
 from uprotocol.status import UStatusError  # noqa: E402
@@ -54,7 +59,7 @@ def serve(folder: Path, *lines: str, jetstream: bool = True) -> Iterator[int]:
     """A server on a port of its own; `lines` are added to its configuration."""
     assert SERVER is not None
     port, log = free_port(), folder / "nats.log"
-    config = [f"listen: 127.0.0.1:{port}", f'log_file: "{log}"', *lines]
+    config = [f"listen: 127.0.0.1:{port}", f'log_file: "{log}"', f'pid_file: "{folder}/nats.pid"', *lines]
     config += [f'jetstream {{ store_dir: "{folder}/js" }}'] if jetstream else []
     (folder / "nats.conf").write_text("\n".join(config))
     process = subprocess.Popen([SERVER, "-c", str(folder / "nats.conf")])
@@ -164,6 +169,58 @@ class TestNats(OnNats, TransportConformance):
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
         return "up_transport_nats.transport:PLUGIN", self.settings(authority)
+
+
+def may(denied: dict[str, list[str]]) -> str:
+    """Everybody may publish everywhere, but these users to these subjects. Who gives no name is admin."""
+    users = ['{ user: admin, password: "right" }']
+    for user in (ALPHA, BETA, GAMMA):
+        subjects = ", ".join(f'"{subject}"' for subject in ["nowhere", *denied[user]])
+        rule = f"permissions: {{ publish: {{ deny: [{subjects}] }} }}"
+        users.append(f'{{ user: {user}, password: "right", {rule} }}')
+    return f"authorization {{ users: [ {', '.join(users)} ] }}"
+
+
+@pytest.fixture(scope="session")
+def ruled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+    """A server, and its folder, whose permissions are changed while it runs."""
+    folder = tmp_path_factory.mktemp("ruled")
+    with serve(folder, "no_auth_user: admin", may(defaultdict(list))) as port:
+        yield folder, port
+
+
+class TestAddressesOnNats(OnNats, AddressConformance):
+    """Each end is a user of its own."""
+
+    capabilities = PLUGIN.capabilities
+
+    @pytest.fixture
+    def port(self, ruled: tuple[Path, int]) -> int:
+        self.folder, port = ruled
+        self.denied: dict[str, list[str]] = defaultdict(list)
+        return port
+
+    async def make_end(self, authority: str, **limits: int) -> UTransport:
+        return self.end(authority, user=authority, password="right", **limits)
+
+    async def refuse_address(self, authority: str, source: UUri, sink: UUri | None) -> None:
+        self.denied[authority].append(f"{self.network}.{mapping.address_route(source, sink, authority)}.*")
+        await self.apply()
+
+    async def allow_addresses(self, authority: str) -> None:
+        del self.denied[authority]
+        await self.apply()
+
+    async def apply(self) -> None:
+        """The server reads its configuration again; its connections stay."""
+        config, log = self.folder / "nats.conf", self.folder / "nats.log"
+        lines = config.read_text().splitlines()
+        config.write_text("\n".join(may(self.denied) if one.startswith("authorization") else one for one in lines))
+        before = log.read_text().count("Reloaded server configuration")
+        os.kill(int((self.folder / "nats.pid").read_text()), signal.SIGHUP)
+        await self.eventually(
+            lambda: log.read_text().count("Reloaded server configuration") > before, "a server with other permissions"
+        )
 
 
 def notification(payload: bytes, source: UUri = SOURCE, sink: UUri = SINK) -> UMessage:
