@@ -237,7 +237,7 @@ def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) 
 # -- older versions
 
 # cursors of endpoints; in version 1 a cursor couldn't say that it holds retention
-HELD_PREFIXES: Final = ("egress:", "parked:")
+HELD_PREFIXES: Final = ("egress:", "parked:", "held:")
 _V1: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY) WITHOUT ROWID",
     """CREATE TABLE stream (id INTEGER PRIMARY KEY, source BLOB NOT NULL, sink BLOB, first_seq INTEGER NOT NULL,

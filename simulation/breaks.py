@@ -98,12 +98,12 @@ def _order_of_commands() -> Patches:
 
 
 def _held_back() -> Patches:
-    from streamer.parked import Parking
+    from streamer.holds import TopicHolds
 
-    def hold(self: Parking, stream: int, after: int) -> None:
+    def hold(self: TopicHolds, stream: int, after: int) -> None:
         self.park(stream, self._log.newest_seq, ())
 
-    return [(Parking, "hold", hold)]
+    return [(TopicHolds, "hold", hold)]
 
 
 def _place_ahead() -> Patches:

@@ -9,7 +9,7 @@ following, followed     other histories into our log; handover: ours to who foll
 app, parts, networks    makes the parts, starts and stops them; opens the endpoints, and listens to what is needed
 rules, paused, view     who gets what; ledger, limits: how much of it
 names, priority_queue   what the endpoints are called outside; what waits to be sent
-parked, blocked         what an egress holds back; dead_letter, claims: what nobody has had
+holds, blocked          what an egress holds back; dead_letter, claims: what nobody has had
 config, control, admin, metrics, notify, commands/, demo/           for people
 """
 

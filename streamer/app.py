@@ -44,6 +44,7 @@ from streamer.flow import Flow
 from streamer.followed import Followed
 from streamer.following import Follows
 from streamer.handover import HandOvers
+from streamer.holds import TOLD_S
 from streamer.hosted import HostedTransport
 from streamer.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
@@ -184,6 +185,8 @@ class Streamer:
                 flows[one],
                 self.paused,
                 absent_ms_max=config.history.absent_ms,
+                refused_hours=config.egress.refused_hours,
+                unheard_hours=config.egress.unheard_hours,
                 on_gap=self._lost,
                 pace=paces[endpoint.name],
             )
@@ -353,7 +356,7 @@ class Streamer:
     def _connected(self, endpoint: Endpoint) -> None:
         for pump in self.pumps:
             if pump.peer is endpoint:
-                pump.wake()
+                pump.reconnected()
 
     async def _close(self) -> None:
         self._stopping.set()
@@ -499,6 +502,7 @@ class Streamer:
         found = [*self._networks.conditions()]
         found += [Condition(pump.trouble, pump.peer.name, is_fatal=True) for pump in self.pumps if pump.trouble]
         found += [Condition(one.trouble, name) for name, one in self.clocks.items() if one.trouble]
+        found += [*self._conditions_of_holds()]
         found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
         for authority in self.interest.unhealthy if self.ready.is_set() else ():
             owner, what = self.endpoints.owner(authority), f"uSubscription of {authority} does not answer"
@@ -507,6 +511,20 @@ class Streamer:
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
         return found
+
+    def _conditions_of_holds(self) -> Iterator[Condition]:
+        now_ms = self._runtime.now_ms()
+        for pump in self.pumps:
+            for held in pump.address_holds.states():
+                if held.label != "unheard" and held.waited_s >= TOLD_S:
+                    yield Condition(held.sentence(now_ms), pump.peer.name)
+
+    def _notes_of_holds(self) -> Iterator[str]:
+        now_ms = self._runtime.now_ms()
+        for pump in self.pumps:
+            for held in pump.address_holds.states():
+                if held.label == "unheard" and held.waited_s >= TOLD_S:
+                    yield f"endpoint {pump.peer.name}: {held.sentence(now_ms)}"
 
     def _conditions_of_logs(self) -> Iterator[Condition]:
         for one in self.logs:
@@ -569,7 +587,7 @@ class Streamer:
             *parts.given_up_note(self.config, self._runtime.disk.reserve),
         ]
         told = [*disk, *following, *self.certificates.notes(), *self.ledger.notes()]
-        return [*self.endpoints.notes(), *told, *paused]
+        return [*self.endpoints.notes(), *told, *paused, *self._notes_of_holds()]
 
     def topics_of(self, authority: str) -> int:
         """How many topics of it the logs know."""

@@ -8,7 +8,7 @@ sent: some taken, one not -> put aside --due--> the first few of each, with the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from uprotocol.encoded import EncodedMessage
@@ -62,13 +62,17 @@ class Aside(dict[Key, deque[Item]]):
         self._count([item], 1)
         return True
 
-    def take_out(self, streams: Container[int]) -> list[Item]:
-        """What waits of these streams waits here no more."""
-        taken = [item for queue in self.values() for item in queue if item[2] in streams]
+    def take_out(self, which: Callable[[Item], bool]) -> list[Item]:
+        """What waits and for which it says so waits here no more."""
+        taken = list[Item]()
         for key, queue in list(self.items()):
-            self[key] = deque(item for item in queue if item[2] not in streams)
-            if not self[key]:
-                del self[key]
+            out = [item for item in queue if which(item)]
+            if out:
+                taken += out
+                gone = set(map(id, out))
+                self[key] = deque(item for item in queue if id(item) not in gone)
+                if not self[key]:
+                    del self[key]
         self._count(taken, -1)
         return taken
 

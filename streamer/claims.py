@@ -21,7 +21,7 @@ from history.log import Log
 from streamer.egress import BEGAN_PREFIX, CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint
 from streamer.handover import FOLLOWED_PREFIX
-from streamer.parked import PARKED_PREFIX
+from streamer.holds import HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
 from streamer.states import Condition
 
 SAVE_S: Final = 600.0  # between notes of absences on disk
@@ -36,7 +36,7 @@ class Unclaimed:
 
     endpoint: str
     log: Log
-    cursors: dict[str, int]  # its own, and those of its parked topics
+    cursors: dict[str, int]  # its own, and those of what is held for it
     absent_ms: int
 
     @property
@@ -48,8 +48,8 @@ class Unclaimed:
 
     @property
     def topics(self) -> int:
-        """That are parked."""
-        return sum(name.startswith(PARKED_PREFIX) for name in self.cursors)
+        """That are parked, or addresses that are held."""
+        return sum(name.startswith((PARKED_PREFIX, HELD_PREFIX)) for name in self.cursors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,20 @@ class Listed:
     records: int  # that wait behind it
     holds: bool  # retention by age waits for it
     absent_hours: float  # while the streamer ran
-    parked_topics: int
+    parked_topics: int  # undecided or paused
+    held_addresses: int  # refused by its network, or nobody listens there
 
 
 def listed(rows: Mapping[str, Cursor], newest: int, oldest: int) -> list[Listed]:
     """By name; `newest`, `oldest`: seqs of a log's records."""
     parked = Counter(name.split(":")[1] for name in rows if name.startswith(PARKED_PREFIX))
+    held = Counter(name.split(":")[1] for name in rows if name.startswith(HELD_PREFIX))
     found = []
     for name, row in rows.items():
         if name.startswith(CURSOR_PREFIX):
             endpoint, waits = name.removeprefix(CURSOR_PREFIX), max(0, newest - max(row.seq, oldest - 1))
             hours = round(row.absent_ms / 3_600_000, 1)
-            found.append(Listed(endpoint, row.seq, waits, row.holds, hours, parked[endpoint]))
+            found.append(Listed(endpoint, row.seq, waits, row.holds, hours, parked[endpoint], held[endpoint]))
     return sorted(found, key=lambda one: one.endpoint)
 
 
@@ -147,9 +149,11 @@ class Claims:
             if pump.backlog and absent_ms >= self._limit_ms * WARNING:
                 what = f"the {pump.backlog} records that it has not had"
                 yield Condition(f"it has been away: {self._end(absent_ms)} {what}", pump.peer.name)
-            if pump.parking.waited_ms >= self._limit_ms * WARNING:
-                what = f"{len(pump.parking)} topics wait for endpoint {pump.peer.name}, paused or undecided"
-                yield Condition(f"{what}: {self._end(pump.parking.waited_ms)} what has come of them", pump.peer.name)
+            if pump.topic_holds.waited_ms >= self._limit_ms * WARNING:
+                what = f"{len(pump.topic_holds)} topics wait for endpoint {pump.peer.name}, paused or undecided"
+                yield Condition(
+                    f"{what}: {self._end(pump.topic_holds.waited_ms)} what has come of them", pump.peer.name
+                )
         for waits in self.unclaimed:
             parked = f" and {waits.topics} parked topics" if waits.topics else ""
             yield Condition(
@@ -165,7 +169,7 @@ class Claims:
 
 def _owner(name: str) -> str:
     """The endpoint whose cursor this is; "": it is no endpoint's."""
-    if name.startswith(PARKED_PREFIX):
-        return name.removeprefix(PARKED_PREFIX).rpartition(":")[0]
+    if name.startswith((PARKED_PREFIX, HELD_PREFIX, OWED_PREFIX)):
+        return name.split(":")[1]
     prefix = next((one for one in (CURSOR_PREFIX, FOLLOWED_PREFIX) if name.startswith(one)), None)
     return "" if prefix is None else name.removeprefix(prefix)

@@ -26,6 +26,7 @@ from history.writer import GATHER_MS
 from storage import logs
 from streamer import names
 from streamer.access import Pattern as AccessPattern
+from streamer.holds import HELD_HOURS
 from streamer.ledger import UNITS_PER_S
 from streamer.limits import MEMORY_MIB
 from streamer.sends import SEND_MS_MAX
@@ -199,6 +200,9 @@ class EndpointSection(_Section):
     """the history service of a gateway there (`//hub/4/1/0`) that follows ours: once it has taken over, publishes are
     not pushed to this endpoint any more, and wait for it as long as `retention_mib` bears. See
     [following.md](following.md)"""
+    hold: bool = True
+    """publishes at whose address nobody there listens, as far as the network can say, wait until somebody does
+    (`egress.unheard_hours`); `false`: they are sent all the same, and are lost. See [What is held](#what-is-held)"""
     settings: dict[str, Any] = {}
     """the transport's own, see there"""
 
@@ -354,6 +358,12 @@ class EgressSection(_Section):
     message counts as its payload and 256 bytes), hangs: `/readyz` says so, it is closed and opened again, and what it
     has not answered is sent again. The default is more than any of ours takes: MQTT gives up when nothing moves for
     20 s, Zenoh and DDS after some seconds"""
+    refused_hours: float = Field(default=HELD_HOURS, gt=0)
+    """for so long at most, while the streamer runs, publishes and notifications wait whose address the network refuses
+    (an access rule, a topic name that it does not allow). Retention (`retention_hours`, `retention_mib`) may end that
+    sooner"""
+    unheard_hours: float = Field(default=HELD_HOURS, gt=0)
+    """the same for publishes at whose address nobody listens"""
     messages_per_s: int | None = Field(default=None, ge=1)
     """to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority
     (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes for

@@ -3,8 +3,9 @@ confirmed.
 
     log -> read ahead (bounded) -> who wants it? -> priority queue -> send_batch -> confirmed: cursor
      ^                             | sample period                     |-> UNAVAILABLE: again, in order, after a pause
-     '- read back, once it is  nobody can say yet,                     '-> refused, expired: dead letter
-        known, or resumed  <-  or it is paused: parked
+     |                         nobody can say yet, paused: held        |-> address refused, or unheard: held
+     '- read back <- decided, resumed, taken again <- holds.py <-------+
+                                                                       '-> message refused, expired: dead letter
 
 Order holds per (source, sink) within a class: batches leave one behind the other, of which a network far away has
 several under way (flights.py), and after a failure nothing leaves until all of them are answered.
@@ -33,8 +34,8 @@ from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flights import LAND_S, Flights
 from streamer.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
+from streamer.holds import HELD_HOURS, AddressHold, AddressHolds, Kind, OwedTopics, TopicHold, TopicHolds
 from streamer.ledger import units_of
-from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
 from streamer.priority_queue import PriorityQueue
 from streamer.view import Decision, Target, Version, View
@@ -45,7 +46,7 @@ from uprotocol.cache import streams_max
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import UStatusError, code_name, settle
+from uprotocol.status import Settled, UStatusError, code_name, is_nobody_listening, settle
 from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -60,12 +61,26 @@ BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per messag
 CURSOR_PREFIX: Final = "egress:"
 # where a peer began that was new while records waited for one that is not configured: after that seq it has had its own
 BEGAN_PREFIX: Final = "began:"
-RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
+RECHECK_TOPICS: Final = 256  # topics looked at in one step, some milliseconds of the loop
 # dead letters of what retention took before the peer was back; beyond it only the range is told
 PASSED_LETTERS_MAX: Final = 100
 # after a failure of a network that is there: it may be one stream's, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
+TRIED_AT_ONCE: Final = 16  # holds whose first message is tried in one step
+LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of one that has waited too long; beyond it only the range is told
+# a "no" that a person or time can mend, and that goes for more than this message
+HELD_CODES: Final = frozenset(
+    {
+        UCode.PERMISSION_DENIED,
+        UCode.UNAUTHENTICATED,
+        UCode.RESOURCE_EXHAUSTED,
+        UCode.FAILED_PRECONDITION,
+        UCode.NOT_FOUND,
+        UCode.ABORTED,
+        UCode.CANCELLED,
+    }
+)
 
 log = structlog.get_logger()
 
@@ -79,25 +94,29 @@ class Plan(NamedTuple):
     copies: tuple[Readdressed, ...]  # one for each target, with the streamer's sink; empty: one for all of them
     whole: Readdressed | None  # takes away the streamer's sink, which has done its work (A-11)
     park: bool  # nobody can say yet who else wants it
+    held: tuple[tuple[AddressHold, int], ...] = ()  # others, whose address is held: behind what, after which seq
 
 
 SKIP: Final = Plan((), 0, False, (), None, False)
 
 
 @dataclass(slots=True)
-class Back:
-    """Parked topics that turned out to be wanted, read once more from the log up to `until`; then they are live
-    again."""
+class ReadBack:
+    """What was held and is to leave now, read once more from the log up to `until`; then it is live again."""
 
-    targets: dict[int, tuple[Target, ...]]  # by stream: who has not had it; empty: nothing is read back
-    after: dict[int, int]  # by stream: from where
+    targets: dict[int, tuple[Target, ...]]  # by stream: who has not had it, and since when; empty: nothing is read back
+    topics: Set[int]  # those of them that are TopicHolds
+    addresses: list[AddressHold]
     place: int
     until: int
 
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self.targets or self.addresses)
+
 
 class Pump:
-    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log, and those of its parked
-    topics."""
+    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log, and the peer's holds."""
 
     def __init__(
         self,
@@ -110,6 +129,8 @@ class Pump:
         paused: Paused,
         *,
         absent_ms_max: int = ABSENT_MS_MAX,
+        refused_hours: float = HELD_HOURS,
+        unheard_hours: float = HELD_HOURS,
         on_gap: Callable[[Endpoint, Log, int, int], None] = lambda *_: None,
         pace: Pace | None = None,
     ) -> None:
@@ -120,13 +141,20 @@ class Pump:
         self._plans: dict[int, Plan] = {}
         self._plans_version: Version | None = None
         self._paused, self._pauses_known = paused, frozenset[Pause]()
-        self.parking = Parking(source, peer.name, absent_ms_max)
-        self._recheck: dict[int, None] = {}  # parked topics to be looked at: the interest has changed
-        self._lacks_room = False  # to park what comes next
-        self._found: dict[int, tuple[Target, ...]] = {}  # parked topics that are wanted, and by whom
-        self._back = Back({}, {}, 0, 0)
+        self.topic_holds = TopicHolds(source, peer.name, absent_ms_max)
+        self.address_holds = AddressHolds(source, peer.name, _loop_time, refused_hours * 3_600, unheard_hours * 3_600)
+        self.owed = OwedTopics(source, peer.name)
+        self._are_streams_found = False  # of the holds that are there from before the start
+        self._trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
+        self._taken: set[AddressHold] = set()  # whose first message the network has taken
+        self._held_lately: set[AddressHold] = set()  # while batches are under way that left before they were held
+        self._heard: set[int] = set()  # streams of which the network has taken something since the start
+        self._recheck: dict[int, None] = {}  # held topics to be looked at: the interest has changed
+        self._lacks_room = False  # to hold what comes next
+        self._found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, and by whom
+        self._back = ReadBack({}, frozenset(), [], 0, 0)
         # streams that don't get through though others do
-        self.aside = Aside(backoff.sibling(), lambda: asyncio.get_running_loop().time())
+        self.aside = Aside(backoff.sibling(), _loop_time)
         # by stream and authority: when the next message of a thinned topic is due
         self._due_ms: dict[int, dict[str, int]] = {}
         self._sending: list[Item] = []  # taken from the queue, and neither under way nor settled
@@ -154,6 +182,7 @@ class Pump:
         source.on_passed(self._passed)
         source.on_forgotten(self._forgotten)
         source.keep_streams(self._in_hand)
+        peer.on_heard(self._heard_at)
 
     def __repr__(self) -> str:
         places = f"cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}"
@@ -182,10 +211,10 @@ class Pump:
         return self._read
 
     def look_at(self, topics: Topics) -> None:
-        """The interest in them has changed. What is parked of them may be wanted now; about the others the view is
+        """The interest in them has changed. What is held of them may be wanted now; about the others the view is
         asked when a record comes."""
-        parked = self.parking
-        is_concerned = parked and (topics is None or any(self.log.known_id(to_uri(one)) in parked for one in topics))
+        held = self.topic_holds
+        is_concerned = held and (topics is None or any(self.log.known_id(to_uri(one)) in held for one in topics))
         if is_concerned or self._lacks_room:
             self._wake.set()
 
@@ -193,6 +222,21 @@ class Pump:
         """Try again now: the peer may be back, or what is paused is another."""
         self._backoff.wake()
         self.aside.wake()
+        self._wake.set()
+
+    def reconnected(self) -> None:
+        """The network is there again: what it has refused before it may take now."""
+        self.address_holds.try_all()
+        self.wake()
+
+    def _heard_at(self, addresses: Sequence[str] | None) -> None:
+        """Somebody listens at these addresses now (UTransport.on_heard)."""
+        if addresses is None:
+            self.address_holds.try_all("unheard")
+        else:
+            for address in addresses:
+                if (hold := self.address_holds.at(address)) is not None:
+                    self.address_holds.try_now(hold)
         self._wake.set()
 
     def begin(self) -> None:
@@ -207,7 +251,9 @@ class Pump:
             self.cursor, self.is_new = self.log.newest_seq, True
         self._read = self.cursor
         self._save()
-        self.parking.load()
+        self.topic_holds.load()
+        self.address_holds.load()
+        self.owed.load()
 
     def absent_after(self, ms: int, *, away_ms: int) -> int:
         """`absent_ms` when so much time has passed since it was noted, and of it the peer has been away for the last
@@ -220,7 +266,7 @@ class Pump:
         if absent_ms != self.absent_ms:
             self.absent_ms = absent_ms
             self._save()
-        self.parking.wait(ms)
+        self.topic_holds.wait(ms)
 
     def _save(self) -> None:
         """Retention by age keeps what the peer has not had, until it has been away for too long."""
@@ -245,17 +291,16 @@ class Pump:
     # The publishes, handed over and taken back
 
     async def stop_publishes(self) -> int:
-        """Send no publish any more; up to which seq they all have left. Raises UNAVAILABLE while somebody may yet turn
-        up for one, or has paused it: such a topic has a place of its own."""
+        """Send no publish any more; up to which seq they all have left, but for those that are `owed` then."""
         return await self._do_between(self._stop_publishes)
 
-    async def resume_publishes(self, seq: int) -> None:
-        """Send those again that have a greater seq, and all that come."""
-        await self._do_between(lambda: self._resume_publishes(seq))
+    async def resume_publishes(self, seq: int, had: int = 0) -> None:
+        """Send those again that have a greater seq, and all that come; and what is owed beyond `had`."""
+        await self._do_between(lambda: self._resume_publishes(seq, had))
 
     def go_back(self, seq: int) -> None:
         """Before it runs: publishes after `seq` are pushed (again)."""
-        self._resume_publishes(seq)
+        self._resume_publishes(seq, 0)
 
     async def _do_between(self, what: Callable[[], int]) -> int:
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -267,6 +312,7 @@ class Pump:
         await self._flights.answered()
         await self._land()
         self._heed()
+        await self._find_streams_of_holds()
         while self._between:
             what, done = self._between.popleft()
             try:
@@ -281,21 +327,53 @@ class Pump:
     def _is_publish(self, stream: int) -> bool:
         return self.log.knows_stream(stream) and is_publish(self.log.stream(stream))
 
+    @property
+    def holds_publishes(self) -> bool:
+        """Something of them waits at a place of its own."""
+        return bool(self.owed) or any(map(self._is_publish, self.topic_holds)) or bool(self.address_holds)
+
     def _stop_publishes(self) -> int:
-        if any(map(self._is_publish, chain(self.parking, self._back.targets))):
-            what = (
-                f"topics wait for endpoint {self.peer.name!r}, paused or undecided: nothing can be handed over before"
-            )
-            raise UStatusError(UCode.UNAVAILABLE, f"{what} they have left")
         waiting = self.aside.known_streams.union(item[2] for item in self._queue)
-        held = set(filter(self._is_publish, waiting))
-        unsent = self.aside.take_out(held) + self._queue.take_out(held)
+        publishes = set(filter(self._is_publish, waiting))
+        unsent = self._take_out(lambda item: item[2] in publishes)
+        for item in unsent:
+            self._is_not_tried(item)
+        if not self._back.is_under_way:
+            unsent = [item for item in unsent if self._holding(item) is None]
+        # of what was held the position of its hold counts
+        unsent = [] if self._back.is_under_way else unsent
+        self._owe_publishes()
         self.is_followed = True
         self._plans.clear()
         return min([self._read, *(item[0] - 1 for item in unsent)])
 
-    def _resume_publishes(self, seq: int) -> int:
+    def _owe_publishes(self) -> None:
+        """What is held of publishes is not held any more, but to be had from our history from there on."""
+        owed: dict[int, int] = {}
+        for stream in list(filter(self._is_publish, self.topic_holds)):
+            owed[stream] = self.topic_holds[stream].after
+            self.topic_holds.forget(stream)
+            self._found.pop(stream, None)
+            self._recheck.pop(stream, None)
+        for hold in list(self.address_holds.values()):
+            publishes = [one for one in hold.streams if self._is_publish(one) and self._targets_of(hold, one)]
+            for stream in publishes:
+                owed[stream] = min(hold.after, owed.get(stream, hold.after))
+            hold.streams.difference_update(publishes)
+            self.address_holds.forget_head(hold)
+            if not hold.streams:
+                self.address_holds.drop(hold)
+        for stream in list(filter(self._is_publish, self._back.targets)):
+            del self._back.targets[stream]
+        self.owed.add(owed)
+
+    def _resume_publishes(self, seq: int, had: int) -> int:
         self.is_followed = False
+        for stream, after in self.owed.items():
+            if self.log.knows_stream(stream) and max(after, had) < seq:
+                self.topic_holds.hold(stream, max(after, had))
+                self._recheck[stream] = None
+        self.owed.clear_all()
         self._plans.clear()
         if seq < self._read:
             self._pushed_to, self._read = self._read, max(seq, self.log.floor_seq)
@@ -328,7 +406,7 @@ class Pump:
             await self._send()
         else:
             self._confirm()
-            if at_the_end or self.aside or self._flights:
+            if at_the_end or self.aside or self._flights or self.address_holds:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._next_at):
                         await self._wake.wait()
@@ -345,9 +423,10 @@ class Pump:
     @property
     def _next_at(self) -> float | None:
         """Loop time from which on something that waits may leave, though nobody wakes us."""
-        if not self._flights:
-            return self.aside.due_at if self.aside else None
-        return self._flights.leaves_at(self._queue.messages)
+        if self._flights:
+            return self._flights.leaves_at(self._queue.messages)
+        due = [at for at in (self.address_holds.next_at, self.aside.due_at if self.aside else None) if at is not None]
+        return min(due, default=None)
 
     # Reading ahead
 
@@ -359,18 +438,17 @@ class Pump:
         """Read until the window is full; True if there is nothing to read for now."""
         while not self._is_full():
             await self._heed_in_order()
+            if self.address_holds.is_due:
+                await self._try_held()
             if self._recheck:
-                await self._look_at_parked()
-            elif self._back.targets:
+                await self._look_at_held_topics()
+            elif self._back.is_under_way:
                 if not await self._read_back():
                     return False
-            elif self._found:
+            elif self._found or self._taken:
                 if self._queue or self._flights:
                     return False  # what was read before leaves first
-                after = {stream: self.parking[stream].after for stream in self._found if stream in self.parking}
-                targets = {stream: self._found[stream] for stream in after}
-                self._back = Back(targets, after, min(after.values(), default=0), self._read)
-                self._found = {}
+                await self._begin_reading_back()
             elif self._read >= self.log.newest_seq:
                 return True
             else:
@@ -382,7 +460,7 @@ class Pump:
                     found = await self._scan(self._read)
                     chunks, covered = found.chunks, found.covered
                     self._heed()
-                    if self._recheck:  # what is parked comes first
+                    if self._recheck:  # what is held comes first
                         continue
                 for chunk in chunks:
                     if chunk.last_seq <= self._read:  # told as passed by retention while it was read
@@ -406,17 +484,18 @@ class Pump:
                 self._heed_topic(topic)
             return
         self._plans.clear()
+        self._are_streams_found = False
         pauses = frozenset(self._paused)
         if fresh := pauses - self._pauses_known:
             self._hold_back(fresh)
         self._pauses_known = pauses
-        self._recheck = dict.fromkeys(self.parking)
+        self._recheck = dict.fromkeys(self.topic_holds)
 
     def _heed_topic(self, topic: Key) -> None:
         stream = self.log.known_id(to_uri(topic))
         if stream is not None:
             self._plans.pop(stream, None)
-            if stream in self.parking:
+            if stream in self.topic_holds:
                 self._recheck[stream] = None
 
     async def _scan(self, place: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
@@ -449,20 +528,28 @@ class Pump:
 
     def _plan(self, stream_id: int) -> Plan:
         targets, is_open = self._wanted(stream_id)
-        parked = self.parking.get(stream_id)
-        if parked is None and (due := self._due_ms.get(stream_id)):  # of who wants it no more nothing is kept
+        held = self.topic_holds.get(stream_id)
+        if held is None and (due := self._due_ms.get(stream_id)):  # of who wants it no more nothing is kept
             self._due_ms[stream_id] = {
                 target.authority: due[target.authority] for target in targets if target.authority in due
             }
-        if parked is not None:
-            targets = tuple(target for target in targets if target.authority in parked.served)
+        if held is not None:
+            targets = tuple(target for target in targets if target.authority in held.served)
         elif not self.peer.needs_sink and any(target.period_ms is None and not target.since for target in targets):
             is_open = False  # the peer's network gets each message anyway
-        return self._plan_for(stream_id, targets, park=is_open and parked is None)
+        return self._plan_for(stream_id, targets, park=is_open and held is None)
 
     def _plan_for(self, stream_id: int, targets: tuple[Target, ...], *, park: bool) -> Plan:
+        held: tuple[tuple[AddressHold, int], ...] = ()
+        if self.address_holds and targets:
+            targets, held = self._without_held(stream_id, targets)
+        return self._plan_of(stream_id, targets, park=park, held=held)
+
+    def _plan_of(
+        self, stream_id: int, targets: tuple[Target, ...], *, park: bool, held: tuple[tuple[AddressHold, int], ...]
+    ) -> Plan:
         if not targets:
-            return SKIP._replace(park=True) if park else SKIP
+            return SKIP._replace(park=park, held=held) if park or held else SKIP
         stream = self.log.stream(stream_id)
         copies: tuple[Readdressed, ...] = ()
         whole = None
@@ -474,11 +561,35 @@ class Pump:
         since = min(target.since for target in targets)
         if not is_publish(stream):
             since = max(since, self._pushed_to)
-        as_is = not (copies or whole or thinned or park)
-        return Plan(targets, since, as_is, copies, whole, park)
+        as_is = not (copies or whole or thinned or park or held)
+        return Plan(targets, since, as_is, copies, whole, park, held)
+
+    def _without_held(
+        self, stream_id: int, targets: tuple[Target, ...]
+    ) -> tuple[tuple[Target, ...], tuple[tuple[AddressHold, int], ...]]:
+        """Those whose address is not held, and what holds those of the others."""
+        going, held = list[Target](), dict[AddressHold, int]()
+        for target in targets:
+            hold = self._hold_of(stream_id, target)
+            if hold is None or hold.is_returning:
+                going.append(target)
+            else:
+                hold.streams.add(stream_id)
+                held[hold] = min(target.since, held.get(hold, target.since))
+        return tuple(going), tuple(held.items())
+
+    def _hold_of(self, stream_id: int, target: Target) -> AddressHold | None:
+        """What holds the messages of this stream to `target`."""
+        stream = self.log.stream(stream_id)
+        source, sink = stream.source, stream.sink
+        if self.peer.needs_sink and sink is None:
+            sink = attrs.streamer_sink(target.authority)
+        elif sink is not None and attrs.is_streamer_sink(sink) and not self.peer.needs_sink:
+            sink = None
+        return self.address_holds.of(self.peer.address_of(source, sink), source.authority_name)
 
     def _take(self, chunk: Chunk) -> bool:
-        """What is new in `chunk`, and wanted, to the queue. False if more of its topics would have to be parked than
+        """What is new in `chunk`, and wanted, to the queue. False if more of its topics would have to be held than
         may be."""
         plans = self._plans
         if len(plans) > streams_max():
@@ -487,7 +598,7 @@ class Pump:
             plans[stream] = self._plan(stream)
         wanted = [plan for stream in chunk.stream_set if (plan := plans[stream]) is not SKIP]
         parks = sum([plan.park for plan in wanted])
-        self._lacks_room = bool(parks) and parks > self.parking.room
+        self._lacks_room = bool(parks) and parks > self.topic_holds.room
         if self._lacks_room:
             return False
         fresh = chunk.after(self._read)
@@ -501,12 +612,15 @@ class Pump:
         return True
 
     def _wanted_of(self, item: Item) -> list[Item]:
-        """What of it leaves, by the plan for its stream; parks that first where it has to be."""
+        """What of it leaves, by the plan for its stream; holds that first where it has to be."""
         seq, _, stream = item
         plan = self._plans[stream]
         if plan.park:
-            self.parking.park(stream, seq - 1, plan.targets)
+            self.topic_holds.park(stream, seq - 1, plan.targets)
             plan = self._plans[stream] = self._plan(stream)
+        for hold, since in plan.held:
+            if seq > since:
+                self.address_holds.passed(hold, seq)
         if seq <= plan.since or not plan.targets:
             return []
         return [item] if plan.as_is else self._copies(plan, item)
@@ -536,53 +650,290 @@ class Pump:
         due[target.authority] = created_ms + target.period_ms
         return True
 
-    # What was parked
+    # Topics that were undecided or paused
 
-    async def _look_at_parked(self) -> None:
-        """The interest has changed: which parked topics are wanted now, and which are not?"""
+    async def _look_at_held_topics(self) -> None:
+        """The interest has changed: which of them are wanted now, and which are not?"""
         for stream in list(islice(self._recheck, RECHECK_TOPICS)):
             del self._recheck[stream]
-            parked = self.parking.get(stream)
-            if parked is None:
+            held = self.topic_holds.get(stream)
+            if held is None:
                 continue
             targets, is_open = self._wanted(stream)
-            missing = self._missing(parked, targets)
+            missing = self._missing(held, targets)
             if missing:
                 self._found[stream] = missing
                 continue
             self._found.pop(stream, None)
-            self.parking.serve(stream, (target for target in targets if target.authority not in parked.served))
+            self.topic_holds.serve(stream, (target for target in targets if target.authority not in held.served))
             self._plans.pop(stream, None)
-            if not is_open and stream not in self._back.targets:
-                self.parking.forget(stream)
+            if not is_open and stream not in self._back.topics:
+                self.topic_holds.forget(stream)
         await asyncio.sleep(0)
 
-    def _missing(self, parked: Parked, targets: tuple[Target, ...]) -> tuple[Target, ...]:
-        """Those who want what was parked and have not had it."""
-        if parked.whole and not self.peer.needs_sink:
+    def _missing(self, held: TopicHold, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        """Those who want what was held and have not had it."""
+        if held.whole and not self.peer.needs_sink:
             return ()
+        return tuple(target for target in targets if target.authority not in held.served and target.since < self._read)
+
+    # Reading back
+
+    async def _begin_reading_back(self) -> None:
+        """All that was found to be wanted, or taken, since the last time."""
+        await self._find_streams_of_holds()
+        targets: dict[int, tuple[Target, ...]] = {}
+        topics = {stream: those for stream, those in self._found.items() if stream in self.topic_holds}
+        for stream, those in topics.items():
+            after = self.topic_holds[stream].after
+            targets[stream] = tuple(one._replace(since=max(one.since, after)) for one in those)
+        taken = [hold for hold in self._taken if not hold.is_over]
+        for hold in taken:
+            for stream in hold.streams:
+                if more := self._targets_of(hold, stream):
+                    targets[stream] = _both(targets.get(stream, ()), more)
+        place = min([target.since for those in targets.values() for target in those], default=self._read)
+        self._back = ReadBack(targets, topics.keys(), taken, place, self._read)
+        self._found, self._taken = {}, set()
+
+    async def _find_streams_of_holds(self) -> None:
+        """Of those that are there from before the start: which streams they had nobody has kept."""
+        if self._are_streams_found or not any(hold.is_loaded for hold in self.address_holds.values()):
+            return
+        self._are_streams_found = True
+        for place, stream in enumerate(self.log.streams()):
+            for hold in self._holds_of(stream.id):
+                hold.streams.add(stream.id)
+            if place % RECHECK_TOPICS == RECHECK_TOPICS - 1:
+                await asyncio.sleep(0)
+
+    def _holds_of(self, stream_id: int) -> list[AddressHold]:
+        """What holds messages of this stream, whether it is paused or not."""
+        if not self.address_holds or not self.log.knows_stream(stream_id):
+            return []
+        stream = self.log.stream(stream_id)
+        targets, _ = self._mine(self._view.wanted(stream.source, stream.sink, self.log))
+        return [hold for target in targets if (hold := self._hold_of(stream_id, target)) is not None]
+
+    def _targets_of(self, hold: AddressHold, stream: int) -> tuple[Target, ...]:
+        """Who wants what of this stream is in it, and since when."""
+        targets, _ = self._wanted(stream)
         return tuple(
-            target for target in targets if target.authority not in parked.served and target.since < self._read
+            target._replace(since=max(target.since, hold.after))
+            for target in targets
+            if self._hold_of(stream, target) is hold
         )
 
     async def _read_back(self) -> bool:
         """One step; False while what was read has to leave first."""
         back = self._back
-        if back.place < back.until:
+        if back.place < back.until and back.targets:
             found = await self._scan(back.place, back.targets.keys(), back.until)
+            now = uuids.now_ms()
             for item in chain.from_iterable(map(_items, found.chunks)):
-                if item[0] > back.after[item[2]]:
-                    self._queue.add(self._copies(self._plan_for(item[2], back.targets[item[2]], park=False), item))
+                self._add_again(item, now)
             back.place = max(back.place, found.covered)
             return True
         if self._queue or self._flights or not self.aside.known_streams.isdisjoint(back.targets):
-            return False  # the cursors of these topics stand until all of it was confirmed
-        served, back.targets = back.targets, {}
-        for stream, targets in served.items():
-            self.parking.serve(stream, targets)
-            self._plans.pop(stream, None)
-            self._recheck[stream] = None
+            return False  # the positions of these holds stand until all of it was confirmed
+        self._back = ReadBack({}, frozenset(), [], 0, 0)
+        for stream in back.topics:
+            if stream in self.topic_holds and stream in back.targets:
+                self.topic_holds.serve(stream, back.targets[stream])
+                self._plans.pop(stream, None)
+                self._recheck[stream] = None
+        for hold in back.addresses:
+            if hold.is_returning and not hold.is_over:
+                self._release(hold)
         return True
+
+    def _add_again(self, item: Item, now_ms: int) -> None:
+        """To the queue, what of it was found missing."""
+        seq, message, stream = item
+        targets = self._back.targets.get(stream, ())
+        if all(seq <= target.since for target in targets):
+            return
+        if stream not in self._back.topics and message.is_expired(now_ms):
+            self.peer.dropped["expired_while_held"] += 1
+            return
+        plan = self._plan_for(stream, targets, park=False)
+        for hold, since in plan.held:
+            if seq > since:
+                self.address_holds.passed(hold, seq)
+        self._queue.add(self._copies(plan, item))
+
+    def _release(self, hold: AddressHold) -> None:
+        """Nothing waits in it any more."""
+        for stream in hold.streams:
+            self._plans.pop(stream, None)
+        self.address_holds.drop(hold)
+
+    # Addresses that the network refuses, or where nobody listens
+
+    async def _try_held(self) -> None:
+        """Send the first message of those whose time has come, in front of what waits."""
+        await self._find_streams_of_holds()
+        for hold in list(self.address_holds.take_due(TRIED_AT_ONCE)):
+            if self.address_holds.is_at_its_limit(hold):
+                await self._end_hold(hold)
+                continue
+            first = await self._first_of(hold)
+            if hold.is_over:  # while it was read
+                continue
+            if first is None:
+                self._release(hold)
+                continue
+            self._trying[first[0], first[1].stamp.address] = hold
+            self._queue.put_back([first])
+
+    async def _first_of(self, hold: AddressHold) -> Item | None:
+        """The first message that waits; None: nothing does."""
+        head, now = hold.head, uuids.now_ms()
+        if head is not None and not head[1].is_expired(now) and self._is_wanted(head, hold):
+            return head
+        while True:
+            after, until = hold.after, self._read
+            targets = {stream: those for stream in hold.streams if (those := self._targets_of(hold, stream))}
+            if after >= until or not targets:
+                return None
+            found = await self._scan(after, targets.keys(), until)
+            for item in chain.from_iterable(map(_items, found.chunks)):
+                wanted = tuple(one for one in targets.get(item[2], ()) if item[0] > one.since)
+                if not wanted:
+                    continue
+                if item[1].is_expired(now):
+                    self.peer.dropped["expired_while_held"] += 1
+                    continue
+                if copies := self._copies(self._unheld_plan(item[2], wanted), item):
+                    self.address_holds.move(hold, item[0] - 1)
+                    return copies[0]
+            if found.covered <= after or hold.is_over:
+                return None
+            self.address_holds.move(hold, found.covered)
+
+    def _is_wanted(self, item: Item, hold: AddressHold) -> bool:
+        """Somebody still wants it there."""
+        return any(item[0] > target.since for target in self._targets_of(hold, item[2]))
+
+    async def _end_hold(self, hold: AddressHold) -> None:
+        """It has waited for as long as it may."""
+        after, until = hold.after, self._read
+        targets = {stream: those for stream in hold.streams if (those := self._targets_of(hold, stream))}
+        found = await self._scan(after, targets.keys(), until) if targets else None
+        why = f"{hold.why}; it has waited for as long as it may (egress.{hold.kind}_hours)"
+        letters = 0
+        for item in chain.from_iterable(map(_items, found.chunks)) if found is not None else ():
+            wanted = tuple(one for one in targets.get(item[2], ()) if item[0] > one.since)
+            for copy in self._copies(self._unheld_plan(item[2], wanted), item) if wanted else ():
+                letters += 1
+                if letters <= LETTERS_OF_HOLD_MAX:
+                    self._dead(copy, hold.code, why)
+        rest = max(hold.records, letters) - min(letters, LETTERS_OF_HOLD_MAX)
+        self.peer.dropped["held_too_long"] += rest
+        what = "messages are not tried any more: the network did not take them for as long as they may wait"
+        counts = {"records": max(hold.records, letters), "dead_letters": min(letters, LETTERS_OF_HOLD_MAX)}
+        log.error(what, endpoint=self.peer.name, to=hold.name, why=hold.why, after=after, until=until, **counts)
+        if rest:
+            self._on_gap(self.peer, self.log, after, until + 1)
+        self.address_holds.ended += 1
+        if not hold.is_over:
+            self._release(hold)
+
+    def _unheld_plan(self, stream: int, targets: tuple[Target, ...]) -> Plan:
+        """For these targets, though their address is held."""
+        return self._plan_of(stream, targets, park=False, held=())
+
+    def _sort_out_held(self, settled: Settled[Item]) -> Settled[Item]:
+        """What of it was sent, leaves again or is a dead letter; what is held waits from now on."""
+        sent, again, dead = list(settled.sent), list[tuple[Item, UStatus]](), list[tuple[Item, UStatus]]()
+        held = list[tuple[Item, UStatus, Kind]]()
+        for item, status in settled.again:
+            if not is_nobody_listening(status):
+                again.append((item, status))
+            elif self.log.durable and item[1].stamp.type == attrs.PUBLISH:
+                held.append((item, status, "unheard"))
+            else:
+                self.peer.dropped["nobody_listens"] += 1
+        for item, status in settled.refused:
+            if status.code not in HELD_CODES:
+                dead.append((item, status))
+            elif self.log.durable:
+                held.append((item, status, "refused"))
+            elif status.code == UCode.RESOURCE_EXHAUSTED:
+                again.append((item, status))
+            else:
+                dead.append((item, status))
+        if self._trying:
+            for item in settled.sent:
+                if (hold := self._no_longer_tried(item)) is not None and not hold.is_over:
+                    self.address_holds.taken(hold)
+                    if hold.unit.startswith("="):
+                        self.address_holds.move(hold, item[0])
+                    self._taken.add(hold)
+            for item, _ in dead:
+                self._next_is_tried(item)
+        self._hold(held)
+        if self._held_lately:
+            self._look_at_taken(settled.sent)
+        return Settled(sent, again, dead)
+
+    def _no_longer_tried(self, item: Item) -> AddressHold | None:
+        return self._trying.pop((item[0], item[1].stamp.address), None)
+
+    def _is_not_tried(self, item: Item) -> None:
+        """`item` was taken away before it left."""
+        hold = self._no_longer_tried(item) if self._trying else None
+        if hold is not None and not hold.is_over:
+            self.address_holds.not_tried(hold)
+
+    def _next_is_tried(self, item: Item) -> None:
+        """`item` will not leave: where it was tried, what comes behind it is."""
+        hold = self._no_longer_tried(item) if self._trying else None
+        if hold is not None and not hold.is_over:
+            self.address_holds.move(hold, item[0])
+            self.address_holds.not_tried(hold)
+
+    def _hold(self, held: Sequence[tuple[Item, UStatus, Kind]]) -> None:
+        """These wait, and what is in the queue for their addresses waits behind them."""
+        if not held:
+            return
+        streams, holds = set[int](), set[AddressHold]()
+        for item, status, kind in held:
+            self._no_longer_tried(item)
+            address = self.peer.addressed(item[1])
+            hold = self.address_holds.hold(*address, item, status, kind, was_heard=item[2] in self._heard)
+            streams.add(item[2])
+            if hold not in holds:
+                holds.add(hold)
+                streams |= hold.streams
+        for stream in streams:
+            self._plans.pop(stream, None)
+        for item in self._take_out(lambda item: item[2] in streams and self._holding(item) is not None):
+            if (behind := self._holding(item)) is not None:
+                self.address_holds.wait_behind(behind, item)
+        if self._flights:
+            self._held_lately |= holds
+
+    def _holding(self, item: Item) -> AddressHold | None:
+        """What holds this message, as it is to leave."""
+        if (item[0], item[1].stamp.address) in self._trying:
+            return None
+        hold = self.address_holds.of(*self.peer.addressed(item[1]))
+        return hold if hold is not None and hold.is_waiting else None
+
+    def _take_out(self, which: Callable[[Item], bool]) -> list[Item]:
+        """Of what was read and has not left."""
+        return self.aside.take_out(which) + self._queue.take_out(which)
+
+    def _look_at_taken(self, sent: Sequence[Item]) -> None:
+        """Something that left behind a message that was not taken: the network takes such messages now."""
+        for item in sent:
+            hold = self.address_holds.of(*self.peer.addressed(item[1]))
+            if hold in self._held_lately and item[0] > hold.after:
+                self._held_lately.discard(hold)
+                self.address_holds.try_now(hold)
+        if not self._flights:
+            self._held_lately.clear()
 
     # What is paused
 
@@ -593,35 +944,47 @@ class Pump:
         No batch is in flight here, so all that is not in these queues has left, or was never read.
         """
 
-        candidates = self.aside.known_streams.union((item[2] for item in self._queue), self.parking, self._back.targets)
-        sources = [(stream, self.log.stream(stream).source) for stream in candidates]
+        candidates = self.aside.known_streams.union(
+            (item[2] for item in self._queue), self.topic_holds, self._back.targets, *self._streams_in_holds()
+        )
+        sources = [(stream, self.log.stream(stream).source) for stream in candidates if self.log.knows_stream(stream)]
         concerns = self._paused.concerns
         held = self._fitting(
             {stream for stream, source in sources if any(concerns(pause, self.peer, source) for pause in fresh)}
         )
         first: dict[int, int] = {}  # by stream
-        for item in self.aside.take_out(held) + self._queue.take_out(held):
+        for item in self._take_out(lambda item: item[2] in held):
             first[item[2]] = min(item[0], first.get(item[2], item[0]))
+            self._is_not_tried(item)
         for stream in held:
             after = self._had(stream)
-            self.parking.hold(stream, min(after, first.get(stream, after + 1) - 1))
+            self.topic_holds.hold(stream, min(after, first.get(stream, after + 1) - 1))
             self._back.targets.pop(stream, None)
+
+    def _streams_in_holds(self) -> Iterator[Set[int]]:
+        """Of the addresses that are held."""
+        for hold in self.address_holds.values():
+            if hold.is_loaded and not self._are_streams_found:
+                yield {stream.id for stream in self.log.streams()}
+                return
+            yield hold.streams
 
     def _had(self, stream_id: int) -> int:
         """Up to where everybody who wants this stream has had it, but for what was in the queues."""
-        parked, stream = self.parking.get(stream_id), self.log.stream(stream_id)
-        if parked is None:
-            return self._read
+        had = min([hold.after for hold in self._holds_of(stream_id)], default=self._read)
+        held, stream = self.topic_holds.get(stream_id), self.log.stream(stream_id)
+        if held is None:
+            return had
         targets, is_open = self._mine(self._view.wanted(stream.source, stream.sink, self.log))
-        now = self._back.targets.get(stream_id, ())
-        if is_open or any(target not in now for target in self._missing(parked, targets)):
-            return parked.after  # somebody has had none of it: the others get it twice
-        return max(parked.after, self._back.place) if now else self._read
+        now = {target.authority for target in self._back.targets.get(stream_id, ())}
+        if is_open or any(target.authority not in now for target in self._missing(held, targets)):
+            return min(had, held.after)  # somebody has had none of it: the others get it twice
+        return min(had, max(held.after, self._back.place) if now else self._read)
 
     def _fitting(self, held: set[int]) -> set[int]:
         """Those of `held` for which there are cursors: what was read of the others leaves, since else it would be
         lost."""
-        beyond = [stream for stream in held if stream not in self.parking][max(self.parking.room, 0) :]
+        beyond = [stream for stream in held if stream not in self.topic_holds][max(self.topic_holds.room, 0) :]
         if beyond:
             what = "too many topics are paused: what was read of some leaves all the same"
             log.warning(what, peer=self.peer.name, topics=len(beyond))
@@ -630,14 +993,15 @@ class Pump:
     # What the log forgets
 
     def _in_hand(self) -> set[int]:
-        """The streams of what was read and has not left, and of what is parked."""
+        """The streams of what was read and has not left, and of what is held."""
         held = {item[2] for item in chain(self._queue, self._sending, self._flights)}
-        return held.union(self.parking, self._found, self._back.targets, self.aside.known_streams)
+        return held.union(self.topic_holds, self.owed, self._found, self._back.targets, self.aside.known_streams)
 
     def _forgotten(self, streams: frozenset[int]) -> None:
         for known in (self._plans, self._due_ms):
             for stream in streams.intersection(known):
                 del known[stream]
+        self._heard.difference_update(streams)
 
     # What retention took
 
@@ -654,17 +1018,23 @@ class Pump:
         seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
         if len(lost) > len(told) or last > max(seen, self._read):
             self._gap(max(passed.after, min(self.cursor, last)), passed.before)
-        for stream, parked in self.parking.items():
-            if parked.after < last:
-                self.parking.move(stream, last)
+        for stream, held in self.topic_holds.items():
+            if held.after < last:
+                self.topic_holds.move(stream, last)
+        for hold in self.address_holds.values():
+            self.address_holds.move(hold, last)
+        self.owed.move(last)
         self._back.place = max(self._back.place, min(last, self._back.until))
         self._read = max(self._read, last)
         self._wake.set()
 
     def _still_wants(self, stream: int, seq: int) -> bool:
-        parked = self.parking.get(stream)
-        if parked is not None:
-            return seq > (max(parked.after, self._back.place) if stream in self._back.targets else parked.after)
+        held = self.topic_holds.get(stream)
+        if held is not None:
+            return seq > (max(held.after, self._back.place) if stream in self._back.targets else held.after)
+        for hold in self._holds_of(stream):
+            if seq > (max(hold.after, self._back.place) if hold.is_returning else hold.after):
+                return True
         if seq <= self._read:
             return False  # it waits in memory, or has left
         targets, is_open = self._wanted(stream)
@@ -722,6 +1092,10 @@ class Pump:
         if not batch:
             return
         settled = settle(batch, statuses)
+        if settled.again or settled.refused or self._trying or self._held_lately:
+            settled = self._sort_out_held(settled)
+        if self.peer.tells_absence:
+            self._heard.update([item[2] for item in settled.sent])
         self.peer.forwarded += len(settled.sent)
         for item, status in settled.refused:
             self._dead(item, status.code, status.message or code_name(status.code))
@@ -768,6 +1142,7 @@ class Pump:
         """If so, it is a dead letter now."""
         expired = item[1].is_expired(now_ms)
         if expired:
+            self._next_is_tried(item)
             self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
         return expired
 
@@ -778,6 +1153,8 @@ class Pump:
             cursor = min(cursor, oldest - 1)
         if (oldest := self._flights.oldest_seq) is not None:
             cursor = min(cursor, oldest - 1)
+        if (oldest := self.address_holds.oldest_young) is not None:
+            cursor = min(cursor, oldest)
         if cursor > self.cursor:
             self.cursor = cursor
             self._save()
@@ -785,6 +1162,19 @@ class Pump:
     def _dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
         self.peer.dropped["undeliverable"] += 1
         self._dead_letters.add(item[1], code, reason, self.peer.name)
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _both(some: tuple[Target, ...], more: tuple[Target, ...]) -> tuple[Target, ...]:
+    """Each authority once, from the earlier place on."""
+    both = {target.authority: target for target in some}
+    for target in more:
+        known = both.get(target.authority)
+        both[target.authority] = target if known is None or target.since < known.since else known
+    return tuple(both.values())
 
 
 def _items(chunk: Chunk) -> Iterator[Item]:

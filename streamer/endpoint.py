@@ -21,7 +21,7 @@ from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE, UStatusError
-from uprotocol.transport import Capability, UListener, UTransport
+from uprotocol.transport import Capability, HeardCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -31,6 +31,9 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 AUTHORITIES_CACHED_MAX: Final = 65_536
 # of a message at which a transport fails: it may have been the moment's fault, not the message's
 TRIES_ALONE: Final = 3
+
+# of messages that were refused, or that nobody listened to
+ADDRESSES_CACHED_MAX: Final = 8_192
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -61,6 +64,7 @@ class Endpoint:
         self.transport = transport
         self.sends = Sends(name, self._send)
         self.twins = Twins(lambda: asyncio.get_running_loop().time())
+        self._addressed: Cache[bytes, tuple[str, str]] = Cache(ADDRESSES_CACHED_MAX)
         self.received = 0
         self.forwarded = 0
         self.dropped: Counter[str] = Counter()
@@ -142,6 +146,37 @@ class Endpoint:
     ) -> asyncio.Future[list[UStatus]]:
         """See Sends.begin."""
         return self.sends.begin(messages, on_answer, is_held)
+
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        """As UTransport's, of addresses as they are inside; never raises."""
+        if self.names is not None:
+            source, sink = self.names.filter(source), None if sink is None else self.names.filter(sink)
+        try:
+            return self.transport.address_of(source, sink)
+        except Exception as error:
+            self._failed(f"address_of raised {error!r}", error)
+            return f"{uris.format(source)} {'' if sink is None else uris.format(sink)}"
+
+    def addressed(self, message: EncodedMessage) -> tuple[str, str]:
+        """Its `address_of`, and the authority of its source."""
+        found = self._addressed.get(message.stamp.address)
+        if found is None:
+            attributes = message.stamp.attributes
+            sink = attributes.sink if attributes.HasField("sink") else None
+            found = self.address_of(attributes.source, sink), attributes.source.authority_name
+            self._addressed[message.stamp.address] = found
+        return found
+
+    @property
+    def tells_absence(self) -> bool:
+        """A publish that nobody listens to is answered `status.nobody_listens`."""
+        return Capability.ABSENCE in self.transport.capabilities and self.transport.tells_absence
+
+    def on_heard(self, callback: HeardCallback) -> None:
+        """As UTransport's."""
+        subscribe = getattr(self.transport, "on_heard", None)
+        if subscribe is not None:
+            subscribe(callback)
 
     async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         """Never raises.

@@ -16,7 +16,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from streamer.endpoint import Endpoint
 from uprotocol.encoded import EncodedMessage
-from uprotocol.status import OK, RETRYABLE
+from uprotocol.status import OK, RETRYABLE, is_nobody_listening
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 BATCHES_MAX: Final = 32  # at once; each is a task of some 3 KB
@@ -30,6 +30,11 @@ LAND_S: Final = 0.5
 
 
 T = TypeVar("T")
+
+
+def _has_failed(status: UStatus) -> bool:
+    """The network, and not only this message."""
+    return status.code in RETRYABLE and not is_nobody_listening(status)
 
 
 class Flight(NamedTuple, Generic[T]):
@@ -107,7 +112,7 @@ class Flights(Generic[T]):
 
     def _answered(self, statuses: list[UStatus]) -> None:
         # in the step in which the network has answered: whatever left after it would overtake what has failed
-        if statuses.count(OK) != len(statuses) and any(status.code in RETRYABLE for status in statuses):
+        if statuses.count(OK) != len(statuses) and any(map(_has_failed, statuses)):
             self.have_failed = True
         self._on_answer()
 

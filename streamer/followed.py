@@ -36,7 +36,14 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, FollowedPlaces, Gap, HandOver, PollRequest
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    Beginning,
+    FollowedPlaces,
+    Gap,
+    HandOver,
+    HeldTopic,
+    PollRequest,
+)
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
@@ -119,6 +126,25 @@ class _Sorted(NamedTuple):
     key: bytes | None  # in the window of ids
     origin: Origin | None
     epoch: Epoch | None
+
+
+class HeldThere:
+    """What was not pushed of a log before we took over: these topics, each from a seq on."""
+
+    def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
+        """Of all that comes up to `pushed_to` only this is new to us."""
+        self.pushed_to = pushed_to
+        self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
+        self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
+
+    def is_missing(self, topic: UUri, seq: int) -> bool:
+        """True for a record that was not pushed to us."""
+        if seq > self.pushed_to:
+            return True
+        after = self._exact.get(uris.key(topic))
+        if after is not None and seq > after:
+            return True
+        return any(seq > after and uris.matches(pattern, topic) for pattern, after in self._wide)
 
 
 class _RestartedError(UStatusError):
@@ -213,6 +239,7 @@ class Followed:
         self._following: Following | None = None
         self._acceptor: Acceptor | None = None  # while it is followed
         self._appending: set[asyncio.Task[bool]] = set()
+        self._held_there: dict[bytes, HeldThere] = {}  # by incarnation, until we have come past it
         self._backoff = follows.backoff()
         self.is_handed_over = False
         self._is_deaf = False
@@ -459,14 +486,20 @@ class Followed:
         followed."""
         if not self._has_place:  # on disk before we ask: else nobody would know whom to tell when we are not to follow
             await self._keep_first(places)
-        for position in await following.hand_over(HandOver(take=True)):
-            # what we have had is safe here; what is behind us there has been pushed, or was ours before
+        self._held_there = {}
+        for position in await following.hand_over(HandOver(take=True, takes_held=True)):
+            # what we have had is safe here; what is behind us there has been pushed or is held, or was ours before
             known = places.positions.get(position.incarnation, position.seq)
+            begin = min([position.seq, *(one.after_seq for one in position.held)])
             if known < position.seq:
-                what = "following further on: what lies between was pushed"
-                log.info(what, service=self.key, after=known, begin=position.seq)
+                what = "following further on: what lies between was pushed, or is read if it was held"
+                log.info(what, service=self.key, after=known, begin=begin, pushed_to=position.seq)
                 self._covered.clear()  # of all of it
-            places.positions[position.incarnation] = max(known, position.seq)
+            if position.incarnation not in places.positions:
+                known = begin
+            if position.held and known < position.seq:
+                self._held_there[position.incarnation] = HeldThere(position.seq, position.held)
+            places.positions[position.incarnation] = max(known, begin)
             if position.in_memory:
                 places.idle.add(position.incarnation)
         self.is_handed_over = True
@@ -659,6 +692,13 @@ class Followed:
             self.counts["loop"] += 1
             return None
         attributes = message.stamp.attributes
+        if record.incarnation in self._held_there:
+            held = self._held_there[record.incarnation]
+            if record.seq > held.pushed_to:  # records come in order: all of it is here
+                del self._held_there[record.incarnation]
+            elif not held.is_missing(attributes.source, record.seq):
+                self.counts["pushed_before"] += 1
+                return None
         if attributes.type != attrs.PUBLISH or not self._is_valid(message):
             self.counts["unreadable"] += 1
             return None

@@ -22,7 +22,7 @@ from streamer.endpoint import Endpoint
 from streamer.paused import Paused
 from streamer.states import Condition
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, HandOver, Position
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, HandOver, HeldTopic, Position
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -32,6 +32,7 @@ FOLLOWED_PREFIX: Final = "followed:"
 ANNOUNCE_S: Final = 5.0
 ANNOUNCE_TAKEN_S: Final = 60.0
 WARNING: Final = 0.9  # of how long it may be silent: from then on readiness says so
+HELD_TOPICS_MAX: Final = 4_096  # named in one answer, some 200 KiB
 SAVE_MS: Final = 600_000  # between notes on disk of how long a follower has been silent
 
 log = structlog.get_logger()
@@ -146,7 +147,7 @@ class HandOvers:
         which = asked.WhichOneof("do")
         async with self._turn:
             if which == "take" and asked.take:
-                return await self._take_told(name)
+                return await self._take_told(name, takes_held=asked.takes_held)
             if which == "end" and asked.end:
                 return await self._end(name, {one.incarnation: one.seq for one in asked.positions})
         raise invalid("a hand-over takes or ends")
@@ -158,9 +159,9 @@ class HandOvers:
         what = "no endpoint here names it as followed_by: publishes are pushed as ever"
         raise UStatusError(UCode.PERMISSION_DENIED, f"{uris.format(caller)} takes nothing over: {what}")
 
-    async def _take_told(self, name: str) -> list[Position]:
+    async def _take_told(self, name: str, *, takes_held: bool) -> list[Position]:
         try:
-            positions = await self._take(name)
+            positions = await self._take(name, takes_held=takes_held)
         except UStatusError as error:
             if self.refusals.get(name) != error.message:
                 log.warning("publishes are still pushed", endpoint=name, why=error.message)
@@ -169,22 +170,27 @@ class HandOvers:
         self.refusals.pop(name, None)
         return positions
 
-    async def _take(self, name: str) -> list[Position]:
+    async def _take(self, name: str, *, takes_held: bool) -> list[Position]:
         if name not in self._taken and (pauses := self._paused.toward(self._endpoints[name])):
             what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
             raise UStatusError(UCode.UNAVAILABLE, what)
+        if not takes_held and any(pump.holds_publishes for pump in self._pumps[name]):
+            what = f"topics wait for endpoint {name!r}: nothing can be handed over to a follower of before version 4"
+            raise UStatusError(UCode.UNAVAILABLE, f"{what} before they have left")
         for pump in self._pumps[name]:
             if not pump.is_followed:
                 self._hold(name, pump.log, await pump.stop_publishes())
         if name not in self._taken:
             self._taken.add(name)
             log.info("publishes are not pushed any more, but followed", endpoint=name)
-        return [self._position(name, pump.log) for pump in self._pumps[name]]
+        return [self._position(name, pump) for pump in self._pumps[name]]
 
-    def _position(self, name: str, source: Log) -> Position:
-        seq = source.cursor(FOLLOWED_PREFIX + name)
+    def _position(self, name: str, pump: Pump) -> Position:
+        seq = pump.log.cursor(FOLLOWED_PREFIX + name)
         assert seq is not None, "it was set when it was handed over"
-        return Position(incarnation=source.incarnation, seq=seq, in_memory=not source.durable)
+        return Position(
+            incarnation=pump.log.incarnation, seq=seq, in_memory=not pump.log.durable, held=_held_topics(pump)
+        )
 
     async def _end(self, name: str, positions: Mapping[bytes, int]) -> list[Position]:
         ended: list[Position] = []
@@ -192,8 +198,9 @@ class HandOvers:
             seq = pump.log.cursor(FOLLOWED_PREFIX + name)
             if seq is None:
                 continue
-            seq = min(max(seq, positions.get(pump.log.incarnation, 0)), pump.log.newest_seq)
-            await pump.resume_publishes(seq)
+            had = positions.get(pump.log.incarnation, 0)
+            seq = min(max(seq, had), pump.log.newest_seq)
+            await pump.resume_publishes(seq, had)
             pump.log.drop_cursor(FOLLOWED_PREFIX + name)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
         if name in self._taken:
@@ -209,10 +216,14 @@ class HandOvers:
             if uris.key(self._followed_by[name])[:3] != uris.key(caller)[:3]:
                 continue
             self._heard(name)
-            for source in self._logs:
+            for pump in self._pumps[name]:
+                source = pump.log
                 seq, known = positions.get(source.incarnation, 0), source.cursor(FOLLOWED_PREFIX + name)
-                if known is not None and known < seq <= source.newest_seq:
+                if known is None or not known <= seq <= source.newest_seq:
+                    continue
+                if known < seq:
                     self._hold(name, source, seq)
+                pump.owed.clear_all()
 
     # -- announcements
 
@@ -235,3 +246,13 @@ class HandOvers:
             await self._announce(service, Announcement(incarnations=[one.incarnation for one in self._logs]))
         except UStatusError as error:
             log.debug("an announcement could not be sent", to=uris.format(service), error=str(error))
+
+
+def _held_topics(pump: Pump) -> list[HeldTopic]:
+    """What the follower has to read though it lies before its place. Of too many to be named: a pattern of all."""
+    known = [
+        (pump.log.stream(stream).source, after) for stream, after in pump.owed.items() if pump.log.knows_stream(stream)
+    ]
+    if len(known) > HELD_TOPICS_MAX:
+        known = [(uris.ANY, min(after for _, after in known))]
+    return [HeldTopic(topic=topic, after_seq=after) for topic, after in known]

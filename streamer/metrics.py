@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from streamer import states
+from streamer.holds import LABELS
 
 if TYPE_CHECKING:
     from streamer.app import Streamer
@@ -39,6 +40,13 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
         "endpoint log",
         "Topics that are paused toward a peer, or of which no uSubscription has said whether it wants them",
     ),
+    "held_addresses": (
+        GAUGE,
+        "endpoint log reason",
+        "Network addresses whose messages wait: refused; unheard: nobody has listened yet; left: nobody listens now",
+    ),
+    "held_records": (GAUGE, "endpoint log reason", "Records that wait there, as far as is known since the start"),
+    "held_ended": (COUNTER, "endpoint log", "Addresses whose messages have waited for as long as they may"),
     "stuck_streams": (GAUGE, "endpoint log", "Streams that do not get through though others do"),
     "absent_seconds": (
         GAUGE,
@@ -147,7 +155,14 @@ def _of_peers(streamer: Streamer) -> Iterator[Value]:
         yield "backlog", label, pump.backlog
         yield "retries", label, pump.retries
         yield "gap_records", label, pump.gaps
-        yield "parked_topics", label, len(pump.parking)
+        yield "parked_topics", label, len(pump.topic_holds)
+        states = {one.label: one for one in pump.address_holds.states()}
+        for reason in LABELS if pump.log.durable else ():
+            held = states.get(reason)
+            yield "held_addresses", (*label, reason), 0 if held is None else held.units
+            yield "held_records", (*label, reason), 0 if held is None else held.records
+        if pump.log.durable:
+            yield "held_ended", label, pump.address_holds.ended
         yield "stuck_streams", label, len(pump.aside)
         yield "absent_seconds", label, streamer.claims.absent_ms(pump) / 1000
     for waits in streamer.claims.unclaimed:

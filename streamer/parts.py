@@ -57,6 +57,8 @@ def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None
     endpoints = [Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint]
     for endpoint in endpoints:
         endpoint.sends.ms_max = config.egress.send_ms_max
+    for one, endpoint in zip(config.endpoint, endpoints, strict=True):
+        endpoint.transport.tells_absence = one.hold
     return Endpoints(endpoints)
 
 

@@ -1,6 +1,6 @@
 """What is not dispatched for now: topics that somebody has paused toward a peer. Their records wait in the log.
 
-pause, resume -> FILE -> it counts: `version` rises -> view: a topic that is held is open -> pumps park it (parked.py)
+pause, resume -> FILE -> it counts: `version` rises -> view: a topic that is held is open -> pumps hold it (holds.py)
                                                       and what they have read ahead of the peer goes back
 streamer.control says who may; requests and responses are no topic, and are never held.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any, Generic, TypeVar
 
@@ -69,12 +69,14 @@ class PriorityQueue(Generic[T]):
         self.bytes -= sizes[len(batch)]
         return batch
 
-    def take_out(self, streams: Container[Any]) -> list[T]:
-        """All those whose last part is one of `streams`."""
-        taken = [item for item in self if item[2] in streams]
-        self._classes = [deque(item for item in queue if item[2] not in streams) for queue in self._classes]
-        self.messages -= len(taken)
-        self.bytes -= sum([len(item[1].payload) for item in taken])
+    def take_out(self, which: Callable[[T], bool]) -> list[T]:
+        """All those for which it says so."""
+        taken = [item for item in self if which(item)]
+        if taken:
+            out = set(map(id, taken))
+            self._classes = [deque(item for item in queue if id(item) not in out) for queue in self._classes]
+            self.messages -= len(taken)
+            self.bytes -= sum([len(item[1].payload) for item in taken])
         return taken
 
     @property

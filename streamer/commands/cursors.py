@@ -29,11 +29,12 @@ from streamer.claims import Listed
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from streamer.egress import BEGAN_PREFIX, CURSOR_PREFIX
-from streamer.parked import PARKED_PREFIX
+from streamer.holds import HELD_PREFIX, PARKED_PREFIX
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
+HOLDS: Final = (PARKED_PREFIX, HELD_PREFIX)
 SCAN_RECORDS: Final = 10_000  # of a log that are looked at in one step
 SCAN_BYTES: Final = 16 << 20
 FOR_EVER: Final = 1 << 60  # no retention of ours: that is the streamer's
@@ -50,6 +51,7 @@ def list_(at: DataDir, as_json: AsJson = False) -> None:
     for one in asked(at.log):
         line = f"{one.endpoint}: {one.records} records wait after {one.seq}, away for {one.absent_hours} h"
         line += f", {one.parked_topics} topics parked" if one.parked_topics else ""
+        line += f", {one.held_addresses} addresses held" if one.held_addresses else ""
         line += "" if one.holds else ", and retention by age does not wait for it"
         terminal.tell(as_json, dataclasses.asdict(one), line)
 
@@ -210,28 +212,39 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
         log.set_cursor(CURSOR_PREFIX + new, both.seq, holds=True)
         for stream, seq in both.parked.items():
             log.set_cursor(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True)
+        for unit, seq in both.held.items():
+            log.set_cursor(f"{HELD_PREFIX}{new}:{unit}", seq)
     return next(one for one in listed(path) if one.endpoint == new)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Up to where an endpoint has had everything: all topics, and those that are parked, by stream."""
+    """Up to where an endpoint has had everything: all topics, those that are parked, by stream, and the addresses that
+    are held."""
 
     seq: int
     parked: dict[str, int]
+    held: dict[str, int]
 
     @classmethod
     def of(cls, rows: Mapping[str, Cursor], endpoint: str) -> Self | None:
         """None if it has no cursor."""
-        row, prefix = rows.get(CURSOR_PREFIX + endpoint), f"{PARKED_PREFIX}{endpoint}:"
-        parked = {name.removeprefix(prefix): one.seq for name, one in rows.items() if name.startswith(prefix)}
-        return None if row is None else cls(row.seq, parked)
+        row = rows.get(CURSOR_PREFIX + endpoint)
+        return None if row is None else cls(row.seq, *(_after(rows, f"{one}{endpoint}:") for one in HOLDS))
 
     def earliest(self, other: Place) -> Place:
         """From where on both have everything. A topic that is parked for one of them may have gone on for the other."""
         streams = self.parked.keys() | other.parked
         parked = {one: min(self.parked.get(one, self.seq), other.parked.get(one, other.seq)) for one in streams}
-        return Place(min(self.seq, other.seq), parked)
+        held = {
+            one: min(self.held.get(one, self.seq), other.held.get(one, other.seq))
+            for one in self.held.keys() | other.held
+        }
+        return Place(min(self.seq, other.seq), parked, held)
+
+
+def _after(rows: Mapping[str, Cursor], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): one.seq for name, one in rows.items() if name.startswith(prefix)}
 
 
 async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int, read: int) -> None:
@@ -239,7 +252,9 @@ async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int
     it began after seq `began`, and has come to `read`."""
     if read <= began:
         return
-    waits = {int(stream) for stream in leaves.parked} | await _streams(log, leaves.seq, began)
+    # of an address that is held any topic may wait
+    after = min([leaves.seq, *leaves.held.values()])
+    waits = {int(stream) for stream in leaves.parked} | await _streams(log, after, began)
     newer = await _streams(log, max(began, leaves.seq), read)
     if overtaken := sorted(uris.format(log.stream(one).source) for one in waits & newer if log.knows_stream(one)):
         raise UStatusError(
@@ -287,8 +302,9 @@ def _require_log(path: Path) -> None:
 
 
 def _is_of(name: str, endpoint: str) -> bool:
-    """Its cursor, where it began, and those of its topics that are parked."""
-    return name in (CURSOR_PREFIX + endpoint, BEGAN_PREFIX + endpoint) or name.startswith(f"{PARKED_PREFIX}{endpoint}:")
+    """Its cursor, where it began, and those of what is held for it."""
+    holds = tuple(f"{one}{endpoint}:" for one in HOLDS)
+    return name in (CURSOR_PREFIX + endpoint, BEGAN_PREFIX + endpoint) or name.startswith(holds)
 
 
 def _require(rows: Mapping[str, Any], endpoint: str) -> None:

@@ -73,6 +73,7 @@ def test_what_waits_is_listed_and_check_tells_what_nobody_claims(config: Path) -
         "holds": True,
         "absent_hours": 2.0,
         "parked_topics": 1,
+        "held_addresses": 0,
     }
     assert (vehicle["endpoint"], vehicle["records"]) == ("vehicle", 0)
     assert said("check", "--config", str(config))[0]["unclaimed"] == {"cloud": 6}

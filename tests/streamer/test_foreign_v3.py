@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer import parked as parking
+from streamer import holds
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
@@ -122,7 +122,7 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(
 
 
 def parked(world: Any) -> int:
-    return sum(len(pump.parking) for pump in world.streamer.pumps)
+    return sum(len(pump.topic_holds) for pump in world.streamer.pumps)
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["", "restarted"])
@@ -174,7 +174,7 @@ async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(
 async def test_with_too_many_parked_topics_the_peer_waits_and_loses_nothing(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parking, "PARKED_MAX", 3)
+    monkeypatch.setattr(holds, "PARKED_MAX", 3)
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     topics = [uris.uri("vehicle1", 0x8001, 1, 0x9000 + number) for number in range(10)]
     for topic in topics:

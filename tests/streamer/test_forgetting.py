@@ -84,9 +84,9 @@ async def test_parked_topics_are_kept_until_they_are_decided(make_world: MakeWor
     log._tail.bytes_max = RING_BYTES
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log is log)
     id = log.stream_id(FUEL)
-    pump.parking.park(id, 0, ())
+    pump.topic_holds.park(id, 0, ())
     assert forget(log) == 0
-    pump.parking.forget(id)
+    pump.topic_holds.forget(id)
     assert forget(log) == 1
 
 

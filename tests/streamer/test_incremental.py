@@ -149,7 +149,7 @@ class Driven:
             pump._heed()
             for stream, plan in pump._plans.items():
                 assert planned(plan) == planned(pump._plan(stream))
-            for stream, parked in pump.parking.items():
+            for stream, parked in pump.topic_holds.items():
                 targets, is_open = pump._wanted(stream)
                 assert stream in pump._recheck or (is_open and not pump._missing(parked, targets))
 

@@ -122,7 +122,7 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
     await speed.expect(40)
     await there.expect(40)
     assert speed.texts == there.texts == texts(0, 40)
-    await world.until(lambda: not any(len(pump.parking) for pump in world.streamer.pumps))
+    await world.until(lambda: not any(len(pump.topic_holds) for pump in world.streamer.pumps))
     assert world.streamer.notes() == []
 
 
@@ -521,7 +521,7 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     for pause in list(paused):
         await paused.resume(uris.parse(pause.topic), pause.peer)
     async with asyncio.timeout(60):
-        while pump.backlog or len(pump._queue) or pump.aside or len(pump.parking):  # noqa: ASYNC110 - nobody tells of it
+        while pump.backlog or len(pump._queue) or pump.aside or len(pump.topic_holds):  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.001)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

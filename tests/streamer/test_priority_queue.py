@@ -44,5 +44,5 @@ def test_a_batch_is_bounded_in_bytes_and_has_one_message_at_least() -> None:
 def test_the_items_of_some_streams_can_be_taken_out() -> None:
     queue: PriorityQueue[Item] = PriorityQueue()
     queue.add([item(number, UPriority.UPRIORITY_CS1, "ab"[number % 2]) for number in range(4)])
-    assert numbers(queue.take_out({"a"})) == [0, 2]
+    assert numbers(queue.take_out(lambda one: one[2] == "a")) == [0, 2]
     assert (numbers(list(queue)), queue.bytes) == ([1, 3], 20)

@@ -176,7 +176,7 @@ async def test_what_the_network_does_not_take_now_is_sent_again_unchanged_until_
 
 @pytest.mark.spec("local~l1-send-unsure")
 @pytest.mark.spec("local~disp-dlt")
-@pytest.mark.parametrize("code", [UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED], ids=UCode.Name)
+@pytest.mark.parametrize("code", [UCode.INVALID_ARGUMENT, UCode.INTERNAL], ids=UCode.Name)
 async def test_what_is_refused_for_good_is_never_sent_again(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

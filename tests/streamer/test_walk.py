@@ -394,14 +394,14 @@ async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(
             if message.payload == b"bad":
                 from uprotocol.v1.ustatus_pb2 import UStatus
 
-                statuses.insert(index, UStatus(code=UCode.PERMISSION_DENIED, message="not this one"))
+                statuses.insert(index, UStatus(code=UCode.INVALID_ARGUMENT, message="not this one"))
         return statuses
 
     monkeypatch.setattr(transport, "send_batch", picky)
     await vehicle.send_batch([publish(SPEED, "one"), publish(SPEED, "bad"), publish(SPEED, "two")])
     await heard.expect(2)
     assert heard.texts == ["one", "two"]
-    await world.until(lambda: world.streamer.dead_letters.by_code == {"PERMISSION_DENIED": 1})
+    await world.until(lambda: world.streamer.dead_letters.by_code == {"INVALID_ARGUMENT": 1})
 
 
 async def test_rules_come_and_go_while_running(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:

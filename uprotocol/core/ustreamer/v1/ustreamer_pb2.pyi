@@ -36,6 +36,7 @@ class Position(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     WITNESSES_FIELD_NUMBER: _builtins.int
     IN_MEMORY_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     """16 bytes, the identity of one log; a log that was lost and made anew has another"""
     seq: _builtins.int
@@ -48,6 +49,10 @@ class Position(_message.Message):
         the service notices that the log went back since (restored from a copy), also when it has grown past `seq` again.
         """
 
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldTopic]:
+        """Answer to `HandOver.take`: topics of which what was to be pushed up to `seq` could not be. Of all others nothing up to `seq` is missing."""
+
     def __init__(
         self,
         *,
@@ -55,14 +60,43 @@ class Position(_message.Message):
         seq: _builtins.int = ...,
         witnesses: _abc.Iterable[Global___Witness] | None = ...,
         in_memory: _builtins.bool = ...,
+        held: _abc.Iterable[Global___HeldTopic] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_memory", b"in_memory", "incarnation", b"incarnation", "seq", b"seq", "witnesses", b"witnesses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "in_memory", b"in_memory", "incarnation", b"incarnation", "seq", b"seq", "witnesses", b"witnesses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class HeldTopic(_message.Message):
+    """What was to be pushed and was not, since the network refused it, nobody listened, or somebody had paused it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    AFTER_SEQ_FIELD_NUMBER: _builtins.int
+    after_seq: _builtins.int
+    """all with a greater seq is to be read"""
+    @_builtins.property
+    def topic(self) -> _uri_pb2.UUri:
+        """or a pattern, where they are too many to be named"""
+
+    def __init__(
+        self,
+        *,
+        topic: _uri_pb2.UUri | None = ...,
+        after_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldTopic: _TypeAlias = HeldTopic  # noqa: Y015
 
 @_typing.final
 class Witness(_message.Message):
@@ -1200,10 +1234,13 @@ class HandOver(_message.Message):
     TAKE_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    TAKES_HELD_FIELD_NUMBER: _builtins.int
     take: _builtins.bool
     """push no more publishes to that endpoint; again: the answer is the same place"""
     end: _builtins.bool
     """push again, what comes after `positions`"""
+    takes_held: _builtins.bool
+    """Of `take`: the follower reads `Position.held`. Without it UNAVAILABLE while there is something held."""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
         """of `end`: all up to here is safe with the follower"""
@@ -1214,10 +1251,11 @@ class HandOver(_message.Message):
         take: _builtins.bool = ...,
         end: _builtins.bool = ...,
         positions: _abc.Iterable[Global___Position] | None = ...,
+        takes_held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["do", b"do", "end", b"end", "take", b"take"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["do", b"do", "end", b"end", "positions", b"positions", "take", b"take"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["do", b"do", "end", b"end", "positions", b"positions", "take", b"take", "takes_held", b"takes_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_do: _TypeAlias = _typing.Literal["take", "end"]  # noqa: Y015
     _WhichOneofArgType_do: _TypeAlias = _typing.Literal["do", b"do"]  # noqa: Y015

@@ -1,0 +1,601 @@
+"""What is held toward one peer: its records wait in the log, each hold at a position of its own, and the pump goes on
+with everything else.
+
+undecided  a uSubscription has not said yet who wants the topic      of a topic    until it has said so
+paused     somebody has paused the topic                             of a topic    until it is resumed
+refused    the network refuses the address                           of an address until it takes one message
+unheard    the network says that nobody listens at the address       of an address the same; or it says that somebody
+                                                                                   listens now
+
+TopicHolds: record of an open topic -> hold -> nobody wants it -> forget
+                                            '-> somebody does -> read back from its position -> live again
+AddressHolds: refused, unheard -> hold -> in 1, 2, 4 ... 60 s: one message -> refused again: later
+                                    |                                     '-> taken: read back -> live again
+                                    '-> for too long: ended
+
+The unit of an AddressHold is the address by which the network routes (UTransport.address_of). There are at most
+ADDRESSES_MAX of them; beyond that the addresses of one source authority, at last all of an endpoint, are one unit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
+
+import structlog
+
+from history.log import CURSORS_MAX, Log
+from streamer.blocked import Item
+from streamer.view import Target
+from uprotocol.status import code_name
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+PARKED_PREFIX: Final = "parked:"
+HELD_PREFIX: Final = "held:"
+OWED_PREFIX: Final = "owed:"
+# topics of one peer; each has a row of the log's file. Beyond it the peer waits, and nothing is lost
+PARKED_MAX: Final = 5_000
+ADDRESSES_MAX: Final = 5_000  # units of one peer; beyond it several addresses are one
+CURSORS_RESERVED: Final = 2_000  # for peers and consumers
+COVERED_MAX: Final = 20_000  # addresses that a merged unit names; beyond it, and after a restart, it has all of them
+HEADS_BYTES_MAX: Final = 4 << 20  # of first messages that are kept in memory; the others are read from the log
+RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; each further time twice as long
+RETRY_S_MAX: Final = 60.0
+YOUNG_S: Final = 1.0  # a subscriber is often only a moment late: so long a hold has no row, and the pump's cursor waits
+YOUNG_MAX: Final = 64
+HELD_HOURS: Final = 24.0  # at most something waits that a network refuses, or that nobody listens to
+NOTE_S: Final = 3_600.0  # between notes on disk of how long something has been held
+TOLD_S: Final = 60.0  # a hold that is older is a condition of its endpoint
+
+Kind = Literal["refused", "unheard"]
+Label = Literal["refused", "unheard", "left"]
+LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
+"""As operators see them. left: unheard, though somebody has listened there since the start."""
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+log = structlog.get_logger()
+
+
+def has_cursors_left(source: Log) -> int:
+    """How many more rows holds may have: others need cursors, too."""
+    return CURSORS_MAX - CURSORS_RESERVED - source.cursor_count
+
+
+class _Ages(Generic[T]):
+    """Since when each hold of a kind is there, so that the oldest is known without looking at all of them."""
+
+    def __init__(self, is_there: Callable[[T, float], bool]) -> None:
+        """`is_there(one, began)`: it is still held, since `began`, and of this kind."""
+        self._heap: list[tuple[float, int, T]] = []  # since when, order, which
+        self._count = itertools.count()
+        self._is_there = is_there
+
+    def add(self, began: float, one: T) -> None:
+        heapq.heappush(self._heap, (began, next(self._count), one))
+
+    def oldest(self) -> tuple[float, T] | None:
+        """Since when, and which."""
+        while self._heap and not self._is_there(self._heap[0][2], self._heap[0][0]):
+            heapq.heappop(self._heap)
+        return (self._heap[0][0], self._heap[0][2]) if self._heap else None
+
+
+@dataclass(slots=True)
+class TopicHold:
+    """One topic: what has a greater seq than `after` may still be wanted, but for those who were `served` all along."""
+
+    after: int
+    began: float  # how long the streamer had run then, milliseconds; less by what it had waited before a restart
+    served: frozenset[str] = frozenset()
+    whole: bool = False  # the peer's network has got each of these messages, so there is nothing to be added
+
+
+class TopicHolds(dict[int, TopicHold]):
+    """The topics of one peer that are undecided or paused, by the log's id of their stream. Owns the log's cursors
+    `parked:PEER:STREAM`."""
+
+    def __init__(self, source: Log, peer: str, wait_ms_max: int) -> None:
+        """`wait_ms_max`: for so long each of them keeps retention by age away."""
+        super().__init__()
+        self._log, self._prefix, self._wait_ms_max = source, f"{PARKED_PREFIX}{peer}:", wait_ms_max
+        self._ran_ms = 0  # for so long the streamer has run, as it was last told
+        self._ages = _Ages[int](self._is_there)
+        self._notes: list[tuple[float, int, float]] = []  # a heap: when the next note is due, which stream, `began`
+
+    def __repr__(self) -> str:
+        return f"TopicHolds({len(self)} topics)"
+
+    @property
+    def room(self) -> int:
+        """How many more topics may be held."""
+        return min(PARKED_MAX - len(self), has_cursors_left(self._log))
+
+    @property
+    def waited_ms(self) -> int:
+        """For how long the oldest has waited while the streamer ran."""
+        oldest = self._ages.oldest()
+        return 0 if oldest is None else int(self._ran_ms - oldest[0])
+
+    def _is_there(self, stream: int, began: float) -> bool:
+        known = self.get(stream)
+        return known is not None and known.began == began
+
+    def load(self) -> None:
+        """What was held when the log was closed. Who was served then is not known any more: they may get it twice."""
+        for name, cursor in self._log.cursor_rows().items():
+            number = name.removeprefix(self._prefix)
+            if number == name:
+                continue
+            if number.isdecimal() and self._log.knows_stream(int(number)):
+                self._add(int(number), TopicHold(cursor.seq, self._ran_ms - cursor.absent_ms))
+            else:
+                self._log.drop_cursor(name)
+
+    def _add(self, stream: int, hold: TopicHold) -> None:
+        self[stream] = hold
+        self._ages.add(hold.began, stream)
+        heapq.heappush(self._notes, (self._ran_ms + NOTE_S * 1_000, stream, hold.began))
+
+    def park(self, stream: int, after: int, served: Iterable[Target]) -> None:
+        self._add(stream, TopicHold(after, self._ran_ms))
+        self.serve(stream, served)
+        self._save(stream)
+
+    def serve(self, stream: int, targets: Iterable[Target]) -> None:
+        """From here on `targets` get its messages as they come."""
+        parked, targets = self[stream], tuple(targets)
+        parked.served |= {target.authority for target in targets}
+        parked.whole = parked.whole or any(
+            target.period_ms is None and target.since <= parked.after for target in targets
+        )
+
+    def move(self, stream: int, after: int) -> None:
+        self[stream].after = after
+        self._save(stream)
+
+    def hold(self, stream: int, after: int) -> None:
+        """It is paused: what has a greater seq than `after` waits for everybody, also for those who were served."""
+        known = self.get(stream)
+        if known is None:
+            self._add(stream, TopicHold(after, self._ran_ms))
+        else:
+            self[stream] = TopicHold(after, known.began)
+        self._save(stream)
+
+    def forget(self, stream: int) -> None:
+        del self[stream]
+        self._log.drop_cursor(f"{self._prefix}{stream}")
+
+    def wait(self, ms: int) -> None:
+        """So much time has passed. Costs the same for any number of them, but for those whose note is due."""
+        self._ran_ms += ms
+        while self._notes and self._notes[0][0] <= self._ran_ms:
+            _, stream, began = heapq.heappop(self._notes)
+            if self._is_there(stream, began):
+                heapq.heappush(self._notes, (self._ran_ms + NOTE_S * 1_000, stream, began))
+                self._save(stream)
+
+    def _save(self, stream: int) -> None:
+        parked = self[stream]
+        waited_ms = int(self._ran_ms - parked.began)
+        holds = waited_ms < self._wait_ms_max
+        self._log.set_cursor(f"{self._prefix}{stream}", parked.after, holds=holds, absent_ms=waited_ms)
+
+
+class OwedTopics(dict[int, int]):
+    """What was held of publishes when a peer took them over: from which seq on it has each topic from our history, by
+    the log's id of its stream. Owns the log's cursors `owed:PEER:STREAM`."""
+
+    def __init__(self, source: Log, peer: str) -> None:
+        super().__init__()
+        self._log, self._prefix = source, f"{OWED_PREFIX}{peer}:"
+
+    def load(self) -> None:
+        for name, cursor in self._log.cursor_rows().items():
+            number = name.removeprefix(self._prefix)
+            if number != name:
+                self[int(number)] = cursor.seq
+
+    def add(self, owed: Mapping[int, int]) -> None:
+        for stream, after in owed.items():
+            self[stream] = after
+            self._log.set_cursor(f"{self._prefix}{stream}", after)
+
+    def move(self, after: int) -> None:
+        """Retention has taken what comes before."""
+        self.add({stream: after for stream, before in self.items() if before < after})
+
+    def clear_all(self) -> None:
+        """The peer has had them."""
+        for stream in self:
+            self._log.drop_cursor(f"{self._prefix}{stream}")
+        self.clear()
+
+
+@dataclass(slots=True, eq=False)
+class AddressHold:
+    """One unit: what goes to its addresses and has a greater seq than `after` waits."""
+
+    unit: str  # see `_unit_of`
+    after: int
+    kind: Kind
+    why: str  # what the network says
+    code: UCode.ValueType
+    began: float  # loop time; earlier by what it had waited before a restart
+    streams: set[int] = field(default_factory=set)  # of the log, as far as is known since the start
+    is_loaded: bool = False  # from before a restart: it may have others
+    covers: set[str] | None = None  # of a merged unit: its addresses; None: all that it may have
+    records: int = 0  # that wait, as far as is known since the start
+    head: Item | None = None  # the first that waits, if it is in memory
+    was_heard: bool = False  # somebody has listened there in this process
+    tries: int = 0
+    due_at: float = 0.0  # loop time of the next try
+    is_trying: bool = False  # its first message is under way
+    is_returning: bool = False  # that was taken: the rest is being read back
+    noted_s: float = 0.0  # of how long it has waited, on disk
+    has_row: bool = False
+    is_over: bool = False  # it is held no more
+    is_woken: bool = False  # while its first message was under way
+
+    @property
+    def label(self) -> Label:
+        return "left" if self.kind == "unheard" and self.was_heard else self.kind
+
+    @property
+    def is_waiting(self) -> bool:
+        return not self.is_returning and not self.is_over
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        what = self.unit[1:]
+        return {"=": repr(what), "@": f"whatever comes from {what!r}", "*": "every address"}[self.unit[0]]
+
+
+class HeldState(NamedTuple):
+    """What a person must know of the holds of one kind."""
+
+    label: Label
+    units: int
+    records: int  # at least
+    are_counted: bool  # False: some were held before the last start, and may have more records than that
+    oldest: AddressHold
+    waited_s: float  # of that one
+
+    def sentence(self, now_ms: int) -> str:
+        """For people; the oldest stands for all."""
+        since = datetime.fromtimestamp(now_ms / 1_000 - self.waited_s, UTC).isoformat(timespec="seconds")
+        others = f" and {self.units - 1:,} more" if self.units > 1 else ""
+        count = f"{'' if self.are_counted else 'at least '}{self.records:,} records wait"
+        what = f"{self.oldest.name}{others}"
+        if self.label == "refused":
+            return f"{self.oldest.why}: {what} since {since}, {count}: see its access rules"
+        if self.label == "left":
+            return f"nobody listens any more at {what} since {since}, {count} until somebody does"
+        return f"nobody has listened yet at {what} since {since}, {count} until somebody does"
+
+
+class AddressHolds(dict[str, AddressHold]):
+    """The addresses of one peer that its network refuses, or where nobody listens, by unit. Owns the log's cursors
+    `held:PEER:KIND UNIT`."""
+
+    def __init__(self, source: Log, peer: str, time: Clock, refused_s: float, unheard_s: float) -> None:
+        """`refused_s`, `unheard_s`: for so long at most it is held, while the streamer runs."""
+        super().__init__()
+        self._log, self._peer, self._time = source, peer, time
+        self._limits: dict[Kind, float] = {"refused": refused_s, "unheard": unheard_s}
+        self._young: dict[str, AddressHold] = {}
+        self._ages: dict[Label, _Ages[AddressHold]] = {label: _ages_of(label) for label in LABELS}
+        self._totals: dict[Label, Counter[str]] = {label: Counter() for label in LABELS}
+        self._merged = 0  # units of several addresses
+        self._authorities: Counter[str] = Counter()  # units of one address each, by source authority
+        self._authority_of: dict[str, str] = {}  # of these units
+        self._heads_bytes = 0
+        self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
+        self._count = itertools.count()
+        self.ended = 0  # holds that were ended at their limit
+
+    def __repr__(self) -> str:
+        return f"AddressHolds({len(self)} units)"
+
+    # Which
+
+    def at(self, address: str) -> AddressHold | None:
+        """The hold of this address, or one that takes it in."""
+        found = self.get("=" + address)
+        if found is None and self._merged:
+            merged = (hold for hold in self.values() if hold.covers is None or address in hold.covers)
+            found = next((hold for hold in merged if hold.unit[0] != "="), None)
+        return found
+
+    def of(self, address: str, authority: str) -> AddressHold | None:
+        """What holds messages of the source `authority` to `address`."""
+        found = self.get("=" + address)
+        if found is None and self._merged:
+            found = self.get("@" + authority) or self.get("*")
+            if found is not None and found.covers is not None and address not in found.covers:
+                return None
+        return found
+
+    def load(self) -> None:
+        """What was held when the log was closed."""
+        prefix = f"{HELD_PREFIX}{self._peer}:"
+        now = self._time()
+        for name, cursor in self._log.cursor_rows().items():
+            rest = name.removeprefix(prefix)
+            if rest == name:
+                continue
+            kind: Kind = "unheard" if rest[:1] == "u" else "refused"
+            hold = AddressHold(
+                rest[1:],
+                cursor.seq,
+                kind,
+                "as before the restart",
+                UCode.UNAVAILABLE if kind == "unheard" else UCode.PERMISSION_DENIED,
+                now - cursor.absent_ms / 1000,
+                is_loaded=True,
+                has_row=True,
+                noted_s=cursor.absent_ms / 1000,
+            )
+            self._add(hold, "")
+            hold.due_at = now + RETRY_S_MIN
+            self._push(hold)
+
+    @property
+    def oldest_young(self) -> int | None:
+        """The lowest position of those that have no row yet."""
+        return min([hold.after for hold in self._young.values()], default=None) if self._young else None
+
+    @property
+    def next_at(self) -> float | None:
+        """Loop time at which something is due."""
+        return self._due[0][0] if self._due else None
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._due) and self._due[0][0] <= self._time()
+
+    # Hold
+
+    def hold(
+        self, address: str, authority: str, item: Item, status: UStatus, kind: Kind, *, was_heard: bool = False
+    ) -> AddressHold:
+        """`item` has not been taken. All that goes to `address` waits from it on. `was_heard`: somebody has listened
+        there since the start."""
+        now = self._time()
+        known = self.of(address, authority)
+        if known is None:
+            known = self._new(address, authority, item[0] - 1, status, kind, now, was_heard)
+        elif known.kind != kind:
+            self._change_kind(known, kind)
+        known.why, known.code = status.message or code_name(status.code), status.code
+        if known.covers is not None:
+            known.covers.add(address)
+            known.covers = known.covers if len(known.covers) <= COVERED_MAX else None
+        is_again = known.is_trying or known.is_returning
+        known.is_trying = known.is_returning = False
+        self.wait_behind(known, item)
+        if is_again or known.due_at <= now:
+            wait_s = 0.0 if known.is_woken else min(RETRY_S_MIN * 2.0 ** min(known.tries, 10), RETRY_S_MAX)
+            known.due_at, known.is_woken = now + wait_s, False
+            known.tries += 1
+            self._note(known, now)
+            self._push(known)
+        return known
+
+    def _new(
+        self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
+    ) -> AddressHold:
+        if len(self) >= ADDRESSES_MAX or has_cursors_left(self._log) <= 0:
+            self._merge()
+            if (found := self._merged_for(address, authority)) is not None:
+                return found
+        hold = AddressHold("=" + address, after, kind, "", status.code, now, was_heard=was_heard)
+        self._add(hold, authority)
+        if kind == "unheard" and len(self._young) < YOUNG_MAX:
+            self._young[hold.unit] = hold
+            heapq.heappush(self._due, (now + YOUNG_S, next(self._count), hold))
+        else:
+            self._save(hold)
+        return hold
+
+    def _merged_for(self, address: str, authority: str) -> AddressHold | None:
+        """The merged unit that takes `address` in, if there is one."""
+        found = self.get("@" + authority) or self.get("*")
+        if found is not None and found.covers is not None:
+            found.covers.add(address)
+        return found
+
+    def _add(self, hold: AddressHold, authority: str) -> None:
+        self[hold.unit] = hold
+        self._count_in(hold, 1)
+        if hold.unit[0] == "=":
+            self._authorities[authority] += 1
+            self._authority_of[hold.unit] = authority
+        else:
+            self._merged += 1
+
+    def _count_in(self, hold: AddressHold, sign: int) -> None:
+        totals = self._totals[hold.label]
+        totals["units"] += sign
+        totals["records"] += sign * hold.records
+        totals["loaded"] += sign * hold.is_loaded
+        if sign > 0:
+            self._ages[hold.label].add(hold.began, hold)
+
+    def _merge(self) -> None:
+        """Make room: the addresses of the source authority that has most are one unit from now on; if each has few, all
+        of them are."""
+        whose, count = max(self._authorities.items(), key=lambda one: one[1], default=("", 0))
+        unit = "@" + whose if whose and count > max(1, ADDRESSES_MAX // 100) else "*"
+        merging = [hold for hold in self.values() if unit == "*" or self._authority_of.get(hold.unit) == whose]
+        if unit in self and self[unit] not in merging:
+            merging.append(self[unit])
+        if len(merging) < 2:
+            return
+        first = min(merging, key=lambda one: one.after)
+        merged = AddressHold(unit, first.after, first.kind, first.why, first.code, min(one.began for one in merging))
+        merged.covers = set()
+        for one in merging:
+            merged.streams |= one.streams
+            merged.records += one.records
+            merged.is_loaded = merged.is_loaded or one.is_loaded
+            merged.was_heard = merged.was_heard or one.was_heard
+            covered = {one.unit[1:]} if one.unit[0] == "=" else one.covers
+            merged.covers = None if covered is None or merged.covers is None else merged.covers | covered
+            self.drop(one)
+        self._add(merged, "")
+        merged.due_at = self._time() + RETRY_S_MIN
+        self._push(merged)
+        self._save(merged)
+        what = "many addresses are held: they are held as one from now on"
+        log.warning(what, endpoint=self._peer, addresses=len(merging), unit=merged.name)
+
+    def _change_kind(self, hold: AddressHold, kind: Kind) -> None:
+        if hold.has_row:
+            self._log.drop_cursor(self._row_of(hold))
+        self._count_in(hold, -1)
+        hold.kind = kind
+        self._count_in(hold, 1)
+        if hold.has_row:
+            self._save(hold)
+
+    def wait_behind(self, hold: AddressHold, item: Item) -> None:
+        """`item`, which was read, waits in `hold`."""
+        self.passed(hold, item[0])
+        hold.streams.add(item[2])
+        if hold.head is None and hold.records > 1 and item[0] - 1 > hold.after:
+            return  # what comes first is not in memory
+        if hold.head is None or item[0] < hold.head[0]:
+            self.forget_head(hold)
+            size = len(item[1].payload)
+            if self._heads_bytes + size <= HEADS_BYTES_MAX:
+                hold.head = item
+                self._heads_bytes += size
+
+    def passed(self, hold: AddressHold, seq: int) -> None:
+        """A record that waits in `hold` was read past."""
+        hold.records += 1
+        self._totals[hold.label]["records"] += 1
+        if seq <= hold.after:
+            hold.after = seq - 1
+            self.forget_head(hold)
+            if hold.has_row:
+                self._save(hold)
+
+    def forget_head(self, hold: AddressHold) -> None:
+        if hold.head is not None:
+            self._heads_bytes -= len(hold.head[1].payload)
+            hold.head = None
+
+    # Try again
+
+    def take_due(self, count: int) -> Iterator[AddressHold]:
+        """Those whose first message is to be tried now, `count` at most; the caller says what has become of it."""
+        now = self._time()
+        while count > 0 and self._due and self._due[0][0] <= now:
+            _, _, hold = heapq.heappop(self._due)
+            if hold.is_over:
+                continue
+            if hold.unit in self._young and now >= hold.began + YOUNG_S:
+                self._save(hold)
+            if hold.is_waiting and not hold.is_trying and hold.due_at <= now:
+                hold.is_trying = True
+                count -= 1
+                yield hold
+
+    def is_at_its_limit(self, hold: AddressHold) -> bool:
+        return self._time() - hold.began >= self._limits[hold.kind]
+
+    def try_now(self, hold: AddressHold) -> None:
+        """The network may take it now."""
+        now = self._time()
+        hold.is_woken = hold.is_trying
+        if hold.is_waiting and not hold.is_trying and hold.due_at > now:
+            hold.due_at = now
+            self._push(hold)
+
+    def try_all(self, kind: Kind | None = None) -> None:
+        """The same for all, or those of one kind."""
+        for hold in self.values():
+            if kind is None or hold.kind == kind:
+                self.try_now(hold)
+
+    def not_tried(self, hold: AddressHold) -> None:
+        """Its first message was taken away before it left."""
+        if hold.is_trying:
+            hold.is_trying = False
+            hold.due_at = 0.0
+            self._push(hold)
+
+    def taken(self, hold: AddressHold) -> None:
+        """Its first message was: the rest is about to be read back."""
+        hold.is_trying, hold.is_returning = False, True
+        self._totals[hold.label]["records"] -= hold.records
+        hold.records = 0
+
+    def drop(self, hold: AddressHold) -> None:
+        """Nothing of it waits any more."""
+        assert not hold.is_over, "it is dropped once"
+        hold.is_over = True
+        del self[hold.unit]
+        self._count_in(hold, -1)
+        self._young.pop(hold.unit, None)
+        self.forget_head(hold)
+        if hold.unit[0] == "=":
+            authority = self._authority_of.pop(hold.unit, "")
+            self._authorities[authority] -= 1
+            if not self._authorities[authority]:
+                del self._authorities[authority]
+        else:
+            self._merged -= 1
+        if hold.has_row:
+            self._log.drop_cursor(self._row_of(hold))
+
+    def move(self, hold: AddressHold, after: int) -> None:
+        """What comes before is of no interest any more."""
+        if after > hold.after:
+            hold.after = after
+            self.forget_head(hold)
+            if hold.has_row:
+                self._save(hold)
+
+    def _push(self, hold: AddressHold) -> None:
+        heapq.heappush(self._due, (hold.due_at, next(self._count), hold))
+
+    # On disk
+
+    def _note(self, hold: AddressHold, now: float) -> None:
+        if hold.has_row and now - hold.began >= hold.noted_s + NOTE_S:
+            self._save(hold)
+
+    def _row_of(self, hold: AddressHold) -> str:
+        return f"{HELD_PREFIX}{self._peer}:{hold.kind[0]}{hold.unit}"
+
+    def _save(self, hold: AddressHold) -> None:
+        self._young.pop(hold.unit, None)
+        hold.has_row = True
+        hold.noted_s = self._time() - hold.began
+        self._log.set_cursor(self._row_of(hold), hold.after, absent_ms=int(hold.noted_s * 1000))
+
+    # What is seen
+
+    def states(self) -> Iterator[HeldState]:
+        """Of each label there is. Costs the same for any number of them."""
+        for label, totals in self._totals.items():
+            oldest = self._ages[label].oldest()
+            if oldest is not None:
+                began, hold = oldest
+                counted = totals["units"], totals["records"], not totals["loaded"]
+                yield HeldState(label, *counted, hold, self._time() - began)
+
+
+def _ages_of(label: Label) -> _Ages[AddressHold]:
+    return _Ages(lambda hold, _: not hold.is_over and hold.label == label)
