@@ -123,6 +123,8 @@ class Plan:
             (1.5, self._rename),
             (1, self._rule_gone),
             (1, self._record_or_not),
+            (2.5, self._access_rule),
+            (2, self._nobody_listens),
         ]
         if self._world.kind != "foreign" or "pause_undecided" not in self._world.without:
             found.append((1.5, self._pause))
@@ -154,6 +156,8 @@ class Plan:
             (1, self._follow_otherwise),
             (1, self._rule_gone),
             (1, self._record_or_not),
+            (2, self._access_rule),
+            (1, self._nobody_listens),
             (1, self._shortage),
         ]
         if self._world.keeper is not None:
@@ -427,6 +431,65 @@ class Plan:
             await asyncio.sleep(0.5)
         self._world.checker.disturbed_until("pause")
 
+    async def _access_rule(self) -> None:
+        """A network refuses what gateways send to some addresses, for a while, in which something else may happen."""
+        dice, world = self._dice, self._world
+        name = dice.choice([one for one in world.networks if one != "vehicle"])
+        network, why = world.networks[name], f"access rule {name}"
+        addresses = [f"*vin1*/8001/1/{dice.choice(('8001', '8003', '*'))}", "*vin1*/8001/1/*", "*vin1*/8004/1/*"]
+        address = dice.choice(addresses)
+        world.note("refuses", name, address)
+        world.checker.disturbed_from(why)
+        network.refuse(address)
+        await self._meanwhile()
+        network.allow(address)
+        if dice.random() < 0.3:
+            await self._meanwhile()
+        world.checker.disturbed_until(why)
+
+    async def _nobody_listens(self) -> None:
+        """Who has subscribed does not listen for a while, as an application that is restarted."""
+        dice, world = self._dice, self._world
+        alone = [one for one in ("mcu", "hub", "cloud") if one in world.hearers]
+        if world.has_hub:
+            alone.remove("cloud")  # gateways listen there, too, and who is away misses what is sent to them
+        name = dice.choice(alone)
+        if self._v.config["history"].get("volatile"):
+            return  # of which nothing waits
+        transport, hearer, topics = world.hearers[name]
+        quiet = await world.until(
+            lambda: not transport.arrivals.waiting and not world.networks[name].has_late, 3.0, 0.01
+        )
+        if not quiet:
+            return  # what has been sent would find nobody
+        why = f"nobody on {name}"
+        world.note("nobody listens on", name)
+        world.checker.disturbed_from(why)
+        for topic in topics:
+            await transport.unregister_listener(topic, hearer)
+        await self._meanwhile()
+        for topic in topics:
+            await transport.register_listener(topic, hearer)
+        world.checker.disturbed_until(why)
+
+    async def _meanwhile(self) -> None:
+        """Some seconds, and perhaps something that befalls a gateway in them."""
+        await self._some(4.0)
+        match self._dice.randrange(7):
+            case 0:
+                self._v.kill()
+                await self._some(2.0)
+                self._start(self._v)
+            case 1:
+                await self._restart()
+            case 2:
+                await self._partition()
+            case 3 if self._world.kind != "foreign" or "pause_undecided" not in self._world.without:
+                await self._pause()
+            case 4:
+                await self._burst(0.3)
+        await self._some(3.0)
+
     async def _with_config(self, config: dict[str, Any], *, era: bool = False) -> None:
         if self._dice.random() < 0.4 and self._v.streamer is not None:  # with a backlog
             transport: Any = list(self._v.streamer.endpoints)[2].transport
@@ -620,6 +683,7 @@ class Plan:
         if world.foreign is not None:
             world.foreign.speaking.set()
         for network in world.networks.values():
+            network.allow()
             network.heal()
         if world.keeper is not None:
             if world.keeper.process is not None:

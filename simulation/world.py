@@ -136,6 +136,8 @@ class World:
         self.publishers: list[Publisher] = []
         # by hearer, with the topics and the machine of its service
         self.subscribers: dict[str, tuple[Subscriber, list[UUri], str]] = {}
+        # by network: the end, its listener, and to what it listens
+        self.hearers: dict[str, tuple[LocalTransport, Hearer, list[UUri]]] = {}
         self.foreign: Foreign | None = None
         self.lone: USubscriptionService | None = None
         self.reader: HistoryReader | None = None
@@ -393,8 +395,10 @@ class World:
             topics += [] if network == "cloud" and self.has_hub else self.wished_vin
         if network == "vehicle" and self.kind != "static":
             topics += WISHED_HUB
-        for topic in topics:
-            await transport.register_listener(self.named(network, uris.parse(topic)), hearer)
+        named = [self.named(network, uris.parse(topic)) for topic in topics]
+        for one in named:
+            await transport.register_listener(one, hearer)
+        self.hearers[network] = transport, hearer, named
         if network == "cloud":
             await transport.register_listener(uris.ANY, hearer, uris.parse(SINK))
         if network == "cloud" and self.follows:

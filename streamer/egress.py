@@ -899,9 +899,9 @@ class Pump:
             return
         streams, holds = set[int](), set[AddressHold]()
         for item, status, kind in held:
-            self._no_longer_tried(item)
+            was_tried, was_heard = self._no_longer_tried(item) is not None, item[2] in self._heard
             address = self.peer.addressed(item[1])
-            hold = self.address_holds.hold(*address, item, status, kind, was_heard=item[2] in self._heard)
+            hold = self.address_holds.hold(*address, item, status, kind, was_heard=was_heard, was_tried=was_tried)
             streams.add(item[2])
             if hold not in holds:
                 holds.add(hold)

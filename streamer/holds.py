@@ -319,9 +319,9 @@ class AddressHolds(dict[str, AddressHold]):
         """What holds messages of the source `authority` to `address`."""
         found = self.get("=" + address)
         if found is None and self._merged:
-            found = self.get("@" + authority) or self.get("*")
-            if found is not None and found.covers is not None and address not in found.covers:
-                return None
+            for merged in (self.get("@" + authority), self.get("*")):
+                if merged is not None and (merged.covers is None or address in merged.covers):
+                    return merged
         return found
 
     def load(self) -> None:
@@ -365,10 +365,18 @@ class AddressHolds(dict[str, AddressHold]):
     # Hold
 
     def hold(
-        self, address: str, authority: str, item: Item, status: UStatus, kind: Kind, *, was_heard: bool = False
+        self,
+        address: str,
+        authority: str,
+        item: Item,
+        status: UStatus,
+        kind: Kind,
+        *,
+        was_heard: bool = False,
+        was_tried: bool = False,
     ) -> AddressHold:
         """`item` has not been taken. All that goes to `address` waits from it on. `was_heard`: somebody has listened
-        there since the start."""
+        there since the start; `was_tried`: it is the first message of a hold, which was tried again."""
         now = self._time()
         known = self.of(address, authority)
         if known is None:
@@ -379,9 +387,11 @@ class AddressHolds(dict[str, AddressHold]):
         if known.covers is not None:
             known.covers.add(address)
             known.covers = known.covers if len(known.covers) <= COVERED_MAX else None
-        is_again = known.is_trying or known.is_returning
-        known.is_trying = known.is_returning = False
-        self.wait_behind(known, item)
+        is_again = was_tried or known.is_returning
+        if is_again:
+            known.is_trying = known.is_returning = False
+        if not was_tried:
+            self.wait_behind(known, item)
         if is_again or known.due_at <= now:
             wait_s = 0.0 if known.is_woken else min(RETRY_S_MIN * 2.0 ** min(known.tries, 10), RETRY_S_MAX)
             known.due_at, known.is_woken = now + wait_s, False
@@ -394,7 +404,8 @@ class AddressHolds(dict[str, AddressHold]):
         self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
     ) -> AddressHold:
         if len(self) >= ADDRESSES_MAX or has_cursors_left(self._log) <= 0:
-            self._merge()
+            if self._merged_for(address, authority) is None:
+                self._merge()
             if (found := self._merged_for(address, authority)) is not None:
                 return found
         hold = AddressHold("=" + address, after, kind, "", status.code, now, was_heard=was_heard)

@@ -148,6 +148,11 @@ class LocalNetwork:
         for rule in [one for one in self._refused if one[1] == sender and address in (None, one[0])]:
             del self._refused[rule]
 
+    @property
+    def has_late(self) -> bool:
+        """Something has been sent, and is late."""
+        return bool(self._held)
+
     def refuses(self, address: str, sender: str) -> bool:
         return any(
             of in ("", sender) and pattern.fullmatch(address) is not None for (_, of), pattern in self._refused.items()

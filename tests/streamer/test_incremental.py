@@ -163,7 +163,8 @@ def decided(ingress: Ingress, address: bytes) -> tuple[Any, ...]:
 
 def planned(plan: Any) -> Any:
     """What of it can be compared."""
-    return plan.targets, plan.since, plan.as_is, len(plan.copies), plan.whole is None, plan.park
+    held = [(hold.unit, since) for hold, since in plan.held]
+    return plan.targets, plan.since, plan.as_is, len(plan.copies), plan.whole is None, plan.park, held
 
 
 def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
@@ -223,6 +224,8 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     wanted = {uris.format(topic): ["//cloud/9001/1/0", "//mcu1/9001/1/0"] for topic in known}
     world = await make_world(subscriptions=wanted)
     streamer, vehicle = world.streamer, await world.node("vehicle", "vehicle1")
+    for network, authority in (("cloud", "cloud"), ("mcu", "mcu1")):
+        await world.hear(await world.node(network, authority, 0x9002), uris.uri("vehicle1", 0x8001, 1, 0xFFFF))
     await vehicle.send_batch([publish(topic) for topic in known])
     log = streamer.logs.durable
     pumps = {pump.peer.name: pump for pump in streamer.pumps if pump.log is log}

@@ -1,0 +1,440 @@
+"""What a network refuses for its address, and what nobody listens to: it waits, and everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from history.log import Log
+from streamer import holds
+from streamer.holds import AddressHolds
+from tests.streamer.conftest import Hearer, MakeWorld, World
+from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
+from uprotocol.message import UMessageBuilder
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+Publish = Callable[..., UMessage]
+
+SPEED, DOOR = uris.parse("//vehicle1/1/1/8001"), uris.parse("//vehicle1/1/1/8002")
+TO_CLOUD = {uris.format(topic): ["//cloud/9001/1/0"] for topic in (SPEED, DOOR)}
+
+
+def address(topic: Any) -> str:
+    return uris.format(topic)
+
+
+def pump_of(world: World) -> Any:
+    return next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
+
+
+async def held(world: World, units: int = 1, *, records: int = 0) -> Any:
+    """Until so many addresses are held, with so many records."""
+    pump = pump_of(world)
+
+    def is_so() -> bool:
+        return len(pump.address_holds) == units and sum(one.records for one in pump.address_holds.values()) >= records
+
+    await world.until(is_so)
+    return pump
+
+
+async def saved(world: World) -> None:
+    """Until each hold has a row."""
+    pump = pump_of(world)
+    await world.until(lambda: all(hold.has_row for hold in pump.address_holds.values()))
+
+
+async def sent(node: Any, publish: Publish, topic: Any, numbers: range) -> None:
+    await node.send_batch([publish(topic, str(number)) for number in numbers])
+
+
+def texts(numbers: range) -> list[str]:
+    return [str(number) for number in numbers]
+
+
+async def heard_all(heard: Hearer, numbers: range) -> None:
+    """All of them, in order; the same id twice is the same message."""
+    await heard.until(lambda: len(set(heard.texts)) >= len(numbers), f"{len(numbers)} different messages")
+    assert list(dict.fromkeys(heard.texts)) == texts(numbers)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first try is after 50 ms, and the last ones as often."""
+    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(holds, "RETRY_S_MAX", 0.1)
+
+
+# -- refused
+
+
+@pytest.mark.spec("local~disp-no-discard")
+async def test_what_an_access_rule_refuses_waits_and_arrives_in_order_when_it_is_mended(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(50))
+    await sent(vehicle, publish, DOOR, range(50))
+    await heard_all(door, range(50))
+    await held(world, records=50)
+    assert speed.texts == []
+    await sent(vehicle, publish, SPEED, range(50, 60))
+    await held(world, records=60)
+    assert world.streamer.dead_letters.total == 0
+    world.networks["cloud"].allow()
+    await heard_all(speed, range(60))
+    await held(world, 0)
+    assert not [name for name in pump_of(world).log.cursors() if name.startswith(holds.HELD_PREFIX)]
+    await sent(vehicle, publish, SPEED, range(60, 70))
+    await heard_all(speed, range(70))
+
+
+async def test_a_refused_notification_waits_too(make_world: MakeWorld) -> None:
+    world = await make_world(subscriptions={})
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    sink = uris.parse("//cloud/9001/1/0")
+    heard = await world.hear(cloud, SPEED, sink)
+    world.networks["cloud"].refuse("*")
+    messages = [UMessageBuilder.notification(SPEED, sink).build() for _ in range(20)]
+    await vehicle.send_batch(messages)
+    await held(world, records=20)
+    world.networks["cloud"].allow()
+    await heard.until(lambda: len({m.attributes.id.lsb for m in heard.messages}) == 20, "all of them")
+    assert [m.attributes.id for m in heard.messages][-19:] == [m.attributes.id for m in messages][-19:]
+
+
+async def test_one_message_is_tried_at_a_time(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(100))
+    await held(world, records=100)
+    transport = world.streamer.endpoints["cloud"].transport
+    send_batch, tried = transport.send_batch, list[list[str]]()
+
+    async def watched(messages: Any) -> Any:
+        tried.append([message.payload.decode() for message in messages])
+        return await send_batch(messages)
+
+    monkeypatch.setattr(transport, "send_batch", watched)
+    await world.until(lambda: len(tried) >= 4)
+    assert tried == [["0"]] * len(tried)
+    world.networks["cloud"].allow()
+    await heard_all(heard, range(100))
+
+
+async def test_a_restart_goes_on_where_each_address_was(make_world: MakeWorld, publish: Publish) -> None:
+    """Nothing that had left before leaves again, and of what waits nothing is missing."""
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(30))
+    await sent(vehicle, publish, DOOR, range(30))
+    await heard_all(door, range(30))
+    await held(world, records=30)
+    await saved(world)
+    await world.until(lambda: pump_of(world).backlog == 0)
+    await world.restart()
+    (listed,) = [one for one in world.streamer.cursors() if one["endpoint"] == "cloud"]
+    assert listed["held_addresses"] == 1
+    await sent(vehicle, publish, SPEED, range(30, 40))
+    await sent(vehicle, publish, DOOR, range(30, 40))
+    await heard_all(door, range(40))
+    assert len(door.messages) == 40
+    world.networks["cloud"].allow()
+    await heard_all(speed, range(40))
+    await held(world, 0)
+
+
+async def test_many_refused_addresses_cost_a_healthy_one_nothing(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the limit they are one unit, which a person can read, and which does not take in the healthy one."""
+    monkeypatch.setattr(holds, "ADDRESSES_MAX", 100)
+    topics = [uris.uri("vehicle1", 1, 1, 0x8100 + number) for number in range(500)]
+    world = await make_world(subscriptions=TO_CLOUD | {"//vehicle1/1/1/FFFF": ["//cloud/9001/1/0"]})
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    speed, all = await world.hear(cloud, SPEED), Hearer()
+    for topic in topics:
+        await cloud.register_listener(topic, all)
+    world.networks["cloud"].refuse("*/81*")
+    world.networks["cloud"].refuse("*/82*")
+    for round in range(3):
+        await vehicle.send_batch([publish(topic, f"{round}") for topic in topics])
+        await sent(vehicle, publish, SPEED, range(10 * round, 10 * round + 10))
+    await heard_all(speed, range(30))
+    pump = pump_of(world)
+    await world.until(lambda: sum(one.records for one in pump.address_holds.values()) >= 1_500)
+    assert len(pump.address_holds) <= 100
+    assert "@vehicle1" in pump.address_holds
+    assert len(speed.messages) == 30
+    world.networks["cloud"].allow()
+    await all.until(lambda: len({m.attributes.id.lsb for m in all.messages}) == 1_500, "all of them")
+    for topic in topics:
+        mine = [m.payload for m in all.messages if m.attributes.source == topic]
+        assert list(dict.fromkeys(mine)) == [b"0", b"1", b"2"]
+
+
+async def test_what_has_waited_for_too_long_is_told_one_by_one_and_then_as_a_range(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    world = await make_world(subscriptions=TO_CLOUD, egress="refused_hours = 0.0001\n")
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(250))
+    pump = pump_of(world)
+    await world.until(lambda: pump.address_holds.ended == 1)
+    assert world.streamer.dead_letters.by_code == {"PERMISSION_DENIED": 100}
+    assert pump.gaps == 0, "those are of retention and damage"
+    assert world.streamer.endpoints["cloud"].dropped["held_too_long"] == 150
+    assert world.streamer.gaps.total == 1
+    world.networks["cloud"].allow()
+    await sent(vehicle, publish, SPEED, range(250, 260))
+    await heard.expect(10)
+    assert heard.texts == texts(range(250, 260))
+
+
+async def test_a_no_about_one_message_is_a_dead_letter_also_while_its_address_is_held(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(5))
+    await held(world, records=5)
+    transport = world.streamer.endpoints["cloud"].transport
+    send_batch = transport.send_batch
+
+    async def picky(messages: Any) -> Any:
+        statuses = await send_batch(messages)
+        bad = UStatus(code=UCode.INVALID_ARGUMENT, message="too large")
+        return [bad if one.payload == b"0" else answer for one, answer in zip(messages, statuses, strict=True)]
+
+    monkeypatch.setattr(transport, "send_batch", picky)
+    await world.until(lambda: world.streamer.dead_letters.by_code == {"INVALID_ARGUMENT": 1})
+    world.networks["cloud"].allow()
+    await heard_all(heard, range(1, 5))
+
+
+async def test_what_expires_while_it_is_held_is_counted(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(SPEED))
+    await vehicle.send_batch([publish(SPEED, str(number), ttl=200) for number in range(10)])
+    await sent(vehicle, publish, SPEED, range(10, 20))
+    await held(world, records=20)
+    await asyncio.sleep(0.25)  # until their ttl is over
+    world.networks["cloud"].allow()
+    await heard_all(heard, range(10, 20))
+    expired = world.streamer.endpoints["cloud"].dropped["expired_while_held"]
+    assert expired + world.streamer.dead_letters.total == 10
+
+
+# -- nobody listens
+
+
+@pytest.mark.spec("local~disp-no-discard")
+async def test_a_backlog_waits_for_the_subscriber_that_is_slow_to_listen(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    """The loss on a user's first day: 100 records wait, the subscriber's process links, and listens later."""
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle = await world.node("vehicle", "vehicle1")
+    await sent(vehicle, publish, SPEED, range(100))
+    await held(world, records=100)
+    cloud = await world.node("cloud", "cloud")
+    other = await world.hear(cloud, DOOR)
+    await sent(vehicle, publish, DOOR, range(5))
+    await heard_all(other, range(5))
+    heard = await world.hear(cloud, SPEED)
+    await heard_all(heard, range(100))
+    await held(world, 0)
+    assert len(heard.messages) == 100
+
+
+async def test_a_subscriber_that_is_restarted_misses_nothing(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    await sent(vehicle, publish, SPEED, range(10))
+    await heard_all(heard, range(10))
+    await cloud.unregister_listener(SPEED, heard)
+    await sent(vehicle, publish, SPEED, range(10, 30))
+    pump = await held(world, records=20)
+    (state,) = pump.address_holds.states()
+    assert state.label == "left"
+    await cloud.register_listener(SPEED, heard)
+    await heard_all(heard, range(30))
+    assert len(heard.messages) == 30
+
+
+async def test_with_hold_false_it_is_sent_to_nobody_as_before(make_world: MakeWorld, publish: Publish) -> None:
+    toml = (
+        '[[endpoint]]\nname = "vehicle"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+        'settings = {{ network = "{n}-vehicle" }}\n'
+        '[[endpoint]]\nname = "cloud"\ntransport = "local"\nauthorities = ["cloud"]\nusubscription = "none"\n'
+        'hold = false\nsettings = {{ network = "{n}-cloud" }}\n'
+    )
+    world = await make_world(toml, subscriptions=TO_CLOUD)
+    vehicle = await world.node("vehicle", "vehicle1")
+    await sent(vehicle, publish, SPEED, range(10))
+    pump = pump_of(world)
+    await world.until(lambda: pump.log.newest_seq == 10 and pump.backlog == 0)
+    assert not pump.address_holds
+    assert world.streamer.endpoints["cloud"].forwarded == 10
+
+
+async def test_of_a_volatile_log_nothing_is_held(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=TO_CLOUD, more='[history]\nvolatile = ["//vehicle1/1/1/FFFF"]\n')
+    vehicle = await world.node("vehicle", "vehicle1")
+    await sent(vehicle, publish, SPEED, range(10))
+    endpoint = world.streamer.endpoints["cloud"]
+    await world.until(lambda: endpoint.dropped["nobody_listens"] == 10)
+    cloud = await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(DOOR))
+    await sent(vehicle, publish, DOOR, range(3))
+    await world.until(lambda: world.streamer.dead_letters.by_code == {"PERMISSION_DENIED": 3})
+    assert heard.texts == []
+    assert not any(pump.address_holds for pump in world.streamer.pumps)
+
+
+# -- what a person sees
+
+
+async def test_a_refusal_is_a_condition_of_its_endpoint_and_an_address_nobody_has_heard_a_note(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamer.app.TOLD_S", 0.1)
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle = await world.node("vehicle", "vehicle1")
+    await sent(vehicle, publish, DOOR, range(3))
+    await held(world, records=3)
+    await world.until(lambda: any("nobody has listened yet" in note for note in world.streamer.notes()))
+    assert world.streamer.problems() == []
+    cloud = await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(1_204))
+    await held(world, 2, records=1_207)
+    await world.until(world.streamer.problems)
+    (problem,) = world.streamer.problems()
+    assert problem.startswith("endpoint cloud: ")
+    assert "Not authorized" in problem
+    assert "1,204 records wait: see its access rules" in problem
+    assert address(SPEED) in problem
+    world.networks["cloud"].allow()
+    await heard_all(heard, range(1_204))
+    await world.until(lambda: world.streamer.problems() == [])
+
+
+# -- beside pauses
+
+
+async def test_a_pause_takes_over_what_is_held(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(10))
+    pump = await held(world, records=10)
+    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.until(lambda: len(pump.topic_holds) == 1)
+    world.networks["cloud"].allow()
+    await sent(vehicle, publish, SPEED, range(10, 20))
+    await held(world, 0)
+    assert heard.texts == []
+    await world.streamer.paused.resume(SPEED, "cloud")
+    await heard_all(heard, range(20))
+    await world.until(lambda: not pump.topic_holds)
+
+
+async def test_what_is_paused_and_then_refused_arrives_after_both(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    await world.streamer.paused.pause(SPEED, "cloud")
+    await sent(vehicle, publish, SPEED, range(10))
+    pump = pump_of(world)
+    await world.until(lambda: len(pump.topic_holds) == 1)
+    world.networks["cloud"].refuse(address(SPEED))
+    await world.streamer.paused.resume(SPEED, "cloud")
+    await held(world, records=10)
+    await sent(vehicle, publish, SPEED, range(10, 20))
+    await held(world, records=20)
+    world.networks["cloud"].allow()
+    await heard_all(heard, range(20))
+    await held(world, 0)
+
+
+# -- the table alone
+
+
+def item(seq: int, stream: int = 1) -> Any:
+    return seq, EncodedMessage.of(UMessageBuilder.publish(SPEED).build()), stream
+
+
+REFUSED = UStatus(code=UCode.PERMISSION_DENIED, message="no")
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from(["a", "b", "c"]), st.integers(1, 1_000), st.booleans()),
+        min_size=1,
+        max_size=120,
+    ),
+    st.integers(3, 12),
+)
+def test_no_record_is_before_the_position_of_its_hold_and_rows_say_the_same(
+    steps: list[tuple[int, str, int, bool]], most: int
+) -> None:
+    asyncio.run(_table(steps, most))
+
+
+async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holds, "ADDRESSES_MAX", most)
+        log, now = await Log.open(None, name="test"), [100.0]
+        table = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600)
+        lowest: dict[tuple[str, str], int] = {}
+        for number, authority, seq, is_unheard in steps:
+            name = f"{authority}/{number}"
+            table.hold(name, authority, item(seq), REFUSED, "unheard" if is_unheard else "refused")
+            lowest[name, authority] = min(seq, lowest.get((name, authority), seq))
+            assert len(table) <= most
+            now[0] += 0.3
+            for hold in list(table.take_due(100)):
+                table.not_tried(hold)
+        now[0] += 2.0
+        list(table.take_due(1_000))
+        for (name, authority), seq in lowest.items():
+            found = table.of(name, authority)
+            assert found is not None
+            assert found.after < seq
+            assert found.head is None or found.head[0] > found.after
+        again = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600)
+        again.load()
+        assert {unit: hold.after for unit, hold in again.items()} == {unit: hold.after for unit, hold in table.items()}
+        assert sum(one.units for one in table.states()) == len(table)
+        assert sum(one.records for one in table.states()) == sum(hold.records for hold in table.values())
+        for hold in list(table.values()):
+            table.drop(hold)
+        assert not list(table.states())
+        assert not [name for name in log.cursors() if name.startswith(holds.HELD_PREFIX)]
+        assert table._heads_bytes == 0
