@@ -106,6 +106,29 @@ def _held_back() -> Patches:
     return [(TopicHolds, "hold", hold)]
 
 
+def _holds_forgotten() -> Patches:
+    from streamer.holds import AddressHolds
+
+    return [(AddressHolds, "load", lambda self: None)]
+
+
+def _taken_from_here_on() -> Patches:
+    from streamer.holds import AddressHold, AddressHolds
+
+    def taken(self: AddressHolds, hold: AddressHold) -> None:
+        before(self, hold)
+        self.move(hold, self._log.newest_seq)
+
+    before = AddressHolds.taken
+    return [(AddressHolds, "taken", taken)]
+
+
+def _held_not_handed_over() -> Patches:
+    from streamer import handover
+
+    return [(handover, "_held_topics", lambda pump: [])]
+
+
 def _place_ahead() -> Patches:
     from streamer.followed import Followed, Pending
 
@@ -266,6 +289,18 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "held back at a pause": Break(
         "what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"
+    ),
+    "holds forgotten": Break(
+        "what a network refuses waits in memory alone, and is lost at a restart", _holds_forgotten, "access_rule"
+    ),
+    "taken from here on": Break(
+        "an address that takes one message again gets what comes, not what has waited", _taken_from_here_on, "access_rule"
+    ),
+    "held and not handed over": Break(
+        "what was held when a follower took over is neither pushed nor followed",
+        _held_not_handed_over,
+        "access_rule",
+        FOLLOWED,
     ),
     "place ahead of its records": Break(
         "how far a log was followed is on disk before what was followed is", _place_ahead, kinds=FOLLOWED

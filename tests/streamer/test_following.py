@@ -23,7 +23,7 @@ from tests.tiers import seeds
 from transports.local import Faults
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import FollowedPlaces
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import FollowedPlaces, HandOver
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -313,6 +313,55 @@ async def test_what_is_followed_can_not_be_paused_and_what_is_paused_not_handed_
         assert refused.value.code == UCode.FAILED_PRECONDITION
     await paused.pause(DOOR, "car")
     await pair.publish(10, DOOR)
+    await pair.expect_all()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history(pair: Pair, restarts: bool) -> None:
+    """What had been pushed before is not taken again, and nothing waits for the network's access rules any more."""
+    await pair.begin(follow=False)
+    await pair.publish(5)
+    await pair.expect_all()
+    pair.vehicle.networks["link"].refuse(uris.format(SPEED))
+    await pair.publish(20)
+    (pump,) = (one for one in pair.vehicle.streamer.pumps if one.peer.name == "link" and one.log.durable)
+    await pair.vehicle.until(lambda: sum(hold.records for hold in pump.address_holds.values()) >= 20)
+    await pair.publish(10, DOOR)
+    await pair.heard.expect(15)
+    await pair.hub.stop()
+    if restarts:
+        await pair.vehicle.restart()
+    follow = FollowSection(endpoint="link", service="//vehicle1/4/1/0")
+    pair.hub.config = pair.hub.config.model_copy(update={"follow": [follow]})
+    await pair.hub.start()
+    await pair.handed_over()
+    await pair.publish(5)
+    await pair.heard.expect(40)
+    speed = [int(message.payload) for message in pair.heard.messages if message.attributes.source == SPEED]
+    assert speed == [*range(25), *range(35, 40)]
+    assert pair.followed.counts["pushed_before"] == 10
+    assert pair.followed.counts["stored"] == 25
+    await pair.vehicle.until(lambda: not any(pump.owed or pump.address_holds for pump in pair.vehicle.streamer.pumps))
+    assert not any(name.startswith(("held:", "owed:")) for name in pair.vehicle.streamer.logs.durable.cursors())
+
+
+async def test_a_follower_that_reads_nothing_held_is_told_to_come_again(pair: Pair) -> None:
+    """One of before such positions were answered: it would never have what waits."""
+    await pair.begin(follow=False)
+    pair.vehicle.networks["link"].refuse(uris.format(SPEED))
+    await pair.publish(3)
+    (pump,) = (one for one in pair.vehicle.streamer.pumps if one.peer.name == "link" and one.log.durable)
+    await pair.vehicle.until(lambda: sum(hold.records for hold in pump.address_holds.values()) >= 3)
+    hand_overs, caller = pair.vehicle.streamer.handovers, uris.parse("//hub/4/1/0")
+    with pytest.raises(UStatusError, match="nothing can be handed over") as refused:
+        await hand_overs.asked(caller, HandOver(take=True))
+    assert refused.value.code == UCode.UNAVAILABLE
+    (durable,) = (one for one in await hand_overs.asked(caller, HandOver(take=True, takes_held=True)) if one.held)
+    assert [(one.topic, one.after_seq) for one in durable.held] == [(SPEED, 0)]
+    again = await hand_overs.asked(caller, HandOver(take=True, takes_held=True))
+    assert durable in again
+    await hand_overs.asked(caller, HandOver(end=True))
+    pair.vehicle.networks["link"].allow()
     await pair.expect_all()
 
 
