@@ -70,6 +70,16 @@ class Gateway:
             "mqtt5", authority, {"host": self.broker.host, "port": self.broker.port, **settings}, entity
         )
 
+    async def dds(self, authority: str = "mcu1", entity: int = 0x9001) -> UTransport:
+        settings = {
+            "domain_id": dds_domain(),
+            "interface": "lo",
+            "multicast": False,
+            "peers": ["127.0.0.1"],
+            "tag": self.dds_tag,
+        }
+        return await self.node("dds", authority, settings, entity)
+
     async def node(self, transport: str, authority: str, settings: dict[str, Any], entity: int) -> UTransport:
         return await self.stack.enter_async_context(
             plugins.create(transport, settings, LocalUriProvider(authority, entity, 1))

@@ -88,8 +88,11 @@ class _Process:
     def alive(self) -> bool:
         return self._popen.poll() is None
 
-    def end(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)  # unless it has ended
+
+    def end(self, number: signal.Signals) -> None:
+        self.signal(number)
         try:
             self._popen.wait(STOP_MS_MAX / 1000)
         except subprocess.TimeoutExpired:
@@ -112,10 +115,13 @@ class _Container:
         inner.reload()
         return bool(inner.status in ("created", "running"))
 
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(Exception):  # it may have ended already
+            self._container.get_wrapped_container().kill(number.name)
+
     def end(self, number: signal.Signals) -> None:
         inner = self._container.get_wrapped_container()
-        with contextlib.suppress(Exception):  # it may have ended already
-            inner.kill(number.name)
+        self.signal(number)
         with contextlib.suppress(Exception):
             inner.wait(timeout=STOP_MS_MAX / 1000)
         self._container.stop()
@@ -210,6 +216,14 @@ class Broker:
         """End it at once, as a crash would."""
         self._end(signal.SIGKILL)
 
+    def change_acl(self, text: str) -> None:
+        """Other access rules, soon also for who is connected. It was started with some."""
+        assert self.acl is not None, "mosquitto reads anew what it was started with"
+        self.acl = text
+        if self._directory is not None and self._running is not None:
+            _private(self._directory / "acl", text)
+            self._running.signal(signal.SIGHUP)
+
     def restart(self) -> Self:
         self.stop()
         return self.start()
@@ -251,7 +265,9 @@ class Broker:
             "log_dest stderr",
             "log_type error\nlog_type warning\nlog_type notice",
             "max_inflight_messages 0",  # else 20: a round trip for every 20 messages
-            "max_queued_messages 0",  # else 1000, and what is beyond is lost
+            # else 1000, and what is beyond is lost; with 0 for "no limit" mosquitto 2.0 hangs up after each publish that
+            # its access rules refuse
+            "max_queued_messages 100000000",
             f"allow_anonymous {'false' if self.users is not None else 'true'}",
             f"persistence {'true' if self.persistent else 'false'}",
             f"persistence_location {directory}/",
