@@ -196,7 +196,7 @@ class Broker(Process):
             f"listener {self.port} 127.0.0.1",
             "allow_anonymous true",
             "max_inflight_messages 0",  # else a round trip for every 20 messages
-            "max_queued_messages 100000000",  # else what exceeds 1000 is lost; with 0 a refused publish ends the connection
+            "max_queued_messages 100000000",  # else what exceeds 1000 is lost; with 0 a refusal ends the connection
             "set_tcp_nodelay true",
             "persistence true",
             f"persistence_location {place}/",

@@ -294,7 +294,9 @@ BREAKS: Final[dict[str, Break]] = {
         "what a network refuses waits in memory alone, and is lost at a restart", _holds_forgotten, "access_rule"
     ),
     "taken from here on": Break(
-        "an address that takes one message again gets what comes, not what has waited", _taken_from_here_on, "access_rule"
+        "an address that takes one message again gets what comes, not what has waited",
+        _taken_from_here_on,
+        "access_rule",
     ),
     "held and not handed over": Break(
         "what was held when a follower took over is neither pushed nor followed",

@@ -265,8 +265,8 @@ class Broker:
             "log_dest stderr",
             "log_type error\nlog_type warning\nlog_type notice",
             "max_inflight_messages 0",  # else 20: a round trip for every 20 messages
-            # else 1000, and what is beyond is lost; with 0 for "no limit" mosquitto 2.0 hangs up after each publish that
-            # its access rules refuse
+            # else 1000, and what is beyond is lost; with 0, which means no limit, mosquitto 2.0 hangs up after each
+            # publish that its access rules refuse
             "max_queued_messages 100000000",
             f"allow_anonymous {'false' if self.users is not None else 'true'}",
             f"persistence {'true' if self.persistent else 'false'}",
