@@ -67,7 +67,10 @@ PASSED_LETTERS_MAX: Final = 100
 # after a failure of a network that is there: it may be one stream's, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
-TRIED_AT_ONCE: Final = 16  # holds whose first message is tried in one step
+TRIED_AT_ONCE: Final = 64  # holds whose first message is tried in one step
+# once the first messages of some were taken, others are still tried for so long, and all of these are read back together
+GATHER_S: Final = 0.2
+GATHERED_MAX: Final = 512
 LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of one that has waited too long; beyond it only the range is told
 # a "no" that a person or time can mend, and that goes for more than this message
 HELD_CODES: Final = frozenset(
@@ -146,7 +149,8 @@ class Pump:
         self.owed = OwedTopics(source, peer.name)
         self._are_streams_found = False  # of the holds that are there from before the start
         self._trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
-        self._taken: set[AddressHold] = set()  # whose first message the network has taken
+        self._taken: set[AddressHold] = set()  # whose first message the network has taken ...
+        self._read_back_at = 0.0  # ... and loop time at which they are read back
         self._held_lately: set[AddressHold] = set()  # while batches are under way that left before they were held
         self._heard: set[int] = set()  # streams of which the network has taken something since the start
         self._recheck: dict[int, None] = {}  # held topics to be looked at: the interest has changed
@@ -425,8 +429,12 @@ class Pump:
         """Loop time from which on something that waits may leave, though nobody wakes us."""
         if self._flights:
             return self._flights.leaves_at(self._queue.messages)
-        due = [at for at in (self.address_holds.next_at, self.aside.due_at if self.aside else None) if at is not None]
-        return min(due, default=None)
+        due = [
+            self.address_holds.next_at if self._may_try_held else None,
+            self.aside.due_at if self.aside else None,
+            self._read_back_at if self._taken else None,
+        ]
+        return min((at for at in due if at is not None), default=None)
 
     # Reading ahead
 
@@ -438,14 +446,14 @@ class Pump:
         """Read until the window is full; True if there is nothing to read for now."""
         while not self._is_full():
             await self._heed_in_order()
-            if self.address_holds.is_due:
+            if self.address_holds.is_due and self._may_try_held:
                 await self._try_held()
             if self._recheck:
                 await self._look_at_held_topics()
             elif self._back.is_under_way:
                 if not await self._read_back():
                     return False
-            elif self._found or self._taken:
+            elif self._found or self._is_time_to_read_back:
                 if self._queue or self._flights:
                     return False  # what was read before leaves first
                 await self._begin_reading_back()
@@ -687,8 +695,9 @@ class Pump:
         for stream, those in topics.items():
             after = self.topic_holds[stream].after
             targets[stream] = tuple(one._replace(since=max(one.since, after)) for one in those)
-        taken = [hold for hold in self._taken if not hold.is_over]
+        taken = [hold for hold in self._taken if hold.is_taken and not hold.is_over]
         for hold in taken:
+            hold.is_taken, hold.is_returning = False, True
             for stream in hold.streams:
                 if more := self._targets_of(hold, stream):
                     targets[stream] = _both(targets.get(stream, ()), more)
@@ -769,6 +778,15 @@ class Pump:
         self.address_holds.drop(hold)
 
     # Addresses that the network refuses, or where nobody listens
+
+    @property
+    def _may_try_held(self) -> bool:
+        """Not while something is read back, since that ends only when nothing is under way."""
+        return not (self._back.is_under_way or self._found or self._is_time_to_read_back)
+
+    @property
+    def _is_time_to_read_back(self) -> bool:
+        return bool(self._taken) and (len(self._taken) >= GATHERED_MAX or self._read_back_at <= _loop_time())
 
     async def _try_held(self) -> None:
         """Send the first message of those whose time has come, in front of what waits."""
@@ -864,11 +882,14 @@ class Pump:
             else:
                 dead.append((item, status))
         if self._trying:
+            tried = {seq for seq, _ in self._trying}
             for item in settled.sent:
-                if (hold := self._no_longer_tried(item)) is not None and not hold.is_over:
+                if item[0] in tried and (hold := self._no_longer_tried(item)) is not None and not hold.is_over:
                     self.address_holds.taken(hold)
                     if hold.unit.startswith("="):
                         self.address_holds.move(hold, item[0])
+                    if not self._taken:
+                        self._read_back_at = _loop_time() + GATHER_S
                     self._taken.add(hold)
             for item, _ in dead:
                 self._next_is_tried(item)
@@ -876,6 +897,19 @@ class Pump:
         if self._held_lately:
             self._look_at_taken(settled.sent)
         return Settled(sent, again, dead)
+
+    def _hold_what_is_stuck(self, settled: Settled[Item]) -> Settled[Item]:
+        """While something is read back, what of it does not get through though others do waits as if it were refused:
+        the end of the reading back must not wait for it, and its place is on disk."""
+        is_stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
+        held, again = list[tuple[Item, UStatus, Kind]](), list[tuple[Item, UStatus]]()
+        for item, status in settled.again:
+            if item[0] <= self._back.until and key_of(item[1]) in is_stuck and self.log.durable:
+                held.append((item, status, "refused"))
+            else:
+                again.append((item, status))
+        self._hold(held)
+        return settled._replace(again=again)
 
     def _no_longer_tried(self, item: Item) -> AddressHold | None:
         return self._trying.pop((item[0], item[1].stamp.address), None)
@@ -1094,6 +1128,8 @@ class Pump:
         settled = settle(batch, statuses)
         if settled.again or settled.refused or self._trying or self._held_lately:
             settled = self._sort_out_held(settled)
+            if settled.sent and settled.again and self._back.is_under_way:
+                settled = self._hold_what_is_stuck(settled)
         if self.peer.tells_absence:
             self._heard.update([item[2] for item in settled.sent])
         self.peer.forwarded += len(settled.sent)

@@ -238,7 +238,8 @@ class AddressHold:
     tries: int = 0
     due_at: float = 0.0  # loop time of the next try
     is_trying: bool = False  # its first message is under way
-    is_returning: bool = False  # that was taken: the rest is being read back
+    is_taken: bool = False  # that was taken: the rest is about to be read back
+    is_returning: bool = False  # the rest is being read back, and leaves
     noted_s: float = 0.0  # of how long it has waited, on disk
     has_row: bool = False
     is_over: bool = False  # it is held no more
@@ -250,7 +251,7 @@ class AddressHold:
 
     @property
     def is_waiting(self) -> bool:
-        return not self.is_returning and not self.is_over
+        return not (self.is_taken or self.is_returning or self.is_over)
 
     @property
     def name(self) -> str:
@@ -387,9 +388,9 @@ class AddressHolds(dict[str, AddressHold]):
         if known.covers is not None:
             known.covers.add(address)
             known.covers = known.covers if len(known.covers) <= COVERED_MAX else None
-        is_again = was_tried or known.is_returning
+        is_again = was_tried or not known.is_waiting
         if is_again:
-            known.is_trying = known.is_returning = False
+            known.is_trying = known.is_taken = known.is_returning = False
         if not was_tried:
             self.wait_behind(known, item)
         if is_again or known.due_at <= now:
@@ -548,7 +549,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def taken(self, hold: AddressHold) -> None:
         """Its first message was: the rest is about to be read back."""
-        hold.is_trying, hold.is_returning = False, True
+        hold.is_trying, hold.is_taken = False, True
         self._totals[hold.label]["records"] -= hold.records
         hold.records = 0
 
