@@ -80,6 +80,11 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
     return f"up/{segments(source, local_authority)}/{segments(sink, local_authority) if sink is not None else NO_SINK}"
 
 
+def source_authority(key: str) -> str:
+    """The segment of a message's key that names where it comes from."""
+    return key.split("/", _SOURCE_AT + 1)[_SOURCE_AT]
+
+
 def complete(attributes: UAttributes, key: str) -> None:
     """Fill in authorities that are missing: the sender has written its own into the key (spec up-l1/zenoh.adoc)."""
     segments = key.split("/")

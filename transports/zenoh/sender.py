@@ -4,6 +4,8 @@ batch -> send plan of its stamp -> route -> session.put    a topic's first messa
          or checks                  |       publisher.put  from then on: half the cost
                                     '-- publishers are full: one that was unused for a whole period is undeclared, or
                                         the topic stays as it is
+                                     publishes, where the owner is told of absence: presence.py, and a publisher for the
+                                        first message
 
 flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read all
 silent -> the same of the highest priority, beside all that waits -> answered: it reads
@@ -30,9 +32,11 @@ import zenoh
 
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
+from transports.zenoh.presence import NOBODY, Area, Presence, Watch
 from uprotocol.cache import Cache, streams_max
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.uattributes_pb2 import UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -80,10 +84,12 @@ def translate(error: Exception, doing: str) -> UStatusError:
 class _Route:
     """How to put on one key with one priority."""
 
-    __slots__ = ("key", "options", "publisher", "put", "puts_left")
+    __slots__ = ("key", "options", "publisher", "put", "puts_left", "watch")
 
-    def __init__(self, session: zenoh.Session, key: _Key) -> None:
+    def __init__(self, session: zenoh.Session, key: _Key, area: Area | None) -> None:
+        """`area`: of a publish whose owner wants to know that nobody listens."""
         self.key = key
+        self.watch: Watch | Area | None = area  # None: what nobody listens to is put all the same
         self.options: dict[str, Any] = {  # reliable, blocking, without an encoding (A-26)
             "congestion_control": zenoh.CongestionControl.BLOCK,
             "priority": _PRIORITIES.get(key[1], zenoh.Priority.DATA_LOW),
@@ -91,10 +97,19 @@ class _Route:
         }
         self.put: Callable[..., Any] = partial(session.put, key[0], **self.options)
         self.publisher: zenoh.Publisher | None = None
-        self.puts_left = PUTS_BEFORE_DECLARED  # 0: there is a publisher
+        # before a publisher is declared, or tried once more where there was no room; 0: there is one
+        self.puts_left = PUTS_BEFORE_DECLARED if area is None else 1
 
-    def declared(self, publisher: zenoh.Publisher) -> None:
+    def declared(self, declared: _Declared) -> None:
+        publisher = declared.publisher
         self.publisher, self.put, self.puts_left = publisher, publisher.put, 0
+        if self.watch is not None:
+            self.watch = declared.watch
+
+
+class _Declared(NamedTuple):
+    publisher: zenoh.Publisher
+    watch: Watch | None
 
 
 class _SendPlan(NamedTuple):
@@ -150,13 +165,25 @@ class ZenohSender:
     transport.
     """
 
-    def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool], wire_bytes_max: int) -> None:
+    def __init__(
+        self,
+        session: zenoh.Session,
+        authority: str,
+        peers: Mapping[str, bool],
+        wire_bytes_max: int,
+        on_heard: Callable[[str | None], None] = lambda key: None,
+    ) -> None:
+        """`on_heard(key)` on Zenoh's thread: see Presence."""
         self.session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
         self.thread = SenderThread(f"zenoh-send-{authority}")
         self._checks = SendChecks()
         self._plans: Cache[Any, _SendPlan] = Cache()  # by Stamp, or by the encoded attributes without the id
         self._routes: dict[_Key, _Route] = {}
-        self._publishers: dict[_Key, zenoh.Publisher] = {}
+        self._publishers: dict[_Key, _Declared] = {}
+        self._presence = Presence(session, on_heard, self.thread.submit)
+        self._tells_absence = False
+        self.unprobed = 0
+        """Publishes that were put though nobody could say whether anybody listens: publishers are full."""
         self._used: set[_Key] = set()  # publishers, in this period
         self._unused: list[_Key] = []  # publishers, in the whole period before this one
         self._period_began = 0.0  # time.monotonic()
@@ -170,14 +197,19 @@ class ZenohSender:
 
     @property
     def publishers(self) -> int:
-        return len(self._publishers)
+        return len(self._publishers) + self._presence.areas
 
     def first_link(self) -> None:
         self._settled_at = time.monotonic() + SETTLE_S_MAX
 
-    def put(self, messages: Sequence[Carried]) -> list[UStatus]:
-        """In order; one status for each. Raises nothing."""
+    def put(self, messages: Sequence[Carried], tells_absence: bool = False) -> list[UStatus]:
+        """In order; one status for each. Raises nothing. `tells_absence`: answer `nobody_listens` for a publish to
+        which nobody listens, and do not put it."""
         self._batches += 1
+        if tells_absence != self._tells_absence:
+            self._tells_absence = tells_absence
+            self._routes.clear()
+            self._plans.clear()
         try:
             return self._put(messages)
         finally:
@@ -196,6 +228,7 @@ class ZenohSender:
         now_ms, plans, peers, version = self._checks.now_ms(), self._plans, self._peers, mapping.VERSION_BYTE
         bytes_max = self._wire_bytes_max
         settling = time.monotonic() < self._settled_at
+        absent = set[str]()  # keys that this call has answered NOBODY
         for message in messages:
             mark: Any
             if type(message) is EncodedMessage:
@@ -213,17 +246,21 @@ class ZenohSender:
                     plan = plan or self._plan(decoded(message), mark)
                 if not peers:
                     return stopped(statuses, len(messages), NO_PEER)
-                route = plan.route
-                if settling:
-                    settling = self._await_match(route)
-                if route.puts_left:  # the last one of so many puts declares a publisher, if there is room
-                    route.puts_left -= 1
-                    if not route.puts_left and not self._declare(route):
-                        route.puts_left = PUTS_BEFORE_DECLARED
-                payload = message.payload
+                route, payload = plan.route, message.payload
                 if len(payload) + len(encoded) > bytes_max:
                     statuses.append(too_large(len(payload) + len(encoded), bytes_max))
                     continue
+                watch = route.watch
+                if watch is not None:
+                    if (absent or not watch.heard) and (route.key[0] in absent or self._is_nobody(route)):
+                        absent.add(route.key[0])
+                        statuses.append(NOBODY)
+                        continue
+                else:
+                    if settling:
+                        settling = self._await_match(route)
+                    if route.puts_left:
+                        self._count_down(route)
                 route.put(payload, attachment=version + encoded)
             except UStatusError as error:  # no key can hold its address; the others may go
                 statuses.append(error.status)
@@ -237,7 +274,7 @@ class ZenohSender:
         """Where a message goes that is valid, remembered by its stamp."""
         attributes = message.attributes
         key = mapping.message_key(message, self._authority), attributes.priority
-        route = self._routes.get(key) or self._route(key)
+        route = self._routes.get(key) or self._route(key, attributes.type == UMessageType.UMESSAGE_TYPE_PUBLISH)
         if route.publisher is not None:
             self._used.add(key)
         plan = _SendPlan(route, attributes.ttl, attributes.payload_format)
@@ -245,28 +282,54 @@ class ZenohSender:
             self._plans[mark] = plan
         return plan
 
-    def _route(self, key: _Key) -> _Route:
+    def _route(self, key: _Key, is_publish: bool) -> _Route:
         if len(self._routes) >= streams_max():
             self._routes.clear()
             self._plans.clear()
-        route = self._routes[key] = _Route(self.session, key)
-        if key in self._publishers:
-            route.declared(self._publishers[key])
+        area = self._presence.area(key[0]) if is_publish and self._tells_absence else None
+        route = self._routes[key] = _Route(self.session, key, area)
+        declared = self._publishers.get(key)
+        if declared is not None:
+            if area is not None and declared.watch is None:  # it was declared when nobody wanted to know
+                declared = declared._replace(watch=self._presence.watch(declared.publisher, key[0]))
+                self._publishers[key] = declared
+            route.declared(declared)
         return route
+
+    def _is_nobody(self, route: _Route) -> bool:
+        """Of a publish that is not known to be heard: whether nobody listens. Declares a publisher to find out."""
+        watch = route.watch
+        if isinstance(watch, Area):
+            if watch.is_silent():
+                return True
+            self._count_down(route)
+            watch = route.watch
+        if isinstance(watch, Watch):
+            return watch.is_nobody()
+        self.unprobed += 1
+        return False
+
+    def _count_down(self, route: _Route) -> None:
+        """The last one of so many puts declares a publisher, if there is room."""
+        route.puts_left -= 1
+        if not route.puts_left and not self._declare(route):
+            route.puts_left = PUTS_BEFORE_DECLARED
 
     def _declare(self, route: _Route) -> bool:
         if not self._has_room():
             return False
-        publisher = self._publishers[route.key] = self.session.declare_publisher(
+        publisher = self.session.declare_publisher(
             route.key[0], reliability=zenoh.Reliability.RELIABLE, **route.options
         )
+        watch = None if route.watch is None else self._presence.watch(publisher, route.key[0])
+        declared = self._publishers[route.key] = _Declared(publisher, watch)
         self._used.add(route.key)
-        route.declared(publisher)
+        route.declared(declared)
         return True
 
     def _has_room(self) -> bool:
         """True if there is room for one more publisher, be it that of one whose messages have left long ago."""
-        if len(self._publishers) < PUBLISHERS_MAX:
+        if self.publishers < PUBLISHERS_MAX:
             return True
         now = time.monotonic()
         if now - self._period_began >= UNUSED_S:
@@ -278,7 +341,7 @@ class ZenohSender:
             key = self._unused.pop()
             if key not in self._used:
                 self._routes.pop(key, None)
-                self._publishers.pop(key).undeclare()  # type: ignore[no-untyped-call]
+                self._publishers.pop(key).publisher.undeclare()  # type: ignore[no-untyped-call]
                 return True
         return False
 

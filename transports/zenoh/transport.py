@@ -27,18 +27,21 @@ import structlog
 import zenoh
 from zenoh.handlers import Callback
 
-from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
+from transports.base import NOT_OPEN, OK, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, tell
 from transports.certificates import TlsFiles
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
+from transports.zenoh.presence import HeardNews
 from transports.zenoh.receiver import Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
 from transports.zenoh.stalls import StallWatch
+from uprotocol import uri as uris
+from uprotocol.cache import Cache
 from uprotocol.encoded import Carried
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, UListener
+from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -62,7 +65,13 @@ class ZenohTransport(TransportBase):
     """One Zenoh session. Connected while at least one peer or router is linked: without one nobody would take what we
     send."""
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
+    capabilities = (
+        Capability.PUSH
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
+        | Capability.ENCODED
+        | Capability.ABSENCE
+    )
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)
@@ -77,6 +86,10 @@ class ZenohTransport(TransportBase):
         self._cut_until = 0.0  # loop time; until then the only peer may be one that was cut off
         self._peer_lost = asyncio.Event()
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
+        self._on_heard: list[HeardCallback] = []
+        self._news = HeardNews(self._sends, lambda keys: tell(self._on_heard, keys))
+        self._unprobed = 0  # of the sessions before this one
+        self._addresses: Cache[tuple[bytes, bytes | None], str] = Cache(ROUTES_CACHED_MAX)
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
         # of who listens: Zenoh reads them when a session opens, and those of who connects at each link
@@ -98,6 +111,29 @@ class ZenohTransport(TransportBase):
             dropped["unwanted"] = self._receiver.unwanted
         return dropped
 
+    @property
+    def unprobed(self) -> int:
+        """Publishes that were sent though it was not known whether anybody listens, since as many publishers are
+        declared as may be. Counted with `tells_absence` alone."""
+        return self._unprobed + (self._sender.unprobed if self._sender is not None else 0)
+
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        """The key; for addresses that no key can hold, what other transports answer."""
+        if sink is not None and uris.has_wildcard(sink):  # a publish for a streamer
+            sink = None
+        pair = source.SerializeToString(), sink.SerializeToString() if sink is not None else None
+        address = self._addresses.get(pair)
+        if address is None:
+            try:
+                address = mapping.filter_key(source, sink, self.authority)
+            except UStatusError:
+                address = super().address_of(source, sink)
+            self._addresses[pair] = address
+        return address
+
+    def on_heard(self, callback: HeardCallback) -> None:
+        self._on_heard.append(callback)
+
     async def open(self) -> None:
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
         for settings."""
@@ -106,6 +142,7 @@ class ZenohTransport(TransportBase):
                 return
             self._loop = asyncio.get_running_loop()
             self._receiver.open(self.wire_bytes_max)
+            self._news.open(self._loop)
             if self._tls_files is None:
                 await self._open_session()
                 return
@@ -119,7 +156,7 @@ class ZenohTransport(TransportBase):
         except zenoh.ZError as error:
             raise translate(error, "opening the Zenoh session") from None
         self.is_open = True
-        self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
+        self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max, self._news.add)
         self._stalls = StallWatch(
             self._sender, self.authority, self._stall_s, self._peers, self._sends, self._lost, self._answers_again
         )
@@ -174,6 +211,7 @@ class ZenohTransport(TransportBase):
         if sender is None:
             end_arrivals()
             return
+        self._unprobed += sender.unprobed
         flush = self._loop.run_in_executor(sender.thread, self._flush, sender)  # behind what is queued
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
@@ -271,6 +309,8 @@ class ZenohTransport(TransportBase):
             if not self.connected:
                 self._sender.first_link()
                 self.set_connected(True)
+                if self._sessions > 1:  # what was answered in the session before, this one does not know
+                    self._news.add(None)
 
     def _lost(self, peer: str) -> None:
         self._peers.pop(peer, None)
@@ -297,7 +337,7 @@ class ZenohTransport(TransportBase):
         if not messages:
             return []
         began = self._loop.time()
-        send = self._loop.run_in_executor(self._sender.thread, self._sender.put, messages)
+        send = self._loop.run_in_executor(self._sender.thread, self._sender.put, messages, self.tells_absence)
         self._sends.add(send)
         self._stalls.watch()
         send.add_done_callback(self._sends.discard)
