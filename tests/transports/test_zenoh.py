@@ -37,7 +37,13 @@ class TestZenoh(TransportConformance):
     """beta connects to alpha through a proxy that can be cut; what our transport would not send comes from a session of
     Zenoh's own."""
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
+    capabilities = (
+        Capability.PUSH
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
+        | Capability.ENCODED
+        | Capability.ABSENCE
+    )
     discovery = True
     routes_streamed_publish = False
     # a receiver holds 32,768, and the sockets of two hops up to 20 MiB each (tcp_rmem, tcp_wmem)

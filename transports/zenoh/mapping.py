@@ -21,6 +21,8 @@ PROTOCOL_VERSION: Final = 0x01
 VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
+ALL_SOURCES: Final = "up/*"  # as `source_prefixes` has it: of every authority
+
 SEGMENTS: Final = 11  # of a key, which every filter_key asks for
 _SOURCE_AT, _SINK_AT = 1, 6  # where the authorities are among them
 _TYPE_AT: Final = 21  # in an attachment: behind the version and the id (field 1 of UAttributes), as each encoder has it
@@ -80,9 +82,17 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
     return f"up/{segments(source, local_authority)}/{segments(sink, local_authority) if sink is not None else NO_SINK}"
 
 
-def source_authority(key: str) -> str:
-    """The segment of a message's key that names where it comes from."""
-    return key.split("/", _SOURCE_AT + 1)[_SOURCE_AT]
+def source_prefixes(key: str) -> tuple[str, str]:
+    """The first segments of a message's key: up to its source's authority, and up to the version of its uEntity."""
+    segments = key.split("/", _SINK_AT)
+    return "/".join(segments[: _SOURCE_AT + 1]), "/".join(segments[: _SINK_AT - 1])
+
+
+def publish_key(prefix: str, segment: str) -> str:
+    """The key of a publish that begins with `prefix`; every segment of its source that is missing there is `segment`,
+    which may be a wildcard."""
+    missing = _SINK_AT - prefix.count("/") - 1
+    return "/".join([prefix, *[segment] * missing, NO_SINK])
 
 
 def complete(attributes: UAttributes, key: str) -> None:

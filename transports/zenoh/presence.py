@@ -1,20 +1,22 @@
 """Who listens, as far as Zenoh knows: whether a publish would go to nobody.
 
-publish of a key -> it has a publisher: its Watch    heard -> put              not heard -> nobody
-                 -> it has none: the Area of its     silent -> nobody          else -> declare a publisher with a Watch,
-                    source authority                                           or put it unprobed where there is no room
+publish of a key -> Regions that it is in, of its source authority and of its source uEntity
+                    silent: nobody listens to anything in it                 -> nobody
+                    covered: somebody listens to everything in it            -> put
+                 -> neither: a publisher of its own with a Watch             -> heard: put, else nobody
+                 -> as many publishers as there may be                       -> put, and counted as unprobed
 
-Watch -> starts to be heard, after an answer "nobody" -> HeardNews -> the owner, on the event loop
+Watch -> somebody begins to listen after an answer "nobody" -> HeardNews -> the owner, on the event loop
 
-A publisher's matching listener (Watch) says when subscriptions of other sessions begin and cease to match its key. An
-Area is a publisher with a wildcard that nothing is put with. It has three uses:
+A publisher's matching listener says when subscriptions of other sessions begin and cease to match its key. One for each
+key costs: a subscription with a wildcard is told anew for each publisher, and compared with each listener (4,096
+publishers, 10 s). The Regions spare most of them. They have two more uses:
 
-- As long as nobody listens to anything of an authority, it answers for any number of topics.
-- Behind a router Zenoh knows subscriptions only where a publisher has asked for them, and the answer takes a round
-  trip. What the Area has brought is known when a publisher of one topic is declared, so its Watch is right at once.
+- Behind a router Zenoh knows the subscriptions only that a publisher has asked for, and the answer takes a round trip.
+  What the Region has brought is known when a publisher of one topic is declared, so its Watch is right at once.
 - When a publisher ends, a router tells no more of what it had asked for, and a peer keeps what it was told last: the
-  next publisher of that key would take a subscriber that is gone for one that listens. What an Area has asked for is
-  told all the time. Hence an Area is never undeclared.
+  next publisher of that key would take a subscriber that is gone for one that listens. What a Region has asked for is
+  told all the time. Hence a Region is never undeclared.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import zenoh
@@ -32,9 +34,12 @@ from zenoh.handlers import Callback
 from transports.zenoh import mapping
 from uprotocol.status import nobody_listens
 
-AREAS_MAX: Final = 64  # source authorities with an Area of their own; one that covers all authorities serves the others
-# Zenoh compares each subscription in an Area with all others in it: 5 ms for 1,000 of them, 63 ms for 4,000. So an Area
-# in which somebody listens is asked at most so often, and never for more than 1 % of the time
+AUTHORITIES_MAX: Final = 64  # source authorities with a Region of their own; one of all authorities serves the others
+ENTITIES_MAX: Final = 256  # source uEntities with a Region; the others have that of their authority alone
+# a segment that no uProtocol address has: only a wildcard matches it
+NO_SUCH: Final = "-"
+# Zenoh compares each subscription in a Region with all others in it: 5 ms for 1,000 of them, 63 ms for 4,000. So one in
+# which somebody listens is asked whether it is silent at most so often, and all of them for 1 % of the time at most
 ASK_AGAIN_S: Final = 1.0
 ASK_AGAIN_FACTOR: Final = 100
 GATHER_S: Final = 0.005  # keys that are heard within this time are told in one call
@@ -75,39 +80,74 @@ class Watch:
             self._heard(answered)
 
 
-class Area:
-    """All publishes of one source authority, or of all authorities. On the sender thread."""
+class Unasked:
+    """In place of a Watch: whether anybody listens has to be asked for each message."""
 
-    heard: Final = False  # it never says of one key that somebody listens
+    heard: Final = False
+
+
+UNASKED: Final = Unasked()
+
+
+class Asking:
+    """When Regions may be asked again whether they are silent."""
+
+    def __init__(self) -> None:
+        self.at = 0.0  # time.monotonic()
+
+
+class Region:
+    """All publishes of one source authority, of all authorities, or of one uEntity. On the sender thread."""
 
     def __init__(
-        self, session: zenoh.Session, authority: str, on_heard: Callable[[], None], later: Callable[..., object]
+        self,
+        session: zenoh.Session,
+        prefix: str,
+        asking: Asking,
+        on_heard: Callable[[], None],
+        later: Callable[..., object],
     ) -> None:
-        """`authority`: a segment of a key, or `*`. `on_heard` on Zenoh's thread, when somebody begins to listen after
+        """`prefix`: the first segments of its keys. `on_heard` on Zenoh's thread, when somebody begins to listen after
         `is_silent`. `later(call)` runs `call()` on the sender thread. Raises ZError."""
+        self._session, self._prefix, self._asking = session, prefix, asking
         self._on_heard, self._later = on_heard, later
-        key = f"up/{authority}/*/*/*/*/{mapping.NO_SINK}"
-        self._publisher: Any = session.declare_publisher(key, allowed_destination=zenoh.Locality.REMOTE)
-        # None: somebody listens. Zenoh would look at the whole Area for each subscription that ends
-        self._watch: Watch | None = Watch(self._publisher, self._begins)
+        self._all = self._declare("*")
+        # None: somebody listens. Zenoh would look at the whole Region for each subscription that ends
+        self._silence: Watch | None = Watch(self._all, self._begins)
         self._ask_at = 0.0  # time.monotonic(); not before, while somebody listens
+        self._nothing: Any = None  # the publisher of a key in it that has no topic
+        self._cover: Watch | None = None
+        self.publishers = 1
+
+    def _declare(self, segment: str) -> Any:
+        key = mapping.publish_key(self._prefix, segment)
+        return self._session.declare_publisher(key, allowed_destination=zenoh.Locality.REMOTE)
 
     def is_silent(self) -> bool:
         """True: nobody listens to anything in it, as far as Zenoh knows."""
-        if self._watch is None:
+        if self._silence is None:
             now = time.monotonic()
-            if now < self._ask_at:
+            if now < self._ask_at or now < self._asking.at:
                 return False
-            matching: bool = self._publisher.matching_status.matching
+            matching: bool = self._all.matching_status.matching
             asked = time.monotonic()
-            self._ask_at = asked + max(ASK_AGAIN_S, ASK_AGAIN_FACTOR * (asked - now))
+            self._ask_at = asked + ASK_AGAIN_S
+            self._asking.at = asked + ASK_AGAIN_FACTOR * (asked - now)
             if matching:
                 return False
-            self._watch = Watch(self._publisher, self._begins)
-        if self._watch.is_nobody():
+            self._silence = Watch(self._all, self._begins)
+        if self._silence.is_nobody():
             return True
         self._settle()
         return False
+
+    def cover(self) -> Watch | None:
+        """That of somebody who listens to everything in it, with a wildcard; None: nobody does."""
+        if self._cover is None:
+            self._nothing = self._declare(NO_SUCH)
+            self._cover = Watch(self._nothing, lambda answered: None)
+            self.publishers = 2
+        return self._cover if self._cover.heard else None
 
     def _begins(self, answered: bool) -> None:
         """On Zenoh's thread."""
@@ -116,10 +156,10 @@ class Area:
         self._later(self._settle)
 
     def _settle(self) -> None:
-        watch = self._watch
+        watch = self._silence
         if watch is not None and watch.heard:
-            self._watch = None
-            self._ask_at = max(self._ask_at, time.monotonic() + ASK_AGAIN_S)
+            self._silence = None
+            self._ask_at = time.monotonic() + ASK_AGAIN_S
             watch.end()
 
 
@@ -129,41 +169,56 @@ class Presence:
     def __init__(
         self, session: zenoh.Session, on_heard: Callable[[str | None], None], later: Callable[..., object]
     ) -> None:
-        """`on_heard(key)` on Zenoh's thread when somebody begins to listen to a key of which `is_nobody` was True;
-        None: to something in an Area. `later(call)` runs `call()` on the sender thread."""
+        """`on_heard(key)` on Zenoh's thread when somebody begins to listen to a key that was answered "nobody"; None:
+        to something in a Region that was silent. `later(call)` runs `call()` on the sender thread."""
         self._session, self._on_heard, self._later = session, on_heard, later
-        self._areas: dict[str, Area] = {}  # by authority
+        self._asking = Asking()
+        self._authorities: dict[str, Region] = {}  # by the first segments of their keys
+        self._entities: dict[str, Region] = {}
 
     def __repr__(self) -> str:
-        return f"Presence(areas={len(self._areas)})"
+        return f"Presence(authorities={len(self._authorities)}, entities={len(self._entities)})"
 
     @property
-    def areas(self) -> int:
-        return len(self._areas)
+    def publishers(self) -> int:
+        """How many are declared for Regions."""
+        regions = [*self._authorities.values(), *self._entities.values()]
+        return sum(region.publishers for region in regions)
 
-    def area(self, key: str) -> Area:
-        """The one that covers the publishes on `key`. Raises ZError."""
-        authority = mapping.source_authority(key)
-        area = self._areas.get(authority)
-        if area is None:
-            if len(self._areas) >= AREAS_MAX:
-                authority = "*"
-            area = self._areas.get(authority)
-            if area is None:
-                area = self._areas[authority] = Area(self._session, authority, self._area_heard, self._later)
-        return area
+    def around(self, key: str) -> tuple[bool, Watch | None]:
+        """What the Regions of `key` say of a publish: whether nobody listens to anything in one of them; else the Watch
+        of somebody who listens to everything in one of them, if there is one. Raises ZError."""
+        for region in self._regions(key):
+            if region.is_silent():
+                return True, None
+            cover = region.cover()
+            if cover is not None:
+                return False, cover
+        return False, None
+
+    def _regions(self, key: str) -> Iterator[Region]:
+        """The widest first, and the next one only if it is asked for: each is declared by that."""
+        authority, entity = mapping.source_prefixes(key)
+        if authority not in self._authorities and len(self._authorities) >= AUTHORITIES_MAX:
+            authority = mapping.ALL_SOURCES
+        yield self._authorities.get(authority) or self._new(self._authorities, authority)
+        if entity in self._entities or len(self._entities) < ENTITIES_MAX:
+            yield self._entities.get(entity) or self._new(self._entities, entity)
+
+    def _new(self, regions: dict[str, Region], prefix: str) -> Region:
+        region = regions[prefix] = Region(
+            self._session, prefix, self._asking, lambda: self._on_heard(None), self._later
+        )
+        return region
 
     def watch(self, publisher: zenoh.Publisher, key: str) -> Watch:
-        """Raises ZError."""
+        """Of the publisher of one topic. Raises ZError."""
 
         def heard(answered: bool) -> None:
             if answered:
                 self._on_heard(key)
 
         return Watch(publisher, heard)
-
-    def _area_heard(self) -> None:
-        self._on_heard(None)
 
 
 class HeardNews:

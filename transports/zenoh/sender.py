@@ -32,7 +32,7 @@ import zenoh
 
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
-from transports.zenoh.presence import NOBODY, Area, Presence, Watch
+from transports.zenoh.presence import NOBODY, UNASKED, Presence, Unasked, Watch
 from uprotocol.cache import Cache, streams_max
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
@@ -86,10 +86,10 @@ class _Route:
 
     __slots__ = ("key", "options", "publisher", "put", "puts_left", "watch")
 
-    def __init__(self, session: zenoh.Session, key: _Key, area: Area | None) -> None:
-        """`area`: of a publish whose owner wants to know that nobody listens."""
+    def __init__(self, session: zenoh.Session, key: _Key, *, asks: bool) -> None:
+        """`asks`: a publish whose owner wants to know that nobody listens."""
         self.key = key
-        self.watch: Watch | Area | None = area  # None: what nobody listens to is put all the same
+        self.watch: Watch | Unasked | None = UNASKED if asks else None  # None: it is put also where nobody listens
         self.options: dict[str, Any] = {  # reliable, blocking, without an encoding (A-26)
             "congestion_control": zenoh.CongestionControl.BLOCK,
             "priority": _PRIORITIES.get(key[1], zenoh.Priority.DATA_LOW),
@@ -97,19 +97,15 @@ class _Route:
         }
         self.put: Callable[..., Any] = partial(session.put, key[0], **self.options)
         self.publisher: zenoh.Publisher | None = None
-        # before a publisher is declared, or tried once more where there was no room; 0: there is one
-        self.puts_left = PUTS_BEFORE_DECLARED if area is None else 1
+        self.puts_left = PUTS_BEFORE_DECLARED  # 0: there is a publisher
 
-    def declared(self, declared: _Declared) -> None:
-        publisher = declared.publisher
+    def declared(self, publisher: zenoh.Publisher) -> None:
         self.publisher, self.put, self.puts_left = publisher, publisher.put, 0
-        if self.watch is not None:
-            self.watch = declared.watch
 
 
 class _Declared(NamedTuple):
     publisher: zenoh.Publisher
-    watch: Watch | None
+    watch: Watch | None  # None: nobody has asked yet
 
 
 class _SendPlan(NamedTuple):
@@ -197,7 +193,7 @@ class ZenohSender:
 
     @property
     def publishers(self) -> int:
-        return len(self._publishers) + self._presence.areas
+        return len(self._publishers) + self._presence.publishers
 
     def first_link(self) -> None:
         self._settled_at = time.monotonic() + SETTLE_S_MAX
@@ -256,11 +252,12 @@ class ZenohSender:
                         absent.add(route.key[0])
                         statuses.append(NOBODY)
                         continue
-                else:
-                    if settling:
-                        settling = self._await_match(route)
-                    if route.puts_left:
-                        self._count_down(route)
+                elif settling:
+                    settling = self._await_match(route)
+                if route.puts_left:  # the last one of so many puts declares a publisher, if there is room
+                    route.puts_left -= 1
+                    if not route.puts_left and not self._declare(route):
+                        route.puts_left = PUTS_BEFORE_DECLARED
                 route.put(payload, attachment=version + encoded)
             except UStatusError as error:  # no key can hold its address; the others may go
                 statuses.append(error.status)
@@ -286,34 +283,29 @@ class ZenohSender:
         if len(self._routes) >= streams_max():
             self._routes.clear()
             self._plans.clear()
-        area = self._presence.area(key[0]) if is_publish and self._tells_absence else None
-        route = self._routes[key] = _Route(self.session, key, area)
-        declared = self._publishers.get(key)
-        if declared is not None:
-            if area is not None and declared.watch is None:  # it was declared when nobody wanted to know
-                declared = declared._replace(watch=self._presence.watch(declared.publisher, key[0]))
-                self._publishers[key] = declared
-            route.declared(declared)
+        route = self._routes[key] = _Route(self.session, key, asks=is_publish and self._tells_absence)
+        if key in self._publishers:
+            route.declared(self._publishers[key].publisher)
         return route
 
     def _is_nobody(self, route: _Route) -> bool:
-        """Of a publish that is not known to be heard: whether nobody listens. Declares a publisher to find out."""
-        watch = route.watch
-        if isinstance(watch, Area):
-            if watch.is_silent():
-                return True
-            self._count_down(route)
-            watch = route.watch
-        if isinstance(watch, Watch):
-            return watch.is_nobody()
-        self.unprobed += 1
-        return False
-
-    def _count_down(self, route: _Route) -> None:
-        """The last one of so many puts declares a publisher, if there is room."""
-        route.puts_left -= 1
-        if not route.puts_left and not self._declare(route):
-            route.puts_left = PUTS_BEFORE_DECLARED
+        """Of a publish that is not known to be heard: whether nobody listens. It may declare a publisher for that."""
+        key = route.key[0]
+        silent, cover = self._presence.around(key)
+        if silent:
+            return True
+        if cover is not None:
+            route.watch = cover
+            return False
+        if route.publisher is None and not self._declare(route):
+            self.unprobed += 1
+            return False
+        declared = self._publishers[route.key]
+        if declared.watch is None:
+            watch = self._presence.watch(declared.publisher, key)
+            declared = self._publishers[route.key] = declared._replace(watch=watch)
+        route.watch = declared.watch
+        return declared.watch is not None and declared.watch.is_nobody()
 
     def _declare(self, route: _Route) -> bool:
         if not self._has_room():
@@ -321,10 +313,9 @@ class ZenohSender:
         publisher = self.session.declare_publisher(
             route.key[0], reliability=zenoh.Reliability.RELIABLE, **route.options
         )
-        watch = None if route.watch is None else self._presence.watch(publisher, route.key[0])
-        declared = self._publishers[route.key] = _Declared(publisher, watch)
+        self._publishers[route.key] = _Declared(publisher, None)
         self._used.add(route.key)
-        route.declared(declared)
+        route.declared(publisher)
         return True
 
     def _has_room(self) -> bool:
