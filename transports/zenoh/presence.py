@@ -68,7 +68,8 @@ class Watch:
         self._answered = True  # before the look: whoever begins to listen meanwhile sees it
         if self.heard:
             self._answered = False
-        return not self.heard
+            return False
+        return True
 
     def end(self) -> None:
         self._listener.undeclare()
@@ -89,11 +90,12 @@ class Unasked:
 UNASKED: Final = Unasked()
 
 
-class Asking:
-    """When Regions may be asked again whether they are silent."""
+class Shared:
+    """What the Regions of one session have together."""
 
     def __init__(self) -> None:
-        self.at = 0.0  # time.monotonic()
+        self.publishers = 0  # declared
+        self.ask_at = 0.0  # time.monotonic(); before, none of them is asked again whether it is silent
 
 
 class Region:
@@ -103,13 +105,13 @@ class Region:
         self,
         session: zenoh.Session,
         prefix: str,
-        asking: Asking,
+        shared: Shared,
         on_heard: Callable[[], None],
         later: Callable[..., object],
     ) -> None:
         """`prefix`: the first segments of its keys. `on_heard` on Zenoh's thread, when somebody begins to listen after
         `is_silent`. `later(call)` runs `call()` on the sender thread. Raises ZError."""
-        self._session, self._prefix, self._asking = session, prefix, asking
+        self._session, self._prefix, self._shared = session, prefix, shared
         self._on_heard, self._later = on_heard, later
         self._all = self._declare("*")
         # None: somebody listens. Zenoh would look at the whole Region for each subscription that ends
@@ -117,22 +119,23 @@ class Region:
         self._ask_at = 0.0  # time.monotonic(); not before, while somebody listens
         self._nothing: Any = None  # the publisher of a key in it that has no topic
         self._cover: Watch | None = None
-        self.publishers = 1
 
     def _declare(self, segment: str) -> Any:
         key = mapping.publish_key(self._prefix, segment)
-        return self._session.declare_publisher(key, allowed_destination=zenoh.Locality.REMOTE)
+        publisher = self._session.declare_publisher(key, allowed_destination=zenoh.Locality.REMOTE)
+        self._shared.publishers += 1
+        return publisher
 
     def is_silent(self) -> bool:
         """True: nobody listens to anything in it, as far as Zenoh knows."""
         if self._silence is None:
             now = time.monotonic()
-            if now < self._ask_at or now < self._asking.at:
+            if now < self._ask_at or now < self._shared.ask_at:
                 return False
             matching: bool = self._all.matching_status.matching
             asked = time.monotonic()
             self._ask_at = asked + ASK_AGAIN_S
-            self._asking.at = asked + ASK_AGAIN_FACTOR * (asked - now)
+            self._shared.ask_at = asked + ASK_AGAIN_FACTOR * (asked - now)
             if matching:
                 return False
             self._silence = Watch(self._all, self._begins)
@@ -146,7 +149,6 @@ class Region:
         if self._cover is None:
             self._nothing = self._declare(NO_SUCH)
             self._cover = Watch(self._nothing, lambda answered: None)
-            self.publishers = 2
         return self._cover if self._cover.heard else None
 
     def _begins(self, answered: bool) -> None:
@@ -172,7 +174,7 @@ class Presence:
         """`on_heard(key)` on Zenoh's thread when somebody begins to listen to a key that was answered "nobody"; None:
         to something in a Region that was silent. `later(call)` runs `call()` on the sender thread."""
         self._session, self._on_heard, self._later = session, on_heard, later
-        self._asking = Asking()
+        self._shared = Shared()
         self._authorities: dict[str, Region] = {}  # by the first segments of their keys
         self._entities: dict[str, Region] = {}
 
@@ -182,8 +184,7 @@ class Presence:
     @property
     def publishers(self) -> int:
         """How many are declared for Regions."""
-        regions = [*self._authorities.values(), *self._entities.values()]
-        return sum(region.publishers for region in regions)
+        return self._shared.publishers
 
     def around(self, key: str) -> tuple[bool, Watch | None]:
         """What the Regions of `key` say of a publish: whether nobody listens to anything in one of them; else the Watch
@@ -207,7 +208,7 @@ class Presence:
 
     def _new(self, regions: dict[str, Region], prefix: str) -> Region:
         region = regions[prefix] = Region(
-            self._session, prefix, self._asking, lambda: self._on_heard(None), self._later
+            self._session, prefix, self._shared, lambda: self._on_heard(None), self._later
         )
         return region
 
