@@ -268,6 +268,22 @@ async def test_without_being_asked_for_it_is_as_before(peers: tuple[ZenohTranspo
     await sink.expect_payload(b"again")
 
 
+async def test_a_session_that_is_opened_again_knows_nothing_of_the_one_before(
+    peers: tuple[ZenohTransport, ZenohTransport],
+) -> None:
+    alpha, beta = peers
+    heard, sink = Heard(alpha), Sink(DEADLINE_S)
+    assert is_nobody_listening((await alpha.send_batch([publish(b"", TOPIC)]))[0])
+    await alpha.close()
+    await alpha.open()
+    await heard.next()
+    assert heard.calls == [None]
+    sending = asyncio.ensure_future(heard.until_sent(alpha, [publish(b"again", TOPIC)]))
+    await beta.register_listener(TOPIC, sink)
+    await sending
+    await sink.expect_payload(b"again")
+
+
 async def test_beyond_the_limit_records_are_sent_and_counted(
     peers: tuple[ZenohTransport, ZenohTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from transports.conformance import Sink
 from transports.conformance.messages import publish, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, is_nobody_listening
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -168,6 +168,17 @@ async def test_a_device_speaks_and_hears_for_itself_alone(
     assert "may not have been read" not in capsys.readouterr().out
     assert not forged.messages
     assert not secret.messages
+
+
+async def test_a_device_is_told_who_listens(gateway: tuple[ZenohTransport, list[str]]) -> None:
+    hub, at = gateway
+    async with end("ecu1", mode="client", connect=at, user="ecu1", password="secret") as ecu1:
+        for transport, source in ((ecu1, "ecu1"), (hub, "vehicle1")):
+            transport.tells_absence = True
+            (status,) = await transport.send_batch([publish(source=topic(source))])
+            assert is_nobody_listening(status)
+        await heard(ecu1, "ecu1", hub)
+        await heard(hub, "vehicle1", ecu1)
 
 
 async def test_a_device_without_a_policy_does_nothing(gateway: tuple[ZenohTransport, list[str]]) -> None:

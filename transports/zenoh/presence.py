@@ -84,7 +84,10 @@ class Watch:
 class Unasked:
     """In place of a Watch: whether anybody listens has to be asked for each message."""
 
-    heard: Final = False
+    __slots__ = ("heard",)
+
+    def __init__(self) -> None:
+        self.heard = False  # always
 
 
 UNASKED: Final = Unasked()
