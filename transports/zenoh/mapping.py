@@ -21,7 +21,7 @@ PROTOCOL_VERSION: Final = 0x01
 VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
-ALL_SOURCES: Final = "up/*"  # as `source_prefixes` has it: of every authority
+ALL_SOURCES: Final = "up/*"  # as `authority_prefix` has it
 
 SEGMENTS: Final = 11  # of a key, which every filter_key asks for
 _SOURCE_AT, _SINK_AT = 1, 6  # where the authorities are among them
@@ -82,10 +82,14 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
     return f"up/{segments(source, local_authority)}/{segments(sink, local_authority) if sink is not None else NO_SINK}"
 
 
-def source_prefixes(key: str) -> tuple[str, str]:
-    """The first segments of a message's key: up to its source's authority, and up to the version of its uEntity."""
-    segments = key.split("/", _SINK_AT)
-    return "/".join(segments[: _SOURCE_AT + 1]), "/".join(segments[: _SINK_AT - 1])
+def authority_prefix(key: str) -> str:
+    """The first segments of a message's key: up to its source's authority."""
+    return key[: key.index("/", len("up/"))]
+
+
+def entity_prefix(key: str) -> str:
+    """Up to the version of its source's uEntity."""
+    return "/".join(key.split("/", _SINK_AT)[: _SINK_AT - 1])
 
 
 def publish_key(prefix: str, segment: str) -> str:

@@ -121,7 +121,8 @@ class Region:
         self._silence: Watch | None = Watch(self._all, self._begins)
         self._ask_at = 0.0  # time.monotonic(); not before, while somebody listens
         self._nothing: Any = None  # the publisher of a key in it that has no topic
-        self._cover: Watch | None = None
+        self.cover: Watch | None = None
+        """Of somebody who listens to everything in it, with a wildcard; None: nobody has asked yet."""
 
     def _declare(self, segment: str) -> Any:
         key = mapping.publish_key(self._prefix, segment)
@@ -147,12 +148,12 @@ class Region:
         self._settle()
         return False
 
-    def cover(self) -> Watch | None:
-        """That of somebody who listens to everything in it, with a wildcard; None: nobody does."""
-        if self._cover is None:
+    def ask_for_cover(self) -> bool:
+        """Whether `cover` is heard; it is there from the first call on."""
+        if self.cover is None:
             self._nothing = self._declare(NO_SUCH)
-            self._cover = Watch(self._nothing, lambda answered: None)
-        return self._cover if self._cover.heard else None
+            self.cover = Watch(self._nothing, lambda answered: None)
+        return self.cover.heard
 
     def _begins(self, answered: bool) -> None:
         """On Zenoh's thread."""
@@ -193,19 +194,21 @@ class Presence:
         """What the Regions of `key` say of a publish: whether nobody listens to anything in one of them; else the Watch
         of somebody who listens to everything in one of them, if there is one. Raises ZError."""
         for region in self._regions(key):
+            if region.cover is not None and region.cover.heard:
+                return False, region.cover
             if region.is_silent():
                 return True, None
-            cover = region.cover()
-            if cover is not None:
-                return False, cover
+            if region.ask_for_cover():
+                return False, region.cover
         return False, None
 
     def _regions(self, key: str) -> Iterator[Region]:
         """The widest first, and the next one only if it is asked for: each is declared by that."""
-        authority, entity = mapping.source_prefixes(key)
+        authority = mapping.authority_prefix(key)
         if authority not in self._authorities and len(self._authorities) >= AUTHORITIES_MAX:
             authority = mapping.ALL_SOURCES
         yield self._authorities.get(authority) or self._new(self._authorities, authority)
+        entity = mapping.entity_prefix(key)
         if entity in self._entities or len(self._entities) < ENTITIES_MAX:
             yield self._entities.get(entity) or self._new(self._entities, entity)
 
