@@ -30,6 +30,7 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "express_waiting": (GAUGE, "endpoint", "Requests and responses that wait for an endpoint"),
     "transport_faults": (COUNTER, "endpoint", "Calls in which a transport raised what it may not"),
     "transport_hangs": (COUNTER, "endpoint", "How often a transport did not return from sending, and was opened again"),
+    "unprobed": (COUNTER, "endpoint", "Publishes that were sent without knowing whether anybody listens"),
     "troubles": (GAUGE, "endpoint", "Things that a transport names as wrong; see /readyz"),
     "answered_twice": (COUNTER, "endpoint", "Second answers to one request: two hosts go by one name"),
     "backlog": (GAUGE, "endpoint log", "Records that a peer has not been through"),
@@ -145,6 +146,7 @@ def _of_endpoints(streamer: Streamer) -> Iterator[Value]:
         yield "express_waiting", label, len(streamer.express.queues[endpoint.name])
         yield "transport_faults", label, endpoint.faults
         yield "transport_hangs", label, endpoint.sends.hangs
+        yield "unprobed", label, int(getattr(endpoint.transport, "unprobed", 0))
         yield "troubles", label, len(endpoint.troubles)
         yield "answered_twice", label, endpoint.twins.answers
 

@@ -105,3 +105,31 @@ async def test_a_backlog_waits_for_a_dds_reader_that_comes_later(make_gateway: M
     assert other.messages == []
     await vehicle.send(message(UMessageBuilder.publish(SPEED), 51))
     await all_of(heard, 52)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_a_backlog_waits_for_a_zenoh_subscriber_that_declares_later(
+    make_gateway: MakeGateway, broker: Broker, is_alone: bool
+) -> None:
+    """100 records wait on disk, the gateway starts again, and the subscriber's process links before it declares: by
+    itself, or behind another client."""
+    subscriber = uris.parse("//vehicle1/9001/1/0")
+    topic = uris.parse("//cloud/8001/1/8001")
+    gateway = await make_gateway(broker, "vehicle cloud", {uris.format(topic): [uris.format(subscriber)]})
+    cloud = await gateway.mqtt(entity=0x8001)
+    for number in range(100):
+        await cloud.send(message(UMessageBuilder.publish(topic), number))
+    backlog = 'backlog{endpoint="vehicle",log="durable"}'
+    await gateway.until(lambda found: found[backlog] == 100)
+    assert gateway.child is not None
+    await gateway.child.stop()
+    await gateway.start()
+    if not is_alone:
+        other = await gateway.zenoh(entity=0x9002)
+        await gateway.hear(other, SPEED)
+    vehicle = await gateway.zenoh(entity=0x9001)
+    await cloud.send(message(UMessageBuilder.publish(topic), 100))
+    await backlog_waits(gateway, "vehicle", 101)
+    heard = await gateway.hear(vehicle, topic)
+    await all_of(heard, 101)
+    assert len(heard.messages) == 101, "each once"
