@@ -202,7 +202,7 @@ class EndpointSection(_Section):
     [following.md](following.md)"""
     hold: bool = True
     """publishes at whose address nobody there listens, as far as the network can say, wait until somebody does
-    (`egress.unheard_hours`); `false`: they are sent all the same, and are lost. See [What is held](#what-is-held)"""
+    (`egress.unheard_hours`); `false`: they are sent all the same, and are lost. See [delivery.md](delivery.md)"""
     settings: dict[str, Any] = {}
     """the transport's own, see there"""
 
