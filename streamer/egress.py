@@ -68,7 +68,7 @@ PASSED_LETTERS_MAX: Final = 100
 CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
 TRIED_AT_ONCE: Final = 64  # holds whose first message is tried in one step
-# once the first messages of some were taken, others are still tried for so long, and all of these are read back together
+# once the first messages of some were taken, others are tried for so long, and all of these are read back together
 GATHER_S: Final = 0.2
 GATHERED_MAX: Final = 512
 LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of one that has waited too long; beyond it only the range is told

@@ -159,6 +159,36 @@ async def test_a_restart_goes_on_where_each_address_was(make_world: MakeWorld, p
     await held(world, 0)
 
 
+async def test_a_restart_with_a_thousand_held_addresses_sends_nothing_twice(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    topics = [uris.uri("vehicle1", 1, 1, 0x8100 + number) for number in range(1_000)]
+    world = await make_world(subscriptions=TO_CLOUD | {"//vehicle1/1/1/FFFF": ["//cloud/9001/1/0"]})
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, uris.parse("//vehicle1/1/1/FFFF"))
+    await vehicle.send_batch([publish(topic, "before") for topic in topics])
+    await heard.expect(1_000)
+    for prefix in "1234":
+        world.networks["cloud"].refuse(f"*/8{prefix}*")
+    await vehicle.send_batch([publish(topic, "held") for topic in topics])
+    await held(world, 1_000, records=1_000)
+    await sent(vehicle, publish, SPEED, range(30))
+    await heard.expect(1_030)
+    await saved(world)
+    await world.until(lambda: pump_of(world).backlog == 0)
+    await world.restart()
+    assert len(pump_of(world).address_holds) == 1_000
+    await sent(vehicle, publish, SPEED, range(30, 40))
+    await heard.expect(1_040)
+    assert not [text for text in heard.texts if text == "held"]
+    world.networks["cloud"].allow()
+    await heard.expect(2_040)
+    await held(world, 0)
+    assert (
+        len({message.attributes.id.SerializeToString() for message in heard.messages}) == len(heard.messages) == 2_040
+    )
+
+
 async def test_many_refused_addresses_cost_a_healthy_one_nothing(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +274,32 @@ async def test_what_expires_while_it_is_held_is_counted(make_world: MakeWorld, p
     await heard_all(heard, range(10, 20))
     expired = world.streamer.endpoints["cloud"].dropped["expired_while_held"]
     assert expired + world.streamer.dead_letters.total == 10
+
+
+@pytest.mark.spec("local~disp-no-discard")
+@pytest.mark.parametrize("volatile", [False, True])
+async def test_what_the_network_has_no_room_for_is_tried_again(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, volatile: bool
+) -> None:
+    more = '[history]\nvolatile = ["//vehicle1/1/1/FFFF"]\n' if volatile else ""
+    world = await make_world(subscriptions=TO_CLOUD, more=more)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    transport = world.streamer.endpoints["cloud"].transport
+    send_batch, refusals = transport.send_batch, 0
+
+    async def short_of_room(messages: Any) -> Any:
+        nonlocal refusals
+        if refusals < 3:
+            refusals += 1
+            return [UStatus(code=UCode.RESOURCE_EXHAUSTED, message="no room")] * len(messages)
+        return await send_batch(messages)
+
+    monkeypatch.setattr(transport, "send_batch", short_of_room)
+    await sent(vehicle, publish, SPEED, range(20))
+    await heard_all(heard, range(20))
+    assert refusals == 3
+    assert world.streamer.dead_letters.total == 0
 
 
 # -- nobody listens
