@@ -155,6 +155,7 @@ class Checker:
         # machine, from which seq to which something waits for an endpoint that is gone
         self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine
+        self._refused_alone: set[Id] = set()
         self._maybe_told: set[Id] = set()
         self.followed: dict[str, FollowedLog] = {}  # by machine, since its log was whole
         self._followed_gaps: list[Gap] = []
@@ -237,13 +238,19 @@ class Checker:
                 self.fail("unexplained duplicate", f"{hearer} heard {sent} {times} times")
             return
         last = self._last.get((hearer, sent.stream), 0)
-        if sent.number < last and hearer in sent.promised and id not in self._maybe_told:
+        if sent.number < last and id in self._refused_alone:
+            last = 0  # those behind it were taken all the same: sending resumes from this one
+        elif sent.number < last and hearer in sent.promised and id not in self._maybe_told:
             # (what was told as a dead letter, is from before the subscription, or waited when that was ended, may still
             # come when an endpoint has its name again)
             self.fail(
                 "reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream"
             )
         self._last[hearer, sent.stream] = max(last, sent.number)
+
+    def refused_alone(self, id: Id) -> None:
+        """A network has refused this message, and may have taken those behind it."""
+        self._refused_alone.add(id)
 
     # -- what may be repeated
 

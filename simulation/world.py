@@ -481,7 +481,9 @@ class World:
                 *(self.networks["hub"].members if self.has_hub else ()),
             )
             self.checker.lost(uuids.to_bytes(message.attributes.id), is_for_good=is_for_good)
-        elif what in REFUSED_FOR_GOOD and is_remote_subscribe(message):
+        if what.startswith("refused"):
+            self.checker.refused_alone(uuids.to_bytes(message.attributes.id))
+        if what in REFUSED_FOR_GOOD and is_remote_subscribe(message):
             _, topic = CODECS[message.attributes.sink.ue_version_major].read_subscribe(message, "")
             self.checker.no_for_good(uris.key(self.inside(topic)))
 

@@ -422,9 +422,8 @@ class Streamer:
                 await self.interest.refresh()
                 return
 
-    def _lost(self, peer: Endpoint, source: Log, after: int, before: int) -> None:
-        """An endpoint will never get what is between these seqs."""
-        reason = Gap.REASON_RETENTION if before - 1 <= source.floor_seq else Gap.REASON_CORRUPTION
+    def _lost(self, peer: Endpoint, source: Log, after: int, before: int, reason: Gap.Reason.ValueType) -> None:
+        """An endpoint will never get what is between these seqs, or some of it."""
         gap = Gap(reason=reason, incarnation=source.incarnation, after_seq=after, before_seq=before)
         self.gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
 

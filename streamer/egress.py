@@ -43,6 +43,7 @@ from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.cache import streams_max
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.pacing import Backoff, Pace
@@ -134,7 +135,7 @@ class Pump:
         absent_ms_max: int = ABSENT_MS_MAX,
         refused_hours: float = HELD_HOURS,
         unheard_hours: float = HELD_HOURS,
-        on_gap: Callable[[Endpoint, Log, int, int], None] = lambda *_: None,
+        on_gap: Callable[[Endpoint, Log, int, int, Gap.Reason.ValueType], None] = lambda *_: None,
         pace: Pace | None = None,
     ) -> None:
         self.peer, self.log = peer, source
@@ -342,14 +343,12 @@ class Pump:
         unsent = self._take_out(lambda item: item[2] in publishes)
         for item in unsent:
             self._is_not_tried(item)
-        if not self._back.is_under_way:
-            unsent = [item for item in unsent if self._holding(item) is None]
-        # of what was held the position of its hold counts
-        unsent = [] if self._back.is_under_way else unsent
+        # of what was held, and is tried or read back, the position of its hold counts
+        first = () if self._back.is_under_way else [item[0] for item in unsent if self._holding(item) is None]
         self._owe_publishes()
         self.is_followed = True
         self._plans.clear()
-        return min([self._read, *(item[0] - 1 for item in unsent)])
+        return min([self._read, *(seq - 1 for seq in first)])
 
     def _owe_publishes(self) -> None:
         """What is held of publishes is not held any more, but to be had from our history from there on."""
@@ -519,7 +518,9 @@ class Pump:
         self.gaps += before - after - 1
         what = "records were lost to retention or damage before the peer got them"
         log.error(what, peer=self.peer.name, after=after, before=before)
-        self._on_gap(self.peer, self.log, after, before)
+        is_retention = before - 1 <= self.log.floor_seq
+        reason = Gap.REASON_RETENTION if is_retention else Gap.REASON_CORRUPTION
+        self._on_gap(self.peer, self.log, after, before, reason)
 
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
         """Who at the peer wants this stream, as far as is known, and whether somebody may yet turn up."""
@@ -852,7 +853,7 @@ class Pump:
         counts = {"records": max(hold.records, letters), "dead_letters": min(letters, LETTERS_OF_HOLD_MAX)}
         log.error(what, endpoint=self.peer.name, to=hold.name, why=hold.why, after=after, until=until, **counts)
         if rest:
-            self._on_gap(self.peer, self.log, after, until + 1)
+            self._on_gap(self.peer, self.log, after, until + 1, Gap.REASON_UNDELIVERED)
         self.address_holds.ended += 1
         if not hold.is_over:
             self._release(hold)
@@ -931,8 +932,11 @@ class Pump:
         """These wait, and what is in the queue for their addresses waits behind them."""
         if not held:
             return
-        streams, holds = set[int](), set[AddressHold]()
+        streams, holds, first = set[int](), set[AddressHold](), dict[AddressHold, int]()
         for item, status, kind in held:
+            known = self._hold_of_item(item)
+            if known is not None and known.is_returning:
+                first[known] = self._read
             was_tried, was_heard = self._no_longer_tried(item) is not None, item[2] in self._heard
             address = self.peer.addressed(item[1])
             hold = self.address_holds.hold(*address, item, status, kind, was_heard=was_heard, was_tried=was_tried)
@@ -945,15 +949,24 @@ class Pump:
         for item in self._take_out(lambda item: item[2] in streams and self._holding(item) is not None):
             if (behind := self._holding(item)) is not None:
                 self.address_holds.wait_behind(behind, item)
-        if self._flights:
-            self._held_lately |= holds
+        for item in (*(item for item, *_ in held), *(self._flights if first else ())):
+            behind = self._hold_of_item(item)
+            if behind in first:
+                first[behind] = min(first[behind], item[0])
+        for hold, seq in first.items():  # what came before was taken, and what comes behind was not read
+            head = hold.head[0] if hold.head is not None else seq
+            self.address_holds.move(hold, min(seq, head, self._back.place + 1) - 1)
+        self._held_lately |= holds
 
     def _holding(self, item: Item) -> AddressHold | None:
         """What holds this message, as it is to leave."""
         if (item[0], item[1].stamp.address) in self._trying:
             return None
-        hold = self.address_holds.of(*self.peer.addressed(item[1]))
+        hold = self._hold_of_item(item)
         return hold if hold is not None and hold.is_waiting else None
+
+    def _hold_of_item(self, item: Item) -> AddressHold | None:
+        return self.address_holds.of(*self.peer.addressed(item[1]))
 
     def _take_out(self, which: Callable[[Item], bool]) -> list[Item]:
         """Of what was read and has not left."""
@@ -962,7 +975,7 @@ class Pump:
     def _look_at_taken(self, sent: Sequence[Item]) -> None:
         """Something that left behind a message that was not taken: the network takes such messages now."""
         for item in sent:
-            hold = self.address_holds.of(*self.peer.addressed(item[1]))
+            hold = self._hold_of_item(item)
             if hold in self._held_lately and item[0] > hold.after:
                 self._held_lately.discard(hold)
                 self.address_holds.try_now(hold)

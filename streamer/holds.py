@@ -44,6 +44,7 @@ PARKED_MAX: Final = 5_000
 ADDRESSES_MAX: Final = 5_000  # units of one peer; beyond it several addresses are one
 CURSORS_RESERVED: Final = 2_000  # for peers and consumers
 COVERED_MAX: Final = 20_000  # addresses that a merged unit names; beyond it, and after a restart, it has all of them
+DUE_MAX: Final = 8 * ADDRESSES_MAX  # times at which something is due, those that do not count any more included
 HEADS_BYTES_MAX: Final = 4 << 20  # of first messages that are kept in memory; the others are read from the log
 RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; each further time twice as long
 RETRY_S_MAX: Final = 60.0
@@ -53,6 +54,7 @@ HELD_HOURS: Final = 24.0  # at most something waits that a network refuses, or t
 NOTE_S: Final = 3_600.0  # between notes on disk of how long something has been held
 TOLD_S: Final = 60.0  # a hold that is older is a condition of its endpoint
 
+ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
 Kind = Literal["refused", "unheard"]
 Label = Literal["refused", "unheard", "left"]
 LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
@@ -277,7 +279,8 @@ class HeldState(NamedTuple):
         count = f"{'' if self.are_counted else 'at least '}{self.records:,} records wait"
         what = f"{self.oldest.name}{others}"
         if self.label == "refused":
-            return f"{self.oldest.why}: {what} since {since}, {count}: see its access rules"
+            rules = ": see its access rules" if self.oldest.code in ACCESS_CODES else ""
+            return f"{self.oldest.why}: {what} since {since}, {count}{rules}"
         if self.label == "left":
             return f"nobody listens any more at {what} since {since}, {count} until somebody does"
         return f"nobody has listened yet at {what} since {since}, {count} until somebody does"
@@ -295,7 +298,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._young: dict[str, AddressHold] = {}
         self._ages: dict[Label, _Ages[AddressHold]] = {label: _ages_of(label) for label in LABELS}
         self._totals: dict[Label, Counter[str]] = {label: Counter() for label in LABELS}
-        self._merged = 0  # units of several addresses
+        self._merged: dict[str, AddressHold] = {}  # units of several addresses
         self._authorities: Counter[str] = Counter()  # units of one address each, by source authority
         self._authority_of: dict[str, str] = {}  # of these units
         self._heads_bytes = 0
@@ -312,15 +315,15 @@ class AddressHolds(dict[str, AddressHold]):
         """The hold of this address, or one that takes it in."""
         found = self.get("=" + address)
         if found is None and self._merged:
-            merged = (hold for hold in self.values() if hold.covers is None or address in hold.covers)
-            found = next((hold for hold in merged if hold.unit[0] != "="), None)
+            merged = self._merged.values()
+            found = next((hold for hold in merged if hold.covers is None or address in hold.covers), None)
         return found
 
     def of(self, address: str, authority: str) -> AddressHold | None:
         """What holds messages of the source `authority` to `address`."""
         found = self.get("=" + address)
         if found is None and self._merged:
-            for merged in (self.get("@" + authority), self.get("*")):
+            for merged in (self._merged.get("@" + authority), self._merged.get("*")):
                 if merged is not None and (merged.covers is None or address in merged.covers):
                     return merged
         return found
@@ -420,7 +423,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def _merged_for(self, address: str, authority: str) -> AddressHold | None:
         """The merged unit that takes `address` in, if there is one."""
-        found = self.get("@" + authority) or self.get("*")
+        found = self._merged.get("@" + authority) or self._merged.get("*")
         if found is not None and found.covers is not None:
             found.covers.add(address)
         return found
@@ -432,7 +435,7 @@ class AddressHolds(dict[str, AddressHold]):
             self._authorities[authority] += 1
             self._authority_of[hold.unit] = authority
         else:
-            self._merged += 1
+            self._merged[hold.unit] = hold
 
     def _count_in(self, hold: AddressHold, sign: int) -> None:
         totals = self._totals[hold.label]
@@ -567,19 +570,24 @@ class AddressHolds(dict[str, AddressHold]):
             if not self._authorities[authority]:
                 del self._authorities[authority]
         else:
-            self._merged -= 1
+            del self._merged[hold.unit]
         if hold.has_row:
             self._log.drop_cursor(self._row_of(hold))
 
     def move(self, hold: AddressHold, after: int) -> None:
-        """What comes before is of no interest any more."""
+        """Nothing up to there waits any more."""
         if after > hold.after:
             hold.after = after
-            self.forget_head(hold)
+            if hold.head is not None and hold.head[0] <= after:
+                self.forget_head(hold)
             if hold.has_row:
                 self._save(hold)
 
     def _push(self, hold: AddressHold) -> None:
+        if len(self._due) > DUE_MAX:  # a network that comes and goes: those of before are of no use
+            young = [(one.began + YOUNG_S, next(self._count), one) for one in self._young.values()]
+            self._due = [*young, *((one.due_at, next(self._count), one) for one in self.values() if one is not hold)]
+            heapq.heapify(self._due)
         heapq.heappush(self._due, (hold.due_at, next(self._count), hold))
 
     # On disk

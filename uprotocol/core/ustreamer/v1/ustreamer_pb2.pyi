@@ -1346,6 +1346,8 @@ class Gap(_message.Message):
         """lost with a damaged file"""
         REASON_NETWORK: Gap._Reason.ValueType  # 4
         """lost on a network, before they came to a log; both seqs are 0"""
+        REASON_UNDELIVERED: Gap._Reason.ValueType  # 5
+        """some of them: a network refused them, or nobody listened, for as long as they may wait"""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: Gap.Reason.ValueType  # 0
@@ -1357,6 +1359,8 @@ class Gap(_message.Message):
     """lost with a damaged file"""
     REASON_NETWORK: Gap.Reason.ValueType  # 4
     """lost on a network, before they came to a log; both seqs are 0"""
+    REASON_UNDELIVERED: Gap.Reason.ValueType  # 5
+    """some of them: a network refused them, or nobody listened, for as long as they may wait"""
 
     REASON_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
