@@ -10,11 +10,13 @@ import pytest
 from tests.integration.conftest import Gateway, Hearer
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
+from uprotocol.attributes import streamer_sink
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -27,6 +29,17 @@ SUBSCRIBED = {uris.format(topic): [uris.format(CLOUD)] for topic in (SPEED, DOOR
 # the gateway may listen to everything, and send to nothing: `vehicle` where `vehicle1` was needed
 WRONG = "user gateway\ntopic read #\ntopic write vehicle/#\nuser cloud\ntopic readwrite #\n"
 RIGHT = WRONG.replace("topic write vehicle/#", "topic write #")
+
+
+class OneTopic(Hearer):
+    """Keeps what comes of one topic."""
+
+    def __init__(self, topic: UUri) -> None:
+        super().__init__()
+        self.topic = topic
+
+    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+        return super().on_receive(message) if message.attributes.source == self.topic else None
 
 
 def message(builder: UMessageBuilder, number: int) -> UMessage:
@@ -43,15 +56,22 @@ async def all_of(heard: Hearer, count: int) -> None:
 
 
 @pytest.mark.broker
+@pytest.mark.parametrize("mode", ["in-vehicle", "off-vehicle"])
 async def test_a_wrong_access_rule_loses_nothing_and_the_operator_reads_of_it(
-    make_gateway: MakeGateway, make_broker: Callable[..., Broker]
+    make_gateway: MakeGateway, make_broker: Callable[..., Broker], mode: str
 ) -> None:
+    """In-vehicle each topic is held by itself, off-vehicle the pair of authorities."""
     broker = make_broker(users={"gateway": "g", "cloud": "c"}, acl=WRONG)
-    login = 'username = "gateway", password = "g"'
+    login = f'mode = "{mode}", username = "gateway", password = "g"'
     gateway = await make_gateway(broker, "vehicle cloud", SUBSCRIBED, cloud=login)
     vehicle = await gateway.zenoh()
-    cloud = await gateway.mqtt(username="cloud", password="c")
-    speed, door = await gateway.hear(cloud, SPEED), await gateway.hear(cloud, DOOR)
+    cloud = await gateway.mqtt(mode=mode, username="cloud", password="c")
+    speed, door = OneTopic(SPEED), OneTopic(DOOR)
+    for heard in (speed, door):
+        if mode == "off-vehicle":  # a publish has the streamer's sink there
+            await cloud.register_listener(uris.pattern("vehicle1"), heard, streamer_sink("cloud"))
+        else:
+            await cloud.register_listener(heard.topic, heard)
     alarm = await gateway.hear(cloud, ALARM, CLOUD)
     codes: list[UCode.ValueType] = []
 
@@ -73,6 +93,8 @@ async def test_a_wrong_access_rule_loses_nothing_and_the_operator_reads_of_it(
     assert took_s < 20, "at once, and not when their ttl was over"
     held = 'held_records{endpoint="cloud",log="durable",reason="refused"}'
     await gateway.until(lambda found: found[held] == 240)
+    units = 'held_addresses{endpoint="cloud",log="durable",reason="refused"}'
+    assert (await gateway.metrics())[units] == (3 if mode == "in-vehicle" else 1)
     assert speed.messages == door.messages == alarm.messages == []
     broker.change_acl(RIGHT)
     await all_of(speed, 90)
