@@ -383,11 +383,14 @@ class AddressHolds(dict[str, AddressHold]):
         there since the start; `was_tried`: it is the first message of a hold, which was tried again."""
         now = self._time()
         known = self.of(address, authority)
+        is_other = known is None or known.kind != kind
         if known is None:
             known = self._new(address, authority, item[0] - 1, status, kind, now, was_heard)
         elif known.kind != kind:
             self._change_kind(known, kind)
         known.why, known.code = status.message or code_name(status.code), status.code
+        if is_other:
+            self._say(known)
         if known.covers is not None:
             known.covers.add(address)
             known.covers = known.covers if len(known.covers) <= COVERED_MAX else None
@@ -420,6 +423,14 @@ class AddressHolds(dict[str, AddressHold]):
         else:
             self._save(hold)
         return hold
+
+    def _say(self, hold: AddressHold) -> None:
+        if hold.kind == "refused":
+            what = "a network refuses an address: what is for it waits, and everything else goes on"
+            log.warning(what, endpoint=self._peer, address=hold.name, why=hold.why)
+        else:
+            what = "nobody listens at an address: what is for it waits until somebody does"
+            log.info(what, endpoint=self._peer, address=hold.name)
 
     def _merged_for(self, address: str, authority: str) -> AddressHold | None:
         """The merged unit that takes `address` in, if there is one."""
@@ -553,6 +564,9 @@ class AddressHolds(dict[str, AddressHold]):
     def taken(self, hold: AddressHold) -> None:
         """Its first message was: the rest is about to be read back."""
         hold.is_trying, hold.is_taken = False, True
+        if self._time() - hold.began >= YOUNG_S:
+            what = "the network takes messages for an address again: what has waited follows"
+            log.info(what, endpoint=self._peer, address=hold.name, records=hold.records)
         self._totals[hold.label]["records"] -= hold.records
         hold.records = 0
 
