@@ -152,7 +152,9 @@ class Pump:
         self._trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
         self._taken: set[AddressHold] = set()  # whose first message the network has taken ...
         self._read_back_at = 0.0  # ... and loop time at which they are read back
-        self._held_lately: set[AddressHold] = set()  # while batches are under way that left before they were held
+        # until the batches that had left before these were held are answered
+        self._held_lately: set[AddressHold] = set()
+        self._held_lately_until = 0  # so many batches are
         self._heard: set[int] = set()  # streams of which the network has taken something since the start
         self._recheck: dict[int, None] = {}  # held topics to be looked at: the interest has changed
         self._lacks_room = False  # to hold what comes next
@@ -792,18 +794,27 @@ class Pump:
     async def _try_held(self) -> None:
         """Send the first message of those whose time has come, in front of what waits."""
         await self._find_streams_of_holds()
-        for hold in list(self.address_holds.take_due(TRIED_AT_ONCE)):
-            if self.address_holds.is_at_its_limit(hold):
-                await self._end_hold(hold)
-                continue
-            first = await self._first_of(hold)
-            if hold.is_over:  # while it was read
-                continue
-            if first is None:
-                self._release(hold)
-                continue
-            self._trying[first[0], first[1].stamp.address] = hold
-            self._queue.put_back([first])
+        due = deque(self.address_holds.take_due(TRIED_AT_ONCE))
+        try:
+            while due:
+                await self._try(due[0])
+                due.popleft()
+        finally:
+            for hold in due:  # the log can't be read
+                self.address_holds.not_tried(hold)
+
+    async def _try(self, hold: AddressHold) -> None:
+        if self.address_holds.is_at_its_limit(hold):
+            await self._end_hold(hold)
+            return
+        first = await self._first_of(hold)
+        if hold.is_over:  # while it was read
+            return
+        if first is None:
+            self._release(hold)
+            return
+        self._trying[first[0], first[1].stamp.address], hold.tried = hold, first[0]
+        self._queue.put_back([first])
 
     async def _first_of(self, hold: AddressHold) -> Item | None:
         """The first message that waits; None: nothing does."""
@@ -887,7 +898,7 @@ class Pump:
             for item in settled.sent:
                 if item[0] in tried and (hold := self._no_longer_tried(item)) is not None and not hold.is_over:
                     self.address_holds.taken(hold)
-                    if hold.unit.startswith("="):
+                    if hold.unit.startswith("=") and hold.tried == item[0]:
                         self.address_holds.move(hold, item[0])
                     if not self._taken:
                         self._read_back_at = _loop_time() + GATHER_S
@@ -925,7 +936,8 @@ class Pump:
         """`item` will not leave: where it was tried, what comes behind it is."""
         hold = self._no_longer_tried(item) if self._trying else None
         if hold is not None and not hold.is_over:
-            self.address_holds.move(hold, item[0])
+            if hold.tried == item[0]:
+                self.address_holds.move(hold, item[0])
             self.address_holds.not_tried(hold)
 
     def _hold(self, held: Sequence[tuple[Item, UStatus, Kind]]) -> None:
@@ -933,6 +945,7 @@ class Pump:
         if not held:
             return
         streams, holds, first = set[int](), set[AddressHold](), dict[AddressHold, int]()
+        merges = self.address_holds.merges
         for item, status, kind in held:
             known = self._hold_of_item(item)
             if known is not None and known.is_returning:
@@ -944,6 +957,8 @@ class Pump:
             if hold not in holds:
                 holds.add(hold)
                 streams |= hold.streams
+        if merges != self.address_holds.merges:
+            self._plans.clear()
         for stream in streams:
             self._plans.pop(stream, None)
         for item in self._take_out(lambda item: item[2] in streams and self._holding(item) is not None):
@@ -957,6 +972,7 @@ class Pump:
             head = hold.head[0] if hold.head is not None else seq
             self.address_holds.move(hold, min(seq, head, self._back.place + 1) - 1)
         self._held_lately |= holds
+        self._held_lately_until = self._flights.begun
 
     def _holding(self, item: Item) -> AddressHold | None:
         """What holds this message, as it is to leave."""
@@ -979,7 +995,7 @@ class Pump:
             if hold in self._held_lately and item[0] > hold.after:
                 self._held_lately.discard(hold)
                 self.address_holds.try_now(hold)
-        if not self._flights:
+        if self._flights.ended >= self._held_lately_until:
             self._held_lately.clear()
 
     # What is paused

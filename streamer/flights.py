@@ -58,6 +58,7 @@ class Flights(Generic[T]):
         self._flights: deque[Flight[T]] = deque()
         self.messages = self.bytes = 0
         self.next_at = 0.0  # loop time from which on one that is not full may leave
+        self.begun = self.ended = 0  # batches, since the start
         self.have_failed = False  # something of what is under way is to be sent again: nothing leaves before that
 
     def __len__(self) -> int:
@@ -106,6 +107,7 @@ class Flights(Generic[T]):
         octets = sum([len(message.payload) for message in messages])
         answer = self._peer.begin_send(messages, self._answered, lambda: self.have_failed or is_held())
         self._flights.append(Flight(items, octets, oldest_seq, answer))
+        self.begun += 1
         self.messages += len(items)
         self.bytes += octets
         self.next_at = asyncio.get_running_loop().time() + SPACING_S
@@ -121,6 +123,7 @@ class Flights(Generic[T]):
         landed: Landed[T] = Landed([], [])
         while self.are_answered:
             items, octets, _, answer = self._flights.popleft()
+            self.ended += 1
             self.messages -= len(items)
             self.bytes -= octets
             landed.items.extend(items)

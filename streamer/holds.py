@@ -240,6 +240,7 @@ class AddressHold:
     tries: int = 0
     due_at: float = 0.0  # loop time of the next try
     is_trying: bool = False  # its first message is under way
+    tried: int = 0  # the seq of that; less: one before it has been refused meanwhile
     is_taken: bool = False  # that was taken: the rest is about to be read back
     is_returning: bool = False  # the rest is being read back, and leaves
     noted_s: float = 0.0  # of how long it has waited, on disk
@@ -305,6 +306,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
         self._count = itertools.count()
         self.ended = 0  # holds that were ended at their limit
+        self.merges = 0  # rises whenever several become one
 
     def __repr__(self) -> str:
         return f"AddressHolds({len(self)} units)"
@@ -477,6 +479,7 @@ class AddressHolds(dict[str, AddressHold]):
             covered = {one.unit[1:]} if one.unit[0] == "=" else one.covers
             merged.covers = None if covered is None or merged.covers is None else merged.covers | covered
             self.drop(one)
+        self.merges += 1
         self._add(merged, "")
         merged.due_at = self._time() + RETRY_S_MIN
         self._push(merged)
@@ -497,6 +500,7 @@ class AddressHolds(dict[str, AddressHold]):
         """`item`, which was read, waits in `hold`."""
         self.passed(hold, item[0])
         hold.streams.add(item[2])
+        hold.tried = min(hold.tried, item[0])
         if hold.head is None and hold.records > 1 and item[0] - 1 > hold.after:
             return  # what comes first is not in memory
         if hold.head is None or item[0] < hold.head[0]:
@@ -508,6 +512,8 @@ class AddressHolds(dict[str, AddressHold]):
 
     def passed(self, hold: AddressHold, seq: int) -> None:
         """A record that waits in `hold` was read past."""
+        if hold.is_over:
+            return  # it is one with others now, which have a position that is not later
         hold.records += 1
         self._totals[hold.label]["records"] += 1
         if seq <= hold.after:
@@ -556,7 +562,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def not_tried(self, hold: AddressHold) -> None:
         """Its first message was taken away before it left."""
-        if hold.is_trying:
+        if hold.is_trying and not hold.is_over:
             hold.is_trying = False
             hold.due_at = 0.0
             self._push(hold)

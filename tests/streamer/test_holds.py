@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log import Log
-from streamer import holds
+from streamer import egress, holds
 from streamer.holds import AddressHolds
 from tests.streamer.conftest import Hearer, MakeWorld, World
 from uprotocol import uri as uris
@@ -133,6 +133,39 @@ async def test_one_message_is_tried_at_a_time(make_world: MakeWorld, publish: Pu
     assert tried == [["0"]] * len(tried)
     world.networks["cloud"].allow()
     await heard_all(heard, range(100))
+
+
+@pytest.mark.parametrize("window", [10, 2_000], ids=["while it is read", "when all of it was read"])
+async def test_what_is_refused_again_while_it_is_read_back_arrives_in_order(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """The rule is right, wrong, and right again before all that was held has left."""
+    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.0)
+    for limit in ("WINDOW_MESSAGES_MAX", "READ_MESSAGES_MAX", "BATCH_MESSAGES_MAX"):
+        monkeypatch.setattr(egress, limit, window)
+    world = await make_world(subscriptions=TO_CLOUD)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    world.networks["cloud"].refuse(address(SPEED))
+    await sent(vehicle, publish, SPEED, range(100))
+    await held(world, records=100)
+    transport = world.streamer.endpoints["cloud"].transport
+    send_batch, refusals = transport.send_batch, list[int]()
+
+    async def wrong_once(messages: Any) -> Any:
+        if len(messages) == 1 or refusals:
+            return await send_batch(messages)
+        half = len(messages) // 2
+        refusals.append(len(messages) - half)
+        return [*await send_batch(messages[:half]), *[UStatus(code=UCode.PERMISSION_DENIED)] * refusals[0]]
+
+    monkeypatch.setattr(transport, "send_batch", wrong_once)
+    world.networks["cloud"].allow()
+    await heard_all(heard, range(100))
+    assert len(refusals) == 1
+    await held(world, 0)
+    await sent(vehicle, publish, SPEED, range(100, 110))
+    await heard_all(heard, range(110))
 
 
 async def test_a_restart_goes_on_where_each_address_was(make_world: MakeWorld, publish: Publish) -> None:
