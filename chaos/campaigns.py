@@ -123,6 +123,25 @@ PLANS: Final[dict[str, Plan]] = {
     "brokers": Plan(
         {"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", needs=_BROKER
     ),
+    # Wrong access rules: what a broker refuses waits, and the rest goes on.
+    "refused": Plan(
+        {"broker_refuse": 6, "kill_gateway": 1, "net_cut": 1},
+        interest="embedded",
+        record=True,
+        reader=True,
+        proxies=True,
+        access=True,
+        needs=_BROKER,
+    ),
+    "refused-two": Plan(
+        {"broker_refuse": 6, "kill_gateway": 1, "net_cut": 1},
+        interest="embedded",
+        two=True,
+        record=True,
+        proxies=True,
+        access=True,
+        needs=_BROKER,
+    ),
     "network": Plan(
         {"net_cut": 3, "net_stall": 3, "net_half_close": 3, "kill_gateway": 2}, proxies=True, needs=_BROKER
     ),

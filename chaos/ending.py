@@ -31,6 +31,8 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier
 READY_S: Final = 90.0  # after the last fault, for each thing that has to come back
 QUIET_S: Final = 8.0  # without an arrival, backlog or problem: what has not come by then doesn't come
 STUCK_S: Final = 45.0  # without an arrival though there is a backlog or a problem: it is stuck
+RETRY_S: Final = 75.0  # the same, while something is held that a broker has refused: it is tried once a minute
+REFUSED_MIN: Final = 3  # wrong rules, of which one at least must have had something held
 EPOCHS_MIN: Final = 20  # seen whole
 LETTERS_MAX: Final = 10_000  # all that a gateway keeps
 
@@ -64,6 +66,8 @@ def finish(world: World) -> Verdict:
     _note(world)
     verdict = world.verdict
     world.ledger.judge(verdict)
+    if world.plan.access:
+        _check_refused(world)
     verdict.faults |= world.tally
     verdict.kills = sum(count for name, count in world.tally.items() if name.startswith("kill"))
     return verdict
@@ -109,10 +113,11 @@ def _drain(world: World) -> None:
         if world.ledger.arrivals != arrivals:
             arrivals, since = world.ledger.arrivals, time.monotonic()
         quiet = time.monotonic() - since
-        if quiet > STUCK_S or (
-            quiet > QUIET_S and not _problems(world) and not any(one.backlog() for one in world.gateways)
-        ):
-            return
+        if quiet > QUIET_S:
+            is_held = any(one.held() for one in world.gateways)
+            waits = is_held or _problems(world) or any(one.backlog() for one in world.gateways)
+            if not waits or quiet > (RETRY_S if is_held else STUCK_S):
+                return
         time.sleep(0.2)
 
 
@@ -189,6 +194,18 @@ def _epochs_of(path: Path) -> tuple[dict[int, set[str]], set[int]]:
                     told = Frontier.FromString(message.payload).groups
                     ended |= {one.time.numbers[0] for group in told for one in group.ended}
     return truth, ended & truth.keys()
+
+
+def _check_refused(world: World) -> None:
+    """What a broker refuses was held, and for so short a time nobody is told that it is lost."""
+    verdict, tally = world.verdict, world.tally
+    refused = sum(count for name, count in tally.items() if name.startswith("refuse "))
+    if refused >= REFUSED_MIN and not tally["most records held"]:
+        verdict.problems.append(f"{refused} wrong access rules, and nothing was held: nothing was judged")
+    if verdict.told:
+        verdict.problems.append(f"{verdict.told} messages were told as lost, though what is refused is held")
+    if held := sum(int(gateway.held()) for gateway in world.gateways):
+        verdict.problems.append(f"{held} addresses are held, though nothing is refused any more")
 
 
 def _is_of(authority: str, flow: str) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Final
 
 from chaos import machine
+from chaos.ledger import Entry
+from chaos.plan import Refusal, access_rules
 from chaos.processes import Process
 from chaos.world import World
 
@@ -22,6 +24,11 @@ from chaos.world import World
 LEAPS_S: Final = (-30 * 86_400, -86_400, -3_600, -30, 30, 3_600, 86_400)
 BACK_S_MAX: Final = 60.0  # for gateways to find a broker that is back
 BURST: Final = (5, 20)  # cuts in a row
+SOME: Final = 0.6  # of the wrong access rules concern some topics, the others all
+WHILE_REFUSED: Final = (
+    *("kill_gateway", "kill_gateway", "kill_gateway_early", "stop_gateway", "kill_all"),
+    *("net_cut", "net_cut", "kill", "stop", "another rule"),
+)
 PASS_S_MAX: Final = 3.0  # for something to come behind a link that was mended
 ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EROFS)
 
@@ -132,6 +139,11 @@ def _late_at(world: World, side: str) -> set[str]:
 def broker_stop(world: World) -> None:
     """It keeps what it has acknowledged."""
     side = _side(world)
+    _stop_broker(world, side)
+    world.ledger.not_known_yet(_late_at(world, side))
+
+
+def _stop_broker(world: World, side: str) -> None:
     broker = world.brokers[side]
     broker.stop()
     _sleep(world, 0, 3)
@@ -140,7 +152,6 @@ def broker_stop(world: World) -> None:
         world.gateway.start()
     broker.start()
     broker.wait_ready()
-    world.ledger.not_known_yet(_late_at(world, side))
 
 
 def broker_pause(world: World) -> None:
@@ -163,22 +174,74 @@ def broker_kill(world: World) -> None:
     A plain client loses what that costs, too, so it does not count.
     """
     side = _side(world)
+    _kill_broker(world, side)
+    _learns_anew(world, side)
+    _sleep(world, 0, 2)
+
+
+def _kill_broker(world: World, side: str, refusal: Refusal | None = None) -> None:
+    def never_had(entry: Entry) -> bool:
+        return refusal is not None and refusal.has_kept(entry.flow, entry.sent_at)
+
     broker = world.brokers[side]
     broker.kill()
     for link in world.links_of(side):
         link.lost.wait(10)  # what was under way in its connection has been read by then
     sent_there = {flow.name for flow in world.flows if flow.side == side}
     world.ledger.exclude(lambda flow: flow in sent_there, acked_only=True)  # the rest is sent to it again
-    world.ledger.exclude(lambda flow: flow not in sent_there, acked_only=False)
+    world.ledger.exclude(lambda flow: flow not in sent_there, acked_only=False, but_for=never_had)
     _sleep(world, 0, 2)
     if world.rng.random() < 0.3:
         world.gateway.kill()
         world.gateway.start()
     broker.start()
     broker.wait_ready()
+
+
+def _learns_anew(world: World, side: str) -> None:
+    """A broker that was killed did not know for a while what the gateway wants."""
     late = _late_at(world, side)
-    world.ledger.exclude(lambda flow: flow in late, acked_only=False)  # it did not know that the gateway wants them
-    _sleep(world, 0, 2)
+    world.ledger.exclude(lambda flow: flow in late, acked_only=False)
+
+
+def broker_refuse(world: World) -> None:
+    """A wrong access rule: for a while it does not let the gateways publish to some topics, or to any. Meanwhile the
+    gateways and it are killed and stopped, links are cut, and another wrong rule may come."""
+    side, rng = _side(world), world.rng
+    refusal, killed, stopped = _refuse(world, side), False, False
+    _sleep(world, 0.3, 3)
+    for what in rng.choices(WHILE_REFUSED, k=rng.randint(0, 3)):
+        world.log(f"  {what}")
+        if what == "kill":
+            _kill_broker(world, side, refusal)
+            killed = True
+        elif what == "stop":
+            _stop_broker(world, side)
+            stopped = True
+        elif what == "another rule":
+            refusal = _refuse(world, side)
+        elif world.proxies or what != "net_cut":
+            world.gateway = rng.choice(world.gateways)
+            FAULTS[what](world)
+        _sleep(world, 0.1, 1.5)
+    held = sum(int(gateway.held("records")) for gateway in world.gateways)
+    world.tally["most records held"] = max(held, world.tally["most records held"])
+    world.log(f"  the right rule, {held} records are held")
+    world.brokers[side].change_access(access_rules(()))
+    if killed:
+        _learns_anew(world, side)
+    elif stopped:
+        world.ledger.not_known_yet(_late_at(world, side))
+
+
+def _refuse(world: World, side: str) -> Refusal:
+    flows = [flow for flow in world.flows if world.plan.is_sent_to(side, flow.source)]
+    some = world.rng.sample(flows, world.rng.randint(1, len(flows))) if world.rng.random() < SOME else None
+    topics = None if some is None else sorted({world.plan.topic_at(side, flow.source, flow.sink) for flow in some})
+    world.brokers[side].change_access(access_rules(topics))
+    world.tally[f"refuse {'all' if topics is None else 'some'} at {side}"] += 1
+    world.log(f"  {side} refuses {'everything' if topics is None else topics}")
+    return Refusal(side, world.ledger.now(), None if some is None else frozenset(flow.name for flow in some))
 
 
 # Networks
@@ -353,6 +416,7 @@ FAULTS: Final[dict[str, Callable[[World], None]]] = {
         broker_stop,
         broker_pause,
         broker_kill,
+        broker_refuse,
         net_cut,
         net_stall,
         net_half_close,

@@ -162,12 +162,16 @@ class Ledger:
             else:
                 self._highest[channel, flow] = entry
 
-    def exclude(self, flows: Callable[[str], bool], *, acked_only: bool) -> int:
-        """What is under way now counts no more: the broker that has just been killed may have forgotten it."""
+    def exclude(
+        self, flows: Callable[[str], bool], *, acked_only: bool, but_for: Callable[[Entry], bool] = lambda _: False
+    ) -> int:
+        """What is under way now counts no more: the broker that has just been killed may have forgotten it. `but_for`:
+        that it never had."""
         with self._lock:
             under_way = [e for e in self._entries.values() if not e.arrived_at and not e.excluded and flows(e.flow)]
             if acked_only:
                 under_way = [e for e in under_way if e.acked_at]
+            under_way = [e for e in under_way if not but_for(e)]
             for entry in under_way:
                 entry.excluded = True
             return len(under_way)

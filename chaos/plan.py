@@ -5,7 +5,7 @@ Plan -> TOML of the vehicle's gateway (and of the cloud's, if there are two)  fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -21,6 +21,7 @@ LATE_APP: Final = Uri(CLOUD, 0x9003, 1, 0)
 CLOUD_APP, VEHICLE_APP = Uri(CLOUD, 0x9001, 1, 0), Uri(VEHICLE, 0x9001, 1, 0)
 UP_NOTE, DOWN_NOTE = Uri(VEHICLE, 0x8001, 1, 0x9001), Uri(CLOUD, 0x8001, 1, 0x9001)  # sources of notifications
 SESSION: Final = "session_expiry_s = 86400"
+USER: Final = "gateway"  # of the gateways, where brokers have access rules; raw clients are anonymous
 # as it is cut so often
 ZENOH_RETRY: Final = {"connect/retry": {"period_init_ms": 50, "period_max_ms": 400, "period_increase_factor": 2}}
 DDS: Final = 'interface = "lo", multicast = false, peers = ["127.0.0.1"], lease_ms = 1000, domain_id = 7'
@@ -46,6 +47,7 @@ class Plan:
     reader: bool = False
     epochs: bool = False  # the vehicle's topics have them, and the reader reads them, where they are followed
     proxies: bool = False
+    access: bool = False  # brokers have access rules, which `broker_refuse` changes
     disk_bytes: int = 0  # of a small disk for data_dir; 0: the usual one
     io: bool = False
     clock: bool = False
@@ -83,6 +85,21 @@ class Plan:
         return {VEHICLE: False, CLOUD: not self.two}
 
     @property
+    def session(self) -> str:
+        """Settings of each MQTT connection of a gateway."""
+        return f'{SESSION}, username = "{USER}"' if self.access else SESSION
+
+    def is_sent_to(self, side: str, source: Uri) -> bool:
+        """A gateway sends what comes from `source` to the broker of `side`."""
+        return side == ROAD or source.authority != side
+
+    def topic_at(self, side: str, source: Uri, sink: Uri | None) -> str:
+        """By which a gateway sends it to the broker of `side`."""
+        if side == ROAD or self.off_vehicle[side]:
+            return f"{source.authority}/{CLOUD if source.authority == VEHICLE else VEHICLE}"
+        return source.segments if sink is None or sink.is_any else f"{source.segments}/{sink.segments}"
+
+    @property
     def flows(self) -> list[Flow]:
         down_sink = None if self.two else Uri.any_of(VEHICLE)  # on an off-vehicle broker the sender says for whom it is
         found = [Flow(VEHICLE, topic, None) for topic in UP] + [Flow(CLOUD, topic, down_sink) for topic in DOWN]
@@ -103,6 +120,28 @@ class Flow(NamedTuple):
         return str(self.source) if self.sink is None or self.sink.is_any else f"{self.source} > {self.sink}"
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """What a broker does not let the gateways publish, since when (seconds of the ledger); no flows: nothing at all."""
+
+    side: str
+    since: float
+    flows: frozenset[str] | None
+
+    def has_kept(self, flow: str, sent_at: float) -> bool:
+        """What was sent to us then as part of `flow` can't have reached that broker."""
+        source = Uri.of(flow.partition(" > ")[0])
+        is_refused = (self.side == ROAD or source.authority != self.side) if self.flows is None else flow in self.flows
+        return is_refused and sent_at > self.since
+
+
+def access_rules(refused: Iterable[str] | None) -> str:
+    """An access file of mosquitto: the gateways may not publish to these topics, or (None) to any; others may do
+    everything."""
+    ours = ["topic read #"] if refused is None else ["topic readwrite #", *(f"topic deny {one}" for one in refused)]
+    return "\n".join(["topic readwrite #", f"user {USER}", *ours, ""])
+
+
 class Places(NamedTuple):
     """Where a gateway keeps its data and meets others."""
 
@@ -117,7 +156,7 @@ class Places(NamedTuple):
 def vehicle_config(plan: Plan, at: Places) -> str:
     """The gateway in the vehicle."""
     zenoh = f'transport = "zenoh"\nsettings = {{ mode = "router", listen = ["tcp/127.0.0.1:{at.zenoh_port}"] }}'
-    settings = f'port = {at.ports.get(VEHICLE)}, client_id = "gateway-vehicle", {SESSION}'
+    settings = f'port = {at.ports.get(VEHICLE)}, client_id = "gateway-vehicle", {plan.session}'
     mqtt = f'transport = "mqtt5"\nsettings = {{ {settings} }}'
     home = "none" if plan.interest == "static" else "embedded"
     away = "remote" if plan.interest == "remote" else "none"
@@ -142,9 +181,8 @@ def vehicle_config(plan: Plan, at: Places) -> str:
 
 def cloud_config(plan: Plan, at: Places) -> str:
     """The gateway in the cloud, for all vehicles, as in examples/vehicle-cloud."""
-    cloud = (
-        f'transport = "mqtt5"\nsettings = {{ port = {at.ports[CLOUD]}, client_id = "gateway-cloud-home", {SESSION} }}'
-    )
+    settings = f'port = {at.ports[CLOUD]}, client_id = "gateway-cloud-home", {plan.session}'
+    cloud = f'transport = "mqtt5"\nsettings = {{ {settings} }}'
     by = f'followed_by = "//{VEHICLE}/4/1/0"\n' if plan.follows == "both" else ""
     parts = [
         _head(at),
@@ -181,5 +219,5 @@ def _road(plan: Plan, at: Places, name: str) -> str:
 
 def _off_vehicle(plan: Plan, at: Places, name: str = "cloud") -> str:
     port = at.ports[ROAD if plan.two else CLOUD]
-    settings = f'port = {port}, mode = "off-vehicle", client_id = "gateway-{name}", {SESSION}'
+    settings = f'port = {port}, mode = "off-vehicle", client_id = "gateway-{name}", {plan.session}'
     return f'transport = "mqtt5"\nsettings = {{ {settings} }}'

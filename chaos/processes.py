@@ -30,6 +30,7 @@ START_S_MAX: Final = 4.0  # what a start may take to count as usual; more was sp
 STOP_S_MAX: Final = 30.0  # for a process to end after SIGTERM
 STOP_S_TOLD: Final = 5.0  # promised; a container is killed after 10
 LOG_TAIL_BYTES: Final = 1_500
+RELOADING: Final = "Reloading config."  # mosquitto does it before it reads the next packet
 TELLS: Final = "nobody has acknowledged"
 MOSQUITTO: Final = shutil.which("mosquitto") or shutil.which(
     "mosquitto", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/sbin"
@@ -187,7 +188,8 @@ class Broker(Process):
     """A real mosquitto. `persistent`: it writes its sessions to disk when it is stopped; a kill takes what came
     since."""
 
-    def __init__(self, name: str, folder: Path, tally: Counter[str]) -> None:
+    def __init__(self, name: str, folder: Path, tally: Counter[str], access: str | None = None) -> None:
+        """`access`: the text of an access file, which `change_access` changes."""
         assert MOSQUITTO is not None, "checked before a campaign begins"
         self.port = free_port()
         place = folder / name
@@ -203,6 +205,10 @@ class Broker(Process):
             "log_type error\nlog_type warning",
             *(["user root"] if os.geteuid() == 0 else []),
         ]
+        self._access = place / "access"
+        if access is not None:
+            self._access.write_text(access)
+            lines += [f"acl_file {self._access}", "log_type information"]  # it says when it reads that anew
         config = place / "mosquitto.conf"
         config.write_text("\n".join(lines) + "\n")
         super().__init__(name, [MOSQUITTO, "-c", str(config)], folder, tally)
@@ -214,6 +220,20 @@ class Broker(Process):
         except OSError:
             return False
         return True
+
+    def change_access(self, text: str) -> None:
+        """Other access rules: in force, also for who is connected, when this returns; or at the next start."""
+        fresh = self._access.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(self._access)
+        if not self.running:
+            return
+        before, deadline = self.said().count(RELOADING), time.monotonic() + STOP_S_MAX
+        self.signal(signal.SIGHUP)
+        while self.said().count(RELOADING) == before:
+            if time.monotonic() > deadline:
+                raise ChaosError(f"{self.name} did not read its access rules anew")
+            time.sleep(0.005)
 
 
 class Gateway(Process):
@@ -268,6 +288,11 @@ class Gateway(Process):
         self.gap_records += max(0.0, gaps - self._gaps_seen)
         self._gaps_seen = max(gaps, self._gaps_seen)
         return found
+
+    def held(self, what: str = "addresses") -> float:
+        """What waits because a broker refuses it; `what`: or "records", as far as they are known since the start."""
+        metrics = self.metrics().items()
+        return sum(value for name, value in metrics if name.startswith(f"held_{what}") and 'reason="refused"' in name)
 
     def backlog(self) -> float:
         return sum(value for name, value in self.metrics().items() if name.startswith("backlog"))

@@ -53,6 +53,7 @@ from chaos.plan import (
     Flow,
     Places,
     Plan,
+    access_rules,
     cloud_config,
     vehicle_config,
 )
@@ -100,7 +101,8 @@ class World:
     def build(self) -> None:
         """Raises ChaosError if the world does not work before anybody hurts it."""
         for side in self.plan.brokers:
-            self.brokers[side] = broker = Broker(f"{side}-broker", self.folder, self.tally)
+            access = access_rules(()) if self.plan.access else None
+            self.brokers[side] = broker = Broker(f"{side}-broker", self.folder, self.tally, access)
             broker.start()
             broker.wait_ready()
         for name in self.plan.proxied:
@@ -143,7 +145,9 @@ class World:
 
     def _ports(self, to_road: str) -> dict[str, int]:
         """Of the brokers, as the gateway reaches them that goes to the road by this way."""
-        links = {side: self.proxies.get(to_road if side == ROAD else side) for side in self.brokers}
+        links = {side: self.proxies.get(side) for side in self.brokers}
+        if to_road in self.proxies:
+            links[ROAD] = self.proxies[to_road]
         return {side: link.port if isinstance(link, Proxy) else self.brokers[side].port for side, link in links.items()}
 
     def _make_gateways(self) -> None:
