@@ -225,7 +225,7 @@ def broker_refuse(world: World) -> None:
             FAULTS[what](world)
         _sleep(world, 0.1, 1.5)
     held = sum(int(gateway.held("records")) for gateway in world.gateways)
-    world.tally["most records held"] = max(held, world.tally["most records held"])
+    world.held_max = max(held, world.held_max)
     world.log(f"  the right rule, {held} records are held")
     world.brokers[side].change_access(access_rules(()))
     if killed:

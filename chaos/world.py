@@ -94,6 +94,7 @@ class World:
         self.clock: machine.Clock | None = None
         self.senders: dict[str, Sender] = {}
         self.hearers: dict[str, MqttLink | ZenohLink] = {}
+        self.held_max = 0  # records at once that gateways held as a broker refused them
         self.flows = self.plan.flows  # and later those that are subscribed to
 
     # Building

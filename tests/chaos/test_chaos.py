@@ -7,26 +7,33 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion
 
 from chaos import campaigns, damage, wire
 from chaos.campaigns import PLANS
 from chaos.ledger import Ledger, Verdict
 from chaos.machine import DIE, NAMESPACE, IoFault, no_namespace, no_preload
-from chaos.plan import Places, cloud_config, vehicle_config
+from chaos.plan import DOWN, ROAD, USER, Places, Refusal, access_rules, cloud_config, vehicle_config
+from chaos.processes import Broker
 from streamer.config import loads
 from tests.tiers import full
 from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode
 from transports.zenoh import mapping as zenoh_mapping
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
-from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType
 from uprotocol.v1.umessage_pb2 import UMessage
 
 SOURCE = wire.Uri("vehicle1", 0x2_8001, 1, 0x8001)
@@ -182,6 +189,98 @@ def test_what_was_under_way_when_a_broker_was_killed_does_not_count() -> None:
     assert under_way != elsewhere
 
 
+def test_what_a_broker_refused_all_along_is_owed_though_it_was_killed() -> None:
+    ledger, flow = Ledger(), f"{SOURCE}"
+    before, other = sent(ledger, 1, flow=flow)[0], sent(ledger, 1, flow="up://vehicle1/28001/1/8002")[0]
+    refusal = Refusal("cloud", ledger.now(), frozenset([flow]))
+    refused = sent(ledger, 1, flow=flow)[0]
+    excluded = ledger.exclude(
+        lambda _: True, acked_only=False, but_for=lambda entry: refusal.has_kept(entry.flow, entry.sent_at)
+    )
+    assert (excluded, [entry.id for entry in ledger.missing()]) == (2, [refused])
+    assert before != other
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [("cloud", [True, False]), ("vehicle1", [False, True]), ("road", [True, True])]
+)
+def test_a_broker_that_refuses_everything_keeps_what_is_sent_to_it(side: str, kept: list[bool]) -> None:
+    refusal = Refusal(side, 1.0, None)
+    flows = [f"{SOURCE} > {SINK}", str(DOWN[0])]
+    assert [refusal.has_kept(flow, 2.0) for flow in flows] == kept
+    assert not any(refusal.has_kept(flow, 1.0) for flow in flows)
+
+
+REFUSING = [name for name, plan in PLANS.items() if plan.access]
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_rules_name_the_topics_and_the_user_that_gateways_have(name: str, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    at = Places(tmp_path, 1_001, dict.fromkeys(plan.brokers, 1_883), 7_447, tmp_path / "none.json")
+    configs = [loads(vehicle_config(plan, at)), *([loads(cloud_config(plan, at))] if plan.two else [])]
+    assert {end.settings["username"] for config in configs for end in config.endpoint} == {USER}
+    for side in plan.brokers:
+        mode = Mode.OFF_VEHICLE if side == ROAD or plan.off_vehicle[side] else Mode.IN_VEHICLE
+        for flow in plan.flows:
+            if not plan.is_sent_to(side, flow.source):
+                continue
+            source = uris.parse(str(flow.source))
+            other = "cloud" if flow.side == "vehicle1" else "vehicle1"
+            publish = flow.sink is None or flow.sink.is_any
+            sink = uris.parse(str(flow.sink)) if flow.sink is not None and not publish else None
+            if publish and mode == Mode.OFF_VEHICLE:
+                sink = attrs.streamer_sink(other)
+            type = UMessageType.UMESSAGE_TYPE_PUBLISH if publish else UMessageType.UMESSAGE_TYPE_NOTIFICATION
+            assert plan.topic_at(side, flow.source, flow.sink) == Mapping(mode, other).topic(type, source, sink)
+
+
+@pytest.mark.skipif(bool(campaigns.no_mosquitto()), reason=campaigns.no_mosquitto())
+@pytest.mark.broker
+@pytest.mark.timeout(60)
+def test_a_changed_access_file_is_in_force_at_once_for_who_is_connected(tmp_path: Path) -> None:
+    broker = Broker("broker", tmp_path, Counter(), access_rules(()))
+    answers: SimpleQueue[int] = SimpleQueue()
+    clients: list[paho.Client] = []
+
+    def client(user: str | None) -> paho.Client:
+        made, connected = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5), threading.Event()
+        if user is not None:
+            made.username_pw_set(user)
+        made.on_connect = lambda *_: connected.set()
+        made.on_publish = lambda _, __, ___, reason, ____: answers.put(reason.value)
+        made.connect("127.0.0.1", broker.port)
+        made.loop_start()
+        assert connected.wait(10)
+        clients.append(made)
+        return made
+
+    def may(who: paho.Client, topic: str) -> bool:
+        who.publish(topic, b"", qos=1)
+        return answers.get(timeout=10) < 0x80
+
+    try:
+        broker.start()
+        broker.wait_ready()
+        gateway, judge = client(USER), client(None)
+        seen = [may(gateway, "a/b")]
+        for rules in (access_rules(["a/b"]), access_rules(None), access_rules(())):
+            broker.change_access(rules)
+            seen += [may(gateway, "a/b"), may(gateway, "a/c")]
+            assert may(judge, "a/b")
+        assert seen == [True, False, True, False, False, True, True]
+        assert gateway.is_connected()
+        broker.stop()
+        broker.change_access(access_rules(None))  # read at the start
+        broker.start()
+        broker.wait_ready()
+        assert not may(client(USER), "a/b")
+    finally:
+        for one in clients:
+            one.loop_stop()
+        broker.close()
+
+
 def test_what_is_followed_is_once_in_the_log_of_who_follows() -> None:
     ledger = Ledger()
     once, twice, missing = sent(ledger, 3)
@@ -326,7 +425,7 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
 @pytest.mark.broker
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["kill-record", "following-mqtt", "following-publisher"])
+@pytest.mark.parametrize("name", ["kill-record", "refused", "following-mqtt", "following-publisher"])
 def test_a_short_campaign_loses_nothing(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chaos", "--only", name, "--seed", "1", "--json", str(tmp_path / "result.json")]
     for minutes in ("0.1", "0.4", "1"):  # a busy machine gets to fewer faults
