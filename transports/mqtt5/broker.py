@@ -88,11 +88,11 @@ class _Process:
     def alive(self) -> bool:
         return self._popen.poll() is None
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)  # unless it has ended
 
     def end(self, number: signal.Signals) -> None:
-        self.signal(number)
+        self.send_signal(number)
         try:
             self._popen.wait(STOP_MS_MAX / 1000)
         except subprocess.TimeoutExpired:
@@ -115,13 +115,13 @@ class _Container:
         inner.reload()
         return bool(inner.status in ("created", "running"))
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(Exception):  # it may have ended already
             self._container.get_wrapped_container().kill(number.name)
 
     def end(self, number: signal.Signals) -> None:
         inner = self._container.get_wrapped_container()
-        self.signal(number)
+        self.send_signal(number)
         with contextlib.suppress(Exception):
             inner.wait(timeout=STOP_MS_MAX / 1000)
         self._container.stop()
@@ -222,7 +222,7 @@ class Broker:
         self.acl = text
         if self._directory is not None and self._running is not None:
             _private(self._directory / "acl", text)
-            self._running.signal(signal.SIGHUP)
+            self._running.send_signal(signal.SIGHUP)
 
     def restart(self) -> Self:
         self.stop()
