@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -46,6 +47,33 @@ async def held(world: World, units: int = 1, *, records: int = 0) -> Any:
     return pump
 
 
+@dataclass
+class Stage:
+    """A streamer to whose cloud somebody listens, on two topics."""
+
+    world: World
+    vehicle: Any
+    cloud: Any
+    speed: Hearer
+    door: Hearer
+
+    @property
+    def network(self) -> Any:
+        return self.world.networks["cloud"]
+
+    async def refuses(self, publish: Publish, count: int) -> Any:
+        """From now on SPEED, of which so many wait."""
+        self.network.refuse(address(SPEED))
+        await sent(self.vehicle, publish, SPEED, range(count))
+        return await held(self.world, records=count)
+
+
+async def stage(make_world: MakeWorld, **options: Any) -> Stage:
+    world = await make_world(subscriptions=TO_CLOUD, **options)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    return Stage(world, vehicle, cloud, await world.hear(cloud, SPEED), await world.hear(cloud, DOOR))
+
+
 async def saved(world: World) -> None:
     """Until each hold has a row."""
     pump = pump_of(world)
@@ -80,14 +108,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_an_access_rule_refuses_waits_and_arrives_in_order_when_it_is_mended(
     make_world: MakeWorld, publish: Publish
 ) -> None:
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
-    world.networks["cloud"].refuse(address(SPEED))
-    await sent(vehicle, publish, SPEED, range(50))
+    here = await stage(make_world)
+    world, vehicle, speed, door = here.world, here.vehicle, here.speed, here.door
+    await here.refuses(publish, 50)
     await sent(vehicle, publish, DOOR, range(50))
     await heard_all(door, range(50))
-    await held(world, records=50)
     assert speed.texts == []
     await sent(vehicle, publish, SPEED, range(50, 60))
     await held(world, records=60)
@@ -115,12 +140,9 @@ async def test_a_refused_notification_waits_too(make_world: MakeWorld) -> None:
 
 
 async def test_one_message_is_tried_at_a_time(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
-    world.networks["cloud"].refuse(address(SPEED))
-    await sent(vehicle, publish, SPEED, range(100))
-    await held(world, records=100)
+    here = await stage(make_world)
+    world, heard = here.world, here.speed
+    await here.refuses(publish, 100)
     transport = world.streamer.endpoints["cloud"].transport
     send_batch, tried = transport.send_batch, list[list[str]]()
 
@@ -143,12 +165,9 @@ async def test_what_is_refused_again_while_it_is_read_back_arrives_in_order(
     monkeypatch.setattr(holds, "RETRY_S_MIN", 0.0)
     for limit in ("WINDOW_MESSAGES_MAX", "READ_MESSAGES_MAX", "BATCH_MESSAGES_MAX"):
         monkeypatch.setattr(egress, limit, window)
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
-    world.networks["cloud"].refuse(address(SPEED))
-    await sent(vehicle, publish, SPEED, range(100))
-    await held(world, records=100)
+    here = await stage(make_world)
+    world, heard = here.world, here.speed
+    await here.refuses(publish, 100)
     transport = world.streamer.endpoints["cloud"].transport
     send_batch, refusals = transport.send_batch, list[int]()
 
@@ -164,20 +183,17 @@ async def test_what_is_refused_again_while_it_is_read_back_arrives_in_order(
     await heard_all(heard, range(100))
     assert len(refusals) == 1
     await held(world, 0)
-    await sent(vehicle, publish, SPEED, range(100, 110))
+    await sent(here.vehicle, publish, SPEED, range(100, 110))
     await heard_all(heard, range(110))
 
 
 async def test_a_restart_goes_on_where_each_address_was(make_world: MakeWorld, publish: Publish) -> None:
     """Nothing that had left before leaves again, and of what waits nothing is missing."""
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
-    world.networks["cloud"].refuse(address(SPEED))
-    await sent(vehicle, publish, SPEED, range(30))
+    here = await stage(make_world)
+    world, vehicle, speed, door = here.world, here.vehicle, here.speed, here.door
+    await here.refuses(publish, 30)
     await sent(vehicle, publish, DOOR, range(30))
     await heard_all(door, range(30))
-    await held(world, records=30)
     await saved(world)
     await world.until(lambda: pump_of(world).backlog == 0)
     await world.restart()
@@ -254,9 +270,8 @@ async def test_many_refused_addresses_cost_a_healthy_one_nothing(
 async def test_what_has_waited_for_too_long_is_told_one_by_one_and_then_as_a_range(
     make_world: MakeWorld, publish: Publish
 ) -> None:
-    world = await make_world(subscriptions=TO_CLOUD, egress="refused_hours = 0.0001\n")
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
+    here = await stage(make_world, egress="refused_hours = 0.0001\n")
+    world, vehicle, heard = here.world, here.vehicle, here.speed
     world.networks["cloud"].refuse(address(SPEED))
     await sent(vehicle, publish, SPEED, range(250))
     pump = pump_of(world)
@@ -274,12 +289,9 @@ async def test_what_has_waited_for_too_long_is_told_one_by_one_and_then_as_a_ran
 async def test_a_no_about_one_message_is_a_dead_letter_also_while_its_address_is_held(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
-    world.networks["cloud"].refuse(address(SPEED))
-    await sent(vehicle, publish, SPEED, range(5))
-    await held(world, records=5)
+    here = await stage(make_world)
+    world, heard = here.world, here.speed
+    await here.refuses(publish, 5)
     transport = world.streamer.endpoints["cloud"].transport
     send_batch = transport.send_batch
 
@@ -295,9 +307,8 @@ async def test_a_no_about_one_message_is_a_dead_letter_also_while_its_address_is
 
 
 async def test_what_expires_while_it_is_held_is_counted(make_world: MakeWorld, publish: Publish) -> None:
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
+    here = await stage(make_world)
+    world, vehicle, heard = here.world, here.vehicle, here.speed
     world.networks["cloud"].refuse(address(SPEED))
     await vehicle.send_batch([publish(SPEED, str(number), ttl=200) for number in range(10)])
     await sent(vehicle, publish, SPEED, range(10, 20))
@@ -315,9 +326,8 @@ async def test_what_the_network_has_no_room_for_is_tried_again(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, volatile: bool
 ) -> None:
     more = '[history]\nvolatile = ["//vehicle1/1/1/FFFF"]\n' if volatile else ""
-    world = await make_world(subscriptions=TO_CLOUD, more=more)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
+    here = await stage(make_world, more=more)
+    world, vehicle, heard = here.world, here.vehicle, here.speed
     transport = world.streamer.endpoints["cloud"].transport
     send_batch, refusals = transport.send_batch, 0
 
@@ -358,17 +368,16 @@ async def test_a_backlog_waits_for_the_subscriber_that_is_slow_to_listen(
 
 
 async def test_a_subscriber_that_is_restarted_misses_nothing(make_world: MakeWorld, publish: Publish) -> None:
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
+    here = await stage(make_world)
+    world, vehicle, heard = here.world, here.vehicle, here.speed
     await sent(vehicle, publish, SPEED, range(10))
     await heard_all(heard, range(10))
-    await cloud.unregister_listener(SPEED, heard)
+    await here.cloud.unregister_listener(SPEED, heard)
     await sent(vehicle, publish, SPEED, range(10, 30))
     pump = await held(world, records=20)
     (state,) = pump.address_holds.states()
     assert state.label == "left"
-    await cloud.register_listener(SPEED, heard)
+    await here.cloud.register_listener(SPEED, heard)
     await heard_all(heard, range(30))
     assert len(heard.messages) == 30
 
@@ -437,12 +446,9 @@ async def test_a_refusal_is_a_condition_of_its_endpoint_and_an_address_nobody_ha
 
 
 async def test_a_pause_takes_over_what_is_held(make_world: MakeWorld, publish: Publish) -> None:
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
-    world.networks["cloud"].refuse(address(SPEED))
-    await sent(vehicle, publish, SPEED, range(10))
-    pump = await held(world, records=10)
+    here = await stage(make_world)
+    world, heard, vehicle = here.world, here.speed, here.vehicle
+    pump = await here.refuses(publish, 10)
     await world.streamer.paused.pause(SPEED, "cloud")
     await world.until(lambda: len(pump.topic_holds) == 1)
     world.networks["cloud"].allow()
@@ -455,9 +461,8 @@ async def test_a_pause_takes_over_what_is_held(make_world: MakeWorld, publish: P
 
 
 async def test_what_is_paused_and_then_refused_arrives_after_both(make_world: MakeWorld, publish: Publish) -> None:
-    world = await make_world(subscriptions=TO_CLOUD)
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard = await world.hear(cloud, SPEED)
+    here = await stage(make_world)
+    world, vehicle, heard = here.world, here.vehicle, here.speed
     await world.streamer.paused.pause(SPEED, "cloud")
     await sent(vehicle, publish, SPEED, range(10))
     pump = pump_of(world)
