@@ -132,6 +132,7 @@ PLANS: Final[dict[str, Plan]] = {
         proxies=True,
         access=True,
         needs=_BROKER,
+        share=0.8,
     ),
     "refused-two": Plan(
         {"broker_refuse": 6, "kill_gateway": 1, "net_cut": 1},
@@ -141,6 +142,7 @@ PLANS: Final[dict[str, Plan]] = {
         proxies=True,
         access=True,
         needs=_BROKER,
+        share=0.8,
     ),
     "network": Plan(
         {"net_cut": 3, "net_stall": 3, "net_half_close": 3, "kill_gateway": 2}, proxies=True, needs=_BROKER

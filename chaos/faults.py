@@ -24,6 +24,8 @@ from chaos.world import World
 LEAPS_S: Final = (-30 * 86_400, -86_400, -3_600, -30, 30, 3_600, 86_400)
 BACK_S_MAX: Final = 60.0  # for gateways to find a broker that is back
 BURST: Final = (5, 20)  # cuts in a row
+# a wrong access rule lasts: else what is under way behind a refused message is taken, and overtakes it
+WRONG_S_MIN: Final = 0.3
 SOME: Final = 0.6  # of the wrong access rules concern some topics, the others all
 WHILE_REFUSED: Final = (
     *("kill_gateway", "kill_gateway", "kill_gateway_early", "stop_gateway", "kill_all"),
@@ -209,7 +211,7 @@ def broker_refuse(world: World) -> None:
     gateways and it are killed and stopped, links are cut, and another wrong rule may come."""
     side, rng = _side(world), world.rng
     refusal, killed, stopped = _refuse(world, side), False, False
-    _sleep(world, 0.3, 3)
+    _sleep(world, WRONG_S_MIN, 3)
     for what in rng.choices(WHILE_REFUSED, k=rng.randint(0, 3)):
         world.log(f"  {what}")
         if what == "kill":
@@ -220,10 +222,10 @@ def broker_refuse(world: World) -> None:
             stopped = True
         elif what == "another rule":
             refusal = _refuse(world, side)
-        elif world.proxies or what != "net_cut":
+        else:
             world.gateway = rng.choice(world.gateways)
             FAULTS[what](world)
-        _sleep(world, 0.1, 1.5)
+        _sleep(world, WRONG_S_MIN, 1.5)
     held = sum(int(gateway.held("records")) for gateway in world.gateways)
     world.held_max = max(held, world.held_max)
     world.log(f"  the right rule, {held} records are held")
