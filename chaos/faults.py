@@ -29,7 +29,7 @@ WRONG_S_MIN: Final = 0.3
 SOME: Final = 0.6  # of the wrong access rules concern some topics, the others all
 WHILE_REFUSED: Final = (
     *("kill_gateway", "kill_gateway", "kill_gateway_early", "stop_gateway", "kill_all"),
-    *("net_cut", "net_cut", "kill", "stop", "another rule"),
+    *("net_cut", "net_cut", "kill", "stop", "another rule", "right for a moment"),
 )
 PASS_S_MAX: Final = 3.0  # for something to come behind a link that was mended
 ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EROFS)
@@ -221,6 +221,10 @@ def broker_refuse(world: World) -> None:
             _stop_broker(world, side)
             stopped = True
         elif what == "another rule":
+            refusal = _refuse(world, side)
+        elif what == "right for a moment":  # wrong again while what was held is read back
+            world.brokers[side].change_access(access_rules(()))
+            _sleep(world, 0, 2.5)
             refusal = _refuse(world, side)
         else:
             world.gateway = rng.choice(world.gateways)
