@@ -260,6 +260,9 @@ class Pump:
         self._save()
         self.topic_holds.load()
         self.address_holds.load()
+        for hold in self.address_holds.merged:  # which addresses it had nobody has kept: each is tried by itself
+            self.address_holds.taken(hold)
+            self._taken.add(hold)
         self.owed.load()
 
     def absent_after(self, ms: int, *, away_ms: int) -> int:
@@ -704,6 +707,9 @@ class Pump:
             for stream in hold.streams:
                 if more := self._targets_of(hold, stream):
                     targets[stream] = _both(targets.get(stream, ()), more)
+        for hold in taken:
+            if not hold.unit.startswith("="):
+                hold.covers = set()  # of these only what is refused again is held
         place = min([target.since for those in targets.values() for target in those], default=self._read)
         self._back = ReadBack(targets, topics.keys(), taken, place, self._read)
         self._found, self._taken = {}, set()

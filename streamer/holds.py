@@ -225,7 +225,7 @@ class OwedTopics(dict[int, int]):
 class AddressHold:
     """One unit: what goes to its addresses and has a greater seq than `after` waits."""
 
-    unit: str  # see `_unit_of`
+    unit: str  # "=" and the address; of several: "@" and their source authority, or "*"
     after: int
     kind: Kind
     why: str  # what the network says
@@ -353,6 +353,11 @@ class AddressHolds(dict[str, AddressHold]):
             self._add(hold, "")
             hold.due_at = now + RETRY_S_MIN
             self._push(hold)
+
+    @property
+    def merged(self) -> list[AddressHold]:
+        """Those of several addresses."""
+        return list(self._merged.values())
 
     @property
     def oldest_young(self) -> int | None:
