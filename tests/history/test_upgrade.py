@@ -241,6 +241,9 @@ async def test_what_a_newer_version_adds_is_passed_over() -> None:
         answer = service._describe if kept["method"] == 1 else service._poll
         payload = UPayload(bytes.fromhex(kept["request"]) + added, 2)
         await answer(request.build_from_upayload(payload))
-        response = PollResponse.FromString(bytes.fromhex(kept["response"]) + added)
-        assert response.next or kept["method"] == 1
+        response = bytes.fromhex(kept["response"]) + added
+        if kept["method"] == 1:
+            assert DescribeResponse.FromString(response).logs
+        else:
+            assert PollResponse.FromString(response).next
     await log.close()
