@@ -175,8 +175,8 @@ class HandOvers:
             what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
             raise UStatusError(UCode.UNAVAILABLE, what)
         if not takes_held and any(pump.holds_publishes for pump in self._pumps[name]):
-            what = f"topics wait for endpoint {name!r}: nothing can be handed over to a follower of before version 4"
-            raise UStatusError(UCode.UNAVAILABLE, f"{what} before they have left")
+            what = f"topics wait for endpoint {name!r}, and this follower does not read what is held (takes_held)"
+            raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
             if not pump.is_followed:
                 self._hold(name, pump.log, await pump.stop_publishes())
