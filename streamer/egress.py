@@ -704,12 +704,10 @@ class Pump:
         taken = [hold for hold in self._taken if hold.is_taken and not hold.is_over]
         for hold in taken:
             hold.is_taken, hold.is_returning = False, True
-            for stream in hold.streams:
-                if more := self._targets_of(hold, stream):
-                    targets[stream] = _both(targets.get(stream, ()), more)
+            for stream, more in (await self._targets_in(hold)).items():
+                targets[stream] = _both(targets.get(stream, ()), more)
         for hold in taken:
-            if not hold.unit.startswith("="):
-                hold.covers = set()  # of these only what is refused again is held
+            self.address_holds.uncover(hold)
         place = min([target.since for those in targets.values() for target in those], default=self._read)
         self._back = ReadBack(targets, topics.keys(), taken, place, self._read)
         self._found, self._taken = {}, set()
@@ -741,6 +739,16 @@ class Pump:
             for target in targets
             if self._hold_of(stream, target) is hold
         )
+
+    async def _targets_in(self, hold: AddressHold) -> dict[int, tuple[Target, ...]]:
+        """The same of all its streams."""
+        targets: dict[int, tuple[Target, ...]] = {}
+        for place, stream in enumerate(list(hold.streams)):
+            if those := self._targets_of(hold, stream):
+                targets[stream] = those
+            if place % RECHECK_TOPICS == RECHECK_TOPICS - 1:
+                await asyncio.sleep(0)
+        return targets
 
     async def _read_back(self) -> bool:
         """One step; False while what was read has to leave first."""
@@ -829,7 +837,7 @@ class Pump:
             return head
         while True:
             after, until = hold.after, self._read
-            targets = {stream: those for stream in hold.streams if (those := self._targets_of(hold, stream))}
+            targets = await self._targets_in(hold)
             if after >= until or not targets:
                 return None
             found = await self._scan(after, targets.keys(), until)
@@ -854,7 +862,7 @@ class Pump:
     async def _end_hold(self, hold: AddressHold) -> None:
         """It has waited for as long as it may."""
         after, until = hold.after, self._read
-        targets = {stream: those for stream in hold.streams if (those := self._targets_of(hold, stream))}
+        targets = await self._targets_in(hold)
         found = await self._scan(after, targets.keys(), until) if targets else None
         why = f"{hold.why}; it has waited for as long as it may (egress.{hold.kind}_hours)"
         letters = 0
@@ -911,7 +919,13 @@ class Pump:
                     self._taken.add(hold)
             for item, _ in dead:
                 self._next_is_tried(item)
-        self._hold(held)
+        self._hold([one for one in held if self.address_holds.has_room_for(*self.peer.addressed(one[0][1]))])
+        for item, status, kind in held:
+            if self._hold_of_item(item) is None:  # too many addresses are held already
+                if kind == "refused":
+                    dead.append((item, status))
+                else:
+                    self.peer.dropped["nobody_listens"] += 1
         if self._held_lately:
             self._look_at_taken(settled.sent)
         return Settled(sent, again, dead)

@@ -43,7 +43,9 @@ OWED_PREFIX: Final = "owed:"
 PARKED_MAX: Final = 5_000
 ADDRESSES_MAX: Final = 5_000  # units of one peer; beyond it several addresses are one
 CURSORS_RESERVED: Final = 2_000  # for peers and consumers
-COVERED_MAX: Final = 20_000  # addresses that a merged unit names; beyond it, and after a restart, it has all of them
+# addresses of merged units of one peer; what is for others beyond them is not held, so that a stranger who makes up
+# addresses holds nothing of others
+COVERED_MAX: Final = 20_000
 DUE_MAX: Final = 8 * ADDRESSES_MAX  # times at which something is due, those that do not count any more included
 HEADS_BYTES_MAX: Final = 4 << 20  # of first messages that are kept in memory; the others are read from the log
 RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; each further time twice as long
@@ -233,7 +235,7 @@ class AddressHold:
     began: float  # loop time; earlier by what it had waited before a restart
     streams: set[int] = field(default_factory=set)  # of the log, as far as is known since the start
     is_loaded: bool = False  # from before a restart: it may have others
-    covers: set[str] | None = None  # of a merged unit: its addresses; None: all that it may have
+    covers: set[str] | None = None  # of a merged unit: its addresses; None: all that it may have, after a restart
     records: int = 0  # that wait, as far as is known since the start
     head: Item | None = None  # the first that waits, if it is in memory
     was_heard: bool = False  # somebody has listened there in this process
@@ -305,6 +307,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._heads_bytes = 0
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
         self._count = itertools.count()
+        self._covered = 0  # addresses of merged units
         self.ended = 0  # holds that were ended at their limit
         self.merges = 0  # rises whenever several become one
 
@@ -398,9 +401,6 @@ class AddressHolds(dict[str, AddressHold]):
         known.why, known.code = status.message or code_name(status.code), status.code
         if is_other:
             self._say(known)
-        if known.covers is not None:
-            known.covers.add(address)
-            known.covers = known.covers if len(known.covers) <= COVERED_MAX else None
         is_again = was_tried or not known.is_waiting
         if is_again:
             known.is_trying = known.is_taken = known.is_returning = False
@@ -444,7 +444,14 @@ class AddressHolds(dict[str, AddressHold]):
         found = self._merged.get("@" + authority) or self._merged.get("*")
         if found is not None and found.covers is not None:
             found.covers.add(address)
+            self._covered += 1
         return found
+
+    def has_room_for(self, address: str, authority: str) -> bool:
+        """False: so many addresses are held that what is for this one can't be."""
+        if len(self) < ADDRESSES_MAX or self._covered < COVERED_MAX:
+            return True
+        return self.of(address, authority) is not None
 
     def _add(self, hold: AddressHold, authority: str) -> None:
         self[hold.unit] = hold
@@ -475,7 +482,7 @@ class AddressHolds(dict[str, AddressHold]):
             return
         first = min(merging, key=lambda one: one.after)
         merged = AddressHold(unit, first.after, first.kind, first.why, first.code, min(one.began for one in merging))
-        merged.covers = set()
+        merged.covers, merged.head = set(), first.head
         for one in merging:
             merged.streams |= one.streams
             merged.records += one.records
@@ -484,6 +491,8 @@ class AddressHolds(dict[str, AddressHold]):
             covered = {one.unit[1:]} if one.unit[0] == "=" else one.covers
             merged.covers = None if covered is None or merged.covers is None else merged.covers | covered
             self.drop(one)
+        self._covered += len(merged.covers or ())
+        self._heads_bytes += len(merged.head[1].payload) if merged.head is not None else 0
         self.merges += 1
         self._add(merged, "")
         merged.due_at = self._time() + RETRY_S_MIN
@@ -595,9 +604,16 @@ class AddressHolds(dict[str, AddressHold]):
             if not self._authorities[authority]:
                 del self._authorities[authority]
         else:
+            self._covered -= len(hold.covers or ())
             del self._merged[hold.unit]
         if hold.has_row:
             self._log.drop_cursor(self._row_of(hold))
+
+    def uncover(self, hold: AddressHold) -> None:
+        """A merged unit is read back: of its addresses only what is refused again is held."""
+        if hold.unit[0] != "=":
+            self._covered -= len(hold.covers or ())
+            hold.covers = set()
 
     def move(self, hold: AddressHold, after: int) -> None:
         """Nothing up to there waits any more."""
