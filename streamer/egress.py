@@ -968,15 +968,15 @@ class Pump:
         merges = self.address_holds.merges
         for item, status, kind in held:
             known = self._hold_of_item(item)
-            if known is not None and known.is_returning:
-                first[known] = self._read
+            if known is not None and not known.is_waiting:
+                streams |= known.streams
+                if known.is_returning:
+                    first[known] = self._read
             was_tried, was_heard = self._no_longer_tried(item) is not None, item[2] in self._heard
             address = self.peer.addressed(item[1])
             hold = self.address_holds.hold(*address, item, status, kind, was_heard=was_heard, was_tried=was_tried)
             streams.add(item[2])
-            if hold not in holds:
-                holds.add(hold)
-                streams |= hold.streams
+            holds.add(hold)
         if merges != self.address_holds.merges:
             self._plans.clear()
         for stream in streams:

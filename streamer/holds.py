@@ -418,10 +418,9 @@ class AddressHolds(dict[str, AddressHold]):
         self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
     ) -> AddressHold:
         if len(self) >= ADDRESSES_MAX or has_cursors_left(self._log) <= 0:
-            if self._merged_for(address, authority) is None:
-                self._merge()
-            if (found := self._merged_for(address, authority)) is not None:
-                return found
+            self._merge()
+        if self._covered < COVERED_MAX and (found := self._merged_for(address, authority)) is not None:
+            return found
         hold = AddressHold("=" + address, after, kind, "", status.code, now, was_heard=was_heard)
         self._add(hold, authority)
         if kind == "unheard" and len(self._young) < YOUNG_MAX:
