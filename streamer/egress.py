@@ -68,7 +68,8 @@ PASSED_LETTERS_MAX: Final = 100
 # after a failure of a network that is there: it may be one stream's, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
-TRIED_AT_ONCE: Final = 64  # holds whose first message is tried in one step
+TRIED_AT_ONCE: Final = 32  # holds whose first message is tried in one step ...
+TRY_EVERY_S: Final = 0.1  # ... of which there is one in so long: thousands of holds must not delay what is live
 # once the first messages of some were taken, others are tried for so long, and all of these are read back together
 GATHER_S: Final = 0.2
 GATHERED_MAX: Final = 512
@@ -152,6 +153,7 @@ class Pump:
         self._trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
         self._taken: set[AddressHold] = set()  # whose first message the network has taken ...
         self._read_back_at = 0.0  # ... and loop time at which they are read back
+        self._try_at = 0.0  # loop time before which no more are tried
         # until the batches that had left before these were held are answered
         self._held_lately: set[AddressHold] = set()
         self._held_lately_until = 0  # so many batches are
@@ -434,7 +436,7 @@ class Pump:
         if self._flights:
             return self._flights.leaves_at(self._queue.messages)
         due = [
-            self.address_holds.next_at if self._may_try_held else None,
+            self._held_due_at,
             self.aside.due_at if self.aside else None,
             self._read_back_at if self._taken else None,
         ]
@@ -450,7 +452,7 @@ class Pump:
         """Read until the window is full; True if there is nothing to read for now."""
         while not self._is_full():
             await self._heed_in_order()
-            if self.address_holds.is_due and self._may_try_held:
+            if (due_at := self._held_due_at) is not None and due_at <= _loop_time():
                 await self._try_held()
             if self._recheck:
                 await self._look_at_held_topics()
@@ -802,11 +804,18 @@ class Pump:
         return not (self._back.is_under_way or self._found or self._is_time_to_read_back)
 
     @property
+    def _held_due_at(self) -> float | None:
+        """Loop time at which some are to be tried."""
+        due_at = self.address_holds.next_at if self._may_try_held else None
+        return None if due_at is None else max(due_at, self._try_at)
+
+    @property
     def _is_time_to_read_back(self) -> bool:
         return bool(self._taken) and (len(self._taken) >= GATHERED_MAX or self._read_back_at <= _loop_time())
 
     async def _try_held(self) -> None:
         """Send the first message of those whose time has come, in front of what waits."""
+        self._try_at = _loop_time() + TRY_EVERY_S
         await self._find_streams_of_holds()
         due = deque(self.address_holds.take_due(TRIED_AT_ONCE))
         try:

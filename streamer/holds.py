@@ -372,10 +372,6 @@ class AddressHolds(dict[str, AddressHold]):
         """Loop time at which something is due."""
         return self._due[0][0] if self._due else None
 
-    @property
-    def is_due(self) -> bool:
-        return bool(self._due) and self._due[0][0] <= self._time()
-
     # Hold
 
     def hold(
