@@ -197,13 +197,15 @@ def _epochs_of(path: Path) -> tuple[dict[int, set[str]], set[int]]:
 
 
 def _check_refused(world: World) -> None:
-    """What a broker refuses was held, and for so short a time nobody is told that it is lost."""
+    """Refused messages were held, and none became a dead letter or a gap: the rules were wrong for seconds only."""
     verdict = world.verdict
     refused = sum(count for name, count in world.tally.items() if name.startswith("refuse "))
     if refused >= REFUSED_MIN and not world.held_max:
         verdict.problems.append(f"{refused} wrong access rules, and nothing was held: nothing was judged")
     if verdict.told:
-        verdict.problems.append(f"{verdict.told} messages were told as lost, though what is refused is held")
+        verdict.problems.append(
+            f"{verdict.told} messages became dead letters or gaps, though refused messages are held"
+        )
     verdict.notes.append(f"at most {world.held_max} records were held as a broker refused them")
     if held := sum(int(gateway.held()) for gateway in world.gateways):
         verdict.problems.append(f"{held} addresses are held, though nothing is refused any more")

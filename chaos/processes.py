@@ -222,7 +222,8 @@ class Broker(Process):
         return True
 
     def change_access(self, text: str) -> None:
-        """Other access rules: in force, also for who is connected, when this returns; or at the next start."""
+        """Replace the access rules. When this returns they apply to connected clients, too; if the broker is down, from
+        its next start on."""
         fresh = self._access.with_suffix(".new")
         fresh.write_text(text)
         fresh.replace(self._access)

@@ -44,7 +44,7 @@ from streamer.flow import Flow
 from streamer.followed import Followed
 from streamer.following import Follows
 from streamer.handover import HandOvers
-from streamer.holds import TOLD_S
+from streamer.holds import SHOWN_AFTER_S, Label
 from streamer.hosted import HostedTransport
 from streamer.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
@@ -501,7 +501,7 @@ class Streamer:
         found = [*self._networks.conditions()]
         found += [Condition(pump.trouble, pump.peer.name, is_fatal=True) for pump in self.pumps if pump.trouble]
         found += [Condition(one.trouble, name) for name, one in self.clocks.items() if one.trouble]
-        found += [*self._conditions_of_holds()]
+        found += [*self._held("refused", "left")]
         found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
         for authority in self.interest.unhealthy if self.ready.is_set() else ():
             owner, what = self.endpoints.owner(authority), f"uSubscription of {authority} does not answer"
@@ -511,19 +511,13 @@ class Streamer:
             found.append(Condition(STARTING, is_fatal=True))
         return found
 
-    def _conditions_of_holds(self) -> Iterator[Condition]:
+    def _held(self, *labels: Label) -> Iterator[Condition]:
+        """What has been held for long enough that a person should know, of these labels."""
         now_ms = self._runtime.now_ms()
         for pump in self.pumps:
             for held in pump.address_holds.states():
-                if held.label != "unheard" and held.waited_s >= TOLD_S:
+                if held.label in labels and held.waited_s >= SHOWN_AFTER_S:
                     yield Condition(held.sentence(now_ms), pump.peer.name)
-
-    def _notes_of_holds(self) -> Iterator[str]:
-        now_ms = self._runtime.now_ms()
-        for pump in self.pumps:
-            for held in pump.address_holds.states():
-                if held.label == "unheard" and held.waited_s >= TOLD_S:
-                    yield f"endpoint {pump.peer.name}: {held.sentence(now_ms)}"
 
     def _conditions_of_logs(self) -> Iterator[Condition]:
         for one in self.logs:
@@ -586,7 +580,7 @@ class Streamer:
             *parts.given_up_note(self.config, self._runtime.disk.reserve),
         ]
         told = [*disk, *following, *self.certificates.notes(), *self.ledger.notes()]
-        return [*self.endpoints.notes(), *told, *paused, *self._notes_of_holds()]
+        return [*self.endpoints.notes(), *told, *paused, *(one.problem for one in self._held("unheard"))]
 
     def topics_of(self, authority: str) -> int:
         """How many topics of it the logs know."""

@@ -69,8 +69,8 @@ class Aside(dict[Key, deque[Item]]):
             out = [item for item in queue if which(item)]
             if out:
                 taken += out
-                gone = set(map(id, out))
-                self[key] = deque(item for item in queue if id(item) not in gone)
+                ids = set(map(id, out))
+                self[key] = deque(item for item in queue if id(item) not in ids)
                 if not self[key]:
                     del self[key]
         self._count(taken, -1)

@@ -963,11 +963,10 @@ class Pump:
 
     def _next_is_tried(self, item: Item) -> None:
         """`item` will not leave: where it was tried, what comes behind it is."""
-        hold = self._no_longer_tried(item) if self._trying else None
-        if hold is not None and not hold.is_over:
-            if hold.tried == item[0]:
-                self.address_holds.move(hold, item[0])
-            self.address_holds.not_tried(hold)
+        hold = self._trying.get((item[0], item[1].stamp.address)) if self._trying else None
+        if hold is not None and not hold.is_over and hold.tried == item[0]:
+            self.address_holds.move(hold, item[0])
+        self._is_not_tried(item)
 
     def _hold(self, held: Sequence[tuple[Item, UStatus, Kind]]) -> None:
         """These wait, and what is in the queue for their addresses waits behind them."""

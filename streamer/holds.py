@@ -54,7 +54,8 @@ YOUNG_S: Final = 1.0  # a subscriber is often only a moment late: so long a hold
 YOUNG_MAX: Final = 64
 HELD_HOURS: Final = 24.0  # at most something waits that a network refuses, or that nobody listens to
 NOTE_S: Final = 3_600.0  # between notes on disk of how long something has been held
-TOLD_S: Final = 60.0  # a hold that is older is a condition of its endpoint
+SAID_MAX: Final = 16  # holds of a label that have a line in the log each; a stranger may cause thousands
+SHOWN_AFTER_S: Final = 60.0  # a hold that is older is a condition of its endpoint
 
 ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
 Kind = Literal["refused", "unheard"]
@@ -395,7 +396,7 @@ class AddressHolds(dict[str, AddressHold]):
         elif known.kind != kind:
             self._change_kind(known, kind)
         known.why, known.code = status.message or code_name(status.code), status.code
-        if is_other:
+        if is_other and self._totals[known.label]["units"] <= SAID_MAX:
             self._say(known)
         is_again = was_tried or not known.is_waiting
         if is_again:
@@ -579,7 +580,7 @@ class AddressHolds(dict[str, AddressHold]):
     def taken(self, hold: AddressHold) -> None:
         """Its first message was: the rest is about to be read back."""
         hold.is_trying, hold.is_taken = False, True
-        if self._time() - hold.began >= YOUNG_S:
+        if self._time() - hold.began >= YOUNG_S and self._totals[hold.label]["units"] <= SAID_MAX:
             what = "the network takes messages for an address again: what has waited follows"
             log.info(what, endpoint=self._peer, address=hold.name, records=hold.records)
         self._totals[hold.label]["records"] -= hold.records

@@ -234,13 +234,13 @@ class Place:
 
     def earliest(self, other: Place) -> Place:
         """From where on both have everything. A topic that is parked for one of them may have gone on for the other."""
-        streams = self.parked.keys() | other.parked
-        parked = {one: min(self.parked.get(one, self.seq), other.parked.get(one, other.seq)) for one in streams}
-        held = {
-            one: min(self.held.get(one, self.seq), other.held.get(one, other.seq))
-            for one in self.held.keys() | other.held
-        }
-        return Place(min(self.seq, other.seq), parked, held)
+
+        def both(mine: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+            return {
+                one: min(mine.get(one, self.seq), others.get(one, other.seq)) for one in mine.keys() | others.keys()
+            }
+
+        return Place(min(self.seq, other.seq), both(self.parked, other.parked), both(self.held, other.held))
 
 
 def _after(rows: Mapping[str, Cursor], prefix: str) -> dict[str, int]:

@@ -154,7 +154,8 @@ class RefusalStopsTheBatch(HubTransport):
 
 
 @fault(
-    "that an address is refused is told as if the network were away", "test_an_address_that_is_refused_costs_no_other"
+    "a refused address is answered UNAVAILABLE, as if the network were away",
+    "test_an_address_that_is_refused_costs_no_other",
 )
 class RefusalIsUnavailable(HubTransport):
     async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
