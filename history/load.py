@@ -25,6 +25,7 @@ from history.damage import Damage, Ledger
 from history.stream import Stream, address_of, authority_of, growth_of
 from storage.disk import V1_LEAP_MAX, Marked
 from storage.file import transaction
+from storage.statements import insert_rows
 
 NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
@@ -465,7 +466,7 @@ class Loading:
                 table.insert(db, right)
             if self._index is not None:
                 db.execute("DELETE FROM chunk_stream")
-                db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", sorted(self._index))
+                insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", sorted(self._index))
                 db.execute("DELETE FROM span")
                 rows.SPAN.insert(db, self._spans)
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from storage.file import FileKind, any_text, pragma, tables_of
+from storage.statements import insert_rows
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -51,10 +52,7 @@ class Table:
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
         """Insert, or replace what has the same key."""
-        checked = [(*row, self.checksum(row)) for row in rows]
-        if checked:
-            places = ", ".join("?" * (len(self.columns) + 1))
-            db.executemany(f"INSERT OR REPLACE INTO {self.name} VALUES ({places})", checked)
+        insert_rows(db, f"INSERT OR REPLACE INTO {self.name}", ((*row, self.checksum(row)) for row in rows))
 
     def checksum(self, row: Row) -> int:
         if self.packed is not None:

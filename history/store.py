@@ -39,6 +39,7 @@ from storage.faults import is_full
 from storage.file import empty_wal, pragma, transaction
 from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
+from storage.statements import delete_rows, insert_rows
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
 CHECKPOINT_BYTES: Final = 32 << 20  # rolled forward on open at most: a tenth of a second
@@ -168,8 +169,8 @@ class Store:
         if (db.execute("SELECT max(first_seq) FROM chunk").fetchone()[0] or 0) > newest:
             with transaction(db):
                 db.execute("DELETE FROM chunk WHERE first_seq > ?", (newest,))
-                db.executemany("DELETE FROM meta WHERE key = ?", [(key,) for key in self._replaced])
-                db.executemany("INSERT INTO meta VALUES (?, ?, ?)", filter(None, self._replaced.values()))
+                delete_rows(db, "DELETE FROM meta WHERE key", list(self._replaced))
+                insert_rows(db, "INSERT INTO meta", filter(None, self._replaced.values()))
             log.warning("a commit that had failed was on disk, and was taken back", path=str(self.path), after=newest)
         self._replaced = {}
         self._must_count = True
@@ -267,14 +268,13 @@ class Store:
             self._write_streams(db, changes)
         if changes.meta:
             META.insert(db, [(key, value) for key, value in changes.meta.items() if value is not None])
-            gone = [(key,) for key, value in changes.meta.items() if value is None]
-            db.executemany("DELETE FROM meta WHERE key = ?", gone)
+            delete_rows(db, "DELETE FROM meta WHERE key", [key for key, value in changes.meta.items() if value is None])
         DAMAGE.insert(db, changes.damage)
         if changes.cursors:
             kept = [(name, *c.columns) for name, c in changes.cursors.items() if c is not None]
             CURSOR.insert(db, kept)
-            gone = [(name,) for name, cursor in changes.cursors.items() if cursor is None]
-            db.executemany("DELETE FROM cursor WHERE name = ?", gone)
+            dropped = [name for name, cursor in changes.cursors.items() if cursor is None]
+            delete_rows(db, "DELETE FROM cursor WHERE name", dropped)
         if changes.distrusts_index:
             self.loaded.is_index_trusted = False
             META.insert(db, [("indexed_seq", NOT_KNOWN)])
@@ -287,17 +287,15 @@ class Store:
     def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> None:
         STREAM.insert(db, [stream.row(NOWHERE) for stream in changes.streams])
         self._stream_rows += len(changes.streams)
-        for id in changes.forgotten:
-            self._stream_rows -= db.execute("DELETE FROM stream WHERE id = ?", (id,)).rowcount
+        self._stream_rows -= delete_rows(db, "DELETE FROM stream WHERE id", changes.forgotten)
         if self._must_count:
             self._stream_rows, self._must_count = db.execute("SELECT count(*) FROM stream").fetchone()[0], False
         META.insert(db, [(STREAMS, self._stream_rows)])
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
         unindexed, extent = self.loaded.unindexed, self.extent
-        index = [(id, chunk.first_seq) for chunk in unindexed for id in unpack_streams(chunk.streams)]
-        index.sort()
-        db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", index)
+        index = sorted((id, chunk.first_seq) for chunk in unindexed for id in unpack_streams(chunk.streams))
+        insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", index)
         if unindexed:
             SPAN.insert(db, [span_of(unindexed)])
         STREAM.insert(db, [self.streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in self.streams])
@@ -305,8 +303,8 @@ class Store:
         meta["indexed_seq"] = extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN
         META.insert(db, meta.items())
         if self._stale:
-            gone = [(id, extent.floor_seq) for id in sorted(self._stale)]
-            db.executemany("DELETE FROM chunk_stream WHERE stream = ? AND first_seq <= ?", gone)
+            delete = "DELETE FROM chunk_stream WHERE first_seq <= ? AND stream"
+            delete_rows(db, delete, sorted(self._stale), extent.floor_seq)
             db.execute("DELETE FROM span WHERE last_seq <= ?", (extent.floor_seq,))
             db.execute("DELETE FROM meta WHERE key = ?", (STALE_NAMES,))
 

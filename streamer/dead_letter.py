@@ -29,6 +29,7 @@ from storage.faults import DamagedError, is_damage, move_aside
 from storage.file import FileKind, SqliteFile, pragma, transaction
 from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
+from storage.statements import delete_rows, insert_rows
 from storage.worker import Answerer
 from streamer.shares import PERIOD_S, PerMinute, Shares
 from uprotocol import uri as uris
@@ -207,11 +208,9 @@ class Store:
             gone.add(known.give_way())
         with transaction(db):
             # first: its pages are used again
-            db.executemany("delete from letter where number = ?", ((number,) for number in gone))
-            db.executemany(
-                "insert into letter(number, time_ms, code, reason, endpoint, message) values(?,?,?,?,?,?)",
-                [(number, *letter) for number, letter in fresh.items() if number not in gone],
-            )
+            delete_rows(db, "delete from letter where number", list(gone))
+            rows = [(number, *letter) for number, letter in fresh.items() if number not in gone]
+            insert_rows(db, "insert into letter(number, time_ms, code, reason, endpoint, message)", rows)
 
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
         """The newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""

@@ -534,7 +534,7 @@ class Pump:
         if not self.log.knows_stream(stream_id):  # retention has passed it since it was read
             return (), False
         stream = self.log.stream(stream_id)
-        if self.is_followed and is_publish(stream):
+        if self._view.comes_from(self.peer, stream.source) or (self.is_followed and is_publish(stream)):
             return (), False
         return self._mine(self._view.decide(stream.source, stream.sink, self.log))
 
@@ -928,13 +928,11 @@ class Pump:
                     self._taken.add(hold)
             for item, _ in dead:
                 self._next_is_tried(item)
-        self._hold([one for one in held if self.address_holds.has_room_for(*self.peer.addressed(one[0][1]))])
-        for item, status, kind in held:
-            if self._hold_of_item(item) is None:  # too many addresses are held already
-                if kind == "refused":
-                    dead.append((item, status))
-                else:
-                    self.peer.dropped["nobody_listens"] += 1
+        for item, status, kind in self._hold(held):
+            if kind == "refused":
+                dead.append((item, status))
+            else:
+                self.peer.dropped["nobody_listens"] += 1
         if self._held_lately:
             self._look_at_taken(settled.sent)
         return Settled(sent, again, dead)
@@ -949,7 +947,7 @@ class Pump:
                 held.append((item, status, "refused"))
             else:
                 again.append((item, status))
-        self._hold(held)
+        again += [(item, status) for item, status, _ in self._hold(held)]
         return settled._replace(again=again)
 
     def _no_longer_tried(self, item: Item) -> AddressHold | None:
@@ -968,21 +966,29 @@ class Pump:
             self.address_holds.move(hold, item[0])
         self._is_not_tried(item)
 
-    def _hold(self, held: Sequence[tuple[Item, UStatus, Kind]]) -> None:
-        """These wait, and what is in the queue for their addresses waits behind them."""
+    def _hold(self, held: Sequence[tuple[Item, UStatus, Kind]]) -> list[tuple[Item, UStatus, Kind]]:
+        """These wait, and what is in the queue for their addresses waits behind them. Returns those that can't: too
+        many addresses are held."""
+        beyond = list[tuple[Item, UStatus, Kind]]()
         if not held:
-            return
+            return beyond
         streams, holds, first = set[int](), set[AddressHold](), dict[AddressHold, int]()
         merges = self.address_holds.merges
-        for item, status, kind in held:
-            known = self._hold_of_item(item)
+        for one in held:
+            item, status, kind = one
+            address, authority = self.peer.addressed(item[1])
+            known = self.address_holds.of(address, authority)
             if known is not None and not known.is_waiting:
                 streams |= known.streams
                 if known.is_returning:
                     first[known] = self._read
             was_tried, was_heard = self._no_longer_tried(item) is not None, item[2] in self._heard
-            address = self.peer.addressed(item[1])
-            hold = self.address_holds.hold(*address, item, status, kind, was_heard=was_heard, was_tried=was_tried)
+            hold = self.address_holds.hold(
+                address, authority, known, item, status, kind, was_heard=was_heard, was_tried=was_tried
+            )
+            if hold is None:
+                beyond.append(one)
+                continue
             streams.add(item[2])
             holds.add(hold)
         if merges != self.address_holds.merges:
@@ -992,7 +998,7 @@ class Pump:
         for item in self._take_out(lambda item: item[2] in streams and self._holding(item) is not None):
             if (behind := self._holding(item)) is not None:
                 self.address_holds.wait_behind(behind, item)
-        for item in (*(item for item, *_ in held), *(self._flights if first else ())):
+        for item in (*(item for item, *_ in held), *self._flights) if first else ():
             behind = self._hold_of_item(item)
             if behind in first:
                 first[behind] = min(first[behind], item[0])
@@ -1001,6 +1007,7 @@ class Pump:
             self.address_holds.move(hold, min(seq, head, self._back.place + 1) - 1)
         self._held_lately |= holds
         self._held_lately_until = self._flights.begun
+        return beyond
 
     def _holding(self, item: Item) -> AddressHold | None:
         """What holds this message, as it is to leave."""

@@ -379,25 +379,27 @@ class AddressHolds(dict[str, AddressHold]):
         self,
         address: str,
         authority: str,
+        known: AddressHold | None,
         item: Item,
         status: UStatus,
         kind: Kind,
         *,
         was_heard: bool = False,
         was_tried: bool = False,
-    ) -> AddressHold:
-        """`item` has not been taken. All that goes to `address` waits from it on. `was_heard`: somebody has listened
-        there since the start; `was_tried`: it is the first message of a hold, which was tried again."""
+    ) -> AddressHold | None:
+        """`item` has not been taken. All that goes to `address` waits from it on. None: so many addresses are held that
+        this one can't be. `known`: what `of` returns for the address; `was_heard`: somebody has listened there since
+        the start; `was_tried`: it is the first message of a hold, which was tried again."""
         now = self._time()
-        known = self.of(address, authority)
-        is_other = known is None or known.kind != kind
         if known is None:
             known = self._new(address, authority, item[0] - 1, status, kind, now, was_heard)
-        elif known.kind != kind:
-            self._change_kind(known, kind)
-        known.why, known.code = status.message or code_name(status.code), status.code
-        if is_other and self._totals[known.label]["units"] <= SAID_MAX:
-            self._say(known)
+            if known is None:
+                return None
+        else:
+            known.why, known.code = _why(status), status.code
+            if known.kind != kind:
+                self._change_kind(known, kind)
+                self._say(known)
         is_again = was_tried or not known.is_waiting
         if is_again:
             known.is_trying = known.is_taken = known.is_returning = False
@@ -413,13 +415,17 @@ class AddressHolds(dict[str, AddressHold]):
 
     def _new(
         self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
-    ) -> AddressHold:
+    ) -> AddressHold | None:
+        has_room = self._covered < COVERED_MAX
         if len(self) >= ADDRESSES_MAX or has_cursors_left(self._log) <= 0:
+            if not has_room:
+                return None
             self._merge()
-        if self._covered < COVERED_MAX and (found := self._merged_for(address, authority)) is not None:
+        if has_room and (found := self._merged_for(address, authority)) is not None:
             return found
-        hold = AddressHold("=" + address, after, kind, "", status.code, now, was_heard=was_heard)
+        hold = AddressHold("=" + address, after, kind, _why(status), status.code, now, was_heard=was_heard)
         self._add(hold, authority)
+        self._say(hold)
         if kind == "unheard" and len(self._young) < YOUNG_MAX:
             self._young[hold.unit] = hold
             heapq.heappush(self._due, (now + YOUNG_S, next(self._count), hold))
@@ -428,6 +434,8 @@ class AddressHolds(dict[str, AddressHold]):
         return hold
 
     def _say(self, hold: AddressHold) -> None:
+        if self._totals[hold.label]["units"] > SAID_MAX:
+            return
         if hold.kind == "refused":
             what = "a network refuses an address: what is for it waits, and everything else goes on"
             log.warning(what, endpoint=self._peer, address=hold.name, why=hold.why)
@@ -442,12 +450,6 @@ class AddressHolds(dict[str, AddressHold]):
             found.covers.add(address)
             self._covered += 1
         return found
-
-    def has_room_for(self, address: str, authority: str) -> bool:
-        """False: so many addresses are held that what is for this one can't be."""
-        if len(self) < ADDRESSES_MAX or self._covered < COVERED_MAX:
-            return True
-        return self.of(address, authority) is not None
 
     def _add(self, hold: AddressHold, authority: str) -> None:
         self[hold.unit] = hold
@@ -478,16 +480,22 @@ class AddressHolds(dict[str, AddressHold]):
             return
         first = min(merging, key=lambda one: one.after)
         merged = AddressHold(unit, first.after, first.kind, first.why, first.code, min(one.began for one in merging))
-        merged.covers, merged.head = set(), first.head
+        merged.head = first.head
+        covers = set[str]()
+        are_covers_known = all(one.unit[0] == "=" or one.covers is not None for one in merging)
         for one in merging:
             merged.streams |= one.streams
             merged.records += one.records
             merged.is_loaded = merged.is_loaded or one.is_loaded
             merged.was_heard = merged.was_heard or one.was_heard
-            covered = {one.unit[1:]} if one.unit[0] == "=" else one.covers
-            merged.covers = None if covered is None or merged.covers is None else merged.covers | covered
+            if one.unit[0] == "=":
+                covers.add(one.unit[1:])
+            else:
+                covers.update(one.covers or ())
             self.drop(one)
-        self._covered += len(merged.covers or ())
+        if are_covers_known:
+            merged.covers = covers
+            self._covered += len(covers)
         self._heads_bytes += len(merged.head[1].payload) if merged.head is not None else 0
         self.merges += 1
         self._add(merged, "")
@@ -652,6 +660,10 @@ class AddressHolds(dict[str, AddressHold]):
                 began, hold = oldest
                 counted = totals["units"], totals["records"], not totals["loaded"]
                 yield HeldState(label, *counted, hold, self._time() - began)
+
+
+def _why(status: UStatus) -> str:
+    return status.message or code_name(status.code)
 
 
 def _ages_of(label: Label) -> _Ages[AddressHold]:

@@ -133,6 +133,10 @@ class View:
             peers = {owner.name: owner for owner in owners}
         return tuple(peer for peer in peers.values() if self._passes(origin, peer, topic))
 
+    def comes_from(self, peer: Endpoint, source: UUri) -> bool:
+        """True if `source` is on the network of `peer`, so nothing of it goes there."""
+        return self._endpoints.owner(source.authority_name) is peer
+
     def names(self, topic: UUri) -> bool:
         """True if a subscription names exactly `topic`."""
         return self._interest.names(topic)

@@ -26,7 +26,7 @@ class Handled:
         self._tables = tables
         self._about: dict[bytes, int] | None = None  # None: to be read
         self._last: dict[int, bytes] = {}
-        self._fresh: list[bytes | int] = []
+        self._fresh: list[tuple[int, bytes, int]] = []
         self._number = 0
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class Handled:
         if request not in known:  # else it is the last one, again
             self._remember(known, request, about)
             self._number += 1
-            self._fresh += (self._number, request, about)
+            self._fresh.append((self._number, request, about))
 
     def reset(self, abouts: Collection[int] | None = None) -> None:
         """None of the commands about these (None: of all) is the last one any more: a Reset came after them."""
@@ -85,7 +85,7 @@ class Handled:
 
     def store(self) -> None:
         """In the transaction of the commands."""
-        stored = self._tables.insert("handled(number, request, about)", 3, self._fresh)
+        stored = self._tables.insert("handled(number, request, about)", self._fresh)
         if self._number % 1024 < stored:  # now and then
             self._tables.execute("DELETE FROM handled WHERE number <= ?", (self._number - HANDLED_MAX,))
         self._fresh.clear()

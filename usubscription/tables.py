@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from storage.file import SqliteFile
+from storage.statements import insert_rows
 from usubscription.quota import UNIT_BYTES
 from usubscription.reader import URI_IS, StoredChange, read_link, write_change
 from usubscription.state import Change, Key, Link, Record, Status
@@ -18,7 +19,6 @@ from usubscription.state import Change, Key, Link, Record, Status
 HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
 HELD_WEIGHT: Final = f"1 + length(change) / {HELD_UNIT_CHARACTERS}"  # in SQL
 # of one INSERT; SQLite allows 16,000. Each statement gives up Python's lock, and has to wait for it again
-ROWS_AT_ONCE: Final = 100
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
 UNSEEN: Final[Key] = ("", 0, 0, 0)
 """The topic of a message that is about none: the end of a registration for everything."""
@@ -46,7 +46,7 @@ class Tables:
         self._ids: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._clients: dict[int, list[Client]] | None = None  # registered, by topic (0: all); None: to be read
-        self._telling: list[Any] = []  # number and text of the changes of this batch, in turn
+        self._telling: list[tuple[int, str]] = []  # number and text of the changes of this batch
         self.unused: set[int] = set()  # URIs that perhaps nothing refers to any more
         self.number = 0  # of the last change
         self.held = 0  # changes that wait for a destination of theirs; one with long details counts as several
@@ -55,13 +55,9 @@ class Tables:
     def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         return self._file.connect().execute(sql, values)
 
-    def insert(self, into: str, width: int, values: Sequence[Any]) -> int:
-        """Rows of `width` values each, in few statements; how many."""
-        row = f"({', '.join('?' * width)})"
-        for start in range(0, len(values), width * ROWS_AT_ONCE):
-            part = values[start : start + width * ROWS_AT_ONCE]
-            self.execute(f"INSERT INTO {into} VALUES {', '.join([row] * (len(part) // width))}", part)
-        return len(values) // width
+    def insert(self, into: str, rows: Iterable[Sequence[Any]]) -> int:
+        """In few statements; how many."""
+        return insert_rows(self._file.connect(), f"INSERT INTO {into}", rows)
 
     def load(self) -> None:
         """What is counted here, from what was committed."""
@@ -234,12 +230,12 @@ class Tables:
     def note(self, change: Change, recipients: Sequence[Client]) -> StoredChange:
         """Into the outbox with it, at the end of the batch."""
         self.number += 1
-        self._telling += (self.number, write_change(change, recipients))
+        self._telling.append((self.number, write_change(change, recipients)))
         return StoredChange(self.number, change, tuple(recipients))
 
     def _store_changes(self) -> None:
         """Those of the whole batch."""
-        stored = self.insert("outbox(id, change)", 2, self._telling)
+        stored = self.insert("outbox(id, change)", self._telling)
         if self.number % 1024 < stored:  # now and then
             dropped = self.execute("DELETE FROM outbox WHERE id <= ?", (self.number - self._outbox_max,)).rowcount
             self.dropped += max(dropped, 0)
@@ -253,8 +249,7 @@ class Tables:
             for destination, number, change, recipients in changes
             if self.execute(held, (destination, number)).fetchone() is None
         }
-        rows = [(*key, text) for key, text in fresh.items()]
-        self._file.connect().executemany("INSERT INTO held VALUES(?, ?, ?)", rows)
+        self.insert("held", ((*key, text) for key, text in fresh.items()))
         self.held += sum(1 + len(text) // HELD_UNIT_CHARACTERS for text in fresh.values())
         oldest = "number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)"
         heaviest = f"SELECT destination FROM held GROUP BY destination ORDER BY sum({HELD_WEIGHT}) DESC LIMIT 1"
@@ -281,7 +276,7 @@ class Tables:
         registered: dict[int, list[Client]] = {}
         for topic, client, major in self._registrations():
             registered.setdefault(topic, []).append((keys[client], major))
-        self._file.connect().executemany("INSERT INTO outbox(change) VALUES(?)", self._endings(keys, registered))
+        self.insert("outbox(change)", self._endings(keys, registered))
         for table in ("subscription", "link", "registration", "uri"):
             self.execute(f"DELETE FROM {table}")
         self.forget()

@@ -66,6 +66,9 @@ class Everything:
     def __init__(self, peer: Endpoint) -> None:
         self._decision = Decision((Leg(peer, (Target("cloud", 0, None),)),))
 
+    def comes_from(self, peer: Endpoint, source: UUri) -> bool:
+        return False
+
     def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
         return self._decision
 

@@ -115,6 +115,9 @@ class EverythingFor:
     def __init__(self, peer: Endpoint, topics: Sequence[UUri], period_ms: int | None = None) -> None:
         self._peer, self._topics, self._period_ms = peer, [uris.key(topic) for topic in topics], period_ms
 
+    def comes_from(self, peer: Endpoint, source: UUri) -> bool:
+        return False
+
     def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
         wanted = uris.key(source) in self._topics
         return Decision((Leg(self._peer, (Target("cloud", 0, self._period_ms),)),)) if wanted else Decision()

@@ -514,7 +514,9 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
         lowest: dict[tuple[str, str], int] = {}
         for number, authority, seq, is_unheard in steps:
             name = f"{authority}/{number}"
-            table.hold(name, authority, item(seq), REFUSED, "unheard" if is_unheard else "refused")
+            known = table.of(name, authority)
+            kind: holds.Kind = "unheard" if is_unheard else "refused"
+            assert table.hold(name, authority, known, item(seq), REFUSED, kind) is not None
             lowest[name, authority] = min(seq, lowest.get((name, authority), seq))
             assert len(table) <= most
             now[0] += 0.3
@@ -537,3 +539,24 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
         assert not list(table.states())
         assert not [name for name in log.cursors() if name.startswith(holds.HELD_PREFIX)]
         assert table._heads_bytes == 0
+
+
+async def test_addresses_beyond_those_that_can_be_held_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a stranger who makes up addresses holds nothing of others; known ones are held all the same."""
+    monkeypatch.setattr(holds, "ADDRESSES_MAX", 10)
+    monkeypatch.setattr(holds, "COVERED_MAX", 20)
+    log = await Log.open(None, name="test")
+    table = AddressHolds(log, "cloud", lambda: 0.0, 3_600.0, 3_600.0)
+    held = list[str]()
+    for number in range(100):
+        address = f"vehicle1/{number}"
+        if table.hold(address, "vehicle1", table.of(address, "vehicle1"), item(number + 1), REFUSED, "unheard"):
+            held.append(address)
+    assert held == [f"vehicle1/{number}" for number in range(len(held))], "each, until there is no room"
+    assert len(table) == 10
+    assert 20 <= len(held) <= 30
+    assert table.of("vehicle1/99", "vehicle1") is None
+    for address in held:
+        assert (known := table.of(address, "vehicle1")) is not None
+        assert table.hold(address, "vehicle1", known, item(200), REFUSED, "unheard") is known
+    await log.close()
