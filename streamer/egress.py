@@ -68,8 +68,8 @@ PASSED_LETTERS_MAX: Final = 100
 # after a failure of a network that is there: it may be one stream's, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
-TRIED_AT_ONCE: Final = 32  # holds whose first message is tried in one step ...
-TRY_EVERY_S: Final = 0.1  # ... of which there is one in so long: thousands of holds must not delay what is live
+TRIED_AT_ONCE: Final = 32  # first messages of held addresses that are sent in one round
+TRY_EVERY_S: Final = 0.1  # between two rounds, so that thousands of held addresses don't delay live messages
 # once the first messages of some were taken, others are tried for so long, and all of these are read back together
 GATHER_S: Final = 0.2
 GATHERED_MAX: Final = 512

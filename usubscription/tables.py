@@ -18,7 +18,6 @@ from usubscription.state import Change, Key, Link, Record, Status
 
 HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
 HELD_WEIGHT: Final = f"1 + length(change) / {HELD_UNIT_CHARACTERS}"  # in SQL
-# of one INSERT; SQLite allows 16,000. Each statement gives up Python's lock, and has to wait for it again
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
 UNSEEN: Final[Key] = ("", 0, 0, 0)
 """The topic of a message that is about none: the end of a registration for everything."""
