@@ -112,7 +112,7 @@ async def test_each_suback_and_unsuback_is_an_answer() -> None:
     async with answering() as broker, end(broker.port) as one:
         for reason in reasons.CODES:
             broker.reason = reason
-            for ask in (lambda: one._link.subscribe("a/b", None), lambda: one._link.unsubscribe("a/b")):
+            for ask in (lambda: one._link.subscribe("a/b"), lambda: one._link.unsubscribe("a/b")):
                 if reason < reasons.FAILURE_MIN:
                     await ask()
                     continue

@@ -97,7 +97,7 @@ class End:
         """Raises DEADLINE_EXCEEDED if it has expired."""
         head, tail = self.codec.encode(message)
         [(first, body)], _ = wire.split(head + b"\0\7" + tail)
-        return wire.read_packet(wire.read_publish(first, body))[0]
+        return wire.read_packet(wire.read_publish(first, body))
 
     def receive(self, packet: Packet) -> EncodedMessage | None:
         """What the listener gets; None: nothing, since it is dropped."""
@@ -105,7 +105,7 @@ class End:
         [(first, body)], _ = wire.split(head + b"\0\7" + tail)
         publish = wire.read_publish(first, body)
         before = len(self.heard.messages)
-        self.listeners.deliver_encoded([(None, publish.payload, self.codec.decode(publish)[2])])
+        self.listeners.deliver_encoded([(None, publish.payload, self.codec.decode(publish)[1])])
         return self.heard.messages[-1] if len(self.heard.messages) > before else None
 
 

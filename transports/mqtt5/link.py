@@ -30,7 +30,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 # before attempt 1, 2, ...; the last one ever after (spec section 6.7)
 RECONNECT_MS: Final = (500, 1_000, 2_000, 4_000, 10_000)
 JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that restarts don't all come at once (A-22)
-# to a message, on its way to us: header, packet id, a subscription identifier for each that matches
+# to a message, on its way to us: header, packet id
 BROKER_ADDS_BYTES: Final = 1_024
 HANGS_UP: Final = (ConnectionResetError, BrokenPipeError, ssl.SSLError)  # without a word
 TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
@@ -125,13 +125,13 @@ class Link:
         if self.connection is not None:
             self.connection.pause(paused)
 
-    async def subscribe(self, topic_filter: str, identifier: int | None, *, retained: bool = False) -> None:
+    async def subscribe(self, topic_filter: str, *, retained: bool = False) -> None:
         """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
 
         Raises RefusedError if the broker says no, else UNAVAILABLE: the connection is lost meanwhile.
         """
         packet_id = self.next_packet_id()
-        reason = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, identifier, retained=retained))
+        reason = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, retained=retained))
         if reason >= reasons.FAILURE_MIN:
             raise reasons.refused(f"the subscription to {topic_filter}", reason, {})
         if reason < 1 and not retained:

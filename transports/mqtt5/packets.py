@@ -87,13 +87,12 @@ def connect(
     return _packet(0x10, head + _properties(PacketTypes.CONNECT, properties) + wire.text(client_id) + login)
 
 
-def subscribe(packet_id: int, topic_filter: str, identifier: int | None, *, retained: bool) -> bytes:
+def subscribe(packet_id: int, topic_filter: str, *, retained: bool) -> bytes:
     """QoS 1, No Local; `retained` asks for what the broker has retained, each time."""
     handling = SubscribeOptions.RETAIN_SEND_ON_SUBSCRIBE if retained else SubscribeOptions.RETAIN_DO_NOT_SEND
     options = SubscribeOptions(qos=1, noLocal=True, retainHandling=handling)
-    named = _properties(PacketTypes.SUBSCRIBE, {"SubscriptionIdentifier": identifier} if identifier is not None else {})
     packed: bytes = options.pack()  # type: ignore[no-untyped-call]
-    return _packet(0x82, packet_id.to_bytes(2, "big") + named + wire.text(topic_filter) + packed)
+    return _packet(0x82, packet_id.to_bytes(2, "big") + b"\x00" + wire.text(topic_filter) + packed)
 
 
 def unsubscribe(packet_id: int, topic_filter: str) -> bytes:

@@ -70,8 +70,8 @@ class Session:
         self._unwanted: set[str] = set()
         self._leaving_stale: asyncio.Task[None] | None = None
         self._stale_pause, self._stale_at_s = Backoff(*HANG_UP_MS), 0.0
-        self._is_up = self._may_try = self._has_stale = False
-        self._identifiers = True  # the broker knows subscription identifiers
+        self.has_stale = False  # the broker may have filters for us that nobody wants
+        self._is_up = self._may_try = False
         self._hangs = False  # it has not answered an UNSUBSCRIBE in time
         self._lost = _LOST  # how the connection was lost over a SUBSCRIBE, most lately
 
@@ -116,10 +116,9 @@ class Session:
         if not is_present:
             self._has, self._filters = {}, None
 
-    async def ask_for_all(self, *, identifiers: bool) -> int:
+    async def ask_for_all(self) -> int:
         """On a new connection, for all that is wanted and not suspect; answers how many. Raises UNAVAILABLE if the
         connection is lost meanwhile."""
-        self._identifiers = identifiers
         tried: set[int] = set()
         while missing := [one for one in self.subscriptions.values() if one.is_missing and id(one) not in tried]:
             for start in range(0, len(missing), SUBSCRIBES_MAX):
@@ -142,7 +141,7 @@ class Session:
 
     def leave_stale(self) -> None:
         """All listeners had their time: unsubscribe what the broker has and nobody wants."""
-        self._has_stale = True
+        self.has_stale = True
         self.tick(asyncio.get_running_loop().time())
 
     def unwanted(self, topic: str) -> None:
@@ -151,7 +150,7 @@ class Session:
         if len(self._unwanted) < UNWANTED_TOPICS_MAX and topic not in self._unwanted:
             self._unwanted.add(topic)
             self._note(topic)
-            self._has_stale = True
+            self.has_stale = True
 
     async def close(self) -> None:
         """The connection is closed: wait for what was under way."""
@@ -167,7 +166,7 @@ class Session:
             self._in_company(one)
         if self._may_try and _is_over(self._trying) and self._next_suspect() is not None:
             self._trying = self._start(self._try_one_by_one())
-        if self._has_stale and now_s >= self._stale_at_s and _is_over(self._leaving_stale):
+        if self.has_stale and now_s >= self._stale_at_s and _is_over(self._leaving_stale):
             self._leaving_stale = self._start(self._leave_stale())
 
     # What is wanted.
@@ -228,7 +227,7 @@ class Session:
             if not all(await asyncio.gather(*map(self._leave_one, some))):  # lost, perhaps over this
                 self._stale_at_s = asyncio.get_running_loop().time() + self._stale_pause.next_ms() / 1000
                 return
-        self._has_stale = False
+        self.has_stale = False
         self._stale_pause.reset()
         if stale:
             log.info("unsubscribed what nobody wants any more", broker=self._link.address, topic_filters=len(stale))
@@ -306,7 +305,7 @@ class Session:
         had = one.topic_filter in self._has
         self._note(one.topic_filter)
         try:
-            await self._link.subscribe(one.topic_filter, one.identifier if self._identifiers else None)
+            await self._link.subscribe(one.topic_filter)
         except RefusedError as error:
             if not had:
                 self._forget(one.topic_filter)
@@ -321,7 +320,7 @@ class Session:
                 log.info("the broker lets us subscribe again", topic_filter=one.topic_filter)
             self._clear(one)
             self._note(one.topic_filter)  # another answer may have come meanwhile, to one that was left
-            self.subscriptions.mark_known(one)
+            one.known = True
         return True
 
     def _suspect(self, one: Subscription, lost: UStatusError, alone: bool) -> None:

@@ -1,38 +1,41 @@
-"""Which topic filters the broker knows, and which of its copies of one message we take. Pure.
+"""The topic filters that we have at the broker, and copies of one message that it sends for several of them. Pure.
 
-A broker may send a message once for each subscription that matches, or once for all; the identifiers say for which it
-did. Of the subscriptions that match a topic, the one that the broker has known longest leads: its copy is taken for all
-listeners, the others are not. It is the longest known one, because the broker may still send what it matched before the
-younger ones existed.
+A message that several of our filters match comes once, or once for each of them: the broker chooses (MQTT 5 section
+3.3.4), and what it says in subscription identifiers differs as well. So we ask for none, and look at the messages: of a
+topic that two filters match, the first one of a source and id is taken, and those that follow on the same connection
+are copies. On another connection it may be the first one again, which was not acknowledged.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import zlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
 from uprotocol.cache import Cache
 from uprotocol.status import UStatusError
+from uprotocol.v1.uattributes_pb2 import UAttributes
 
 Shape = tuple[int, tuple[int, ...]]
 """Of a topic filter: how many segments it has, and which of them are `+`."""
 
-IDENTIFIER_MAX: Final = 268_435_455
+# sources and ids of messages on topics that two filters match, some 250 bytes each. A broker that has a queue for each
+# subscription (ActiveMQ Artemis) may send the copy so many messages later
+COPIES_MAX: Final = 32_768
+# topics that two filters have matched on this connection: copies may still come when one of the filters has been left
+OVERLAPPING_TOPICS_MAX: Final = 4_096
+# after the last filter that an earlier process had left in the session is gone: what the broker had queued for it
+LEFT_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class Subscription:
     topic_filter: str
-    identifier: int
     # the broker's first answer; None if it was away when we would have asked
     granted: asyncio.Future[None] | None = None
     known: bool = False  # the broker has it
-    number: int = 0  # rises in the order in which they were made
-    users: int = 1  # uProtocol filters that need it; 0: it is being left, and leads until the broker has answered
+    users: int = 1  # uProtocol filters that need it; 0: it is being left, until the broker has answered
     refusal: UStatusError | None = None  # why the broker has it not
     refusals: int = 0  # in a row
     hang_ups: int = 0  # connections that were lost while it had no answer, in a row
@@ -61,75 +64,89 @@ class Subscriptions(dict[str, Subscription]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_identifier: dict[int, Subscription] = {}
-        self._leaders: Cache[str, tuple[bool, int | None]] = Cache()
+        self._matches: Cache[str, int] = Cache()
         self._shapes: Counter[Shape] = Counter()
-        self._numbers = itertools.count()
 
     def add(self, topic_filter: str) -> Subscription:
-        """A new one. The same filter gets the same identifier in every process, so that what a session kept can be told
-        apart."""
         assert topic_filter not in self, f"{topic_filter} is subscribed to already"
-        identifier = zlib.crc32(topic_filter.encode()) % IDENTIFIER_MAX + 1
-        while identifier in self._by_identifier:
-            identifier = identifier % IDENTIFIER_MAX + 1
-        made = Subscription(topic_filter, identifier, number=next(self._numbers))
-        self[topic_filter] = self._by_identifier[identifier] = made
+        made = self[topic_filter] = Subscription(topic_filter)
         self._shapes[_shape(topic_filter)] += 1
         self._forget(topic_filter)
         return made
 
     def _forget(self, topic_filter: str) -> None:
-        """Which subscription leads, of the topics that it matches."""
+        """How many filters match, of the topics that it matches."""
         if "+" in topic_filter:
-            self._leaders.clear()
+            self._matches.clear()
         else:
-            self._leaders.pop(topic_filter, None)
+            self._matches.pop(topic_filter, None)
 
     def remove(self, subscription: Subscription) -> None:
         """May be called again."""
         if self.get(subscription.topic_filter) is subscription:
             del self[subscription.topic_filter]
-            del self._by_identifier[subscription.identifier]
             shape = _shape(subscription.topic_filter)
             self._shapes[shape] -= 1
             if not self._shapes[shape]:
                 del self._shapes[shape]
             self._forget(subscription.topic_filter)
 
-    def mark_known(self, subscription: Subscription) -> None:
-        subscription.known = True
-        self._forget(subscription.topic_filter)
-
     def forget_all(self) -> None:
         """The broker has lost the session."""
         for subscription in self.values():
             subscription.known = False
-        self._leaders.clear()
 
-    def match(self, topic: str, identifiers: tuple[int, ...]) -> bool | None:
-        """True: take it. False: another copy of it is taken. None: no subscription of ours matches."""
-        found = self._leaders.get(topic)
+    def matches(self, topic: str) -> int:
+        """How many of our filters match it."""
+        found = self._matches.get(topic)
         if found is None:
-            matching = sorted(self._matching(topic), key=lambda one: one.number)
-            leader = next((one.identifier for one in matching if one.known), None)
-            found = self._leaders[topic] = (bool(matching), leader)
-        matched, leader = found
-        if not matched:
-            return None
-        if leader is None or not identifiers or leader in identifiers:
-            return True
-        return not any(identifier in self._by_identifier for identifier in identifiers)
+            found = self._matches[topic] = self._count(topic)
+        return found
 
-    def _matching(self, topic: str) -> list[Subscription]:
-        segments = topic.split("/")
-        found = []
+    def _count(self, topic: str) -> int:
+        segments, count = topic.split("/"), 0
         for length, places in self._shapes:
             if length == len(segments):
                 masked = segments.copy()
                 for place in places:
                     masked[place] = "+"
-                one = self.get("/".join(masked))
-                if one is not None:
-                    found.append(one)
-        return found
+                count += "/".join(masked) in self
+        return count
+
+
+class Copies:
+    """Messages that were taken on this connection, of topics that more than one filter of ours has matched. While the
+    session may have filters that an earlier process has left, which may match anything: of all topics."""
+
+    def __init__(self) -> None:
+        self._topics: Cache[str, None] = Cache(OVERLAPPING_TOPICS_MAX)
+        self._taken: dict[tuple[int, int, bytes], None] = {}  # id, source; in the order in which they came
+        self._of_all, self._of_all_until_s = False, 0.0
+
+    def new_connection(self) -> None:
+        self._topics.clear()
+        self._taken.clear()
+
+    def left_filters(self, now_s: float) -> None:
+        """The session may have some now."""
+        self._of_all, self._of_all_until_s = True, now_s + LEFT_S
+
+    def tick(self, now_s: float) -> None:
+        self._of_all = self._of_all and now_s < self._of_all_until_s
+
+    def may_come(self, topic: str, matches: int) -> bool:
+        """True if messages of this topic may come more than once, now that `matches` filters match it."""
+        if matches > 1 and topic not in self._topics:
+            self._topics[topic] = None
+        return matches > 1 or self._of_all or topic in self._topics
+
+    def is_copy(self, encoded: bytes) -> bool:
+        """Of one that has been taken; `encoded` are its UAttributes. One that is none counts as taken from now on."""
+        attributes = UAttributes.FromString(encoded)
+        key = attributes.id.msb, attributes.id.lsb, attributes.source.SerializeToString()
+        if key in self._taken:
+            return True
+        self._taken[key] = None
+        if len(self._taken) > COPIES_MAX:
+            del self._taken[next(iter(self._taken))]
+        return False

@@ -38,7 +38,7 @@ from transports.mqtt5.mapping import REQUEST_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
 from transports.mqtt5.reasons import RefusedError
 from transports.mqtt5.session import Session
-from transports.mqtt5.subscriptions import topic_matches
+from transports.mqtt5.subscriptions import Copies, topic_matches
 from transports.mqtt5.window import Window
 from transports.mqtt5.wire import Codec
 from uprotocol import attributes as attrs
@@ -124,6 +124,7 @@ class Mqtt5Transport(TransportBase):
         self._has_session = False  # the broker keeps one for us, as far as we know
         self._was_welcomed = False  # by the broker, since we were made
         self._tasks: set[asyncio.Task[None]] = set()  # until `close`: subscriptions are left, and losses asked for
+        self._copies = Copies()
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._is_claiming, self._unclaimed_until_s = False, 0.0
         self._has_all_listeners = False  # as their owner says
@@ -188,10 +189,13 @@ class Mqtt5Transport(TransportBase):
     # What the link tells.
 
     def welcomed(self, welcome: Welcome) -> None:
+        self._copies.new_connection()
         now_s = asyncio.get_running_loop().time()
         # an earlier process has left it
         if welcome.session_present and not self._was_welcomed and not self._has_all_listeners:
             self._is_claiming, self._unclaimed_until_s = True, now_s + UNCLAIMED_MS_MAX / 1000
+        if welcome.session_present and not self._was_welcomed:
+            self._copies.left_filters(now_s)
         self._losses.connected(
             resumed=welcome.session_present,
             had_session=self._has_session and self._session.listens,
@@ -205,8 +209,7 @@ class Mqtt5Transport(TransportBase):
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
         brokers_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
         self._codec.packet_bytes_max = min(brokers_max, self.wire_bytes_max)
-        identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
-        asked = await self._session.ask_for_all(identifiers=identifiers)
+        asked = await self._session.ask_for_all()
         self._window.open(connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
         log.info(
             "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=asked
@@ -230,7 +233,7 @@ class Mqtt5Transport(TransportBase):
 
     async def _ask_once_for_count(self) -> None:
         try:
-            await self._link.subscribe(DROPPED_TOPIC, None, retained=True)
+            await self._link.subscribe(DROPPED_TOPIC, retained=True)
         except UStatusError as error:
             self._count_refusals += COUNT_REFUSALS_MAX if isinstance(error, RefusedError) else 1
             log.info("the broker does not tell how many messages it drops", broker=self._link.address, error=str(error))
@@ -254,6 +257,9 @@ class Mqtt5Transport(TransportBase):
         if self._is_claiming and now_s >= self._unclaimed_until_s:
             self._end_claims()
         self._session.tick(now_s)
+        if self._is_claiming or self._session.has_stale:
+            self._copies.left_filters(now_s)
+        self._copies.tick(now_s)
         if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
             log.warning(
                 "listeners don't take what has arrived: what comes now is left to the broker",
@@ -334,7 +340,7 @@ class Mqtt5Transport(TransportBase):
             self._losses.counted(publish.payload, retained=publish.retained, now_s=asyncio.get_running_loop().time())
             return self._nothing(publish)
         try:
-            topic, identifiers, encoded = self._codec.decode(publish)
+            topic, encoded = self._codec.decode(publish)
         except UStatusError as error:
             self.dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
             log.debug("dropped what is no uProtocol message", topic=publish.topic, error=str(error))
@@ -343,25 +349,32 @@ class Mqtt5Transport(TransportBase):
             self.dropped["malformed"] += 1
             log.exception("a message that arrived could not be read, and nobody foresaw why", topic=publish.topic)
             return self._nothing(publish)
-        wanted = self._session.subscriptions.match(topic, identifiers)
-        if wanted is False:
-            return self._nothing(publish)
+        matches = self._session.subscriptions.matches(topic)
         size = 0
         if weigh:
             size = len(publish.payload) + len(encoded)
             if size > self._link.wire_bytes_max:  # the broker may add to a message, so it was told a little more
                 self.dropped["too_large"] += 1
                 return self._nothing(publish)
-        arrived = Arrived((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)
-        if wanted:
+        if not matches and not self._may_be_claimed(publish):
+            self.dropped["unwanted"] += 1
+            self._session.unwanted(topic)
+            return self._nothing(publish)
+        if self._copies.may_come(topic, matches) and self._copies.is_copy(encoded):
+            arrived = self._nothing(publish)
+        else:
+            arrived = Arrived((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)
+        if matches:
             return arrived
-        if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
-            self._unclaimed.append((topic, arrived))  # as many as Receive Maximum, and as large as what waits may be
-            self._arrivals.count(arrived.size)
-            return None
-        self.dropped["unwanted"] += 1
-        self._session.unwanted(topic)
-        return self._nothing(publish)
+        self._unclaimed.append((topic, arrived))  # as many as Receive Maximum, and as large as what waits may be
+        self._arrivals.count(arrived.size)
+        return None
+
+    def _may_be_claimed(self, publish: wire.Publish) -> bool:
+        """A listener that wants it may yet be registered."""
+        return (
+            self._is_claiming and publish.packet_id != 0 and asyncio.get_running_loop().time() < self._unclaimed_until_s
+        )
 
     def _nothing(self, publish: wire.Publish) -> Arrived:
         """To be acknowledged only."""
@@ -381,7 +394,7 @@ class Mqtt5Transport(TransportBase):
             return
         self._is_claiming = False
         if self._unclaimed:
-            self.dropped["unwanted"] += len(self._unclaimed)
+            self.dropped["unwanted"] += sum(arrived.message is not None for _, arrived in self._unclaimed)
             for topic, _ in self._unclaimed:
                 self._session.unwanted(topic)
             self._acknowledge(self._take_unclaimed())

@@ -195,11 +195,9 @@ def _end_of_property(data: bytes, start: int) -> int:
     return start + 3 + (data[start + 1] << 8 | data[start + 2])
 
 
-def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
-    """What it carries, and the identifiers of the subscriptions that brought it here. Raises
-    UStatusError(INVALID_ARGUMENT)."""
+def read_packet(publish: Publish) -> Packet:
+    """What it carries. Raises UStatusError(INVALID_ARGUMENT)."""
     user: list[tuple[str, str]] = []
-    subscriptions: tuple[int, ...] = ()
     expiry_s = correlation = content_type = None
     data, end = publish.properties, 0
     try:
@@ -211,8 +209,6 @@ def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
             if kind == _USER:
                 split = start + 3 + (data[start + 1] << 8 | data[start + 2])
                 user.append((data[start + 3 : split].decode(), data[split + 2 : end].decode()))
-            elif kind == _SUBSCRIPTION:
-                subscriptions = (*subscriptions, read_varint(data, start + 1, end)[0])
             elif kind == _EXPIRY:
                 (expiry_s,) = _u32.unpack_from(data, start + 1)
             elif kind == _CONTENT_TYPE:
@@ -222,7 +218,7 @@ def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
         topic = publish.topic.decode()
     except (IndexError, ValueError) as error:
         raise invalid(f"the properties of a PUBLISH can't be read: {str(error) or 'they end too early'}") from None
-    return Packet(topic, user, expiry_s, correlation, content_type, publish.payload), subscriptions
+    return Packet(topic, user, expiry_s, correlation, content_type, publish.payload)
 
 
 class _Out(NamedTuple):
@@ -248,7 +244,6 @@ def _without_id(packet: Packet, ttl_ms: int) -> _Out:
 
 class _In(NamedTuple):
     topic: str
-    identifiers: tuple[int, ...]
     attributes: bytes  # but for the id
     waited_s: int | None  # the ttl is one for messages that arrive so long after the time of their id; None: for all
 
@@ -323,8 +318,8 @@ class Codec:
             return made._replace(late=_without_id(late, message.attributes.ttl))
         return made
 
-    def decode(self, publish: Publish) -> tuple[str, tuple[int, ...], bytes]:
-        """Topic, subscription identifiers, serialised UAttributes. Raises UStatusError as Mapping.decode does."""
+    def decode(self, publish: Publish) -> tuple[str, bytes]:
+        """Topic, serialised UAttributes. Raises UStatusError as Mapping.decode does."""
         topic, properties = publish.topic, publish.properties
         at = properties.find(ID_KEY) + len(ID_KEY)
         key = (topic, properties[:at], properties[at + ID_BYTES :])
@@ -335,8 +330,8 @@ class Codec:
             msb = int(one + two + three, 16)
             if found.waited_s is None or found.waited_s == waited_s(msb >> 16, self._checks.now_ms()):
                 field = _id_field.pack(_ID_TAG, msb, _LSB_TAG, int(four + five, 16))
-                return found.topic, found.identifiers, field + found.attributes
-        packet, identifiers = read_packet(publish)
+                return found.topic, field + found.attributes
+        packet = read_packet(publish)
         now_ms = self._checks.now_ms()
         message, is_restored = self._mapping.read(packet, now_ms)
         attributes = message.attributes
@@ -344,5 +339,5 @@ class Codec:
         rest = suffix(encoded)
         if rest is not None and is_shared(attributes) and holds_id_at(properties, at):
             waited = waited_s(time_ms(attributes.id), now_ms) if is_restored else None
-            self._in[key] = _In(packet.topic, identifiers, rest, waited)
-        return packet.topic, identifiers, encoded
+            self._in[key] = _In(packet.topic, rest, waited)
+        return packet.topic, encoded
