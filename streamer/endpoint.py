@@ -288,8 +288,12 @@ class Endpoints:
             endpoint.names = Names(endpoint.suffix, self._is_inside) if endpoint.suffix else None
 
     def notes(self) -> list[str]:
-        """What may go wrong with names, in plain sentences."""
-        notes = [f"endpoint {endpoint.name}: {note}" for endpoint in self for note in endpoint.twins.notes()]
+        """What networks and names may do that a person should know of, in plain sentences."""
+        notes = [
+            f"endpoint {endpoint.name}: {note}"
+            for endpoint in self
+            for note in (*getattr(endpoint.transport, "notes", ()), *endpoint.twins.notes())
+        ]
         for outside in self:
             others = [other for other in self if other is not outside and not other.suffix]
             inside = {authority for other in others for authority in other.authorities}

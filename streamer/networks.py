@@ -28,6 +28,7 @@ from usubscription_client.interest import Interest
 
 JUST_GONE_S: Final = 5.0  # a network that went away within that may be back any moment: a broker restarts, say, so ...
 BACK_SOON_S: Final = 2.0  # ... who subscribes is answered only when it is, or after so long; callers are more patient
+OPEN_MS_MIN: Final = 500  # between attempts to open a network: a broker that refuses us is not to be flooded
 CLOSE_S_MAX: Final = 10.0  # for a transport that hangs to be closed; ours take 4 s at most
 
 log = structlog.get_logger()
@@ -96,7 +97,7 @@ class Networks:
                 why = self._troubles[endpoint.name] = str(error)
             log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff)
             self._has_tried(endpoint.name)
-            await backoff.wait()
+            await asyncio.sleep(max(backoff.next_ms(), OPEN_MS_MIN) / 1000)
         self._open.add(endpoint.name)
         self._troubles.pop(endpoint.name, None)
 

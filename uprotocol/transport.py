@@ -227,6 +227,12 @@ class UTransport(abc.ABC):
         `on_loss`'s."""
         return []
 
+    @property
+    def notes(self) -> list[str]:
+        """What a person may want to know though nothing is wrong: a limit of the network that is lower than what the
+        settings ask for, for instance."""
+        return []
+
     @abc.abstractmethod
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         """Send in order, also in the order of the calls; one status for each message, OK when the network has taken it

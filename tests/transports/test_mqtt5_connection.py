@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -318,7 +318,7 @@ class Nobody:
     def on_publishes(self, publishes: list[wire.Publish]) -> None:
         self.heard += publishes
 
-    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
+    def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None:
         self.heard += pubacks
 
 
@@ -370,7 +370,7 @@ async def test_a_suback_comes_between_the_messages_that_it_parts() -> None:
         def on_publishes(self, publishes: list[wire.Publish]) -> None:
             order.append(b"".join(one.topic for one in publishes).decode())
 
-        def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
+        def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None:
             order.append(repr(pubacks))
 
     one, pipe = connection(User())
@@ -380,7 +380,7 @@ async def test_a_suback_comes_between_the_messages_that_it_parts() -> None:
     acks = wire.pubacks([1]) + packet(0x40, b"\x00\x02\x87\x00")
     feed(one, publishes[0] + acks + publishes[1] + packet(0x90, b"\x00\x05\x00\x01") + publishes[2])
     assert order == ["ab", "c", "[(1, 0), (2, 135)]"]
-    assert await asking == 1
+    assert await asking == packets.Answer(1, {})
     assert pipe.written == [b"..."]
 
 

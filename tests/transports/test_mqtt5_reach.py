@@ -90,7 +90,7 @@ class Broker:
         self._ids = iter(range(1, 65_536))
         self.writes: list[int] = []  # packets in each
         self.taken: list[tuple[int, UMessage]] = []  # by packet id, not answered
-        self.window = Window(self._encode, self._next_id, lambda _: None)
+        self.window = Window(self._encode, self._next_id, lambda _: None, lambda _: 4)
         self._encoded: list[UMessage] = []
         self.window.open(self, size)  # type: ignore[arg-type]
 
@@ -111,7 +111,7 @@ class Broker:
     def answer(self, count: int, reason: int = 0) -> None:
         """One read with `count` PUBACKs."""
         answered, self.taken = self.taken[:count], self.taken[count:]
-        self.window.on_pubacks([(packet_id, reason) for packet_id, _ in answered])
+        self.window.on_pubacks([(packet_id, reason) for packet_id, _ in answered], {})
 
 
 def messages(count: int, size: int = 1) -> list[UMessage]:

@@ -130,9 +130,9 @@ def test_each_connack_and_disconnect_is_read(properties: bytes) -> None:
         if properties:
             welcome = packets.read_connack(bytes((0, reason)) + properties)
             assert welcome.reason == (reason if reason != 1 else reasons.UNSUPPORTED_VERSION)
-        text = packets.read_disconnect(bytes((reason,)) + properties)
-        assert text.startswith("it said: ")
-        assert ("sorry" in text) is (b"sorry" in properties and reason not in (0, 4))
+        said = packets.read_disconnect(bytes((reason,)) + properties)
+        assert said.reason == reason
+        assert ("sorry" in reasons.ended(*said)) is (b"sorry" in properties and reason not in (0, 4))
 
 
 def test_each_code_has_a_name_and_a_ucode() -> None:
@@ -165,9 +165,12 @@ def test_a_maximum_of_0_is_not_meant(property: bytes) -> None:
 
 def test_the_answer_behind_properties_that_can_not_be_read_is_found() -> None:
     for kind in (packets.SUBACK, packets.UNSUBACK):
-        assert packets.read_answer(kind, b"\x00\x07\x04\x7b\x01\x02\x03\x97") == (7, 0x97)
-        assert packets.read_answer(kind, b"\x00\x07\x03\x1f\xff\xff\x97") == (7, 0x97)  # a length beyond the end
-        assert packets.read_answer(kind, b"\x00\x07\x04\x1f\x00\x01\xff\x97") == (7, 0x97)  # no UTF-8
+        assert packets.read_answer(kind, b"\x00\x07\x04\x7b\x01\x02\x03\x97") == (7, (0x97, {}))
+        # a length beyond the end
+        assert packets.read_answer(kind, b"\x00\x07\x03\x1f\xff\xff\x97") == (7, (0x97, {}))
+        # no UTF-8
+        why = {"ReasonString": "\ufffd"}
+        assert packets.read_answer(kind, b"\x00\x07\x04\x1f\x00\x01\xff\x97") == (7, (0x97, why))
 
 
 @given(st.binary(max_size=40))
@@ -177,6 +180,7 @@ def test_readers_raise_nothing_but_a_value_error(body: bytes) -> None:
         packets.read_disconnect,
         lambda body: packets.read_answer(packets.SUBACK, body),
         lambda body: packets.read_answer(packets.UNSUBACK, body),
+        packets.why_refused,
     ):
         with contextlib.suppress(ValueError):
             read(body)

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.transports.mqtt5_answering import serving
 from tests.transports.mqtt5_scripted import Knobs, Overlap, ScriptedBroker
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, subscriptions
+from tests.transports.test_mqtt5_suspects import send_as_soon_as_connected
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, subscriptions, suspects
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -27,6 +31,12 @@ ALL_OF_SENDER = uris.parse("up://sender/FFFFFFFF/FF/FFFF")
 
 def message(number: int, topic: UUri = TOPIC) -> UMessage:
     return UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % number, 6))
+
+
+def notification(number: int) -> UMessage:
+    """Each with an address of its own; 9 slashes in-vehicle."""
+    source, sink = uris.parse(f"up://sender/10AB/3/{0x9000 + number:X}"), uris.parse("up://receiver/10AB/3/0")
+    return UMessageBuilder.notification(source, sink).build_from_upayload(UPayload(b"%d" % number, 6))
 
 
 def end(broker: ScriptedBroker, authority: str, **settings: Any) -> Mqtt5Transport:
@@ -194,3 +204,202 @@ def test_copies_are_looked_for_where_filters_overlap_or_an_earlier_process_has_l
     assert not copies.may_come("c/d", 1)
     copies.new_connection()
     assert not copies.may_come("a/b", 1)
+
+
+# What a broker announces.
+
+
+async def test_a_session_that_is_kept_for_less_time_is_noted() -> None:
+    async with serving(ScriptedBroker(Knobs(session_expiry_max_s=60))) as broker, end(broker, "one") as one:
+        (note,) = one.notes
+        assert "keeps our session for 60 s, and session_expiry_s asks for 300" in note
+        assert not one.troubles
+        broker.knobs.session_expiry_max_s = None
+        await broker.until(lambda: len(broker.subscribed) == 1)  # to $SYS, on each connection
+        broker.end_connections()
+        await broker.until(lambda: len(broker.subscribed) == 2)
+        assert not one.notes
+
+
+async def test_a_broker_that_keeps_no_session_is_a_trouble() -> None:
+    knobs = Knobs(session_expiry_max_s=0)
+    async with serving(ScriptedBroker(knobs)) as broker, end(broker, "one", client_id="one") as one:
+        await one.register_listener(TOPIC, Heard())
+        (trouble,) = one.troubles
+        assert "keeps no session" in trouble
+        losses: list[str] = []
+        one.on_loss(lambda text, _: losses.append(text))
+        broker.end_connections()
+        await broker.until(lambda: broker.subscribed.count("sender/10AB/0/3/80CD") == 2)
+        assert not losses, "it was known that nothing would be kept"
+
+
+async def test_a_subscription_of_qos_0_is_a_trouble_and_is_heard_all_the_same() -> None:
+    async with (
+        serving(ScriptedBroker(Knobs(granted_qos=0))) as broker,
+        end(broker, "sender") as sender,
+        end(broker, "receiver") as receiver,
+    ):
+        heard = Heard()
+        await receiver.register_listener(TOPIC, heard)
+        (trouble,) = receiver.troubles
+        assert trouble.startswith("the broker grants QoS 0 only to 1 of our subscriptions (sender/10AB/0/3/80CD")
+        await sender.send(message(1))
+        await heard.until(1)
+        await receiver.unregister_listener(TOPIC, heard)
+        assert not receiver.troubles
+
+
+async def test_a_broker_without_wildcards_is_not_asked_for_them() -> None:
+    knobs = Knobs(announces={"WildcardSubscriptionAvailable": 0})
+    async with serving(ScriptedBroker(knobs)) as broker, end(broker, "one") as one:
+        with pytest.raises(UStatusError, match="the broker has no subscriptions with wildcards") as no:
+            await one.register_listener(ALL_OF_SENDER, Heard())
+        assert no.value.code == UCode.UNIMPLEMENTED
+        await one.register_listener(TOPIC, Heard())
+        assert not one.troubles
+        assert not any("+" in topic_filter for topic_filter in broker.subscribed)
+
+
+async def test_a_login_that_names_another_server_says_so() -> None:
+    knobs = Knobs(connack=(0x9D, "we have moved"), announces={"ServerReference": "other.example:8883"})
+    async with serving(ScriptedBroker(knobs)) as broker:
+        with pytest.raises(UStatusError) as no:
+            await end(broker, "one").open()
+        assert "Server moved (we have moved; the broker names other.example:8883 instead" in no.value.message
+        assert no.value.code == UCode.UNAVAILABLE
+
+
+async def test_a_broker_that_sends_us_elsewhere_later_is_asked_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(link, "reconnect_wait_ms", lambda attempt, _: waits.append(attempt) or 1)
+    async with serving(ScriptedBroker()) as broker, end(broker, "one") as one:
+        await one.register_listener(TOPIC, Heard())
+        for number, reason in enumerate((0x9C, 0x97, 0x8E), 1):
+            await broker.until(lambda: broker.subscribed.count("sender/10AB/0/3/80CD") == number)  # noqa: B023
+            broker.end_connections(reason, {"ServerReference": "other.example"})
+            broker.forget()
+        await broker.until(lambda: broker.subscribed.count("sender/10AB/0/3/80CD") == 4)
+        assert waits == [1, 2, 3]
+        assert any("logs in" in trouble for trouble in one.troubles)
+
+
+async def test_why_a_subscription_and_a_message_are_refused_is_told() -> None:
+    knobs = Knobs(suback=lambda one: (0x97, "50 are enough"), puback=lambda one: (0x87, "not for you"))
+    async with serving(ScriptedBroker(knobs)) as broker, end(broker, "one", sys_topics=False) as one:
+        await one.register_listener(TOPIC, Heard())
+        (trouble,) = one.troubles
+        assert trouble.endswith("Quota exceeded (50 are enough)")
+        (status,) = await one.send_batch([message(1)])
+        assert status.message == "the broker refuses the message: Not authorized (not for you)"
+
+
+@pytest.mark.parametrize(("answers", "why"), [(False, "does not answer in time"), (True, "ends it")])
+async def test_a_broker_that_knows_no_mqtt_5(answers: bool, why: str) -> None:
+    """amqtt takes the connection and never answers; others hang up."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.close()
+
+    broker = ScriptedBroker(Knobs(answers_connect=False))
+    if answers:
+        broker.serve = hang_up  # type: ignore[method-assign]
+    async with serving(broker):
+        with pytest.raises(UStatusError, match="does it speak MQTT 5") as no:
+            await end(broker, "one", connect_timeout_ms=200).open()
+        assert why in no.value.message
+        assert no.value.code == UCode.UNAVAILABLE
+
+
+# A broker that hangs up.
+
+
+async def test_a_broker_that_hangs_up_on_sys_topics_is_not_asked_again(tmp_path: Path) -> None:
+    """Neither on the next connection nor by the next process (rumqttd)."""
+    async with serving(ScriptedBroker(Knobs(hangs_up_on="$SYS"))) as broker:
+        for connections in (2, 3):
+            one = end(broker, "one", client_id="one")
+            one.remember_in(str(tmp_path / "one"))
+            async with one:
+                await one.register_listener(TOPIC, Heard())
+                await broker.until(lambda: broker.connections == connections)  # noqa: B023
+                await one.register_listener(ALL_OF_SENDER, Heard())
+            assert broker.connections == connections
+        assert broker.subscribed.count("$SYS/broker/publish/messages/dropped") == 1
+
+
+async def test_a_broker_is_not_asked_for_sys_topics_where_the_settings_say_so() -> None:
+    async with serving(ScriptedBroker()) as broker, end(broker, "one", sys_topics=False) as one:
+        await one.register_listener(TOPIC, Heard())
+        assert broker.subscribed == ["sender/10AB/0/3/80CD"]
+
+
+async def test_topics_that_a_broker_finds_invalid_cost_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS IoT Core ends the connection over a topic with more than 7 slashes. After three of them no more are tried."""
+    monkeypatch.setattr(link, "reconnect_wait_ms", lambda *_: 1)
+    async with serving(ScriptedBroker(Knobs(slashes_max=7))) as broker, end(broker, "sender") as one:
+        batch = [notification(number) if number % 2 else message(number) for number in range(40)]
+        done: dict[int, int] = {}
+        while len(done) < len(batch):
+            left = [number for number in range(len(batch)) if number not in done]
+            statuses = await send_as_soon_as_connected(one, [batch[number] for number in left])
+            answered = zip(left, (status.code for status in statuses), strict=True)
+            done.update((number, code) for number, code in answered if code != UCode.UNAVAILABLE)
+        assert done == {number: UCode.PERMISSION_DENIED if number % 2 else UCode.OK for number in range(40)}
+        # each of them with others in flight, perhaps, and then alone
+        assert broker.connections <= 1 + 2 * suspects.TOPICS_MIN
+        assert any("over topics with 9 slashes" in trouble for trouble in one.troubles)
+
+
+async def test_a_message_over_which_a_broker_ends_the_connection_is_answered_with_its_reason() -> None:
+    async with serving(ScriptedBroker(Knobs(payload_bytes_max=10))) as broker, end(broker, "sender") as one:
+        large = UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(bytes(11), 6))
+        (status,) = await one.send_batch([large])
+        assert status.code == UCode.INVALID_ARGUMENT
+        assert "Packet too large" in status.message
+        (status,) = await send_as_soon_as_connected(one, [message(1)])
+        assert not status.code
+        assert broker.connections == 2
+
+
+def test_the_slashes_of_topics_that_are_taken_are_not_refused() -> None:
+    found, stream, one = suspects.Suspects(), (b"stream", b"", 1), message(1)
+    denied = UStatusError(UCode.PERMISSION_DENIED, "invalid").status
+    for number in range(suspects.TOPICS_MIN):
+        assert found.pass_over((b"other", b"", 1), 0.0, 9) is None
+        found.lost_with((b"%d" % number, b"", 1), one, 0.0, denied, 9)
+    refused = found.pass_over((b"other", b"", 1), 0.0, 9)
+    assert refused is not None
+    assert refused.code == UCode.PERMISSION_DENIED
+    assert found.pass_over(stream, 0.0, 4) is None
+    assert found.pass_over((b"other", b"", 1), suspects.PASSED_OVER_S_MIN, 9) is None, "one is tried again ..."
+    assert found.is_suspect((b"other", b"", 1), 9), "... alone"
+    found.answered((b"other", b"", 1), 9)
+    assert found.pass_over((b"another", b"", 1), 0.0, 9) is None
+
+
+async def test_what_a_resumed_session_brings_waits_for_the_listener_that_wants_it() -> None:
+    """Off-vehicle all that one authority sends to another has one topic."""
+    sink = uris.parse("up://receiver/10AB/3/0")
+    sources = [uris.parse(f"up://sender/10AB/3/{resource:X}") for resource in (0x9001, 0x9002)]
+    async with (
+        serving(ScriptedBroker()) as broker,
+        end(broker, "sender", mode="off-vehicle") as sender,
+    ):
+        settings = {"client_id": "receiver", "mode": "off-vehicle"}
+        async with end(broker, "receiver", **settings) as earlier:
+            for source in sources:
+                await earlier.register_listener(source, Heard(), sink)
+        for number, source in enumerate(sources):
+            builder = UMessageBuilder.notification(source, sink)
+            await sender.send(builder.build_from_upayload(UPayload(b"%d" % number, 6)))
+        async with end(broker, "receiver", **settings) as receiver:
+            for number, source in enumerate(sources):
+                heard = Heard()
+                await receiver.register_listener(source, heard, sink)
+                await heard.until(number)
+                assert heard.numbers == {number: 1}
+            await broker.until(lambda: not broker.unacknowledged)

@@ -10,7 +10,7 @@ import pytest
 from tests.transports.mqtt5_answering import serving
 from tests.transports.test_mqtt5_connection import DEADLINE_S, FakeBroker, end
 from transports.base import NOT_TRIED
-from transports.mqtt5 import Mqtt5Transport, link, window, wire
+from transports.mqtt5 import Mqtt5Transport, link, packets, window, wire
 from transports.mqtt5.connection import TakenOver
 from transports.mqtt5.suspects import LOSSES_MIN, Suspects
 from uprotocol import uri as uris
@@ -122,7 +122,7 @@ async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.M
         assert not one._window._suspects
 
 
-@pytest.mark.parametrize("why", [TimeoutError("silent"), TakenOver("session taken over")])
+@pytest.mark.parametrize("why", [TimeoutError("silent"), TakenOver(packets.Answer(0x8E, {}))])
 async def test_a_network_that_is_gone_makes_no_suspect(why: OSError) -> None:
     async with serving(Strict()) as broker, end(broker) as one:
         broker.is_silent = True
@@ -139,12 +139,12 @@ def test_a_stream_is_passed_over_for_longer_each_time() -> None:
     waits = []
     for _ in range(LOSSES_MIN + 7):
         suspects.lost_with(stream, one, 1_000.0)
-        waits.append(next(wait for wait in range(400) if suspects.pass_over(stream, 1_000.0 + wait) is None))
+        waits.append(next(wait for wait in range(400) if suspects.pass_over(stream, 1_000.0 + wait, 4) is None))
     assert waits == [0] * (LOSSES_MIN - 1) + [5, 10, 20, 40, 80, 160, 300, 300]
-    suspects.answered(stream)
+    suspects.answered(stream, 4)
     assert not suspects
     suspects.lost_with(stream, one, 1_000.0)
-    assert suspects.pass_over(stream, 1_000.0) is None, "the count starts anew"
+    assert suspects.pass_over(stream, 1_000.0, 4) is None, "the count starts anew"
 
 
 def test_suspects_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +153,4 @@ def test_suspects_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [(b"%d" % number, b"", 1) for number in range(4)]
     for stream in streams:
         suspects.lost_with(stream, message(FORBIDDEN, 0), 0.0)
-    assert [stream in suspects for stream in streams] == [False, True, True, True]
+    assert [suspects.is_suspect(stream, 4) for stream in streams] == [False, True, True, True]

@@ -82,6 +82,12 @@ class Mqtt5Config(TransportSettings):
     connect_timeout_ms: int = Field(
         default=5_000, ge=1, description="each: for the name, an address, TLS, and the broker's answer"
     )
+    sys_topics: bool = Field(
+        default=True,
+        description="ask the broker for its count of dropped messages (`$SYS/broker/publish/messages/dropped`), which "
+        "mosquitto tells. A broker that hangs up over the question (rumqttd) is asked once a day: false saves that "
+        "connection",
+    )
     ttl_reading: TtlReading = Field(
         default=TtlReading.RESTORED,
         description="what the ttl of a message is that has waited: as long as its sender meant, or what the broker has "

@@ -17,7 +17,7 @@ import socket
 import ssl
 import sys
 import termios
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from transports.base import on_own_thread
@@ -27,8 +27,9 @@ from transports.mqtt5 import packets, reasons, wire
 READ_BYTES: Final = 1 << 18
 # from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
 LARGE_BYTES: Final = 1 << 16
+LONELY_PUBACK_BYTES: Final = 4  # of packet id, reason code, and the length of no properties
 ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
-SESSION_TAKEN_OVER: Final = b"\x8e"  # reason code of DISCONNECT
+SESSION_TAKEN_OVER: Final = 0x8E  # reason code of DISCONNECT
 
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 # Linux: what of a TCP socket its peer has not acknowledged (SIOCOUTQ, tcp(7)); elsewhere nobody tells us
@@ -49,8 +50,16 @@ class PacketTooLarge(ConnectionError):
         )
 
 
-class TakenOver(ConnectionAbortedError):
-    """The broker has given our session to another client, which has logged in with the same client_id."""
+class Disconnected(ConnectionAbortedError):
+    """The broker has ended the connection with a DISCONNECT."""
+
+    def __init__(self, said: packets.Answer) -> None:
+        super().__init__(f"it said: {reasons.ended(said.reason, said.properties)}")
+        self.reason = said.reason
+
+
+class TakenOver(Disconnected):
+    """It has given our session to another client, which has logged in with the same client_id."""
 
 
 class PacketReader:
@@ -105,8 +114,8 @@ class ConnectionUser(Protocol):
     def on_publishes(self, publishes: list[wire.Publish]) -> None:
         """Those of one read, in order."""
 
-    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
-        """[(packet id, reason code)] of one read, in order."""
+    def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None:
+        """[(packet id, reason code)] of one read, in order; reason strings by packet id, of those that have one."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -136,8 +145,16 @@ class Connection(asyncio.BufferedProtocol):
             self._written_bytes += len(data)
             self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
 
+    @property
+    def hung_up(self) -> OSError | None:
+        """How it has ended, if the broker has ended it: neither is the network gone, nor has another client our
+        session."""
+        if not self.lost.done() or self.lost.cancelled() or isinstance(self.lost.result(), (TimeoutError, TakenOver)):
+            return None
+        return self.lost.result()
+
     async def ask(self, packet_id: int, packet: bytes, timeout_s: float | None = None) -> Any:
-        """The broker's answer: a Welcome for packet id 0, else a reason code. Raises OSError if the connection is lost.
+        """The broker's answer: a Welcome for packet id 0, else an Answer. Raises OSError if the connection is lost.
 
         An answer that does not come within `timeout_s` (ANSWER_MS_MAX) costs the connection. While the peer takes what
         was written before the question, the time does not count.
@@ -255,12 +272,17 @@ class Connection(asyncio.BufferedProtocol):
     def _sort(self, found: Packets) -> None:
         publishes: list[wire.Publish] = []
         pubacks: list[tuple[int, int]] = []
+        whys: dict[int, str] = {}
         for first, body in found:
             kind = first & 0xF0
             if kind == wire.PUBLISH and not first & 0x04:  # QoS 0 or 1
                 publishes.append(wire.read_publish(first, body))
             elif kind == wire.PUBACK and len(body) >= 2:
                 pubacks.append((body[0] << 8 | body[1], body[2] if len(body) > 2 else 0))
+                if len(body) > LONELY_PUBACK_BYTES and (
+                    why := packets.why_refused(bytes(body[: packets.ANSWER_BYTES_MAX]))
+                ):
+                    whys[pubacks[-1][0]] = why
             else:
                 if publishes:  # a SUBACK changes how those behind it are read
                     self._user.on_publishes(publishes)
@@ -271,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         if publishes:
             self._user.on_publishes(publishes)
         if pubacks and self._transport is not None:
-            self._user.on_pubacks(pubacks)
+            self._user.on_pubacks(pubacks, whys)
 
     def _take_rare(self, kind: int, first: int, body: bytes) -> None:
         if len(body) > packets.ANSWER_BYTES_MAX and kind != wire.PUBLISH:
@@ -288,7 +310,7 @@ class Connection(asyncio.BufferedProtocol):
             self._answer(*packets.read_answer(kind, body))
         elif kind == packets.DISCONNECT:
             said = packets.read_disconnect(body)
-            self.drop(TakenOver(said) if body[:1] == SESSION_TAKEN_OVER else ConnectionAbortedError(said))
+            self.drop(TakenOver(said) if said.reason == SESSION_TAKEN_OVER else Disconnected(said))
         elif kind == wire.PUBLISH and not first & 0x02:  # of QoS 2: left over from another client of this session
             self.write(packets.refuse(wire.read_publish(first, body).packet_id))
         elif kind == packets.PUBREL:

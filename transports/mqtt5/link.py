@@ -21,7 +21,7 @@ from transports.base import NOT_OPEN
 from transports.certificates import TlsFiles, load_pair
 from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config, TlsConfig
-from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge, TakenOver
+from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, Disconnected, PacketTooLarge, TakenOver
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -73,6 +73,7 @@ class Link:
         generated = f"up-{source.authority_name[:40]}-{source.ue_id:X}-{secrets.token_hex(6)}"
         self._client_id = config.client_id or generated
         self._clean_start = config.clean_start  # until the broker has let us in
+        self.session_expiry_s = config.session_expiry_s  # or less, if the broker has said so most lately
         self._dialler = Dialler(config.host, config.port)
         self._tls = _tls_files(config.tls) if config.tls is not None else None
         self.connection: Connection | None = None  # the present one, or the last
@@ -118,40 +119,55 @@ class Link:
     def troubles(self) -> list[str]:
         """What is wrong with the connection and our files, in plain sentences."""
         files = self._tls.trouble if self._tls is not None else ""
-        return [trouble for trouble in (self.trouble, files) if trouble]
+        asked_s, no_session = self._config.session_expiry_s, ""
+        if asked_s and not self.session_expiry_s:
+            no_session = (
+                f"the broker at {self.address} keeps no session (it grants a Session Expiry Interval of 0 s, and "
+                f"session_expiry_s asks for {asked_s}): what comes while we are away is lost. Let it keep sessions"
+            )
+        return [trouble for trouble in (self.trouble, files, no_session) if trouble]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person may want to know all the same."""
+        asked_s, granted_s = self._config.session_expiry_s, self.session_expiry_s
+        if not 0 < granted_s < asked_s:
+            return []
+        what = (
+            f"the broker at {self.address} keeps our session for {granted_s} s, and session_expiry_s asks for {asked_s}"
+        )
+        return [f"{what}: what comes for us while we are away for longer is lost"]
 
     def pause(self, paused: bool) -> None:
         """Read nothing from here on, or go on; a new connection is read."""
         if self.connection is not None:
             self.connection.pause(paused)
 
-    async def subscribe(self, topic_filter: str, *, retained: bool = False) -> None:
-        """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
+    async def subscribe(self, topic_filter: str, *, retained: bool = False) -> int:
+        """QoS 1, No Local; `retained` asks for what the broker has retained, each time. Answers the QoS that it grants.
 
         Raises RefusedError if the broker says no, else UNAVAILABLE: the connection is lost meanwhile.
         """
         packet_id = self.next_packet_id()
-        reason = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, retained=retained))
-        if reason >= reasons.FAILURE_MIN:
-            raise reasons.refused(f"the subscription to {topic_filter}", reason, {})
-        if reason < 1 and not retained:
-            why = "the broker grants a subscription QoS 0 only: what comes may be lost on the way, or while we are away"
-            log.warning(why, broker=self.address, topic_filter=topic_filter)
+        said = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, retained=retained))
+        if said.reason >= reasons.FAILURE_MIN:
+            raise reasons.refused(f"the subscription to {topic_filter}", said.reason, said.properties)
+        return said.reason
 
     async def unsubscribe(self, topic_filter: str) -> None:
         """Raises as `subscribe` does."""
         packet_id = self.next_packet_id()
-        reason = await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
-        if reason >= reasons.FAILURE_MIN:
-            raise reasons.refused(f"the end of the subscription to {topic_filter}", reason, {})
+        said = await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
+        if said.reason >= reasons.FAILURE_MIN:
+            raise reasons.refused(f"the end of the subscription to {topic_filter}", said.reason, said.properties)
 
-    async def _ask(self, packet_id: int, packet: bytes) -> int:
+    async def _ask(self, packet_id: int, packet: bytes) -> packets.Answer:
         assert self.connection is not None, "nobody subscribes before `up`"
         try:
-            reason: int = await self.connection.ask(packet_id, packet)
+            said: packets.Answer = await self.connection.ask(packet_id, packet)
         except OSError as failure:
             raise UStatusError(UCode.UNAVAILABLE, self._lost(failure)) from None
-        return reason
+        return said
 
     def _lost(self, failure: BaseException) -> str:
         return f"the connection to the broker at {self.address} is lost ({failure}): try again when it is back"
@@ -227,7 +243,7 @@ class Link:
             login = packets.connect(
                 config, self._client_id, password, clean_start=self._clean_start, packet_bytes_max=packet_bytes_max
             )
-            welcome: Welcome = await connection.ask(0, login, timeout_s)
+            welcome = await self._log_in(connection, login, timeout_s)
             if welcome.reason >= reasons.FAILURE_MIN:
                 raise reasons.refused("the login", welcome.reason, welcome.properties)
             self._check(welcome)
@@ -250,6 +266,20 @@ class Link:
             raise failure from error
         return connection
 
+    async def _log_in(self, connection: Connection, login: bytes, timeout_s: float) -> Welcome:
+        """Raises UNAVAILABLE if there is no answer. Most brokers that know MQTT 3 only say so, or hang up; amqtt does
+        neither."""
+        try:
+            welcome: Welcome = await connection.ask(0, login, timeout_s)
+        except OSError as failure:
+            if isinstance(failure, (ssl.SSLError, Disconnected)):  # it says more
+                raise
+            does = "does not answer in time" if isinstance(failure, TimeoutError) else f"ends it ({failure})"
+            what = f"the broker at {self.address} takes the connection, but {does} when we log in"
+            asks = "does it speak MQTT 5, and is this its port for MQTT, with or without TLS as in the settings?"
+            raise UStatusError(UCode.UNAVAILABLE, f"{what}: {asks}") from failure
+        return welcome
+
     def _tell_down(self, why: str) -> None:
         try:
             self._user.down(why)
@@ -257,17 +287,23 @@ class Link:
             log.exception("what is to be done when the connection is gone failed, and nobody foresaw how")
 
     def _check(self, welcome: Welcome) -> None:
-        """Raises UNIMPLEMENTED for a broker that would hang up on each of our messages, which are of QoS 1; warns of
-        one that keeps the session for less time than it was asked to."""
+        """Raises UNIMPLEMENTED for a broker that would hang up on each of our messages, which are of QoS 1; notes how
+        long it keeps the session."""
         if welcome.told("MaximumQoS", 1) < 1:
             why = "takes messages of QoS 0 only, which may be lost on the way, and ours are of QoS 1"
             how = "let it grant QoS 1 (mosquitto: max_qos)"
             raise UStatusError(UCode.UNIMPLEMENTED, f"the broker at {self.address} {why}: {how}")
         asked_s = self._config.session_expiry_s
-        granted_s = welcome.told("SessionExpiryInterval", asked_s)
-        if granted_s < asked_s:
+        granted_s = self.granted_s(welcome)
+        if granted_s < asked_s and granted_s != self.session_expiry_s:
             why = "the broker keeps our session for less than session_expiry_s: what comes for us after that is lost"
             log.warning(why, broker=self.address, asked_s=asked_s, granted_s=granted_s)
+        self.session_expiry_s = granted_s
+
+    def granted_s(self, welcome: Welcome) -> int:
+        """How long the broker keeps the session while we are away."""
+        asked_s = self._config.session_expiry_s
+        return min(welcome.told("SessionExpiryInterval", asked_s), asked_s)
 
     async def _tick(self) -> None:
         while True:

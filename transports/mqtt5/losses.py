@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -31,6 +32,9 @@ COUNT_DIGITS_MAX: Final = 18  # of the broker's count, which is of 64 bits: metr
 # topic filters that are remembered for the next process, some 3 MB; those beyond it stay in the session until it ends
 FILTERS_MAX: Final = 65_536
 FILTER_BYTES_MAX: Final = 65_535  # what MQTT can say
+# a broker that has ended the connection over our question for its count (rumqttd) is asked again after that, by any
+# process: it may have been chance
+ASKED_AGAIN_S: Final = 86_400
 # the whole file is written for each change: with many filters that often, and no more, so that flash does not wear
 SAVED_FILTERS_PER_S: Final = 1_000
 
@@ -97,6 +101,8 @@ class Losses:
         self.callbacks: list[LossCallback] = []
         self._dropped = Dropped()
         self.behind = False  # so much is unacknowledged that the broker may have to queue
+        self._is_told = True  # the broker may tell its count
+        self._ask_at_s = 0  # not before that time (seconds since 1970)
         self._file: Path | None = None
         self._left: str | None = None  # the session that an earlier process has left, until we have connected
         self.filters_left: list[str] = []  # the topic filters in it
@@ -112,7 +118,7 @@ class Losses:
         self._file = file
         try:
             found = json.loads(file.read_text())
-            session, dropped = found["session"], found["dropped"]
+            session, dropped, ask_at_s = found["session"], found["dropped"], int(found.get("ask_at_s", 0))
             filters = [one for one in found.get("filters", []) if _is_filter(one)][:FILTERS_MAX]
         except FileNotFoundError:
             return
@@ -123,7 +129,8 @@ class Losses:
             )
             log.warning(why, error=repr(error))
             return
-        self._saved = {"session": session, "dropped": dropped, "filters": tuple(filters)}
+        self._saved = {"session": session, "dropped": dropped, "filters": tuple(filters), "ask_at_s": ask_at_s}
+        self._ask_at_s = ask_at_s if ask_at_s <= time.time() + ASKED_AGAIN_S else 0  # else the clock was ahead
         self._left = session if isinstance(session, str) else None
         if session is not None and session == self._session:
             self._dropped.last = dropped if type(dropped) is int else None
@@ -136,8 +143,10 @@ class Losses:
             "session": self._session if filters else None,
             "dropped": self._dropped.last,
             "filters": filters[:FILTERS_MAX] if is_resumed else (),
+            "ask_at_s": self._ask_at_s,
         }
-        if self._file is None or (known == self._saved and self._is_saved) or (not filters and not self._saved):
+        is_empty = not filters and not self._ask_at_s and not self._saved
+        if self._file is None or (known == self._saved and self._is_saved) or is_empty:
             return
         self._saved, self._is_saved = known, False
         self._saving = asyncio.ensure_future(asyncio.to_thread(self._write, self._file, known))
@@ -172,6 +181,18 @@ class Losses:
             why = "(it expired, the broker forgot it, or the settings name another)"
             known = "what came for it while we were away is lost, and how much nobody knows"
             self._tell(f"{what} {why}: {known}", None)
+
+    @property
+    def may_ask(self) -> bool:
+        """The broker may be asked for its count."""
+        return self._is_told and time.time() >= self._ask_at_s
+
+    def not_told(self, *, hung_up: bool) -> None:
+        """The broker has refused to tell its count, or has ended the connection over the question."""
+        if hung_up:
+            self._ask_at_s = int(time.time()) + ASKED_AGAIN_S
+        else:
+            self._is_told = False
 
     def counted(self, payload: bytes, *, retained: bool, now_s: float) -> None:
         """A message on DROPPED_TOPIC."""

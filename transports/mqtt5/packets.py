@@ -58,12 +58,19 @@ _NEVER_0: Final = frozenset({"ReceiveMaximum", "MaximumPacketSize"})  # a broker
 log = structlog.get_logger()
 
 
+class Answer(NamedTuple):
+    """What the broker says of one thing that it was asked, or why it ends the connection."""
+
+    reason: int
+    properties: dict[str, Any]  # strings are str, and UserProperty is not kept
+
+
 class Welcome(NamedTuple):
-    """What CONNACK says. Of `properties` strings are str, and UserProperty is not kept."""
+    """What CONNACK says."""
 
     reason: int
     session_present: bool
-    properties: dict[str, Any]
+    properties: dict[str, Any]  # as those of Answer
 
     def told(self, name: str, default: int) -> int:
         value: int = self.properties.get(name, default)
@@ -112,19 +119,27 @@ def read_connack(body: bytes) -> Welcome:
         return Welcome(body[1], body[0] & 0x01 != 0, _unpacked(body, 2)[0])
 
 
-def read_answer(kind: int, body: bytes) -> tuple[int, int]:
-    """The packet id of a SUBACK or UNSUBACK, and the reason code of the one topic filter that was asked about."""
+def read_answer(kind: int, body: bytes) -> tuple[int, Answer]:
+    """The packet id of a SUBACK or UNSUBACK, and what it says of the one topic filter that was asked about."""
     with _reading("SUBACK" if kind == SUBACK else "UNSUBACK"):
         packet_id = body[0] << 8 | body[1]
         if not packet_id:
             raise ValueError("0 is no packet id")
-        return packet_id, body[_unpacked(body, 2)[1]]
+        properties, end = _unpacked(body, 2)
+        return packet_id, Answer(body[end], properties)
 
 
-def read_disconnect(body: bytes) -> str:
+def read_disconnect(body: bytes) -> Answer:
     with _reading("DISCONNECT"):
-        properties = _unpacked(body, 1)[0] if len(body) > 1 else {}
-        return f"it said: {reasons.ended(body[0] if body else 0, properties)}"
+        return Answer(body[0] if body else 0, _unpacked(body, 1)[0] if len(body) > 1 else {})
+
+
+def why_refused(puback: bytes) -> str:
+    """The reason string of a PUBACK; "" if there is none that can be read."""
+    try:
+        return str(_unpacked(puback, 3)[0].get("ReasonString", "")) if len(puback) > 3 else ""
+    except (IndexError, ValueError):
+        return ""
 
 
 def refuse(packet_id: int) -> bytes:

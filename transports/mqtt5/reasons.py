@@ -17,6 +17,7 @@ FAILURE_MIN: Final = 0x80
 # in PUBACK: taken, and thrown away; a session whose client is away does match. A broker need not say it
 NO_MATCHING_SUBSCRIBERS: Final = 0x10
 UNSUPPORTED_VERSION: Final = 0x84
+TOPIC_NAME_INVALID: Final = 0x90
 CODES: Final = range(256)
 
 
@@ -56,7 +57,7 @@ _REASONS: Final[dict[int, Reason]] = {
     0x8E: Reason("Session taken over", UCode.UNAVAILABLE),
     0x8F: Reason("Topic filter invalid", UCode.INVALID_ARGUMENT),
     # the broker's own rule, such as how many levels there may be: our names are valid
-    0x90: Reason("Topic name invalid", UCode.PERMISSION_DENIED),
+    TOPIC_NAME_INVALID: Reason("Topic name invalid", UCode.PERMISSION_DENIED),
     0x91: Reason("Packet identifier in use", UCode.UNAVAILABLE),
     0x92: Reason("Packet identifier not found", UCode.UNAVAILABLE),
     0x93: Reason("Receive maximum exceeded", UCode.UNAVAILABLE),
@@ -80,6 +81,9 @@ _REASONS: Final[dict[int, Reason]] = {
 }
 # the broker as a whole, or the connection: the next message would be answered the same
 _OF_ALL: Final = frozenset({0x88, 0x89, 0x8B, 0x8D, 0x8E, 0x93, 0x96, 0x97, 0x98, 0x9C, 0x9D, 0x9F, 0xA0})
+# in the DISCONNECT of a broker that ends the connection over a message, if one alone was in flight (AWS IoT Core). 0x87
+# may be about us
+_OF_A_MESSAGE: Final = frozenset({TOPIC_NAME_INVALID, 0x95, 0x99, 0x9A, 0x9B})
 _DISCONNECTED: Final = {0x00: "Normal disconnection", 0x04: "Disconnect with will message"}
 
 
@@ -99,14 +103,22 @@ def is_of_all(reason: int) -> bool:
     return reason in _OF_ALL
 
 
+def is_of_a_message(reason: int) -> bool:
+    """True if a broker that ends the connection for this reason may do so over a message that it does not take."""
+    return reason in _OF_A_MESSAGE
+
+
 def name_of(reason: int) -> str:
     return _REASONS[reason].name if reason in _REASONS else f"reason code {reason:#04x}"
 
 
 def named(reason: int, properties: Mapping[str, Any]) -> str:
-    """What the broker said, and perhaps why."""
-    why = properties.get("ReasonString")
-    return f"{name_of(reason)} ({why})" if why else name_of(reason)
+    """What the broker said, and perhaps why, and where to go instead."""
+    why, server = properties.get("ReasonString"), properties.get("ServerReference")
+    told = [str(why)] if why else []
+    if server:  # not followed: whoever answers here could send our password anywhere
+        told.append(f"the broker names {server} instead: set host and port to it if that is right")
+    return f"{name_of(reason)} ({'; '.join(told)})" if told else name_of(reason)
 
 
 def ended(reason: int, properties: Mapping[str, Any]) -> str:

@@ -44,6 +44,10 @@ UNWANTED_TOPICS_MAX: Final = 4_096
 # how long `release` waits for the broker's answer, so that not too many are due at once
 LEAVE_MS_MAX: Final = 500
 
+NO_WILDCARDS: Final = (
+    "the broker has no subscriptions with wildcards (its CONNACK says Wildcard Subscription Available: 0)"
+)
+
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 _LOST: Final = UStatus(
@@ -72,6 +76,8 @@ class Session:
         self._stale_pause, self._stale_at_s = Backoff(*HANG_UP_MS), 0.0
         self.has_stale = False  # the broker may have filters for us that nobody wants
         self._is_up = self._may_try = False
+        self._wildcards = True  # the broker has them, as far as it says
+        self._has_lossy = False  # it has granted some of them QoS 0
         self._hangs = False  # it has not answered an UNSUBSCRIBE in time
         self._lost = _LOST  # how the connection was lost over a SUBSCRIBE, most lately
 
@@ -101,6 +107,10 @@ class Session:
         ]
         if len(self._refused) > TROUBLES_MAX:
             lines.append(f"and the same of {len(self._refused) - TROUBLES_MAX} more topic filters")
+        lossy = [one.topic_filter for one in self.subscriptions.values() if one.is_lossy] if self._has_lossy else []
+        if lossy:
+            what = f"the broker grants QoS 0 only to {len(lossy)} of our subscriptions ({lossy[0]}, ...)"
+            lines.append(f"{what}: what matches them may be lost on the way, and while we are away. Let it grant QoS 1")
         return lines
 
     # Events of the connection, reported by the transport.
@@ -116,9 +126,10 @@ class Session:
         if not is_present:
             self._has, self._filters = {}, None
 
-    async def ask_for_all(self) -> int:
-        """On a new connection, for all that is wanted and not suspect; answers how many. Raises UNAVAILABLE if the
-        connection is lost meanwhile."""
+    async def ask_for_all(self, *, wildcards: bool) -> int:
+        """On a new connection, for all that is wanted and not suspect; answers how many. `wildcards`: the broker has
+        them. Raises UNAVAILABLE if the connection is lost meanwhile."""
+        self._wildcards, self._has_lossy = wildcards, False
         tried: set[int] = set()
         while missing := [one for one in self.subscriptions.values() if one.is_missing and id(one) not in tried]:
             for start in range(0, len(missing), SUBSCRIBES_MAX):
@@ -171,18 +182,17 @@ class Session:
 
     # What is wanted.
 
-    def use(self, topic_filter: str) -> bool:
-        """A listener needs it. True if it is a new one."""
+    def use(self, topic_filter: str) -> None:
+        """A listener needs it."""
         subscription = self.subscriptions.get(topic_filter)
         if subscription is not None and subscription.users:
             subscription.users += 1
-            return False
+            return
         if subscription is not None:  # it is being left
             self.subscriptions.remove(subscription)
         subscription = self.subscriptions.add(topic_filter)
         if self._is_up:
             subscription.granted = self._in_company(subscription, is_new=True)
-        return True
 
     def answer_of(self, topic_filter: str) -> asyncio.Future[None] | None:
         """What the broker says of one that is used. What it has refused it is asked for again, unless that may cost the
@@ -305,7 +315,9 @@ class Session:
         had = one.topic_filter in self._has
         self._note(one.topic_filter)
         try:
-            await self._link.subscribe(one.topic_filter)
+            if "+" in one.topic_filter and not self._wildcards:
+                raise RefusedError(UCode.UNIMPLEMENTED, f"{NO_WILDCARDS}: {one.topic_filter} can't be subscribed to")
+            one.is_lossy = await self._link.subscribe(one.topic_filter) < 1
         except RefusedError as error:
             if not had:
                 self._forget(one.topic_filter)
@@ -319,6 +331,9 @@ class Session:
             if one.refusal is not None:
                 log.info("the broker lets us subscribe again", topic_filter=one.topic_filter)
             self._clear(one)
+            if one.is_lossy:
+                self._has_lossy = True
+                log.warning("the broker grants a subscription QoS 0 only", topic_filter=one.topic_filter)
             self._note(one.topic_filter)  # another answer may have come meanwhile, to one that was left
             one.known = True
         return True

@@ -35,6 +35,7 @@ class Subscription:
     # the broker's first answer; None if it was away when we would have asked
     granted: asyncio.Future[None] | None = None
     known: bool = False  # the broker has it
+    is_lossy: bool = False  # it grants QoS 0
     users: int = 1  # uProtocol filters that need it; 0: it is being left, until the broker has answered
     refusal: UStatusError | None = None  # why the broker has it not
     refusals: int = 0  # in a row

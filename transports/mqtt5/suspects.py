@@ -1,12 +1,16 @@
 """Streams over whose messages the broker hangs up: passed over for a while, so that others get through. Pure.
 
 a message is alone in flight when the connection ends -> its stream is suspect: its next message is alone in flight, too
-LOSSES_MIN times      -> passed over for 5, 10, 20, ... 300, 300 s, and then tried again
+LOSSES_MIN times, or the broker has said that it does not take the message
+                      -> passed over for 5, 10, 20, ... 300, 300 s, and then tried again
 one of it is answered -> no suspect any more
 
 A broker that does not take a message may hang up instead of refusing it: VerneMQ and RabbitMQ where a topic is
-forbidden, AWS IoT where a topic has more than 8 levels. Sent first with every new connection, it would be the end of
+forbidden, AWS IoT where a topic has more than 7 slashes. Sent first with every new connection, it would be the end of
 each, and nothing would ever get past it.
+
+Of topics that a broker finds invalid (DISCONNECT 0x90), TOPICS_MIN with as many slashes, and none that it takes, stand
+for all of them: one for all is tried again.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ LOSSES_MIN: Final = 2  # the first one may be chance
 PASSED_OVER_S_MIN: Final = 5.0  # a broker that is killed twice costs its stream no more
 PASSED_OVER_S_MAX: Final = 300.0
 SUSPECTS_MAX: Final = 1_024  # streams; of more than that the oldest is forgotten
+TOPICS_MIN: Final = 3  # streams whose topics are invalid: fewer may be about something else than the slashes
 
 Stream = tuple[bytes, bytes, int]
 """What must keep its order: source, sink, priority; of an EncodedMessage the first two as one."""
@@ -35,50 +40,105 @@ log = structlog.get_logger()
 class _Suspect(NamedTuple):
     losses: int  # connections in a row that have ended while a message of it was alone in flight
     try_at_s: float  # it is passed over until then
+    refusal: UStatus | None  # what the broker has said of its address
 
 
 class Suspects:
-    """Times are the loop's, in seconds."""
+    """Times are the loop's, in seconds. `slashes` of a topic name."""
 
     def __init__(self) -> None:
         self._suspects: dict[Stream, _Suspect] = {}
+        self._slashes_refused = 0  # topics with so many, or more, are invalid to the broker; 0: no such is known
+        self._invalid: set[Stream] = set()  # streams with such topics; TOPICS_MIN at most
+        self._invalid_try_at_s, self._invalid_losses = 0.0, 0
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
 
-    def __contains__(self, stream: Stream) -> bool:
-        return stream in self._suspects
+    def is_suspect(self, stream: Stream, slashes: int) -> bool:
+        """Its next message has to be alone in flight."""
+        return stream in self._suspects or self._is_invalid(slashes)
+
+    def _is_invalid(self, slashes: int) -> bool:
+        return len(self._invalid) >= TOPICS_MIN and slashes >= self._slashes_refused
 
     @property
     def troubles(self) -> list[str]:
         """Of those that the connection does not survive."""
-        count = sum(one.losses >= LOSSES_MIN for one in self._suspects.values())
+        count = sum(one.losses >= LOSSES_MIN or one.refusal is not None for one in self._suspects.values())
         what = f"the connection to the broker ends when messages of {count} streams are sent"
-        return [f"{what}, which wait (the log names them)"] if count else []
+        found = [f"{what}, which wait (the log names them)"] if count else []
+        if len(self._invalid) >= TOPICS_MIN:
+            found.append(self._invalid_topics)
+        return found
 
-    def lost_with(self, stream: Stream, message: Carried, now_s: float) -> None:
-        """The connection has ended while this message was alone in flight."""
+    @property
+    def _invalid_topics(self) -> str:
+        return (
+            f"the broker ends the connection over topics with {self._slashes_refused} slashes (DISCONNECT 0x90, Topic "
+            'name invalid): does it limit them? mode = "off-vehicle" needs 1, "in-vehicle" up to 9'
+        )
+
+    def lost_with(
+        self, stream: Stream, message: Carried, now_s: float, refusal: UStatus | None = None, slashes: int | None = None
+    ) -> None:
+        """The connection has ended while this message was alone in flight. `refusal`: what the broker has said of its
+        address; `slashes` of its topic, if that is said to be invalid."""
         known = self._suspects.pop(stream, None)
         losses, wait_s = (known.losses if known is not None else 0) + 1, 0.0
-        if losses >= LOSSES_MIN:
-            wait_s = min(PASSED_OVER_S_MIN * 2 ** min(losses - LOSSES_MIN, 8), PASSED_OVER_S_MAX)
+        enough = 1 if refusal is not None else LOSSES_MIN
+        if losses >= enough:
+            wait_s = _wait_s(losses - enough)
             source = uris.format(message.attributes.source)
             sink = uris.format(message.attributes.sink) if message.attributes.HasField("sink") else None
             why = "the connection to the broker ends when this message is sent: its stream waits, and others go on"
-            log.error(why, source=source, sink=sink, bytes=len(message.payload), times=losses, wait_s=wait_s)
-        self._suspects[stream] = _Suspect(losses, now_s + wait_s)
+            said = refusal.message if refusal is not None else None
+            log.error(why, source=source, sink=sink, bytes=len(message.payload), times=losses, wait_s=wait_s, said=said)
+        self._suspects[stream] = _Suspect(losses, now_s + wait_s, refusal)
         if len(self._suspects) > SUSPECTS_MAX:
             del self._suspects[next(iter(self._suspects))]
+        if slashes is not None:
+            self._found_invalid(stream, slashes, now_s)
 
-    def answered(self, stream: Stream) -> None:
+    def _found_invalid(self, stream: Stream, slashes: int, now_s: float) -> None:
+        if self._slashes_refused and slashes > self._slashes_refused:
+            slashes = self._slashes_refused
+        if slashes != self._slashes_refused:
+            self._invalid.clear()
+            self._invalid_losses = 0
+        self._slashes_refused = slashes
+        is_known = len(self._invalid) >= TOPICS_MIN
+        if not is_known:
+            self._invalid.add(stream)
+        if len(self._invalid) >= TOPICS_MIN:
+            self._invalid_try_at_s = now_s + _wait_s(self._invalid_losses)
+            self._invalid_losses += 1
+            if not is_known:
+                log.error(self._invalid_topics)
+
+    def answered(self, stream: Stream, slashes: int) -> None:
         """The broker has taken or refused one of its messages, and not hung up."""
         self._suspects.pop(stream, None)
+        if self._slashes_refused and slashes >= self._slashes_refused:
+            self._slashes_refused = self._invalid_losses = 0
+            self._invalid.clear()
 
-    def pass_over(self, stream: Stream, now_s: float) -> UStatus | None:
-        """UNAVAILABLE if nothing of this stream is to be sent now; None if it is."""
+    def pass_over(self, stream: Stream, now_s: float, slashes: int) -> UStatus | None:
+        """Why nothing of this stream is to be sent now, UNAVAILABLE unless the broker has said it; None if it is."""
+        if self._is_invalid(slashes):
+            if now_s < self._invalid_try_at_s:
+                return UStatus(code=UCode.PERMISSION_DENIED, message=self._invalid_topics)
+            return None
         found = self._suspects.get(stream)
         if found is None or now_s >= found.try_at_s:
             return None
+        if found.refusal is not None:
+            return found.refusal
         what = f"the connection to the broker has ended {found.losses} times over the first message of this stream"
         why = f"{what}: it is tried again in {found.try_at_s - now_s:.0f} s. Does the broker take it?"
         return UStatus(code=UCode.UNAVAILABLE, message=why)
+
+
+def _wait_s(tries: int) -> float:
+    """Before the next try, after so many that were in vain."""
+    return min(PASSED_OVER_S_MIN * (1 << min(tries, 8)), PASSED_OVER_S_MAX)

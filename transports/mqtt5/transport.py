@@ -29,10 +29,10 @@ import structlog
 from transports.arrivals import Arrivals
 from transports.base import TransportBase
 from transports.listeners import Filter
-from transports.mqtt5 import wire
+from transports.mqtt5 import reasons, wire
 from transports.mqtt5.config import Mqtt5Config
-from transports.mqtt5.connection import Connection
-from transports.mqtt5.link import Link
+from transports.mqtt5.connection import Connection, Disconnected
+from transports.mqtt5.link import HANGS_UP, Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import REQUEST_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
@@ -45,7 +45,9 @@ from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -65,7 +67,6 @@ BYTES_MAX: Final = 32 << 20
 # `max_inflight_messages 0` does not
 MESSAGES_MAX: Final = 8_192
 PRESSED_S_MAX: Final = 5.0  # how long the socket stands; far less than a keep-alive, or than a PUBACK may take
-COUNT_REFUSALS_MAX: Final = 2  # connections that a broker may end over our asking for its count; then we ask no more
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
 log = structlog.get_logger()
@@ -101,7 +102,7 @@ class Mqtt5Transport(TransportBase):
         self._codec = Codec(self._mapping, self.checks)
         self._link = link = Link(config, local, self)
         self._session = Session(link, self._start)
-        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_if_told)
+        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_if_told, self._slashes)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         self._arrivals = Arrivals[Arrived](
             lambda arrived: self.listeners.deliver_encoded([one.message for one in arrived if one.message is not None]),
@@ -118,7 +119,6 @@ class Mqtt5Transport(TransportBase):
         self._losses = Losses(
             link.address, f"{config.client_id} at {link.address}" if is_resumed else None, self.dropped
         )
-        self._count_refusals = 0
         # unacknowledged: with those that are on the way the broker may have to queue
         self._lag_messages = -(-config.receive_maximum // 2)
         self._has_session = False  # the broker keeps one for us, as far as we know
@@ -153,6 +153,10 @@ class Mqtt5Transport(TransportBase):
     @property
     def troubles(self) -> list[str]:
         return [*self._window.troubles, *self._link.troubles, *self._session.troubles]
+
+    @property
+    def notes(self) -> list[str]:
+        return self._link.notes
 
     async def open(self) -> None:
         """Connect, and stay connected: a connection that is lost later comes back by itself.
@@ -202,17 +206,21 @@ class Mqtt5Transport(TransportBase):
             forgets=self._config.clean_start,
             now_s=now_s,
         )
-        self._has_session, self._was_welcomed = self._config.session_expiry_s > 0, True
+        self._has_session, self._was_welcomed = self._link.granted_s(welcome) > 0, True
         self._session.welcomed(is_present=welcome.session_present)
 
     async def up(self, connection: Connection, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
         brokers_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
         self._codec.packet_bytes_max = min(brokers_max, self.wire_bytes_max)
-        asked = await self._session.ask_for_all()
+        asked = await self._session.ask_for_all(wildcards=bool(welcome.told("WildcardSubscriptionAvailable", 1)))
         self._window.open(connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
         log.info(
-            "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=asked
+            "connected",
+            broker=self._link.address,
+            session_present=welcome.session_present,
+            subscribed_again=asked,
+            announced=welcome.properties,
         )
         self._session.up()
         self.set_connected(True)
@@ -226,19 +234,22 @@ class Mqtt5Transport(TransportBase):
         return task
 
     async def _ask_for_count(self) -> None:
-        """mosquitto counts what it drops. Other brokers don't, or don't tell; some may hang up on whoever asks."""
-        if self._count_refusals < COUNT_REFUSALS_MAX:
+        """mosquitto counts what it drops. Other brokers don't tell; some hang up on whoever asks (rumqttd)."""
+        if self._config.sys_topics and self._losses.may_ask:
             await self._ask_once_for_count()
         self._session.try_suspects()
 
     async def _ask_once_for_count(self) -> None:
+        connection = self._link.connection
         try:
             await self._link.subscribe(DROPPED_TOPIC, retained=True)
         except UStatusError as error:
-            self._count_refusals += COUNT_REFUSALS_MAX if isinstance(error, RefusedError) else 1
+            how = connection.hung_up if connection is not None else None
+            says_why = isinstance(how, Disconnected) and not reasons.is_of_all(how.reason)
+            hung_up = says_why or isinstance(how, HANGS_UP)
+            if isinstance(error, RefusedError) or hung_up:
+                self._losses.not_told(hung_up=hung_up)
             log.info("the broker does not tell how many messages it drops", broker=self._link.address, error=str(error))
-        else:
-            self._count_refusals = 0
 
     def down(self, why: str) -> None:
         self._session.down()
@@ -291,6 +302,10 @@ class Mqtt5Transport(TransportBase):
         attributes = message.attributes
         return self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
 
+    def _slashes(self, message: Carried) -> int:
+        attributes = message.attributes
+        return self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None).count("/")
+
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         return await self._window.send(messages)
 
@@ -312,7 +327,7 @@ class Mqtt5Transport(TransportBase):
         # the order holds: nothing that is behind what was shed is kept on this connection
         if self._shedding or self._has_shed:
             self._has_shed = True  # what has no acknowledgement comes again with the next one, if there is a session
-            self.dropped["overflow"] += sum(not (one.packet_id and self._config.session_expiry_s) for one in publishes)
+            self.dropped["overflow"] += sum(not (one.packet_id and self._link.session_expiry_s) for one in publishes)
             return
         taken: list[Arrived] = []
         weigh = len(publishes) < MANY
@@ -356,7 +371,8 @@ class Mqtt5Transport(TransportBase):
             if size > self._link.wire_bytes_max:  # the broker may add to a message, so it was told a little more
                 self.dropped["too_large"] += 1
                 return self._nothing(publish)
-        if not matches and not self._may_be_claimed(publish):
+        waits = self._may_be_claimed(publish) and not (matches and self._wants(encoded))
+        if not matches and not waits:
             self.dropped["unwanted"] += 1
             self._session.unwanted(topic)
             return self._nothing(publish)
@@ -364,7 +380,7 @@ class Mqtt5Transport(TransportBase):
             arrived = self._nothing(publish)
         else:
             arrived = Arrived((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)
-        if matches:
+        if not waits:
             return arrived
         self._unclaimed.append((topic, arrived))  # as many as Receive Maximum, and as large as what waits may be
         self._arrivals.count(arrived.size)
@@ -376,14 +392,25 @@ class Mqtt5Transport(TransportBase):
             self._is_claiming and publish.packet_id != 0 and asyncio.get_running_loop().time() < self._unclaimed_until_s
         )
 
+    def _wants(self, encoded: bytes) -> bool:
+        """A listener does; off-vehicle more than one pair of filters has the topic filter."""
+        return self.listeners.wants(UMessage(attributes=UAttributes.FromString(encoded)))
+
     def _nothing(self, publish: wire.Publish) -> Arrived:
         """To be acknowledged only."""
         return Arrived(None, self._link.connection, publish.packet_id)
 
     def _claim(self, topic_filter: str) -> None:
         """A resumed session may have brought what belongs to a listener before the listener came."""
-        claimed = [arrived for topic, arrived in self._unclaimed if topic_matches(topic_filter, topic)]
-        self._unclaimed = [one for one in self._unclaimed if not topic_matches(topic_filter, one[0])]
+        claimed: list[Arrived] = []
+        left: list[tuple[str, Arrived]] = []
+        for topic, arrived in self._unclaimed:
+            message = arrived.message
+            if topic_matches(topic_filter, topic) and (message is None or self._wants(message[2])):
+                claimed.append(arrived)
+            else:
+                left.append((topic, arrived))
+        self._unclaimed = left
         sizes = [one.size for one in claimed]
         self._arrivals.put_now(claimed, sizes)
         self._arrivals.count(-sum(sizes))
@@ -423,7 +450,8 @@ class Mqtt5Transport(TransportBase):
         too, and asked for again; `troubles` names it until then."""
         topic_filter = self._topic_filter(source_filter, sink_filter)
         is_new = self.listeners.add(source_filter, sink_filter, listener) is not None
-        if is_new and self._session.use(topic_filter):
+        if is_new:
+            self._session.use(topic_filter)
             self._claim(topic_filter)
         granted = self._session.answer_of(topic_filter)
         if granted is None:

@@ -12,16 +12,18 @@ in flight -> PUBACKs of one read -> statuses                       ^- reach.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 import structlog
 
 from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
-from transports.mqtt5.connection import Connection, TakenOver
+from transports.mqtt5.connection import Connection, Disconnected
 from transports.mqtt5.reach import Reach
+from transports.mqtt5.reasons import TOPIC_NAME_INVALID
 from transports.mqtt5.suspects import Stream, Suspects
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.status import UStatusError, nobody_listens
@@ -71,6 +73,7 @@ class Window:
     it.)
 
     `topic_if_told` answers the topic of a publish whose owner wants to know that nobody listens; None for all others.
+    `slashes` answers how many the topic of a message has.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class Window:
         encode: Callable[[Carried], tuple[bytes, bytes]],
         next_packet_id: Callable[[], int],
         topic_if_told: Callable[[Carried], str | None],
+        slashes: Callable[[Carried], int],
     ) -> None:
         self._encode, self._next_packet_id, self._topic_if_told = encode, next_packet_id, topic_if_told
+        self._slashes = slashes
         # packet id -> its place, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Batch, int, int]] = {}
         self._large_bytes = 0  # the sum of those
@@ -115,19 +120,34 @@ class Window:
     def shut(self, why: UStatus) -> None:
         """It is gone: everything that is not acknowledged gets `why`."""
         connection, is_closed = self._connection, why == NOT_OPEN
-        if connection is not None and not is_closed and len(self._in_flight) == 1 and _is_hung_up(connection):
-            ((batch, index, _),) = self._in_flight.values()
-            message = batch.messages[index]
-            self._suspects.lost_with(_stream(message), message, asyncio.get_running_loop().time())
+        refusal = None
+        if connection is not None and not is_closed and len(self._in_flight) == 1 and (how := connection.hung_up):
+            refusal = self._suspect(how)
         self._connection, self._lost = None, why
         for batch, index, _ in self._in_flight.values():
-            batch.statuses[index] = batch.why = why
+            batch.statuses[index], batch.why = refusal or why, why
             batch.due = 0
             if batch.done is not None and not batch.done.done():
                 batch.done.set_result(None)
         self._in_flight.clear()
         self._large_bytes = 0
         self._freed.set()
+
+    def _suspect(self, how: OSError) -> UStatus | None:
+        """The connection has ended so over the one message that is in flight. What the broker says of that message, if
+        it says anything."""
+        ((batch, index, _),) = self._in_flight.values()
+        message, refusal, slashes = batch.messages[index], None, None
+        if isinstance(how, Disconnected) and reasons.is_of_a_message(how.reason):
+            refusal = UStatus(
+                code=reasons.code_of(how.reason), message=f"the broker ends the connection over it: {how}"
+            )
+            if refusal.code != UCode.PERMISSION_DENIED:  # the next one of its stream may be taken
+                return refusal
+            slashes = self._slashes(message) if how.reason == TOPIC_NAME_INVALID else None
+        now_s = asyncio.get_running_loop().time()
+        self._suspects.lost_with(_stream(message), message, now_s, refusal, slashes)
+        return refusal
 
     def _progressed(self, connection: Connection) -> None:
         """Another PUBACK is due next. Brokers answer in order: a message that is left out is not answered later."""
@@ -190,14 +210,14 @@ class Window:
             return False
         first, index, _ = next(iter(self._in_flight.values()))
         both = first.messages[index], batch.messages[len(batch.statuses)]
-        return any(_stream(message) in self._suspects for message in both)
+        return any(self._suspects.is_suspect(_stream(message), self._slashes(message)) for message in both)
 
-    def _held_back(self, stream: Stream, batch: _Batch) -> UStatus | None:
+    def _held_back(self, stream: Stream, message: Carried, batch: _Batch) -> UStatus | None:
         """Why nothing of this stream is to be sent now; None if it is."""
         if stream in batch.refused:
             return _BEHIND
-        status = self._suspects.pass_over(stream, asyncio.get_running_loop().time())
-        if status is not None:
+        status = self._suspects.pass_over(stream, asyncio.get_running_loop().time(), self._slashes(message))
+        if status is not None and status.code == UCode.UNAVAILABLE:
             batch.refused.add(stream)
         return status
 
@@ -210,10 +230,10 @@ class Window:
             is_suspect = False
             if batch.refused or self._suspects:
                 stream = _stream(message)
-                if (held_back := self._held_back(stream, batch)) is not None:
+                if (held_back := self._held_back(stream, message, batch)) is not None:
                     batch.statuses.append(held_back)
                     continue
-                is_suspect = stream in self._suspects
+                is_suspect = self._suspects.is_suspect(stream, self._slashes(message))
                 if is_suspect and in_flight:
                     break
             if unheard and (topic := self._topic_if_told(message)) in unheard:
@@ -253,8 +273,8 @@ class Window:
             if is_first:
                 self._progressed(connection)
 
-    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
-        """[(packet id, reason code)] of one read."""
+    def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None:
+        """[(packet id, reason code)] of one read; reason strings by packet id, of those that have one."""
         in_flight, octets = self._in_flight, 0
         oldest = next(iter(in_flight), None)
         for packet_id, reason in pubacks:
@@ -263,8 +283,11 @@ class Window:
                 continue
             batch, index, size = entry
             if self._suspects:
-                self._suspects.answered(_stream(batch.messages[index]))
+                message = batch.messages[index]
+                self._suspects.answered(_stream(message), self._slashes(message))
             status = _ANSWERS[reason]
+            if status is not OK and packet_id in whys:
+                status = _answer(reason, {"ReasonString": whys[packet_id]})
             if reason == reasons.NO_MATCHING_SUBSCRIBERS:
                 status = self._unheard(batch, index)
             elif status is not OK and status.code == UCode.UNAVAILABLE:
@@ -318,12 +341,6 @@ _UNHEARD: Final = nobody_listens(
 )
 
 
-def _is_hung_up(connection: Connection) -> bool:
-    """It may have ended over what was in flight: neither is the network gone, nor has another client our session."""
-    lost = connection.lost
-    return lost.done() and not lost.cancelled() and not isinstance(lost.result(), (TimeoutError, TakenOver))
-
-
 def _stream(message: Carried) -> Stream:
     if type(message) is EncodedMessage:
         return message.stamp.address, b"", message.stamp.priority
@@ -336,8 +353,8 @@ def _is_request(message: Carried) -> bool:
     return kind == UMessageType.UMESSAGE_TYPE_REQUEST
 
 
-def _answer(reason: int) -> UStatus:
-    return OK if reason < reasons.FAILURE_MIN else reasons.refused("the message", reason, {}).status
+def _answer(reason: int, properties: Mapping[str, str] = MappingProxyType({})) -> UStatus:
+    return OK if reason < reasons.FAILURE_MIN else reasons.refused("the message", reason, properties).status
 
 
 _ANSWERS: Final = tuple(map(_answer, reasons.CODES))  # to a message, by the reason code of its PUBACK
