@@ -151,7 +151,7 @@ class ScriptedBroker:
         self.heard: Counter[str] = Counter()  # messages that were published, by topic
         self.subscribed: list[str] = []  # topic filters, one entry for each time that one was asked for
         self.connects: list[bytes] = []  # bodies of CONNECT packets
-        self._sessions: dict[bytes, _Session] = {}  # by client id
+        self.sessions: dict[bytes, _Session] = {}  # by client id
         self._changed = asyncio.Event()  # since somebody has looked
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -164,18 +164,18 @@ class ScriptedBroker:
     @property
     def unacknowledged(self) -> int:
         """Messages that were sent to clients and that they have not acknowledged."""
-        return sum(len(session.in_flight) for session in self._sessions.values())
+        return sum(len(session.in_flight) for session in self.sessions.values())
 
     def end_connections(self, reason: int | None = None, properties: Mapping[str, Any] | None = None) -> None:
         """All of them, with a DISCONNECT or without a word."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             if session.connection is not None:
                 session.connection.end(reason, properties)
 
     def forget(self) -> None:
         """All sessions, as a broker without persistence that is started anew."""
         self.end_connections()
-        self._sessions.clear()
+        self.sessions.clear()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection, data = _Connection(writer), b""
@@ -226,7 +226,7 @@ class ScriptedBroker:
             granted_s = announces["SessionExpiryInterval"] = knobs.session_expiry_max_s
         if reason[1]:
             announces["ReasonString"] = reason[1]
-        session = self._sessions.get(client_id)
+        session = self.sessions.get(client_id)
         is_present = session is not None and not body[7] & 0x02 and session.expiry_s > 0
         packed = _packed(PacketTypes.CONNACK, announces)
         connection.write(packet(0x20, bytes((is_present and reason[0] < 0x80, reason[0])) + packed))
@@ -236,7 +236,7 @@ class ScriptedBroker:
         if session is not None and session.connection is not None:
             session.connection.end(0x8E)
         if session is None or not is_present:
-            session = self._sessions[client_id] = _Session()
+            session = self.sessions[client_id] = _Session()
         session.expiry_s, session.connection = granted_s, connection
         session.receive_maximum = getattr(properties, "ReceiveMaximum", 65_535)
         connection.session = session
@@ -256,7 +256,7 @@ class ScriptedBroker:
             return
         reason, why = knobs.puback(topic)
         if reason < 0x80:
-            sessions = [one for one in list(self._sessions.values()) if one is not connection.session]
+            sessions = [one for one in list(self.sessions.values()) if one is not connection.session]
             heard = [one.forward(topic, publish.properties, publish.payload, knobs) for one in sessions]
             if knobs.tells_nobody and not any(heard):
                 reason = NOBODY

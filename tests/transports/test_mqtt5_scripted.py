@@ -17,6 +17,7 @@ from tests.transports.mqtt5_scripted import Knobs, Overlap, ScriptedBroker
 from tests.transports.test_mqtt5_suspects import send_as_soon_as_connected
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, subscriptions, suspects
 from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcClient
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -403,3 +404,99 @@ async def test_what_a_resumed_session_brings_waits_for_the_listener_that_wants_i
                 await heard.until(number)
                 assert heard.numbers == {number: 1}
             await broker.until(lambda: not broker.unacknowledged)
+
+
+# A listener that calls.
+
+
+class Service:
+    """Answers requests on the transport that it is given."""
+
+    def __init__(self, transport: Mqtt5Transport) -> None:
+        self._transport, self.served = transport, 0
+
+    async def on_receive(self, request: UMessage) -> None:
+        self.served += 1
+        response = UMessageBuilder.response_for_request(request.attributes)
+        await self._transport.send(response.build_from_upayload(UPayload(request.payload, 6)))
+
+
+METHOD = uris.parse("up://service/20AB/1/7")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("mode", ["in-vehicle", "off-vehicle"])
+@pytest.mark.parametrize("kind", ["notification", "request"])
+async def test_a_listener_calls_and_waits_for_the_answer(kind: str, mode: str, waits: bool) -> None:
+    """Twice, one after the other, and each answer is heard once. HiveMQ sends nothing more until the message that the
+    listener takes is acknowledged, and that waits for the listener."""
+    async with (
+        serving(ScriptedBroker(Knobs(waits_for_acknowledgements=waits))) as broker,
+        end(broker, "service", mode=mode) as service,
+        end(broker, "sender", mode=mode) as sender,
+        end(broker, "caller", mode=mode) as caller,
+        InMemoryRpcClient(caller, LocalUriProvider("caller", 0x10AB, 3)) as client,
+    ):
+        await service.register_listener(uris.parse("up://caller/10AB/3/0"), Service(service), METHOD)
+        answers: list[bytes] = []
+        done = asyncio.Event()
+
+        class Calling:
+            async def on_receive(self, message: UMessage) -> None:
+                for _ in range(2):
+                    answer = await client.invoke_method(METHOD, UPayload(b"call", 6))
+                    answers.append(answer.data)
+                done.set()
+
+        own = uris.parse(f"up://caller/10AB/3/{'0' if kind == 'notification' else '5'}")
+        source = uris.parse("up://sender/10AB/3/9001") if kind == "notification" else uris.parse("up://sender/10AB/3/0")
+        await caller.register_listener(source, Calling(), own)
+        builder = (
+            UMessageBuilder.notification(source, own)
+            if kind == "notification"
+            else UMessageBuilder.request(source, own, 10_000)
+        )
+        await sender.send(builder.build_from_upayload(UPayload(b"go", 6)))
+        await asyncio.wait_for(done.wait(), DEADLINE_S)
+        await broker.until(lambda: not broker.unacknowledged)
+        assert answers == [b"call"] * 2
+        assert broker.connections == 4, "one more, for the answers"
+        assert not caller.troubles
+
+
+async def test_where_there_is_no_connection_for_answers_calls_go_on_without_it() -> None:
+    """A note says so. It comes back by itself, and with it what it had subscribed to."""
+    async with (
+        serving(ScriptedBroker()) as broker,
+        end(broker, "service") as service,
+        end(broker, "caller", client_id="caller") as caller,
+        InMemoryRpcClient(caller, LocalUriProvider("caller", 0x10AB, 3)) as client,
+    ):
+        await service.register_listener(uris.parse("up://caller/10AB/3/0"), Service(service), METHOD)
+        answers: asyncio.Queue[bytes] = asyncio.Queue()
+
+        class Calling:
+            async def on_receive(self, message: UMessage) -> None:
+                answers.put_nowait((await client.invoke_method(METHOD, UPayload(message.payload, 6))).data)
+
+        await caller.register_listener(TOPIC, Calling())
+        broker.knobs.connack = (0x97, "one connection is enough")
+        await service.send(message(1, uris.parse("up://service/10AB/3/80CD")))
+        await caller.register_listener(uris.parse("up://service/10AB/3/80CD"), Calling())
+        await service.send(message(2, uris.parse("up://service/10AB/3/80CD")))
+        assert await asyncio.wait_for(answers.get(), DEADLINE_S) == b"2"
+        (note,) = caller.notes
+        assert "one connection is enough" in note
+
+        broker.knobs.connack = (0, "")
+        caller._answers._retry_at_s = 0.0
+        await service.send(message(3, uris.parse("up://service/10AB/3/80CD")))
+        assert await asyncio.wait_for(answers.get(), DEADLINE_S) == b"3"
+        assert not caller.notes
+        (own,) = [name for name in broker.sessions if name.startswith(b"caller-answers-")]
+        answer_topic = "service/20AB/0/1/7/caller/10AB/0/3/0"
+        assert list(broker.sessions[own].filters) == [answer_topic]
+        connections = broker.connections
+        broker.forget()
+        await broker.until(lambda: broker.connections >= connections + 3)
+        await broker.until(lambda: any(answer_topic in session.filters for session in broker.sessions.values()))

@@ -5,6 +5,7 @@ send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Codec -> Subscri
 Link: connects, and connects again; when the broker has lost our session, everything is subscribed to again
 Session: the topic filters that the broker has for us, and those that it refuses
 Losses: tells of what the broker has lost
+Answers: a second connection, once a listener calls somebody and waits
 
 BYTES_MAX or MESSAGES_MAX have arrived, and are not taken
               -> pressed: the socket is not read, which holds the broker      -> half of it taken: read again
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,6 +32,7 @@ from transports.arrivals import Arrivals
 from transports.base import TransportBase
 from transports.listeners import Filter
 from transports.mqtt5 import reasons, wire
+from transports.mqtt5.answers import Answers
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.connection import Connection, Disconnected
 from transports.mqtt5.link import HANGS_UP, Link
@@ -68,6 +71,8 @@ BYTES_MAX: Final = 32 << 20
 MESSAGES_MAX: Final = 8_192
 PRESSED_S_MAX: Final = 5.0  # how long the socket stands; far less than a keep-alive, or than a PUBACK may take
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
+# the transport whose listener is being called; tasks that a listener starts have it, too
+_DELIVERS: contextvars.ContextVar[Mqtt5Transport | None] = contextvars.ContextVar("delivers", default=None)
 
 log = structlog.get_logger()
 
@@ -113,6 +118,7 @@ class Mqtt5Transport(TransportBase):
             gathers=False,
             pressed=self._on_pressed,
         )
+        self._answers = Answers(config, local, self._take_answers)
         self._paused_at_s: float | None = None  # since then the socket is not read
         self._shedding = self._has_shed = False  # what comes is not kept, and something did
         is_resumed = config.client_id is not None and config.session_expiry_s > 0
@@ -156,7 +162,7 @@ class Mqtt5Transport(TransportBase):
 
     @property
     def notes(self) -> list[str]:
-        return self._link.notes
+        return [*self._link.notes, *self._answers.notes]
 
     async def open(self) -> None:
         """Connect, and stay connected: a connection that is lost later comes back by itself.
@@ -167,7 +173,9 @@ class Mqtt5Transport(TransportBase):
         if self.is_open:
             return
         self.is_open = True
-        self._arrivals.open()
+        token = _DELIVERS.set(self)
+        self._arrivals.open()  # keeps this context
+        _DELIVERS.reset(token)
         try:
             await self._link.open(self.wire_bytes_max)
         except BaseException:
@@ -183,7 +191,7 @@ class Mqtt5Transport(TransportBase):
         drained = asyncio.ensure_future(self._window.drained())
         await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._arrivals.finish(drain_ms / 1000))
         drained.cancel()
-        await self._link.close()
+        await asyncio.gather(self._link.close(), self._answers.close())
         # one with a made-up name has ended with this
         self._has_session = self._has_session and self._config.client_id is not None
         await asyncio.gather(*self._tasks, self._session.close(), return_exceptions=True)
@@ -307,7 +315,33 @@ class Mqtt5Transport(TransportBase):
         return self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None).count("/")
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
+        if _DELIVERS.get() is self:
+            await self._await_answers(messages)
         return await self._window.send(messages)
+
+    async def _await_answers(self, messages: Sequence[Carried]) -> None:
+        """A listener sends these, perhaps while we wait for it: what is acknowledged on the main connection is up to
+        it, so the answers to its calls must not wait for that."""
+        topics = []
+        for message in messages:
+            attributes = message.attributes
+            if attributes.type == attrs.REQUEST:
+                with contextlib.suppress(UStatusError):  # it is not valid, and sending says so
+                    topics.append(self.address_of(attributes.sink, attributes.source))
+        if topics:
+            await self._answers.listen(topics, self.wire_bytes_max)
+
+    def _take_answers(self, publishes: list[wire.Publish]) -> None:
+        """From the answers' own connection, which acknowledges them. Whatever is no answer comes on the main one."""
+        for publish in publishes:
+            try:
+                topic, encoded = self._codec.decode(publish)
+            except UStatusError:
+                continue
+            is_answer = UAttributes.FromString(encoded).type == attrs.RESPONSE
+            if is_answer and self._session.subscriptions.matches(topic) and not self._copies.is_copy(encoded):
+                size = len(publish.payload) + len(encoded)
+                self._arrivals.put_now([Arrived((None, publish.payload, encoded), None, 0, size)], [size])
 
     # Receive.
 
@@ -376,7 +410,8 @@ class Mqtt5Transport(TransportBase):
             self.dropped["unwanted"] += 1
             self._session.unwanted(topic)
             return self._nothing(publish)
-        if self._copies.may_come(topic, matches) and self._copies.is_copy(encoded):
+        may_be_copy = self._copies.may_come(topic, matches) or topic in self._answers.topics
+        if may_be_copy and self._copies.is_copy(encoded):
             arrived = self._nothing(publish)
         else:
             arrived = Arrived((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)

@@ -1,0 +1,127 @@
+"""A connection of its own for the answers to calls that a listener makes while it takes a message.
+
+a listener calls, and waits -> listen(topic of the answer) -> the request leaves on the main connection
+broker -> the answer, on the connection that it takes first -> listeners        the other copy has no effect (Copies)
+
+Our acknowledgement of a message waits for its listener. Some brokers send nothing more on a connection until everything
+that they sent there is acknowledged (HiveMQ): there the listener, the broker and we would wait for each other until the
+call's time is over. Nobody else needs this connection, so it is made for the first such call.
+
+Its session ends with it, so what comes is acknowledged at once. Where it can't be had, calls go on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Final
+
+import structlog
+
+from transports.mqtt5 import wire
+from transports.mqtt5.config import Mqtt5Config
+from transports.mqtt5.connection import Connection
+from transports.mqtt5.link import Link
+from transports.mqtt5.packets import Welcome
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+
+TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; more come on the main connection alone
+RETRY_S: Final = 60.0  # after it could not be had: calls don't wait for another attempt until then
+
+log = structlog.get_logger()
+
+
+class Answers:
+    """Lives on the event loop. `take` is given what comes, and keeps answers only: off-vehicle other messages have the
+    same topics."""
+
+    def __init__(
+        self, config: Mqtt5Config, local: LocalUriProvider, take: Callable[[list[wire.Publish]], None]
+    ) -> None:
+        client_id = f"{config.client_id[:180]}-answers-{secrets.token_hex(4)}" if config.client_id else None
+        own = {"client_id": client_id, "session_expiry_s": 0, "clean_start": True}
+        self._config, self._local, self._take = config.model_copy(update=own), local, take
+        self._link: Link | None = None
+        self._topics: dict[str, bool] = {}  # of answers: the broker has a subscription to it on this connection
+        self._turn = asyncio.Lock()
+        self._retry_at_s = 0.0
+        self._why_not = ""
+
+    @property
+    def topics(self) -> Container[str]:
+        """Messages of these may come on both connections."""
+        return self._topics
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._why_not:
+            return []
+        what = "calls that listeners make while they take a message have no connection of their own for the answer"
+        return [
+            f"{what} ({self._why_not}): a broker that waits for acknowledgements, as HiveMQ does, brings it too late"
+        ]
+
+    async def listen(self, topics: Iterable[str], wire_bytes_max: int) -> None:
+        """Returns when the broker has a subscription to each of them, or can't have one now. Raises nothing."""
+        for topic in topics:
+            if len(self._topics) < TOPICS_MAX:
+                self._topics.setdefault(topic, False)
+        loop = asyncio.get_running_loop()
+        if self._has_all() or loop.time() < self._retry_at_s:
+            return
+        async with self._turn:
+            if self._has_all():
+                return
+            try:
+                async with asyncio.timeout(self._config.connect_timeout_ms / 1000):
+                    await self._connect(wire_bytes_max)
+                    await self._subscribe()
+                self._why_not = ""
+            except (UStatusError, TimeoutError) as error:
+                self._why_not = str(error) or "the broker does not answer in time"
+                self._retry_at_s = loop.time() + RETRY_S
+                log.warning("no connection of its own for the answers to listeners' calls", error=self._why_not)
+
+    def _has_all(self) -> bool:
+        return all(self._topics.values())
+
+    async def _connect(self, wire_bytes_max: int) -> None:
+        if self._link is None:
+            link = Link(self._config, self._local, self)
+            await link.open(wire_bytes_max)  # from now on it comes back by itself
+            self._link = link
+
+    async def _subscribe(self) -> None:
+        assert self._link is not None
+        for topic in [topic for topic, is_subscribed in self._topics.items() if not is_subscribed]:
+            await self._link.subscribe(topic)
+            self._topics[topic] = True
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+    # What the link calls.
+
+    def welcomed(self, welcome: Welcome) -> None: ...
+
+    async def up(self, connection: Connection, welcome: Welcome) -> None:
+        if self._link is not None:  # it is back
+            await self._subscribe()
+
+    def down(self, why: str) -> None:
+        for topic in self._topics:
+            self._topics[topic] = False
+
+    def tick(self, now_s: float) -> None: ...
+
+    def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None: ...
+
+    def on_publishes(self, publishes: list[wire.Publish]) -> None:
+        self._take(publishes)
+        if self._link is not None and self._link.connection is not None:
+            packet_ids = [one.packet_id for one in publishes if one.packet_id]
+            self._link.connection.write(wire.pubacks(packet_ids))
