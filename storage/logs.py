@@ -81,7 +81,7 @@ _CONDITION_OF: Final = {text: texts for texts in CONDITIONS for text in texts}
 VALUE_CHARACTERS_MAX: Final = 2_000
 TRACE_CHARACTERS_MAX: Final = 8_000
 FRAMES_MAX: Final = 30
-_SECRET: Final = re.compile(r"password|passwd|secret|credential|private_key", re.IGNORECASE)
+_SECRET: Final = re.compile(r"password|passwd|secret|credential|private_key|headers", re.IGNORECASE)
 _NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 log = structlog.get_logger()

@@ -29,7 +29,8 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
-SECRET: Final = re.compile(r"key|password|credential|secret|token")  # in the name of a setting
+# in the name of a setting, or of a table that it is in
+SECRET: Final = re.compile(r"key|password|credential|secret|token")
 
 
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
@@ -184,7 +185,7 @@ def findings(config: Config, text: str) -> list[Finding]:
         if what:
             unusable.add(path)
             found.append(Finding(line_of(text, location), f"{where}: {path} {what}"))
-        elif SECRET.search(str(location[-1])) and path.stat().st_mode & stat.S_IROTH:
+        elif any(SECRET.search(str(part)) for part in location) and path.stat().st_mode & stat.S_IROTH:
             what = f"everybody on this machine can read it: chmod o-r {path}"
             found.append(Finding(line_of(text, location), f"{where}: {what}", fatal=False))
     for location, file in _certificate_files(config):
@@ -222,6 +223,9 @@ def _paths(value: Any, location: Location) -> Iterator[tuple[Location, Path]]:
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
             yield from _paths(one, (*location, index))
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _paths(one, (*location, key))
 
 
 def _file(path: Path) -> str:

@@ -519,6 +519,9 @@ SECRET = "hun" + "ter2"
         "password = 424242",
         'pasword = "SECRET"',
         'username = "u"\npassword = "SECRET"\nport = "none"',
+        'websocket = { headers = { Authorization = ["SECRET"] } }',
+        'websocket = { headers = { Authorization = "SECRET\\n" } }',
+        "websocket = { headers = { Authorization = 424242 } }",
     ],
 )
 def test_check_shows_no_password(invoke: Invoke, tmp_path: Path, settings: str) -> None:

@@ -37,6 +37,8 @@ password_file = "{folder}/password"
 ca_file = "{folder}/ca.crt"
 cert_file = "{folder}/vehicle1.crt"
 key_file = "{folder}/vehicle1.key"
+[endpoint.settings.websocket.secret_headers]
+Authorization = "{folder}/bearer"
 
 [[endpoint]]
 name = "far"
@@ -57,13 +59,14 @@ LINES = {
     "ca.crt": 20,
     "vehicle1.crt": 21,
     "vehicle1.key": 22,
-    "zenoh.crt": 28,
-    "static.json": 31,
-    "admin.crt": 34,
-    "admin.key": 35,
-    "secret": 36,
+    "bearer": 24,
+    "zenoh.crt": 30,
+    "static.json": 33,
+    "admin.crt": 36,
+    "admin.key": 37,
+    "secret": 38,
 }
-SECRETS = ("password", "vehicle1.key", "admin.key", "secret")
+SECRETS = ("password", "vehicle1.key", "bearer", "admin.key", "secret")
 
 
 @pytest.fixture

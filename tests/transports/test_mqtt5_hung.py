@@ -95,9 +95,15 @@ async def closes_in_time(transport: Mqtt5Transport) -> None:
 
 
 TLS = {"insecure": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "TCP": {},
+    "TLS": {"tls": TLS},
+    "ws": {"websocket": {}},
+    "wss": {"websocket": {}, "tls": TLS},
+}
 
 
-@pytest.mark.parametrize("settings", [{}, {"tls": TLS}], ids=["TCP", "TLS"])
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 async def test_opening_can_be_cancelled_and_leaves_nothing(settings: dict[str, Any]) -> None:
     # a pool starts one more thread while its first is about to be idle: TLS files are read before each connect
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -122,7 +128,7 @@ async def cancelled(one: Mqtt5Transport, mute: Mute) -> None:
     await one.close()
 
 
-@pytest.mark.parametrize("settings", [{}, {"tls": TLS}], ids=["TCP", "TLS"])
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 async def test_closing_while_it_is_connecting(settings: dict[str, Any]) -> None:
     """`open` is told; `close` does not wait for the broker."""
     async with mute_peer() as mute:
@@ -204,7 +210,8 @@ async def test_unregistering_with_a_stopped_broker(make_broker: Callable[..., Br
     await one.close()
 
 
-async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("settings", [{}, {"websocket": {}}], ids=["TCP", "ws"])
+async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any, settings: dict[str, Any]) -> None:
     """A resolver can't be cancelled: it costs one thread, which nobody waits for, however often it is asked."""
     forever, asked = threading.Event(), []
 
@@ -216,7 +223,7 @@ async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any) -> None:
         return []
 
     monkeypatch.setattr(connection, "look_up", look_up)
-    one = end(1883, host="broker.example", connect_timeout_ms=20)
+    one = end(1883, host="broker.example", connect_timeout_ms=20, **settings)
     try:
         for _ in range(3):
             with pytest.raises(UStatusError, match="in time") as told:
@@ -235,6 +242,11 @@ async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any) -> None:
         ({"host": "a" * 64 + ".example"}, UCode.INVALID_ARGUMENT),
         ({"host": "no.such.host.invalid"}, UCode.UNAVAILABLE),  # gaierror
         ({"host": ".example", "tls": TLS}, UCode.INVALID_ARGUMENT),
+        ({"host": "a..b", "websocket": {}}, UCode.INVALID_ARGUMENT),
+        ({"host": "a" * 64 + ".example", "websocket": {}}, UCode.INVALID_ARGUMENT),
+        ({"host": "no.such.host.invalid", "websocket": {}}, UCode.UNAVAILABLE),
+        ({"host": "a%b:1", "websocket": {}}, UCode.INVALID_ARGUMENT),
+        ({"websocket": {}}, UCode.UNAVAILABLE),  # nobody listens
         ({"username": "u", "password_file": "/dev/null"}, UCode.FAILED_PRECONDITION),
         ({"tls": {"ca_file": "/no/such/file"}}, UCode.FAILED_PRECONDITION),
     ],

@@ -5,13 +5,14 @@ transport.py -> window.py  send, answered by PUBACK       mapping.py  UMessage <
              -> losses.py  what the broker has lost
              -> link.py    keeps a connection up          packets.py  the rare packets <-> bytes, pure
                 -> connection.py  TCP, TLS, packets -> broker
+                   websocket.py   the same over WebSocket
 config.py  settings    subscriptions.py  which copy of a message counts, pure    reasons.py  reason codes -> UCode
 broker.py  a private mosquitto, for tests, demo and benchmarks
 """
 
 from typing import Final
 
-from transports.mqtt5.config import Mqtt5Config, TlsConfig
+from transports.mqtt5.config import Mqtt5Config, TlsConfig, WebSocketConfig
 from transports.mqtt5.transport import Mqtt5Transport
 from transports.plugin import TransportPlugin
 from uprotocol.transport import Capability
@@ -28,4 +29,4 @@ CAPABILITIES: Final = (
 
 PLUGIN: Final = TransportPlugin("mqtt5", Mqtt5Config, Mqtt5Transport, CAPABILITIES)
 
-__all__ = ["PLUGIN", "Mqtt5Config", "Mqtt5Transport", "TlsConfig"]
+__all__ = ["PLUGIN", "Mqtt5Config", "Mqtt5Transport", "TlsConfig", "WebSocketConfig"]

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile
 from transports.mqtt5.mapping import Mode, TtlReading
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+ALPN_NAMES_MAX: Final = 16
+HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
+OWN_HEADERS: Final = frozenset({"connection", "content-length", "host", "transfer-encoding", "upgrade"})
+
+
+def is_header_value(value: str) -> bool:
+    """RFC 9110, section 5.5: no control character, in particular no line break."""
+    return not re.search(r"[\x00-\x08\x0a-\x1f\x7f]", value)
+
+
+def first_line(setting: str, file: Path) -> str:
+    """A secret that `setting` names the file of. Blocks. Raises UStatusError(FAILED_PRECONDITION)."""
+    try:
+        return file.read_text(encoding="utf-8-sig").splitlines()[0]
+    except (OSError, IndexError, UnicodeDecodeError) as error:
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{setting} {file} can't be read: {error}") from None
 
 
 class TlsConfig(BaseModel):
@@ -26,11 +45,66 @@ class TlsConfig(BaseModel):
     )
     key_file: Path | None = Field(default=None, description="its private key")
     insecure: bool = Field(default=False, description="don't check who the broker is: for tests only")
+    alpn: list[str] = Field(
+        default=[],
+        max_length=ALPN_NAMES_MAX,
+        description="protocol names to offer (ALPN), where a port serves several protocols: AWS IoT Core on port 443 "
+        "wants `x-amzn-mqtt-ca`, with a custom authorizer `mqtt`",
+    )
+
+    @field_validator("alpn")
+    @classmethod
+    def _are_alpn_names(cls, names: list[str]) -> list[str]:
+        """RFC 7301, section 3.1: 1 to 255 bytes each."""
+        for name in names:
+            if not (name.isascii() and name.isprintable() and 1 <= len(name) <= 255):
+                raise ValueError(f"expected names of 1 to 255 ASCII characters, got {name!r}")
+        return names
 
     @model_validator(mode="after")
     def _pair(self) -> Self:
         if (self.cert_file is None) != (self.key_file is None):
             raise ValueError("cert_file and key_file come together")
+        return self
+
+
+class WebSocketConfig(BaseModel):
+    """MQTT over WebSocket (MQTT 5, section 6): `ws`, and with `tls` `wss`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(default="/mqtt", description="of the URL")
+    headers: dict[str, SecretStr] = Field(
+        default={}, description="further headers of the HTTP request that opens the WebSocket: name = value"
+    )
+    secret_headers: dict[str, Path] = Field(
+        default={},
+        description="the same, with values that are the first lines of files (name = path); read at each connect, so a "
+        "token can be changed while running",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _is_path(cls, path: str) -> str:
+        if not re.fullmatch(r"/[!-~]*", path) or "#" in path or "?" in path:
+            raise ValueError(
+                f"expected a path that begins with / and is percent-encoded, without query, such as /mqtt, got {path!r}"
+            )
+        return path
+
+    @model_validator(mode="after")
+    def _are_headers(self) -> Self:
+        names = [name.lower() for name in (*self.headers, *self.secret_headers)]
+        for name in names:
+            if not HEADER_NAME.fullmatch(name):
+                raise ValueError(f"expected the name of an HTTP header, got {name!r}")
+            if name in OWN_HEADERS or name.startswith("sec-websocket-"):
+                raise ValueError(f"the header {name!r} is set by the WebSocket itself: take it out")
+            if names.count(name) > 1:
+                raise ValueError(f"the header {name!r} is there twice: keep it in headers or in secret_headers")
+        for name, value in self.headers.items():
+            if not is_header_value(value.get_secret_value()):  # which may be a secret: the error does not show it
+                raise ValueError(f"the value of the header {name!r} has a line break or another control character")
         return self
 
 
@@ -69,6 +143,11 @@ class Mqtt5Config(TransportSettings):
     tls: TlsConfig | None = Field(
         default=None, description="encrypt; an empty table will do where the system trusts the broker's certificate"
     )
+    websocket: WebSocketConfig | None = Field(
+        default=None,
+        description="MQTT over WebSocket, `wss` with `tls`; an empty table will do where the path is /mqtt. "
+        "Proxies that the environment names (HTTPS_PROXY) are not used",
+    )
     receive_maximum: int = Field(
         default=2_048, ge=1, le=65_535, description="messages that the broker may send ahead of our acknowledgement"
     )
@@ -80,7 +159,9 @@ class Mqtt5Config(TransportSettings):
         "ask for fewer (mosquitto: `max_inflight_messages`, 20 unless set)",
     )
     connect_timeout_ms: int = Field(
-        default=5_000, ge=1, description="each: for the name, an address, TLS, and the broker's answer"
+        default=5_000,
+        ge=1,
+        description="each: for the name, an address, TLS, the answer to a WebSocket's upgrade, and that to CONNECT",
     )
     sys_topics: bool = Field(
         default=True,
@@ -103,6 +184,13 @@ class Mqtt5Config(TransportSettings):
             found.append(CertificateFile("tls.cert_file", tls.cert_file, tls.key_file))
         return found
 
+    @property
+    def alpn(self) -> list[str]:
+        """The protocol names that TLS offers; none: it does not say any."""
+        if self.websocket is not None:
+            return ["http/1.1"]
+        return self.tls.alpn if self.tls is not None else []
+
     @field_validator("host")
     @classmethod
     def _is_host(cls, host: str) -> str:
@@ -110,6 +198,15 @@ class Mqtt5Config(TransportSettings):
         if re.search(r"[/@\s]", host):
             raise ValueError(f"expected a host name or an address, without scheme, user, port and path, got {host!r}")
         return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+    @model_validator(mode="after")
+    def _one_protocol(self) -> Self:
+        if self.websocket is not None and self.tls is not None and self.tls.alpn:
+            raise ValueError(
+                f"tls.alpn {self.tls.alpn} and websocket exclude each other: a WebSocket begins as HTTP, and offers "
+                "http/1.1. Take one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_password(self) -> Self:

@@ -1,6 +1,6 @@
-"""One connection to a broker, over TCP or TLS: packets in, packets out, in batches, on the event loop.
+"""One connection to a broker, over TCP, TLS or WebSocket: packets in, packets out, in batches, on the event loop.
 
-host -> addresses -> TCP -> TLS -> Connection <-> broker
+host -> addresses -> TCP -> TLS -> (websocket.py: HTTP's upgrade -> frames) -> Connection <-> broker
 read -> PacketReader -> PUBLISH, PUBACK -> the user, once for all that one read brought
                      -> CONNACK, SUBACK, UNSUBACK, DISCONNECT, PINGRESP -> one by one
 write(bytes of many packets) -> at once
@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 
 from transports.base import on_own_thread
 from transports.mqtt5 import packets, reasons, wire
+from transports.mqtt5.config import Mqtt5Config
 
 # of one read: some 500 messages of 400 bytes, or 40 us of copying
 READ_BYTES: Final = 1 << 18
@@ -122,7 +123,7 @@ class Connection(asyncio.BufferedProtocol):
     """`packet_bytes_max` of what comes; a broker that keeps to what CONNECT says never sends more."""
 
     def __init__(self, user: ConnectionUser, packet_bytes_max: int, keep_alive_s: int) -> None:
-        self._user, self._packet_bytes_max, self._keep_alive_s = user, packet_bytes_max, keep_alive_s
+        self._user, self.packet_bytes_max, self._keep_alive_s = user, packet_bytes_max, keep_alive_s
         self._reader, self._loop = PacketReader(packet_bytes_max), asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
@@ -224,6 +225,17 @@ class Connection(asyncio.BufferedProtocol):
                 self._before_ping = self._written_bytes
             self.write(packets.PINGREQ)
 
+    def heard(self) -> None:
+        """Bytes have come, of whatever packet."""
+        self._heard_s, self._before_ping = self._loop.time(), None
+        # Let the kernel acknowledge at once what has been read, which it forgets to do each time we write. A broker
+        # with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and keeps the
+        # others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch would
+        # wait.
+        if _QUICK_ACK is not None and self._socket is not None:
+            with contextlib.suppress(OSError):  # it has hung up; the next read says so
+                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
+
     def drop(self, failure: OSError) -> None:
         """End it without a word."""
         transport, self._transport, self.up = self._transport, None, False
@@ -239,7 +251,7 @@ class Connection(asyncio.BufferedProtocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "TCP and TLS have one"
+        assert isinstance(transport, asyncio.Transport), "TCP, TLS and WebSocket have one"
         self._transport = transport
         self._socket = transport.get_extra_info("socket")
 
@@ -253,21 +265,14 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._heard_s, self._before_ping = self._loop.time(), None
-        # Let the kernel acknowledge at once what has been read, which it forgets to do each time we write. A broker
-        # with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and keeps the
-        # others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch would
-        # wait.
-        if _QUICK_ACK is not None and self._socket is not None:
-            with contextlib.suppress(OSError):  # it has hung up; the next read says so
-                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
+        self.heard()
         try:
             self._sort(self._reader.take(nbytes))
         except ValueError as error:
             self.drop(ConnectionAbortedError(f"it sent what is no MQTT 5: {error}"))
         if self._reader.announced and self._transport is not None:
             self.write(packets.TOO_LARGE)
-            self.drop(PacketTooLarge(self._reader.announced, self._packet_bytes_max))
+            self.drop(PacketTooLarge(self._reader.announced, self.packet_bytes_max))
 
     def _sort(self, found: Packets) -> None:
         publishes: list[wire.Publish] = []
@@ -343,11 +348,7 @@ class Dialler:
             addresses = await self._addresses()
         failure = OSError(f"{self._host} has no address")
         for family, address in addresses:
-            sock = socket.socket(family) if context is None else _TlsSocket(family)
-            sock.setblocking(False)
-            # asyncio does this by itself only for a socket that names TCP. Without it a message behind a PUBACK waits
-            # until the broker's kernel has acknowledged that one: 40 ms
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = new_socket(family, context)
             try:
                 async with asyncio.timeout(timeout_s):
                     await loop.sock_connect(sock, address)
@@ -371,6 +372,25 @@ class Dialler:
             thread = on_own_thread("look up a broker", lambda: look_up(self._host, self._port), lambda _: None)
             self._lookup = asyncio.ensure_future(thread)
         return await asyncio.shield(self._lookup)
+
+
+def dialler_of(config: Mqtt5Config) -> Dialler:
+    if config.websocket is None:
+        return Dialler(config.host, config.port)
+    # aiohttp: 0.1 s and 11 MiB, for who uses WebSocket
+    from transports.mqtt5.websocket import WebSocketDialler
+
+    return WebSocketDialler(config.host, config.port, config.websocket)
+
+
+def new_socket(family: int, context: ssl.SSLContext | None) -> socket.socket:
+    """That of one connection; with `context` TLS will run over it."""
+    sock = socket.socket(family) if context is None else _TlsSocket(family)
+    sock.setblocking(False)
+    # asyncio does this by itself only for a socket that names TCP. Without it a message behind a PUBACK waits until the
+    # broker's kernel has acknowledged that one: 40 ms
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 def look_up(host: str, port: int, flags: int = 0) -> list[Address]:

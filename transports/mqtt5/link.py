@@ -20,8 +20,15 @@ import structlog
 from transports.base import NOT_OPEN
 from transports.certificates import TlsFiles, load_pair
 from transports.mqtt5 import packets, reasons, wire
-from transports.mqtt5.config import Mqtt5Config, TlsConfig
-from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, Disconnected, PacketTooLarge, TakenOver
+from transports.mqtt5.config import Mqtt5Config, TlsConfig, first_line
+from transports.mqtt5.connection import (
+    Connection,
+    ConnectionUser,
+    Disconnected,
+    PacketTooLarge,
+    TakenOver,
+    dialler_of,
+)
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -74,8 +81,8 @@ class Link:
         self._client_id = config.client_id or generated
         self._clean_start = config.clean_start  # until the broker has let us in
         self.session_expiry_s = config.session_expiry_s  # or less, if the broker has said so most lately
-        self._dialler = Dialler(config.host, config.port)
-        self._tls = _tls_files(config.tls) if config.tls is not None else None
+        self._dialler = dialler_of(config)
+        self._tls = _tls_files(config.tls, config.alpn) if config.tls is not None else None
         self.connection: Connection | None = None  # the present one, or the last
         self._opened: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -320,18 +327,14 @@ class Link:
 def _password(config: Mqtt5Config) -> str | None:
     if config.password_file is None:
         return config.password.get_secret_value() if config.password is not None else None
-    try:
-        return config.password_file.read_text(encoding="utf-8-sig").splitlines()[0]
-    except (OSError, IndexError, UnicodeDecodeError) as error:
-        why = f"password_file {config.password_file} can't be read: {error}"
-        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
+    return first_line("password_file", config.password_file)
 
 
-def _tls_files(tls: TlsConfig) -> TlsFiles:
-    return TlsFiles((tls.ca_file, tls.cert_file, tls.key_file), functools.partial(_tls_context, tls))
+def _tls_files(tls: TlsConfig, alpn: list[str]) -> TlsFiles:
+    return TlsFiles((tls.ca_file, tls.cert_file, tls.key_file), functools.partial(_tls_context, tls, alpn))
 
 
-def _tls_context(tls: TlsConfig) -> ssl.SSLContext:
+def _tls_context(tls: TlsConfig, alpn: list[str]) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=tls.ca_file)
         if tls.cert_file is not None:
@@ -339,6 +342,8 @@ def _tls_context(tls: TlsConfig) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         files = ", ".join(str(file) for file in (tls.ca_file, tls.cert_file, tls.key_file) if file is not None)
         raise UStatusError(UCode.FAILED_PRECONDITION, f"the TLS files {files} can't be used: {error}") from None
+    if alpn:
+        context.set_alpn_protocols(alpn)
     if tls.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

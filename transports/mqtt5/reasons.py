@@ -138,7 +138,8 @@ def unreachable(address: str, error: BaseException) -> UStatusError:
         text = f"{broker} is not who it should be ({error.verify_message}): is ca_file right?"
     elif isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         why = getattr(error, "reason", None) or error
-        text = f"TLS with {broker} failed ({why}): are cert_file, key_file right?"
+        what = "is tls.alpn" if "NO_APPLICATION_PROTOCOL" in str(why) else "are cert_file, key_file"
+        text = f"TLS with {broker} failed ({why}): {what} right?"
     elif isinstance(error, ValueError):  # UnicodeError, too: a name of more than 63 characters between two dots
         code, text = UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?"
     elif not isinstance(error, OSError):

@@ -1,0 +1,361 @@
+"""MQTT over WebSocket (MQTT 5, section 6): aiohttp opens it and makes the frames, a Connection sees a byte stream.
+
+dial -> name, TCP, TLS, HTTP's upgrade with the subprotocol mqtt -> WebSocketTransport <-> Connection
+write(bytes of many packets) -> one binary frame
+binary frames -> a stream of bytes: a frame may have several packets, or a part of one
+pause_reading -> no frame is taken -> aiohttp's queue fills -> the socket is not read -> the broker is held back
+
+Imported by those who use it alone: aiohttp takes 0.1 s and 11 MiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import socket
+import ssl
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from transports.mqtt5.config import WebSocketConfig, first_line, is_header_value
+from transports.mqtt5.connection import Address, Connection, Dialler, PacketTooLarge, new_socket
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+SUBPROTOCOL: Final = "mqtt"  # MQTT-6.0.0-3
+FRAME_EXTRA_BYTES: Final = 4 << 20  # a frame may be so much longer than the longest packet, since it may have several
+CONTROL_FRAME_BYTES_MAX: Final = 2 + 125  # RFC 6455, section 5.5
+WORDS_MAX: Final = 200  # characters of what a broker says that an error repeats
+
+_NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+# what an HTTP status at the upgrade means; others are FAILED_PRECONDITION
+_CODES: Final = {
+    401: UCode.UNAUTHENTICATED,
+    403: UCode.PERMISSION_DENIED,
+    407: UCode.UNAUTHENTICATED,
+    408: UCode.UNAVAILABLE,
+    429: UCode.UNAVAILABLE,
+}
+
+
+class FrameTooLarge(PacketTooLarge):
+    """A frame that may not even be kept for its packets to be looked at."""
+
+    def __init__(self, why: str) -> None:
+        ConnectionError.__init__(
+            self,
+            f"the broker sends a WebSocket frame that is longer than our Maximum Packet Size and {FRAME_EXTRA_BYTES} "
+            f"bytes ({why}): does it keep to a Maximum Packet Size? Else keep large messages from it, or raise "
+            "message_bytes_max",
+        )
+
+
+class WebSocketDialler(Dialler):
+    """Dials one URL, again and again."""
+
+    def __init__(self, host: str, port: int, config: WebSocketConfig) -> None:
+        super().__init__(host, port)
+        self._config = config
+
+    async def dial(self, connection: Connection, context: ssl.SSLContext | None, timeout_s: float) -> None:
+        """As Dialler.dial; `timeout_s` also for the answer to the upgrade. Raises UStatusError, too: a header's file
+        can't be read, or the upgrade is refused."""
+        headers = await asyncio.to_thread(_headers, self._config)
+        url = _url(self._host, self._port, self._config.path, is_tls=context is not None)
+        connector = aiohttp.TCPConnector(
+            ssl=context if context is not None else True,
+            resolver=_Resolver(self._addresses, timeout_s),
+            use_dns_cache=False,  # each attempt asks anew
+            socket_factory=lambda found: new_socket(found[0], context),
+            force_close=True,
+        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
+        # trust_env is off: no proxy and no password that only the environment, or ~/.netrc, knows of
+        async with aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            middlewares=(_once,),
+            ws_response_class=_Upgraded,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session:
+            try:
+                upgraded = await session.ws_connect(
+                    url,
+                    protocols=(SUBPROTOCOL,),
+                    headers=headers,
+                    max_msg_size=connection.packet_bytes_max + FRAME_EXTRA_BYTES,
+                )
+            except aiohttp.WSServerHandshakeError as error:
+                raise _refused(url, error) from None
+            except aiohttp.ClientError as error:
+                raise _plain(error) from error
+            assert isinstance(upgraded, _Upgraded), "ws_response_class says so"
+            if upgraded.protocol != SUBPROTOCOL:
+                upgraded.abort()
+                raise UStatusError(
+                    UCode.FAILED_PRECONDITION,
+                    f"{url} opens a WebSocket, and does not take the subprotocol {SUBPROTOCOL!r} (it names "
+                    f"{upgraded.subprotocols or 'none'}): is it MQTT that is served there? Set port and websocket.path",
+                )
+            connection.connection_made(WebSocketTransport(upgraded, connection))
+            session.detach()  # it would close what the Connection has from here on
+
+
+class WebSocketTransport(asyncio.Transport):
+    """What a Connection writes to, and is fed by: as a socket's transport, with frames below it."""
+
+    def __init__(self, upgraded: _Upgraded, user: Connection) -> None:
+        super().__init__()
+        self._upgraded, self._user, self._wire = upgraded, user, upgraded.wire
+        self._loop = asyncio.get_running_loop()
+        # it never asks aiohttp to wait: what is not sent is bounded by who writes (see `write`)
+        self._wire.set_write_buffer_limits(high=sys.maxsize)
+        self._wire.set_protocol(_Hearing(self._wire.get_protocol(), user))
+        self._unread: list[bytes | memoryview] = []  # of frames; about as much as aiohttp's queue holds, and one frame
+        self._is_due = False  # `_deliver` will be called
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+        self._is_closed = False
+        self._reading = asyncio.create_task(self._read())
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """One binary frame, masked, at once. aiohttp's `send_bytes` would wait only for a transport that is full, which
+        this one never says: after one step it has ended."""
+        sending = self._upgraded.send_bytes(data)  # type: ignore[arg-type]  # takes what has bytes
+        try:
+            sending.send(None)
+        except StopIteration:
+            return
+        except ConnectionError:
+            return  # it has hung up; the next read says so
+        sending.close()
+        self._user.drop(ConnectionAbortedError("nobody foresaw that aiohttp waits before it writes a frame"))
+
+    def pause_reading(self) -> None:
+        self._may_read.clear()
+
+    def resume_reading(self) -> None:
+        self._may_read.set()
+        self._deliver_soon()
+
+    def get_write_buffer_size(self) -> int:
+        return self._wire.get_write_buffer_size()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._wire.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self._is_closed
+
+    def abort(self) -> None:
+        self._is_closed = True
+        self._unread.clear()
+        self._upgraded.abort()
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        """Take frames until there are no more."""
+        try:
+            while True:
+                await self._may_read.wait()
+                message = await self._upgraded.receive()  # does not wait where aiohttp has one already
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                self._unread.append(message.data)
+                self._deliver_soon()
+            while self._unread:
+                await self._may_read.wait()
+                self._deliver()
+            failure: Exception = _ended(message, self._upgraded.close_code)
+        except Exception as error:
+            failure = error
+        self._user.connection_lost(failure)
+
+    def _deliver_soon(self) -> None:
+        """Together with the frames that came with it: brokers make one of each packet."""
+        if self._unread and not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        """Until the user has enough, or ends the connection."""
+        self._is_due = False
+        data = memoryview(self._unread[0] if len(self._unread) == 1 else b"".join(self._unread))
+        self._unread.clear()
+        while data and self._may_read.is_set() and not self._is_closed:
+            buffer = self._user.get_buffer(-1)
+            count = min(len(buffer), len(data))
+            buffer[:count] = data[:count]
+            data = data[count:]
+            self._user.buffer_updated(count)
+        if data and not self._is_closed:
+            self._unread.append(data)
+
+
+class _Upgraded(aiohttp.ClientWebSocketResponse):
+    """aiohttp's WebSocket, and what is below it."""
+
+    def __init__(
+        self, reader: Any, writer: Any, protocol: Any, response: aiohttp.ClientResponse, *rest: Any, **more: Any
+    ) -> None:
+        super().__init__(reader, writer, protocol, response, *rest, **more)
+        self._answer = response
+        self.subprotocols = response.headers.get("Sec-WebSocket-Protocol", "")[:WORDS_MAX]
+        connection = response.connection
+        assert connection is not None, "it has just been upgraded"
+        wire = connection.transport
+        assert wire is not None, "it has just been upgraded"
+        self.wire: asyncio.Transport = wire
+
+    def abort(self) -> None:
+        """End it without a word, at once."""
+        self.wire.abort()
+        self._answer.close()
+
+
+class _Hearing(asyncio.Protocol):
+    """Before aiohttp's protocol: tells the Connection that bytes have come. A frame is handed over when it is whole,
+    and a large one may be under way for minutes."""
+
+    def __init__(self, below: asyncio.BaseProtocol, user: Connection) -> None:
+        assert isinstance(below, asyncio.Protocol), "aiohttp's"
+        self._below, self._user = below, user
+        self.connection_lost = below.connection_lost  # type: ignore[method-assign]
+        self.eof_received = below.eof_received  # type: ignore[method-assign]
+
+    def data_received(self, data: bytes) -> None:
+        if len(data) > CONTROL_FRAME_BYTES_MAX:  # less may be a ping of a proxy whose broker hangs
+            self._user.heard()
+        self._below.data_received(data)
+
+
+class _Lost(aiohttp.ClientError):
+    """`__cause__` says how."""
+
+
+async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """The one answer: aiohttp would ask again after a loss, and follow a redirection with our headers."""
+    try:
+        answer = await send(request)
+    except aiohttp.ClientConnectorError:  # that it does not try again
+        raise
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise _Lost from error
+    if answer.status == 101:
+        return answer
+    answer.close()
+    raise aiohttp.WSServerHandshakeError(
+        answer.request_info, answer.history, message="no upgrade", status=answer.status, headers=answer.headers
+    )
+
+
+class _Resolver(AbstractResolver):
+    """The addresses that the Dialler finds, which needs no thread of the loop's own pool."""
+
+    def __init__(self, addresses: Callable[[], Awaitable[list[Address]]], timeout_s: float) -> None:
+        self._addresses, self._timeout_s = addresses, timeout_s
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        async with asyncio.timeout(self._timeout_s):
+            found = await self._addresses()
+        return [
+            ResolveResult(
+                # of a link-local address of IPv6 the scope is part of it
+                host=f"{address[0]}%{address[3]}" if len(address) > 3 and address[3] else address[0],
+                hostname=host,
+                port=port,
+                family=of,
+                proto=0,
+                flags=_NUMERIC,
+            )
+            for of, address in found
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+def _headers(config: WebSocketConfig) -> dict[str, str]:
+    """Blocks. Raises UStatusError."""
+    found = {name: value.get_secret_value() for name, value in config.headers.items()}
+    for name, file in config.secret_headers.items():
+        setting = f"websocket.secret_headers.{name}"
+        found[name] = first_line(setting, file).strip()
+        if not is_header_value(found[name]):
+            why = f"{setting} {file} can't be used: its first line has a control character"
+            raise UStatusError(UCode.FAILED_PRECONDITION, why)
+    return found
+
+
+def _url(host: str, port: int, path: str, *, is_tls: bool) -> URL:
+    """Raises ValueError for a host that can be none."""
+    return URL.build(scheme="wss" if is_tls else "ws", host=host, port=port, path=path, encoded=True)
+
+
+def _refused(url: URL, error: aiohttp.WSServerHandshakeError) -> UStatusError:
+    """The HTTP server at the broker's address does not make a WebSocket of it."""
+    status, phrase = error.status, ""
+    headers: Mapping[str, str] = error.headers or {}
+    with contextlib.suppress(ValueError):
+        phrase = f" {http.HTTPStatus(status).phrase}"
+    server = f", server {headers['Server'][:WORDS_MAX]}" if "Server" in headers else ""
+    if status == 101:
+        phrase += f", which is none ({error.message})"
+    if status in (401, 407):
+        hint = "are websocket.headers, secret_headers and tls.cert_file right? They are all that it knows of us"
+    elif status == 403:
+        hint = "let this client in there, or correct websocket.headers, secret_headers and tls.cert_file"
+    elif status == 404:
+        hint = "is websocket.path right?"
+    elif 300 <= status < 400 and "Location" in headers:
+        hint = f"it redirects to {headers['Location'][:WORDS_MAX]}: set host, port, tls and websocket.path to that"
+    elif status >= 500 or status in _CODES:
+        hint = "it is tried again; a proxy says so while the broker behind it is away"
+    else:
+        hint = (
+            "no WebSocket is served there, or a proxy on the way answers by itself: are port, tls and websocket.path "
+            "right, and does each proxy pass the header Upgrade on?"
+        )
+    code = UCode.UNAVAILABLE if status >= 500 else _CODES.get(status, UCode.FAILED_PRECONDITION)
+    return UStatusError(code, f"{url} answers the upgrade to a WebSocket with HTTP {status}{phrase}{server}: {hint}")
+
+
+def _plain(error: aiohttp.ClientError) -> Exception:
+    """What aiohttp has wrapped, so that it is told as over plain TCP; OSError or ValueError."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return error.certificate_error
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error
+    if isinstance(error, _Lost):
+        cause: BaseException | None = error.__cause__
+        while cause is not None and not isinstance(cause, ssl.SSLError):
+            cause = cause.__cause__
+        if isinstance(cause, ssl.SSLError):  # TLS 1.3 refuses a client's certificate when the first bytes are read
+            return cause
+        return ConnectionResetError("it hung up on the upgrade to a WebSocket, or wants another certificate of ours")
+    if isinstance(error, (OSError, ValueError)):
+        return error
+    said = str(error)[:WORDS_MAX]
+    return ConnectionAbortedError(f"it answers the upgrade to a WebSocket with what is no HTTP: {said}")
+
+
+def _ended(message: aiohttp.WSMessage, close_code: int | None) -> Exception:
+    """Why there is no further frame."""
+    if message.type is aiohttp.WSMsgType.TEXT:
+        return ConnectionAbortedError("it sent a text frame, and MQTT has binary ones (MQTT-6.0.0-1)")
+    if message.type is aiohttp.WSMsgType.ERROR:
+        if close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+            return FrameTooLarge(str(message.data))
+        return ConnectionAbortedError(f"it sent what is no WebSocket: {message.data}")
+    if message.type is aiohttp.WSMsgType.CLOSE:
+        said = f" ({str(message.extra)[:WORDS_MAX]})" if message.extra else ""
+        return ConnectionResetError(f"it closed the WebSocket with code {message.data}{said}")
+    return ConnectionResetError("it hung up")
