@@ -315,6 +315,25 @@ async def test_a_broker_that_knows_no_mqtt_5(answers: bool, why: str) -> None:
         assert no.value.code == UCode.UNAVAILABLE
 
 
+async def test_a_broker_that_takes_its_own_packet_identifiers_for_ours_is_asked_with_others() -> None:
+    """mochi does, while a resumed session has messages in flight."""
+    async with serving(ScriptedBroker(Knobs(confuses_identifiers=True))) as broker, end(broker, "sender") as sender:
+        async with end(broker, "receiver", client_id="receiver") as earlier:
+            await earlier.register_listener(TOPIC, Heard())
+        for number in range(30):
+            await sender.send(message(number))
+        async with end(broker, "receiver", client_id="receiver") as receiver:
+            held, other = Heard(), Heard()
+            held.lets_go.clear()
+            await receiver.register_listener(TOPIC, held)
+            await receiver.register_listener(uris.parse("up://sender/10AB/3/80CE"), other)
+            assert not receiver.troubles
+            await sender.send(message(30, uris.parse("up://sender/10AB/3/80CE")))
+            held.lets_go.set()
+            await asyncio.gather(held.until(29), other.until(30))
+        assert broker.subscribed.count("sender/10AB/0/3/80CD") == 3, "twice by the second process"
+
+
 # A broker that hangs up.
 
 

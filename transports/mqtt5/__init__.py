@@ -6,6 +6,7 @@ transport.py -> window.py  send, answered by PUBACK       mapping.py  UMessage <
              -> link.py    keeps a connection up          packets.py  the rare packets <-> bytes, pure
                 -> connection.py  TCP, TLS, packets -> broker
                    websocket.py   the same over WebSocket
+             -> answers.py  a second connection, for calls that listeners make
 config.py  settings    subscriptions.py  which copy of a message counts, pure    reasons.py  reason codes -> UCode
 broker.py  a private mosquitto, for tests, demo and benchmarks
 """

@@ -78,7 +78,6 @@ class Answers:
                 async with asyncio.timeout(self._config.connect_timeout_ms / 1000):
                     await self._connect(wire_bytes_max)
                     await self._subscribe()
-                self._why_not = ""
             except (UStatusError, TimeoutError) as error:
                 self._why_not = str(error) or "the broker does not answer in time"
                 self._retry_at_s = loop.time() + RETRY_S
@@ -98,6 +97,7 @@ class Answers:
         for topic in [topic for topic, is_subscribed in self._topics.items() if not is_subscribed]:
             await self._link.subscribe(topic)
             self._topics[topic] = True
+        self._why_not = ""
 
     async def close(self) -> None:
         if self._link is not None:

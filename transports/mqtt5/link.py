@@ -13,6 +13,7 @@ import itertools
 import random
 import secrets
 import ssl
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import structlog
@@ -40,6 +41,8 @@ JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that 
 # to a message, on its way to us: header, packet id
 BROKER_ADDS_BYTES: Final = 1_024
 HANGS_UP: Final = (ConnectionResetError, BrokenPipeError, ssl.SSLError)  # without a word
+IDENTIFIERS_TRIED_MAX: Final = 5  # of one SUBSCRIBE, while the broker says that they are in use
+IDENTIFIERS_SKIPPED: Final = 12_000  # between two of them, 0.5 ms: more than a broker has messages in flight
 TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
 # a connection that lasted so long was sound: the waits begin anew. Longer than the longest wait: of two clients with
 # one client_id each ends the other's connection after that
@@ -155,25 +158,31 @@ class Link:
 
         Raises RefusedError if the broker says no, else UNAVAILABLE: the connection is lost meanwhile.
         """
-        packet_id = self.next_packet_id()
-        said = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, retained=retained))
+        said = await self._ask(lambda packet_id: packets.subscribe(packet_id, topic_filter, retained=retained))
         if said.reason >= reasons.FAILURE_MIN:
             raise reasons.refused(f"the subscription to {topic_filter}", said.reason, said.properties)
         return said.reason
 
     async def unsubscribe(self, topic_filter: str) -> None:
         """Raises as `subscribe` does."""
-        packet_id = self.next_packet_id()
-        said = await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
+        said = await self._ask(lambda packet_id: packets.unsubscribe(packet_id, topic_filter))
         if said.reason >= reasons.FAILURE_MIN:
             raise reasons.refused(f"the end of the subscription to {topic_filter}", said.reason, said.properties)
 
-    async def _ask(self, packet_id: int, packet: bytes) -> packets.Answer:
+    async def _ask(self, packet_of: Callable[[int], bytes]) -> packets.Answer:
+        """`packet_of` makes the packet with a packet identifier. A broker may take those of its own messages for ours
+        (mochi): it is asked again with others, far from those."""
         assert self.connection is not None, "nobody subscribes before `up`"
-        try:
-            said: packets.Answer = await self.connection.ask(packet_id, packet)
-        except OSError as failure:
-            raise UStatusError(UCode.UNAVAILABLE, self._lost(failure)) from None
+        for _ in range(IDENTIFIERS_TRIED_MAX):
+            packet_id = self.next_packet_id()
+            try:
+                said: packets.Answer = await self.connection.ask(packet_id, packet_of(packet_id))
+            except OSError as failure:
+                raise UStatusError(UCode.UNAVAILABLE, self._lost(failure)) from None
+            if said.reason != reasons.IDENTIFIER_IN_USE:
+                break
+            for _ in range(IDENTIFIERS_SKIPPED):
+                self.next_packet_id()
         return said
 
     def _lost(self, failure: BaseException) -> str:

@@ -18,6 +18,7 @@ FAILURE_MIN: Final = 0x80
 NO_MATCHING_SUBSCRIBERS: Final = 0x10
 UNSUPPORTED_VERSION: Final = 0x84
 TOPIC_NAME_INVALID: Final = 0x90
+IDENTIFIER_IN_USE: Final = 0x91
 CODES: Final = range(256)
 
 
@@ -58,7 +59,7 @@ _REASONS: Final[dict[int, Reason]] = {
     0x8F: Reason("Topic filter invalid", UCode.INVALID_ARGUMENT),
     # the broker's own rule, such as how many levels there may be: our names are valid
     TOPIC_NAME_INVALID: Reason("Topic name invalid", UCode.PERMISSION_DENIED),
-    0x91: Reason("Packet identifier in use", UCode.UNAVAILABLE),
+    IDENTIFIER_IN_USE: Reason("Packet identifier in use", UCode.UNAVAILABLE),
     0x92: Reason("Packet identifier not found", UCode.UNAVAILABLE),
     0x93: Reason("Receive maximum exceeded", UCode.UNAVAILABLE),
     0x94: Reason("Topic alias invalid", UCode.INTERNAL),

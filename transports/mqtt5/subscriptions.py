@@ -20,7 +20,7 @@ from uprotocol.v1.uattributes_pb2 import UAttributes
 Shape = tuple[int, tuple[int, ...]]
 """Of a topic filter: how many segments it has, and which of them are `+`."""
 
-# sources and ids of messages on topics that two filters match, some 250 bytes each. A broker that has a queue for each
+# sources and ids of messages on topics that two filters match, some 200 bytes each. A broker that has a queue for each
 # subscription (ActiveMQ Artemis) may send the copy so many messages later
 COPIES_MAX: Final = 32_768
 # topics that two filters have matched on this connection: copies may still come when one of the filters has been left
@@ -121,7 +121,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._topics: Cache[str, None] = Cache(OVERLAPPING_TOPICS_MAX)
-        self._taken: dict[tuple[int, int, bytes], None] = {}  # id, source; in the order in which they came
+        self._taken: dict[bytes, None] = {}  # id and source, in the order in which they came
         self._of_all, self._of_all_until_s = False, 0.0
 
     def new_connection(self) -> None:
@@ -133,7 +133,10 @@ class Copies:
         self._of_all, self._of_all_until_s = True, now_s + LEFT_S
 
     def tick(self, now_s: float) -> None:
-        self._of_all = self._of_all and now_s < self._of_all_until_s
+        if self._of_all and now_s >= self._of_all_until_s:
+            self._of_all = False
+            if not self._topics:
+                self._taken.clear()
 
     def may_come(self, topic: str, matches: int) -> bool:
         """True if messages of this topic may come more than once, now that `matches` filters match it."""
@@ -144,7 +147,7 @@ class Copies:
     def is_copy(self, encoded: bytes) -> bool:
         """Of one that has been taken; `encoded` are its UAttributes. One that is none counts as taken from now on."""
         attributes = UAttributes.FromString(encoded)
-        key = attributes.id.msb, attributes.id.lsb, attributes.source.SerializeToString()
+        key = attributes.id.SerializeToString() + attributes.source.SerializeToString()
         if key in self._taken:
             return True
         self._taken[key] = None
