@@ -72,7 +72,8 @@ def _ce_names(values: type[UMessageType] | type[UPriority]) -> dict[int, str]:
 
 
 _TYPE_NAMES: Final = _ce_names(UMessageType)
-REQUEST_TYPE: Final = b"req.v1"  # in the bytes of a request's user properties, in the older form as well
+# in the bytes of a request's and a response's user properties, in the older form as well
+REQUEST_TYPE, RESPONSE_TYPE = b"req.v1", b"res.v1"
 _TYPES: Final = {name: UMessageType.ValueType(number) for number, name in _TYPE_NAMES.items()}
 _TYPES.update({name.removeprefix("up-"): number for name, number in list(_TYPES.items())})  # the older pub.v1 and so on
 _PRIORITY_NAMES: Final = _ce_names(UPriority)

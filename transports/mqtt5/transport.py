@@ -37,7 +37,7 @@ from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.connection import Connection, Disconnected
 from transports.mqtt5.link import HANGS_UP, Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
-from transports.mqtt5.mapping import REQUEST_TYPE, Mapping, Mode
+from transports.mqtt5.mapping import REQUEST_TYPE, RESPONSE_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
 from transports.mqtt5.reasons import RefusedError
 from transports.mqtt5.session import Session
@@ -332,16 +332,13 @@ class Mqtt5Transport(TransportBase):
             await self._answers.listen(topics, self.wire_bytes_max)
 
     def _take_answers(self, publishes: list[wire.Publish]) -> None:
-        """From the answers' own connection, which acknowledges them. Whatever is no answer comes on the main one."""
+        """From the answers' own connection, which acknowledges them. What is no answer, or comes while there is no
+        room, comes on the main one, too."""
         for publish in publishes:
-            try:
-                topic, encoded = self._codec.decode(publish)
-            except UStatusError:
-                continue
-            is_answer = UAttributes.FromString(encoded).type == attrs.RESPONSE
-            if is_answer and self._session.subscriptions.matches(topic) and not self._copies.is_copy(encoded):
-                size = len(publish.payload) + len(encoded)
-                self._arrivals.put_now([Arrived((None, publish.payload, encoded), None, 0, size)], [size])
+            if RESPONSE_TYPE in publish.properties and not self._arrivals.is_pressed:
+                arrived = self._read(publish._replace(packet_id=0), weigh=True)
+                if arrived is not None and arrived.message is not None:
+                    self._arrivals.put_now([arrived], [arrived.size])
 
     # Receive.
 
