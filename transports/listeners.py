@@ -41,6 +41,8 @@ log = structlog.get_logger()
 
 Complete = Callable[[int, UAttributes], None]
 """(place in what arrived, attributes whose source or sink has no authority): fills in what the network knows."""
+Unmatched = Callable[[int], None]
+"""(place in what arrived): its filter does not match it."""
 
 
 class TtlCounts(NamedTuple):
@@ -49,9 +51,6 @@ class TtlCounts(NamedTuple):
     arrived: int
     expired: int  # of these, on arrival
     ages_ms: tuple[int, ...]  # of the last AGES_MAX of those: our time less that in their ids
-
-
-_NOBODY: Final[list[UListener]] = []
 
 
 class _Known(NamedTuple):
@@ -149,12 +148,16 @@ class ListenerTable:
         return _in_hand([self._call(listener, messages) for listener, messages in shares.values()])
 
     def deliver_encoded(
-        self, arrived: Iterable[tuple[Filter | None, bytes, bytes]], complete: Complete | None = None
+        self,
+        arrived: Iterable[tuple[Filter | None, bytes, bytes]],
+        complete: Complete | None = None,
+        unmatched: Unmatched | None = None,
     ) -> Awaitable[None] | None:
         """The same for networks that bring the attributes encoded: (filter, payload, UAttributes).
 
         `complete(place, attributes)` is called for what came at that place in `arrived` if source or sink has no
         authority: the network may say beside the message, in a key or a topic, which host that is.
+        `unmatched(place)` is called for what is valid and does not match its filter, which has listeners or had some.
 
         The filter is for networks that deliver once for each, and is the very object that `add` answered; None stands
         for all.
@@ -191,7 +194,12 @@ class ListenerTable:
                         continue
                     known, last = first
             brought_by.append(filter)
-            for listener in known.route.by_filter.get(id(filter), _NOBODY):
+            wanted_by = known.route.by_filter.get(id(filter))
+            if wanted_by is None:
+                if unmatched is not None:
+                    unmatched(place)
+                continue
+            for listener in wanted_by:
                 share = shares.get(id(listener))
                 if share is None:
                     shares[id(listener)] = (listener, [last])

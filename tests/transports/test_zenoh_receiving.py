@@ -14,7 +14,7 @@ import pytest
 import zenoh
 
 from transports.conformance import Sink
-from transports.conformance.messages import PROBE, notification, publish, topic
+from transports.conformance.messages import PROBE, notification, publish, streamed, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport, mapping
 from transports.zenoh.threads import KEPT, keep_state
@@ -215,6 +215,32 @@ async def test_what_says_another_address_than_its_key_is_dropped_as_spoofed() ->
         expected = [message.payload for _, message, is_named in NAMED if is_named]
         assert [payload for payload in heard.payloads if payload.isdigit()] == expected * 2
         assert beta.dropped == {"spoofed": 2 * (len(NAMED) - len(expected))}
+
+
+SPOOFED = [
+    publish(b"1", uris.uri("beta", 0x10AB, 3, 0x9A01)),
+    publish(b"2", uris.uri("alpha", 0, 3, 0x9A01)),
+    publish(b"3", uris.uri("", 0x10AB, 3, 0x9A02)),
+    notification(b"4", ALPHA_TOPIC, uris.uri("beta", 1, 1)),
+]
+
+
+async def test_a_listener_of_one_topic_takes_nothing_that_says_another_address_than_its_key() -> None:
+    """Also where somebody listens to the address that it claims. A publish with a streamer's sink is no such one."""
+    async with ends() as (alpha, beta):
+        heard = Sink(DEADLINE_S)
+        for source, sink in ((ALPHA_TOPIC, None), *((one.attributes.source, None) for one in SPOOFED[:2])):
+            await beta.register_listener(source, heard, sink)
+        await until_heard(alpha, heard, ALPHA_TOPIC)
+        assert alpha._sender is not None
+        key = mapping.message_key(publish(b"", ALPHA_TOPIC), "alpha")
+        for message in [*SPOOFED * 2, streamed(b"5", ALPHA_TOPIC)]:
+            attachment = mapping.encode(message)
+            await asyncio.to_thread(alpha._sender.session.put, key, message.payload, attachment=attachment)
+        await alpha.send(publish(b"end", ALPHA_TOPIC))
+        await heard.expect_payload(b"end")
+        assert [payload for payload in heard.payloads if payload.isdigit()] == []
+        assert beta.dropped == {"spoofed": 2 * len(SPOOFED)}
 
 
 async def test_registering_many_answers_each_of_them() -> None:

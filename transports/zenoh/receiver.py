@@ -237,7 +237,14 @@ class Receiver:
         def complete(place: int, attributes: UAttributes) -> None:
             mapping.complete(attributes, keys[place])
 
-        return self._listeners.deliver_encoded(shares, complete)
+        def unmatched(place: int) -> None:
+            """A filter that names one key takes nothing that says another address: it is spoofed, and counts as that.
+            Filters with wildcards were compared above."""
+            filter, _, encoded = shares[place]
+            if filter is not None and wanted.is_exactly((filter,), keys[place]):
+                self._is_named(encoded, keys[place])
+
+        return self._listeners.deliver_encoded(shares, complete, unmatched)
 
     def _is_named(self, encoded: bytes, key: str) -> bool:
         """False, and counted, for what says that it comes from elsewhere, or goes elsewhere, than its key does.
