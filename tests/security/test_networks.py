@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import tomllib
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.security import page
 from tests.tiers import dds_domain
 from transports.dds import DdsTransport
 from transports.dds.config import DdsConfig
@@ -34,7 +34,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.service import MayReset, USubscriptionService
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 CALL_MS = 60_000  # of a call that is answered; only a failure waits that long
 SILENCE_MS = 1_500  # of one that is not
 SUBSCRIBE, RESET = 1, 6
@@ -194,7 +193,7 @@ async def test_zenoh_a_certificate_speaks_for_its_own_entity_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the example names files beside it
     certificates(tmp_path, "gateway", "10AB", "9001")
-    settings = tomllib.loads(PAGE.split("```toml\n")[1].split("```")[0])["endpoint"]["settings"]
+    settings = page.settings(*page.blocks("### Programs of one host"))
     at = f"tls/localhost:{free_port()}"
     settings |= {"listen": [at]}
     if not guarded:
@@ -228,7 +227,7 @@ async def answered(transport: UTransport, source: LocalUriProvider, method: int,
 
 
 def dds(authority: str, **more: Any) -> DdsTransport:
-    settings = tomllib.loads(PAGE.split("```toml\n")[2].split("```")[0])["endpoint"]["settings"]
+    settings = page.settings(*page.blocks("## DDS"))
     return DdsTransport(DdsConfig.model_validate(settings | more), LocalUriProvider(authority, 0x10AB, 1))
 
 
