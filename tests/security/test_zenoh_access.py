@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ import pytest
 import zenoh
 from zenoh.handlers import Callback
 
+from streamer.demo.processes import Child
 from tests.certificates import DAY, TestAuthority
 from tests.security import page
 from transports.conformance import Sink
@@ -30,6 +33,7 @@ from transports.zenoh.sender import FLUSH_KEY
 from transports.zenoh.transport import UNREAD
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
+from uprotocol.core.usubscription.v4.usubscription_pb2 import SubscribeRequest
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -42,6 +46,8 @@ spec = pytest.mark.spec
 RULES, *ENDS = page.blocks("### Hosts behind a gateway")
 KINDS: Final = {"certificate": ENDS[:2], "user": ENDS[2:]}  # the gateway's endpoint, and that of ecu1
 ENTITY, VERSION = 0x10AB, 3  # of each program
+ECHO: Final = raw(b"echo")
+SUBSCRIBE: Final = uris.uri("vehicle1", 0, 4, 1)  # of core.usubscription
 DEADLINE_S = 30.0
 LINK_MS = 20_000
 NO_LINK_MS = 400  # of who must not be linked, and says so only by not being answered
@@ -52,15 +58,15 @@ PASSWORDS: Final = "ecu1:secret of ecu1\necu2:secret of ecu2\n"
 class Network:
     """The gateway, and where hosts get their certificates and passwords."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, rules: str = RULES) -> None:
         self.folder, self.kind = folder, kind
         self.ca = TestAuthority(folder)
         for name in ("gateway", "ecu1", "ecu2"):
             self.ca.issue(name)
         (folder / "devices").write_text(PASSWORDS)
         self.at = f"tls/localhost:{free_port()}"
-        endpoint = page.settings(KINDS[kind][0], RULES) | {"listen": [self.at]}
-        self.gateway = _transport("vehicle1", endpoint)
+        self.text = KINDS[kind][0].replace("tls/0.0.0.0:7447", self.at) + rules
+        self.gateway = _transport("vehicle1", page.settings(self.text))
 
     def host(self, name: str, **more: Any) -> ZenohTransport:
         """The page's ecu1, under this name."""
@@ -221,6 +227,27 @@ async def test_a_host_hears_what_is_for_it_and_nothing_else(network: Network) ->
         assert nosy.troubles == []
 
 
+async def test_what_a_host_is_sent_is_a_fence_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may subscribe to everything, by mistake, gets what is for it all the same, and no more."""
+    monkeypatch.chdir(tmp_path)
+    may_listen = RULES[RULES.index('id = "ecu1 listens"') : RULES.index('id = "ecu1 is sent"')]
+    mistaken = re.sub(r"key_exprs = .*", 'key_exprs = ["up/**"]', may_listen)
+    network = Network(tmp_path, "certificate", RULES.replace(may_listen, mistaken))
+    async with network.gateway as gateway, network.host("ecu1") as ecu1, network.host("ecu2") as ecu2:
+        heard = await listening(gateway, *EVERYTHING)
+        theirs = await listening(ecu2, (uris.ANY, to("ecu2")))
+        wide = await listening(ecu1, *EVERYTHING)
+        published, secret = publish(b"1", of("vehicle1")), notification(b"secret", of("vehicle1"), to("ecu2"))
+        await until_linked(gateway, published, wide)
+        await until_linked(gateway, secret, theirs)
+        await until_linked(ecu2, publish(b"", of("ecu2")), heard)
+        await ecu2.send_batch([publish(b"secret", of("ecu2"))])
+        await heard.expect_payload(b"secret")
+        await gateway.send_batch([secret, published])
+        await wide.expect_payload(b"1")
+        assert wide.payloads == [b"1"]
+
+
 async def test_hosts_call_one_another_and_the_gateway(network: Network, capsys: pytest.CaptureFixture[str]) -> None:
     """The rules take nothing away that the product needs, and `close` still finds out what was read."""
     async with AsyncExitStack() as stack:
@@ -248,12 +275,56 @@ async def _echo(message: UMessage) -> UPayload:
     return raw(message.payload)
 
 
-async def _answer(client: InMemoryRpcClient, called: UUri) -> bytes:
+async def _answer(client: InMemoryRpcClient, called: UUri, payload: UPayload = ECHO) -> bytes:
     """Of a call that is said again until it is heard."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             with contextlib.suppress(UStatusError):
-                return (await client.invoke_method(called, raw(b"echo"), CallOptions(timeout_ms=500))).data
+                return (await client.invoke_method(called, payload, CallOptions(timeout_ms=500))).data
+
+
+GATEWAY: Final = """
+[streamer]
+authority = "vehicle1"
+data_dir = "data"
+admin = "127.0.0.1:0"
+
+[[endpoint]]
+name = "hosts"
+transport = "zenoh"
+authorities = ["vehicle1", "ecu1", "ecu2"]
+
+"""
+
+
+@pytest.mark.full
+async def test_a_gateway_with_these_rules_serves_its_hosts_and_says_nothing_of_what_they_forbid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    network = Network(tmp_path, "certificate")
+    (tmp_path / "gateway.toml").write_text(GATEWAY + network.text)
+    child = await Child.start("the gateway", "streamer.commands.cli", "run", "--config", "gateway.toml", "--json")
+    try:
+        admin = f"http://127.0.0.1:{(await child.say('ready'))['admin_port']}"
+        async with network.host("ecu1") as ecu1:
+            local = LocalUriProvider("ecu1", ENTITY, VERSION)
+            async with InMemoryRpcClient(ecu1, local) as client:
+                await _answer(client, SUBSCRIBE, UPayload.pack(SubscribeRequest(topic=of("vehicle1"))))
+                (status,) = await ecu1.send_batch([publish(b"forged", of("ecu2"))])
+                assert status.code == UCode.OK
+                await _answer(client, SUBSCRIBE, UPayload.pack(SubscribeRequest(topic=of("vehicle1"))))
+        shown = {path: await asyncio.to_thread(_read, admin + path) for path in ("/readyz", "/metrics")}
+        assert json.loads(shown["/readyz"])["problems"] == []
+        assert "up_streamer_dropped_total{" not in shown["/metrics"]
+    finally:
+        await child.stop()
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 @by_certificate
@@ -349,7 +420,9 @@ async def test_an_attacker_with_a_certificate_writes_nothing_under_other_keys(ne
     async with attacker(network, mode=mode) as session, network.host("ecu2") as ecu2:
         heard = await listening(ecu2, (of("vehicle1"), None))
         tokens = [session.liveliness().declare_token(f"up/{name}/alive") for name in ("ecu1", "ecu2", "vehicle1")]
-        queryable = session.declare_queryable("up/**", Callback(_answers, indirect=False))
+        queryables = [
+            session.declare_queryable(key, Callback(_answers, indirect=False)) for key in ("up/**", "up/ecu1/**")
+        ]
         same = session.declare_subscriber(mapping.message_key(publish(b"", of("vehicle1")), ""))
         await until_linked(network.gateway, publish(b"", of("vehicle1")), heard)
         async with asyncio.timeout(DEADLINE_S):
@@ -371,14 +444,31 @@ async def test_an_attacker_with_a_certificate_writes_nothing_under_other_keys(ne
         assert await _replies(network.session, "up/**") == []
         await network.gateway.send_batch([publish(b"end", of("vehicle1"))])
         await heard.expect_payload(b"end")
-        queryable.undeclare()
+        for queryable in queryables:
+            queryable.undeclare()
 
 
-@by_certificate
+ADMIN_SPACE: Final = """
+[endpoint.settings.settings.adminspace]
+enabled = true
+permissions = { read = true, write = true }
+"""
+
+
 @pytest.mark.parametrize("mode", ["client", "peer", "router"])
-async def test_an_attacker_with_a_certificate_reads_nothing_of_others(network: Network, mode: str) -> None:
-    """By wildcards, queries, liveliness, and Zenoh's own keys. Each subscription on a session of its own, since Zenoh
-    hands to a wildcard what a narrow one of the same session brings."""
+async def test_an_attacker_with_a_certificate_reads_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """By wildcards, queries, liveliness, and Zenoh's own keys, where these are turned on."""
+    monkeypatch.chdir(tmp_path)
+    network = Network(tmp_path, "certificate", RULES + ADMIN_SPACE)
+    async with network.gateway:
+        await _tries_to_read(network, mode)
+
+
+async def _tries_to_read(network: Network, mode: str) -> None:
+    """What is forbidden on a session of its own: Zenoh hands to a wildcard what a narrow one of the same session
+    brings."""
     session = network.session
     session.declare_queryable("up/vehicle1/**", Callback(_answers, indirect=False))
     token = session.liveliness().declare_token("up/vehicle1/alive")
@@ -390,7 +480,8 @@ async def test_an_attacker_with_a_certificate_reads_nothing_of_others(network: N
         theirs = await listening(ecu2, (uris.ANY, to("ecu2")))
         for key in OVERHEARD_KEYS:
             sessions[0].declare_subscriber(key, _into(seen))
-        sessions[0].liveliness().declare_subscriber("**", _into(seen), history=True)
+        for key in ("**", "up/vehicle1/alive"):
+            sessions[0].liveliness().declare_subscriber(key, _into(seen), history=True)
         public = publish(b"", of("vehicle1"))
         narrow: asyncio.Queue[str] = asyncio.Queue()
         sessions[1].declare_subscriber(mapping.message_key(public, ""), _into(narrow))

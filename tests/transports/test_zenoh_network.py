@@ -19,7 +19,7 @@ import zenoh
 
 from streamer.config import loads
 from transports.conformance import Sink
-from transports.conformance.messages import publish, topic
+from transports.conformance.messages import notification, publish, reply, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol.status import UStatusError, is_nobody_listening
@@ -159,10 +159,11 @@ async def test_a_device_speaks_and_hears_for_itself_alone(
     async with end("ecu1", mode="client", connect=at, user="ecu1", password="secret") as ecu1:
         await hub.register_listener(topic("ecu2"), forged)
         await ecu1.register_listener(topic("ecu3"), secret)
+        await ecu1.register_listener(topic("vehicle1"), secret, reply("ecu3"))
         await heard(ecu1, "ecu1", hub)
         await heard(hub, "vehicle1", ecu1)
         assert not (await ecu1.send_batch([publish(source=topic("ecu2"))]))[0].code  # dropped without an answer
-        await hub.send_batch([publish(source=topic("ecu3"))])
+        await hub.send_batch([publish(source=topic("ecu3")), notification(b"", topic("vehicle1"), reply("ecu3"))])
         await heard(ecu1, "ecu1", hub)  # what went before on the same link has been read
         await heard(hub, "vehicle1", ecu1)
     assert "may not have been read" not in capsys.readouterr().out

@@ -198,6 +198,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.spec("req~utransport-send-prevent-address-spoofing~1")
 async def test_what_says_another_address_than_its_key_is_dropped_as_spoofed() -> None:
     """Zenoh's access control knows keys alone. Each is sent twice: what is known of the first holds for the other."""
     async with ends() as (alpha, beta):
@@ -225,6 +226,7 @@ SPOOFED = [
 ]
 
 
+@pytest.mark.spec("req~utransport-send-prevent-address-spoofing~1")
 async def test_a_listener_of_one_topic_takes_nothing_that_says_another_address_than_its_key() -> None:
     """Also where somebody listens to the address that it claims. A publish with a streamer's sink is no such one."""
     async with ends() as (alpha, beta):
