@@ -32,6 +32,7 @@ SECRETS: Final = ("password", "private_key")  # of Zenoh's settings: they may be
 LINK_POLL_S: Final = 0.01
 LEASE: Final = "transport/link/tx/lease"  # ms without a sign of us, after which others take us for dead
 KEEP_ALIVE: Final = "transport/link/tx/keep_alive"  # signs of us in one lease, where nothing else is sent
+DICTIONARY: Final = "transport/auth/usrpwd/dictionary_file"  # of users and passwords
 BLOCK: Final = "transport/link/tx/queue/congestion_control/block/wait_before_close"  # microseconds
 
 
@@ -75,7 +76,8 @@ class ZenohConfig(TransportSettings):
     password: SecretStr | None = None
     """for `user`"""
     credentials_file: Path | None = None
-    """lines of `user:password` that may connect to us"""
+    """lines of `user:password` that may connect to us; a file without any is refused, since Zenoh would let everybody
+    connect"""
     tls: TlsConfig | None = None
     """for endpoints `tls/...` and `quic/...`"""
     subscriptions_max: int = Field(default=64, ge=16)
@@ -95,6 +97,12 @@ class ZenohConfig(TransportSettings):
             )
         if (self.user is None) != (self.password is None):
             raise ValueError("user and password come together")
+        control = self.settings.get("access_control")
+        if isinstance(control, dict) and "enabled" not in control:
+            raise ValueError(
+                "settings.access_control does not say whether it is enabled, and Zenoh takes that for false: nobody "
+                "would be held to its rules. Add enabled = true, or enabled = false if that is meant"
+            )
         with contextlib.suppress(UStatusError):  # what else is wrong is told when it is opened
             made = self._made(0, MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX)
             if mistake := _stall_mistake(made):
@@ -131,7 +139,8 @@ class ZenohConfig(TransportSettings):
         A client asks the endpoint `connect_first` before the others, for its part of connect_timeout_ms: see `linked`.
         """
         made = self._made(connect_first, wire_bytes_max)
-        if mistake := _stall_mistake(made):  # config_file may have changed since it was checked
+        # config_file may have changed since it was checked
+        if mistake := _stall_mistake(made) or _credentials_mistake(made):
             raise invalid(mistake)
         return made
 
@@ -171,7 +180,7 @@ class ZenohConfig(TransportSettings):
                 "transport/auth/usrpwd/password": self.password.get_secret_value(),
             }
         if self.credentials_file is not None:
-            settings["transport/auth/usrpwd/dictionary_file"] = str(self.credentials_file)
+            settings[DICTIONARY] = str(self.credentials_file)
         if self.tls is not None:
             files = {"root_ca_certificate": self.tls.root_ca}
             for side in ("connect", "listen"):
@@ -182,6 +191,18 @@ class ZenohConfig(TransportSettings):
             settings["transport/link/tls/enable_mtls"] = self.tls.mutual or shows
             settings["transport/link/tls/verify_name_on_connect"] = self.tls.verify_name
         return settings
+
+
+def _credentials_mistake(made: zenoh.Config) -> str:
+    """What is wrong with the file of users and passwords, in one sentence; empty if nothing, or if Zenoh tells it."""
+    file = json.loads(made.get_json(DICTIONARY))
+    with contextlib.suppress(OSError):
+        if file is not None and not Path(file).read_bytes().strip():
+            return (
+                f"credentials_file {file} has no line of user:password, and Zenoh would then let everybody connect: "
+                "add one, or leave the file out if that is meant"
+            )
+    return ""
 
 
 def _stall_mistake(made: zenoh.Config) -> str:

@@ -56,7 +56,10 @@ FLUSH_KEY: Final = "@uprotocol/flush"  # "/" and the Zenoh id of who answers; `@
 LINGER_S: Final = 1.0
 # where in Zenoh's source an error arose: no help to who reads it
 SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")
-
+# in what Zenoh says of a setting that it does not take
+OF_SETTINGS: Final = (
+    "Invalid Key Expr", "Endpoints must be", "onfig", "Access control not enabled", "Missing root certificates",
+)  # fmt: skip
 NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or router is linked: try again when one is")
 _PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
 
@@ -76,7 +79,7 @@ def translate(error: Exception, doing: str) -> UStatusError:
         return UStatusError(
             UCode.FAILED_PRECONDITION, f"{doing}: the port is in use; free it, or listen on another one ({said})"
         )
-    if "Invalid Key Expr" in said or "Endpoints must be" in said or "onfig" in said:
+    if any(word in said for word in OF_SETTINGS):
         return invalid(f"{doing}: {said}")
     return UStatusError(UCode.UNAVAILABLE, f"{doing}: {said}")
 
