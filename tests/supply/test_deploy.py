@@ -62,6 +62,8 @@ def test_nobody_unknown_reaches_what_the_containers_publish() -> None:
     zenoh = next(one["settings"] for one in CLOUD["endpoint"] if one["transport"] == "zenoh")
     assert zenoh["listen"] == ["tls/0.0.0.0:7447"]
     assert zenoh["tls"]["mutual"] is True
+    control = zenoh["settings"]["access_control"]
+    assert (control["enabled"], control["default_permission"]) == (True, "deny")
 
 
 def name_of(path: Path) -> str:
@@ -157,7 +159,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.fail("openssl is not installed")
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("certs")
-    make(folder, "vehicle1")
+    make(folder, "vehicle1", "9001")
     return folder
 
 
@@ -203,13 +205,11 @@ class Heard:
         self.messages.put_nowait(message)
 
 
-async def crosses(sender: UTransport, receiver: UTransport) -> None:
-    """A notification from `vehicle1` to `backend`, sent until it has come: a network may need a moment to know who
+async def crosses(sender: UTransport, receiver: UTransport, source: str = "//vehicle1/8001/1/8001") -> None:
+    """A notification from `source` to `backend`, sent until it has come: a network may need a moment to know who
     listens."""
     heard = Heard()
-    message = UMessageBuilder.notification(
-        uris.parse("//vehicle1/8001/1/8001"), uris.parse("//backend/8001/1/0")
-    ).build()
+    message = UMessageBuilder.notification(uris.parse(source), uris.parse("//backend/8001/1/0")).build()
     await receiver.register_listener(uris.ANY, heard, uris.pattern("backend"))
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -252,7 +252,8 @@ async def test_the_broker_takes_them_and_nobody_without(certificates: Path, make
             pass
 
 
-async def test_the_gateway_takes_them_on_zenoh_and_nobody_without(certificates: Path) -> None:
+async def test_the_gateway_takes_an_application_on_zenoh_and_nobody_else(certificates: Path) -> None:
+    """A vehicle of the fleet has a certificate of the same CA: with it nobody speaks for `backend`."""
     port = free_port()
     written = next(one["settings"] for one in CLOUD["endpoint"] if one["transport"] == "zenoh")
     here = {
@@ -263,24 +264,29 @@ async def test_the_gateway_takes_them_on_zenoh_and_nobody_without(certificates: 
         "zenoh", written | {"listen": [f"tls/127.0.0.1:{port}"], "tls": here}, LocalUriProvider("backend", 4, 1)
     )
 
-    def client(**tls: Any) -> UTransport:
+    def client(name: str = "", connect_timeout_ms: int = 20_000) -> UTransport:
+        files = {
+            key: str(certificates / f"{name}.{end}") for key, end in (("certificate", "crt"), ("private_key", "key"))
+        }
         settings = {
             "mode": "client",
             "connect": [f"tls/localhost:{port}"],
-            "tls": {"root_ca": str(certificates / "ca.crt"), **tls},
+            "connect_timeout_ms": connect_timeout_ms,
+            "tls": {"root_ca": str(certificates / "ca.crt"), **(files if name else {})},
         }
-        return plugin.create("zenoh", settings, LocalUriProvider("vehicle1", 1, 1))
+        return plugin.create("zenoh", settings, LocalUriProvider("backend", 1, 1))
 
-    shown = {
-        "certificate": str(certificates / "vehicle1.crt"),
-        "private_key": str(certificates / "vehicle1.key"),
-        "mutual": True,
-    }
     async with router:
-        async with client(**shown) as vehicle:
-            await crosses(vehicle, router)
+        heard = Heard()
+        await router.register_listener(uris.ANY, heard)
+        async with client("9001") as application, client("vehicle1") as vehicle:
+            for source in ("//backend/9001/1/8001", "//backend/0/3/8000", "//vehicle1/8001/1/8001"):
+                await vehicle.send(UMessageBuilder.publish(uris.parse(source)).build())
+            await application.send(UMessageBuilder.publish(uris.parse("//backend/0/3/8000")).build())
+            await crosses(application, router, "//backend/9001/1/8001")
+        assert heard.messages.empty()
         with pytest.raises(UStatusError):
-            async with client():
+            async with client(connect_timeout_ms=500):
                 pass
 
 
