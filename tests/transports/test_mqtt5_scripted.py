@@ -178,7 +178,7 @@ def test_what_is_known_of_copies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     encoded = [message(number).attributes.SerializeToString() for number in range(4)]
     assert [copies.is_copy(one) for one in (*encoded, *encoded[1:])] == [False] * 4 + [True] * 3
     assert not copies.is_copy(encoded[0])  # the oldest was forgotten
-    copies.new_connection()
+    copies.new_connection(is_present=True)
     assert not copies.is_copy(encoded[3])
 
 
@@ -195,15 +195,22 @@ def test_copies_are_looked_for_where_filters_overlap_or_an_earlier_process_has_l
     copies = subscriptions.Copies()
     assert not copies.may_come("a/b", 1)
     assert copies.may_come("a/b", 2)
-    assert copies.may_come("a/b", 1)  # one of the two was left since
+    copies.left("a/+")
+    assert copies.may_come("a/b", 1)
     assert not copies.may_come("c/d", 1)
-    copies.left_filters(10.0)
+    copies.has_unknown_filters(10.0)
     assert copies.may_come("c/d", 1)
     copies.tick(10.0 + subscriptions.LEFT_S - 1)
     assert copies.may_come("c/d", 1)
     copies.tick(10.0 + subscriptions.LEFT_S)
     assert not copies.may_come("c/d", 1)
-    copies.new_connection()
+    for number in range(subscriptions.LEFT_MAX):
+        copies.left(f"e/{number}")
+    assert not copies.may_come("a/b", 1), "the oldest was forgotten"
+    copies.left("a/b")
+    copies.new_connection(is_present=True)
+    assert copies.may_come("a/b", 1)
+    copies.new_connection(is_present=False)
     assert not copies.may_come("a/b", 1)
 
 

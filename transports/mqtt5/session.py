@@ -24,7 +24,7 @@ import structlog
 
 from transports.mqtt5.link import Link
 from transports.mqtt5.reasons import RefusedError
-from transports.mqtt5.subscriptions import Subscription, Subscriptions
+from transports.mqtt5.subscriptions import Copies, Subscription, Subscriptions
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -61,7 +61,8 @@ class Session:
     """Lives on the event loop. `start` runs a coroutine until the transport is closed."""
 
     def __init__(self, link: Link, start: Start) -> None:
-        self.subscriptions = Subscriptions()
+        self.copies = Copies()
+        self.subscriptions = Subscriptions(self.copies.left)
         self._link, self._start = link, start
         self._has: dict[str, None] = {}  # what the broker may have for us, in the order in which it was asked for
         self._filters: tuple[str, ...] | None = ()  # the same; None: it has changed since
@@ -122,6 +123,7 @@ class Session:
     def welcomed(self, *, is_present: bool) -> None:
         """The broker has let us in; a session that is present may be older than the one that we had, since a broker
         that was killed has brought it back."""
+        self.copies.new_connection(is_present=is_present)
         self.subscriptions.forget_all()
         if not is_present:
             self._has, self._filters = {}, None
@@ -169,6 +171,9 @@ class Session:
 
     def tick(self, now_s: float) -> None:
         """Once a second: what is due again."""
+        if self.has_stale:
+            self.copies.has_unknown_filters(now_s)
+        self.copies.tick(now_s)
         if not self._is_up:
             return
         due = (one for one in self._refused.values() if not one.hang_ups and one.again_s <= now_s)

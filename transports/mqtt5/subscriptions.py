@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,8 +24,8 @@ Shape = tuple[int, tuple[int, ...]]
 # sources and ids of messages on topics that two filters match, some 200 bytes each. A broker that has a queue for each
 # subscription (ActiveMQ Artemis) may send the copy so many messages later
 COPIES_MAX: Final = 32_768
-# topics that two filters have matched on this connection: copies may still come when one of the filters has been left
-OVERLAPPING_TOPICS_MAX: Final = 4_096
+# filters that were left in this session: the broker may still send what it had queued for them
+LEFT_MAX: Final = 1_024
 # after the last filter that an earlier process had left in the session is gone: what the broker had queued for it
 LEFT_S: Final = 30.0
 
@@ -63,8 +64,9 @@ class Subscriptions(dict[str, Subscription]):
     """By topic filter, in the order in which they were made. A topic is looked up once for each shape that is in use,
     however many filters there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_removed: Callable[[str], None] = lambda _: None) -> None:
         super().__init__()
+        self._on_removed = on_removed
         self._matches: Cache[str, int] = Cache()
         self._shapes: Counter[Shape] = Counter()
 
@@ -91,6 +93,7 @@ class Subscriptions(dict[str, Subscription]):
             if not self._shapes[shape]:
                 del self._shapes[shape]
             self._forget(subscription.topic_filter)
+            self._on_removed(subscription.topic_filter)
 
     def forget_all(self) -> None:
         """The broker has lost the session."""
@@ -116,33 +119,38 @@ class Subscriptions(dict[str, Subscription]):
 
 
 class Copies:
-    """Messages that were taken on this connection, of topics that more than one filter of ours has matched. While the
-    session may have filters that an earlier process has left, which may match anything: of all topics."""
+    """Messages that were taken on this connection, of topics that more than one filter of ours matches, or did. While
+    the session may have filters that an earlier process has left, which may match anything: of all topics."""
 
     def __init__(self) -> None:
-        self._topics: Cache[str, None] = Cache(OVERLAPPING_TOPICS_MAX)
+        self._left = Subscriptions()
         self._taken: dict[bytes, None] = {}  # id and source, in the order in which they came
         self._of_all, self._of_all_until_s = False, 0.0
 
-    def new_connection(self) -> None:
-        self._topics.clear()
+    def new_connection(self, *, is_present: bool) -> None:
+        """What was taken may come again. `is_present`: with the session, and what it has queued for other filters."""
         self._taken.clear()
+        if not is_present:
+            self._left = Subscriptions()
 
-    def left_filters(self, now_s: float) -> None:
+    def left(self, topic_filter: str) -> None:
+        """It is no filter of ours from now on."""
+        if topic_filter not in self._left:
+            self._left.add(topic_filter)
+            if len(self._left) > LEFT_MAX:
+                self._left.remove(next(iter(self._left.values())))
+
+    def has_unknown_filters(self, now_s: float) -> None:
         """The session may have some now."""
         self._of_all, self._of_all_until_s = True, now_s + LEFT_S
 
     def tick(self, now_s: float) -> None:
         if self._of_all and now_s >= self._of_all_until_s:
             self._of_all = False
-            if not self._topics:
-                self._taken.clear()
 
     def may_come(self, topic: str, matches: int) -> bool:
-        """True if messages of this topic may come more than once, now that `matches` filters match it."""
-        if matches > 1 and topic not in self._topics:
-            self._topics[topic] = None
-        return matches > 1 or self._of_all or topic in self._topics
+        """True if messages of this topic may come more than once; `matches` filters of ours match it."""
+        return matches > 1 or self._of_all or (len(self._left) > 0 and matches + self._left.matches(topic) > 1)
 
     def is_copy(self, encoded: bytes) -> bool:
         """Of one that has been taken; `encoded` are its UAttributes. One that is none counts as taken from now on."""

@@ -41,7 +41,7 @@ from transports.mqtt5.mapping import REQUEST_TYPE, RESPONSE_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
 from transports.mqtt5.reasons import RefusedError
 from transports.mqtt5.session import Session
-from transports.mqtt5.subscriptions import Copies, topic_matches
+from transports.mqtt5.subscriptions import topic_matches
 from transports.mqtt5.window import Window
 from transports.mqtt5.wire import Codec
 from uprotocol import attributes as attrs
@@ -130,7 +130,6 @@ class Mqtt5Transport(TransportBase):
         self._has_session = False  # the broker keeps one for us, as far as we know
         self._was_welcomed = False  # by the broker, since we were made
         self._tasks: set[asyncio.Task[None]] = set()  # until `close`: subscriptions are left, and losses asked for
-        self._copies = Copies()
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._is_claiming, self._unclaimed_until_s = False, 0.0
         self._has_all_listeners = False  # as their owner says
@@ -201,13 +200,12 @@ class Mqtt5Transport(TransportBase):
     # What the link tells.
 
     def welcomed(self, welcome: Welcome) -> None:
-        self._copies.new_connection()
         now_s = asyncio.get_running_loop().time()
         # an earlier process has left it
         if welcome.session_present and not self._was_welcomed and not self._has_all_listeners:
             self._is_claiming, self._unclaimed_until_s = True, now_s + UNCLAIMED_MS_MAX / 1000
         if welcome.session_present and not self._was_welcomed:
-            self._copies.left_filters(now_s)
+            self._session.copies.has_unknown_filters(now_s)
         self._losses.connected(
             resumed=welcome.session_present,
             had_session=self._has_session and self._session.listens,
@@ -275,10 +273,9 @@ class Mqtt5Transport(TransportBase):
             self._link.drop("it owes acknowledgements for too long")
         if self._is_claiming and now_s >= self._unclaimed_until_s:
             self._end_claims()
+        if self._is_claiming:
+            self._session.copies.has_unknown_filters(now_s)
         self._session.tick(now_s)
-        if self._is_claiming or self._session.has_stale:
-            self._copies.left_filters(now_s)
-        self._copies.tick(now_s)
         if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
             log.warning(
                 "listeners don't take what has arrived: what comes now is left to the broker",
@@ -407,8 +404,8 @@ class Mqtt5Transport(TransportBase):
             self.dropped["unwanted"] += 1
             self._session.unwanted(topic)
             return self._nothing(publish)
-        may_be_copy = self._copies.may_come(topic, matches) or topic in self._answers.topics
-        if may_be_copy and self._copies.is_copy(encoded):
+        may_be_copy = self._session.copies.may_come(topic, matches) or topic in self._answers.topics
+        if may_be_copy and self._session.copies.is_copy(encoded):
             arrived = self._nothing(publish)
         else:
             arrived = Arrived((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)
