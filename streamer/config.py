@@ -366,8 +366,8 @@ class EgressSection(_Section):
     """the same for publishes at whose address nobody listens"""
     messages_per_s: int | None = Field(default=None, ge=1)
     """to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority
-    (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes for
-    others"""
+    (`limits.authority_messages_per_s`); what a second allows may leave at once, in batches of a quarter. Without it
+    4000 for an endpoint with a `suffix`, and as fast as it goes for others"""
 
 
 class ExpressSection(_Section):

@@ -422,12 +422,18 @@ class Pump:
                         await self._wake.wait()
 
     @property
+    def _batch_max(self) -> int:
+        """Messages. Where they are paced, a quarter of a second's: what is urgent waits behind a batch, and one that
+        has waited for the share of several seconds would leave at once."""
+        return BATCH_MESSAGES_MAX if self._pace is None else min(BATCH_MESSAGES_MAX, max(1, self._pace.per_s // 4))
+
+    @property
     def _may_send(self) -> bool:
         if not self._flights:
             return self._queue.messages > 0 or (
                 bool(self.aside) and self.aside.due_at <= asyncio.get_running_loop().time()
             )
-        is_full = self._queue.messages >= BATCH_MESSAGES_MAX or self._queue.bytes >= WINDOW_BYTES_MAX
+        is_full = self._queue.messages >= self._batch_max or self._queue.bytes >= WINDOW_BYTES_MAX
         return self._queue.messages > 0 and self._flights.may_leave(is_full=is_full)
 
     @property
@@ -1232,7 +1238,7 @@ class Pump:
         items = self.aside.due() if self.aside else []
         while True:
             batch += [item for item in items if not (item[1].stamp.ttl and self._is_expired(item, now))]
-            items = self._queue.take(BATCH_MESSAGES_MAX - len(batch), WINDOW_BYTES_MAX)
+            items = self._queue.take(self._batch_max - len(batch), WINDOW_BYTES_MAX)
             if not items:
                 return batch
             if self.aside:

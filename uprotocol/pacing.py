@@ -60,16 +60,16 @@ class Pace:
 
     def __init__(self, per_s: int, now: Callable[[], float]) -> None:
         """`now`: loop time, seconds."""
-        self._per_s, self._now = per_s, now
+        self.per_s, self._now = per_s, now
         self._left, self._at = float(per_s), now()
 
     def __repr__(self) -> str:
-        return f"Pace({self._per_s} a second, left={self._left:.0f})"
+        return f"Pace({self.per_s} a second, left={self._left:.0f})"
 
     async def spend(self, units: int) -> None:
         """Wait for as long as these units are too many. Several may share one pace."""
         now = self._now()
-        self._left = min(self._per_s, self._left + (now - self._at) * self._per_s) - units
+        self._left = min(self.per_s, self._left + (now - self._at) * self.per_s) - units
         self._at = now
         if self._left < 0:
-            await asyncio.sleep(-self._left / self._per_s)
+            await asyncio.sleep(-self._left / self.per_s)

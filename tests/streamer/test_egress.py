@@ -438,3 +438,27 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
     world.streamer.endpoints["cloud"].transport.reconnect()
     await hearer.expect(40)
     assert pump._queue.bytes == 0
+
+
+async def test_what_is_paced_leaves_in_small_batches(make_world: MakeWorld, publish: Publish) -> None:
+    """A quarter of a second's each, so that what is urgent waits behind no more."""
+    world = await make_world(
+        subscriptions={uris.format(TOPICS[0]): ["//cloud/9001/1/0"]}, egress="messages_per_s = 40\n"
+    )
+    transport, sizes = world.streamer.endpoints["cloud"].transport, list[int]()
+    send_batch = transport.send_batch
+
+    async def counted(messages: Any) -> Any:
+        sizes.append(len(messages))
+        return await send_batch(messages)
+
+    transport.send_batch = counted  # type: ignore[method-assign]
+    heard = await world.hear(await world.node("cloud", "cloud", 0x9001), TOPICS[0])
+    vehicle = await world.node("vehicle", "vehicle1")
+    transport.disconnect()
+    for number in range(40):
+        await vehicle.send(publish(TOPICS[0], f"{number}"))
+    await world.taken("vehicle")
+    transport.reconnect()
+    await heard.expect(40)
+    assert max(sizes) == 10
