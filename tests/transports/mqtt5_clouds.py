@@ -4,7 +4,8 @@ AWS, AZURE -> CloudBroker(profile) behind TLS -> what a client does that such a 
                                                   noted, and ends the connection, as the clouds do
 
 No cloud has been asked: a value without a source, and what happens beyond a limit where no page says it, is an
-assumption, and marked so. Pages, as they were in 2024 to 2026:
+assumption, and marked so. Rates are left to test_mqtt5_rate.py, which has a clock of its own. Pages, as they were in
+2024 to 2026:
   [quotas]  docs.aws.amazon.com/general/latest/gr/iot-core.html, message broker and protocol limits
   [mqtt]    docs.aws.amazon.com/iot/latest/developerguide/mqtt.html
   [ports]   docs.aws.amazon.com/iot/latest/developerguide/protocols.html

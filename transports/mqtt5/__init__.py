@@ -2,7 +2,7 @@
 
 transport.py -> window.py  send, answered by PUBACK       mapping.py  UMessage <-> PUBLISH, pure
              -> session.py  which filters the broker has  wire.py     PUBLISH, PUBACK <-> bytes; what is known already
-             -> losses.py  what the broker has lost
+             -> losses.py  what the broker has lost           rate.py     how many may leave in a second, pure
              -> link.py    keeps a connection up          packets.py  the rare packets <-> bytes, pure
                 -> connection.py  TCP, TLS, packets -> broker
                    websocket.py   the same over WebSocket

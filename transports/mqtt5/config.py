@@ -158,6 +158,12 @@ class Mqtt5Config(TransportSettings):
         description="messages that we send ahead of the broker's acknowledgement, where the way to it is long; it may "
         "ask for fewer (mosquitto: `max_inflight_messages`, 20 unless set)",
     )
+    messages_per_s: int | None = Field(
+        default=None,
+        ge=10,
+        description="messages that we send in any one second, whatever they are, for a broker that throws away what is "
+        "more (AWS IoT Core: 100). What is more waits here",
+    )
     connect_timeout_ms: int = Field(
         default=5_000,
         ge=1,

@@ -39,6 +39,7 @@ from transports.mqtt5.link import HANGS_UP, Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import REQUEST_TYPE, RESPONSE_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
+from transports.mqtt5.rate import Rate
 from transports.mqtt5.reasons import RefusedError
 from transports.mqtt5.session import Session
 from transports.mqtt5.subscriptions import topic_matches
@@ -107,7 +108,8 @@ class Mqtt5Transport(TransportBase):
         self._codec = Codec(self._mapping, self.checks)
         self._link = link = Link(config, local, self)
         self._session = Session(link, self._start)
-        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_if_told, self._slashes)
+        rate = Rate(config.messages_per_s) if config.messages_per_s is not None else None
+        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_if_told, self._slashes, rate)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         self._arrivals = Arrivals[Arrived](
             lambda arrived: self.listeners.deliver_encoded([one.message for one in arrived if one.message is not None]),

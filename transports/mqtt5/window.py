@@ -22,6 +22,7 @@ import structlog
 from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
 from transports.mqtt5.connection import Connection, Disconnected
+from transports.mqtt5.rate import Rate
 from transports.mqtt5.reach import Reach
 from transports.mqtt5.reasons import TOPIC_NAME_INVALID
 from transports.mqtt5.suspects import Stream, Suspects
@@ -73,7 +74,7 @@ class Window:
     it.)
 
     `topic_if_told` answers the topic of a publish whose owner wants to know that nobody listens; None for all others.
-    `slashes` answers how many the topic of a message has.
+    `slashes` answers how many the topic of a message has. `rate`, if given, bounds what leaves in a second.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class Window:
         next_packet_id: Callable[[], int],
         topic_if_told: Callable[[Carried], str | None],
         slashes: Callable[[Carried], int],
+        rate: Rate | None = None,
     ) -> None:
         self._encode, self._next_packet_id, self._topic_if_told = encode, next_packet_id, topic_if_told
-        self._slashes = slashes
+        self._slashes, self._rate = slashes, rate
         # packet id -> its place, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Batch, int, int]] = {}
         self._large_bytes = 0  # the sum of those
@@ -106,7 +108,7 @@ class Window:
     @property
     def messages(self) -> int:
         """So many may be in flight now."""
-        return self._reach.messages
+        return self._reach.messages if self._rate is None else min(self._reach.messages, self._rate.at_once)
 
     @property
     def troubles(self) -> list[str]:
@@ -198,7 +200,15 @@ class Window:
                     self._freed.clear()
                     await self._freed.wait()
                     continue
+                if self._rate is not None:
+                    room = min(room, self._rate.room(asyncio.get_running_loop().time()))
+                    if not room:
+                        await asyncio.sleep(self._rate.wait_s)
+                        continue
+                due = batch.due
                 self._write_some(batch, len(batch.statuses) + room, connection)
+                if self._rate is not None:
+                    self._rate.leave(batch.due - due)
                 await asyncio.sleep(0)  # let it leave, and let PUBACKs in
         if batch.due:
             batch.done = asyncio.get_running_loop().create_future()
