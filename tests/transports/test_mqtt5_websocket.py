@@ -389,6 +389,28 @@ async def test_what_ends_a_connection_is_told(what: str, words: str) -> None:
             assert words in await down.why()
 
 
+async def test_a_peer_that_breaks_the_protocol_is_left() -> None:
+    """Though it answers no close frame."""
+    over = asyncio.Event()
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        there = web.WebSocketResponse(protocols=("mqtt",), compress=False, timeout=0.1)
+        await there.prepare(request)
+        await there.send_bytes(CONNACK)
+        await there.receive()
+        assert request.transport is not None
+        request.transport.write(b"\x83\x00")  # a kind of frame that is reserved
+        await over.wait()
+        return there
+
+    async with website(serve) as port:
+        one = end(port)
+        down = Down(one)
+        async with one:
+            assert "it sent what is no WebSocket" in await down.why()
+        over.set()
+
+
 class User:
     """Whose connection is only looked at."""
 
