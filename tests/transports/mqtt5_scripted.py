@@ -152,6 +152,7 @@ class ScriptedBroker:
         self.port = 0
         self.connections = 0  # CONNECTs so far
         self.heard: Counter[str] = Counter()  # messages that were published, by topic
+        self.heard_payloads: Counter[bytes] = Counter()
         self.subscribed: list[str] = []  # topic filters, one entry for each time that one was asked for
         self.connects: list[bytes] = []  # bodies of CONNECT packets
         self.sessions: dict[bytes, _Session] = {}  # by client id
@@ -168,6 +169,11 @@ class ScriptedBroker:
     def unacknowledged(self) -> int:
         """Messages that were sent to clients and that they have not acknowledged."""
         return sum(len(session.in_flight) for session in self.sessions.values())
+
+    @property
+    def queued(self) -> int:
+        """Messages that wait to be sent to clients."""
+        return sum(len(session.queue) for session in self.sessions.values())
 
     def end_connections(self, reason: int | None = None, properties: Mapping[str, Any] | None = None) -> None:
         """All of them, with a DISCONNECT or without a word."""
@@ -250,6 +256,7 @@ class ScriptedBroker:
         knobs, publish = self.knobs, wire.read_publish(first, body)
         topic = publish.topic.decode()
         self.heard[topic] += 1
+        self.heard_payloads[publish.payload] += 1
         is_topic_bad = (knobs.slashes_max is not None and topic.count("/") > knobs.slashes_max) or (
             knobs.topic_bytes_max is not None and len(publish.topic) > knobs.topic_bytes_max
         )

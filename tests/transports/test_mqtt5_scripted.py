@@ -6,12 +6,14 @@ The broker is tests/transports/mqtt5_scripted.py. tests/brokers tries real broke
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tiers import seeds
 from tests.transports.mqtt5_answering import serving
 from tests.transports.mqtt5_scripted import Knobs, Overlap, ScriptedBroker
 from tests.transports.test_mqtt5_suspects import send_as_soon_as_connected
@@ -170,6 +172,46 @@ async def test_copies_of_a_resumed_session_are_heard_once(wanted: list[UUri]) ->
             await broker.until(lambda: not broker.unacknowledged)
             assert listeners[0].numbers == Counter(range(21))
             assert set(listeners[-1].numbers.values()) == {1}
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("seed", seeds(200, 4))
+async def test_each_message_is_heard_whatever_comes_between(
+    seed: int, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listeners come and go and are slow, in any order; the broker sends copies in any way. Once, unless a connection
+    is lost."""
+    rng = random.Random(seed)
+    knobs = Knobs(overlap=rng.choice(list(Overlap)), waits_for_acknowledgements=rng.random() < 0.5)
+    monkeypatch.setattr(link, "reconnect_wait_ms", lambda *_: 1)
+    async with (
+        serving(ScriptedBroker(knobs)) as broker,
+        end(broker, "sender") as sender,
+        end(broker, "receiver", client_id="receiver") as receiver,
+    ):
+        heard, sometimes, sent = Heard(), Heard(), list[int]()
+        is_listening = False
+        await receiver.register_listener(TOPIC, heard)
+        for number in range(60):
+            choice = rng.random()
+            if choice < 0.6:
+                await send_as_soon_as_connected(sender, [message(number)])
+                sent.append(number)
+            elif choice < 0.75:
+                turn = receiver.unregister_listener if is_listening else receiver.register_listener
+                await turn(ALL_OF_SENDER, sometimes)
+                is_listening = not is_listening
+            elif choice < 0.8 and cuts:
+                broker.end_connections()
+            elif choice < 0.9:
+                heard.lets_go.clear()
+            else:
+                heard.lets_go.set()
+        heard.lets_go.set()
+        await broker.until(lambda: not broker.unacknowledged and not broker.queued)
+        assert set(heard.numbers) >= {number for number in sent if broker.heard_payloads[b"%d" % number]}
+        if not cuts:
+            assert heard.numbers == Counter(sent)
 
 
 def test_what_is_known_of_copies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
