@@ -9,6 +9,7 @@ import pytest
 from transports import plugin
 from transports.arrivals import BATCH_MAX
 from transports.conformance import ALPHA, BETA, Sink, TransportConformance
+from transports.conformance.connection import ConnectionConformance
 from transports.conformance.messages import notification, publish, reply, topic
 from transports.local import PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
 from uprotocol import uri as uris
@@ -54,9 +55,31 @@ class TestLocal(TransportConformance):
     async def heal_network(self, authority: str) -> None:
         self.network.mend(authority)
 
+    async def forget_network(self, authority: str) -> None:
+        """A network remembers nothing of a member without a session."""
+
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         self.network.inject(UMessage())
         return 1
+
+
+class TestLocalSession(ConnectionConformance):
+    """A member with a name."""
+
+    capabilities = TestLocal.capabilities | Capability.PERSISTENT_SESSION
+    network: LocalNetwork
+
+    _network = TestLocal._network
+
+    async def make_end(self, authority: str, **limits: int) -> UTransport:
+        config = LocalConfig(session=authority, **limits)
+        return LocalTransport(config, LocalUriProvider(authority, 0x10AB, 3), self.network)
+
+    async def break_network(self, authority: str) -> None:
+        self.network.cut(authority)
+
+    async def heal_network(self, authority: str) -> None:
+        self.network.mend(authority)
 
 
 # Faults.

@@ -18,8 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transports import plugin
-from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
-from transports.conformance.messages import PROBE, notification, publish, reply, request, response, streamed, topic
+from transports.conformance import ALPHA, BETA, Sink, TcpProxy, TransportConformance
+from transports.conformance.messages import (
+    GAMMA,
+    PROBE,
+    notification,
+    publish,
+    reply,
+    request,
+    response,
+    streamed,
+    topic,
+)
 from transports.ports import free_port
 from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport, mapping
 from uprotocol import uri as uris
@@ -32,10 +42,12 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
+BEFORE = {ALPHA: [], BETA: [ALPHA], GAMMA: [ALPHA, BETA]}  # to whom an end connects
+
 
 class TestZenoh(TransportConformance):
-    """beta connects to alpha through a proxy that can be cut; what our transport would not send comes from a session of
-    Zenoh's own."""
+    """beta connects to alpha, and gamma to both, through proxies that can be cut; what our transport would not send
+    comes from a session of Zenoh's own."""
 
     capabilities = (
         Capability.PUSH
@@ -51,21 +63,21 @@ class TestZenoh(TransportConformance):
 
     @pytest_asyncio.fixture(autouse=True)
     async def _network(self) -> AsyncIterator[None]:
-        self.alpha_port, self.beta_port = free_port(), free_port()
+        self.ports = {authority: free_port() for authority in (ALPHA, BETA, GAMMA)}
         self.raw: zenoh.Session | None = None
-        self.proxy = TcpProxy("127.0.0.1", self.alpha_port)
-        await self.proxy.start()
+        self.proxies = {authority: TcpProxy("127.0.0.1", self.ports[authority]) for authority in (ALPHA, BETA)}
+        for proxy in self.proxies.values():
+            await proxy.start()
         yield
-        await self.proxy.stop()
+        for proxy in self.proxies.values():
+            await proxy.stop()
         if self.raw is not None:
             self.raw.close()
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
-        where: dict[str, list[str]] = {
-            "listen": [f"tcp/127.0.0.1:{self.alpha_port if authority == ALPHA else self.beta_port}"]
-        }
-        if authority != ALPHA and not limits:  # those with limits are alone
-            where["connect"] = [f"tcp/127.0.0.1:{self.proxy.port}"]
+        where: dict[str, list[str]] = {"listen": [f"tcp/127.0.0.1:{self.ports[authority]}"]}
+        if not limits:  # those with limits are alone
+            where["connect"] = [f"tcp/127.0.0.1:{self.proxies[other].port}" for other in BEFORE[authority]]
         no_gossip = {"scouting/gossip/enabled": False}  # or alpha would find beta's port, and pass the proxy by
         return ZenohTransport(
             ZenohConfig(**where, **limits, settings=no_gossip, connect_timeout_ms=20_000),
@@ -73,17 +85,22 @@ class TestZenoh(TransportConformance):
         )
 
     async def break_network(self, authority: str) -> None:
-        self.proxy.cut()
+        for proxy in self.proxies.values():
+            proxy.cut()
 
     async def heal_network(self, authority: str) -> None:
-        self.proxy.mend()
+        for proxy in self.proxies.values():
+            proxy.mend()
+
+    async def forget_network(self, authority: str) -> None:
+        """Nobody remembers an end that is away."""
 
     async def make_unreachable(self, authority: str) -> UTransport:
         where = {"connect": ["tcp/127.0.0.1:1"], "connect_timeout_ms": 200}
         return ZenohTransport(ZenohConfig.model_validate(where), LocalUriProvider(authority, 0x10AB, 3))
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
-        return "transports.zenoh:PLUGIN", {"connect": [f"tcp/127.0.0.1:{self.alpha_port}"]}
+        return "transports.zenoh:PLUGIN", {"connect": [f"tcp/127.0.0.1:{self.ports[ALPHA]}"]}
 
     async def inject(self, message: UMessage) -> None:
         await self.put(mapping.message_key(message, ALPHA), message.payload, mapping.encode(message))
@@ -103,11 +120,17 @@ class TestZenoh(TransportConformance):
             await self.put(key, b"malformed", attachment)
         return len(attachments)
 
+    async def inject_misplaced(self, message: UMessage, authority: str) -> None:
+        elsewhere = UMessage()
+        elsewhere.CopyFrom(message)
+        elsewhere.attributes.source.authority_name = authority
+        await self.put(mapping.message_key(elsewhere, ALPHA), message.payload, mapping.encode(message))
+
     async def put(self, key: str, payload: bytes, attachment: bytes | None) -> None:
         """Once beta's subscription is known."""
         if self.raw is None:
             self.raw = await asyncio.to_thread(
-                zenoh.open, ZenohConfig(connect=[f"tcp/127.0.0.1:{self.beta_port}"]).to_zenoh()
+                zenoh.open, ZenohConfig(connect=[f"tcp/127.0.0.1:{self.ports[BETA]}"]).to_zenoh()
             )
         publisher = self.raw.declare_publisher(key)
         await self.eventually(lambda: publisher.matching_status, f"a subscriber for {key}")

@@ -1,6 +1,7 @@
 """Addresses of the network: nobody listens at one, or the network refuses one, and the others go on.
 
 publish -> nobody listens -> nobody_listens, delivered to nobody -> a listener comes -> sent again: OK, once, in order
+batch   -> the network answers with an error -> no OK, delivered to nobody -> it takes them: sent again: OK, in order
 batch   -> its address is refused -> PERMISSION_DENIED or UNAUTHENTICATED; what has other addresses arrives
 """
 
@@ -11,12 +12,14 @@ import copy
 from collections.abc import Sequence
 from typing import Final
 
-from transports.conformance.base import EVENTUALLY_EVERY_S, Ends, Pair, TransportHarness
+import pytest
+
+from transports.conformance.base import EVENTUALLY_EVERY_S, Ends, Pair, TransportHarness, spec
 from transports.conformance.messages import ALPHA, BETA, GAMMA, codes, notification, publish, reply, streamed, topic
 from transports.conformance.sinks import Sink
 from uprotocol import uri as uris
 from uprotocol.attributes import streamer_sink
-from uprotocol.status import RETRYABLE, is_nobody_listening
+from uprotocol.status import is_nobody_listening
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -36,8 +39,8 @@ class AddressConformance(TransportHarness):
             return publish(payload, source)
         return streamed(payload, source, authority)
 
-    def publications(self, *payloads: bytes) -> list[UMessage]:
-        return [self.publication(payload) for payload in payloads]
+    def publications(self, *payloads: bytes, resource: int = 0x9A01) -> list[UMessage]:
+        return [self.publication(payload, resource) for payload in payloads]
 
     def filters(self, resource: int = 0x9A01, authority: str = BETA) -> tuple[UUri, UUri | None]:
         """The pair that `publication` matches."""
@@ -45,32 +48,20 @@ class AddressConformance(TransportHarness):
             return topic(resource=resource), None
         return uris.pattern(ALPHA), uris.pattern(authority)
 
-    async def unheard(self, sender: UTransport, *payloads: bytes) -> list[UMessage]:
+    async def unheard(self, sender: UTransport, *payloads: bytes, resource: int = 0x9A01) -> list[UMessage]:
         """Publishes that have just been answered that nobody listens, each of them; sent until the network knows it.
         Those before were lost, as nobody listens."""
-        messages, statuses = self.publications(*payloads), list[UStatus]()
+        messages, statuses = self.publications(*payloads, resource=resource), list[UStatus]()
         await self.nobody(messages[0].attributes.source, _sink(messages[0]))
         async with asyncio.timeout(self.deadline_s):
             while not statuses or not all(map(is_nobody_listening, statuses)):
                 assert set(codes(statuses)) <= {UCode.OK, UCode.UNAVAILABLE}, statuses
                 await asyncio.sleep(EVENTUALLY_EVERY_S if statuses else 0)
-                messages = self.publications(*payloads)
+                messages = self.publications(*payloads, resource=resource)
                 statuses = await sender.send_batch(messages)
         assert codes(statuses) == [UCode.UNAVAILABLE] * len(payloads)
         assert all(status.message for status in statuses)
         return messages
-
-    async def send_until_taken(self, sender: UTransport, messages: Sequence[UMessage], *passing: int) -> None:
-        """As an owner does who keeps the order: what may be tried again is, and what is answered with one of the codes
-        `passing`, until all are OK."""
-        left = list(messages)
-        async with asyncio.timeout(self.deadline_s):
-            while left:
-                statuses = await sender.send_batch(left)
-                left = [message for message, status in zip(left, statuses, strict=True) if status.code]
-                assert {status.code for status in statuses} <= {UCode.OK, *RETRYABLE, *passing}, statuses
-                if left:
-                    await asyncio.sleep(EVENTUALLY_EVERY_S)
 
     # The name of an address.
 
@@ -126,6 +117,23 @@ class AddressConformance(TransportHarness):
             await pair[1].unregister_listener(source, heard, sink)
             await self.unheard(sender, b"nobody")
 
+    @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
+    async def test_a_wildcard_that_is_unregistered_listens_no_more(self, pair: Pair) -> None:
+        """The network is told, also while another listener stays: so what only the wildcard matched is for nobody."""
+        self.needs(Capability.ABSENCE)
+        sender, (source, sink) = pair[0], self.filters()
+        sender.tells_absence = True
+        everything = uris.pattern("*"), None if sink is None else uris.pattern("*")
+        if sink is None and Capability.WILDCARD_SOURCE not in self.capabilities:
+            pytest.skip("the plugin does not declare Capability.WILDCARD_SOURCE")
+        wide, narrow = await self.listen(pair, *everything), await self.listen(pair, source, sink)
+        await pair[1].unregister_listener(everything[0], wide, everything[1])
+        if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:  # else the narrow one has all of alpha's
+            await self.unheard(sender, b"nobody", resource=OTHER)
+        await self.send_until_taken(sender, self.publications(b"for the narrow one"))
+        await narrow.expect_payload(b"for the narrow one")
+        assert wide.payloads == []
+
     async def test_only_a_publish_waits_for_somebody_who_listens(self, pair: Pair) -> None:
         """Of a notification that nobody hears nothing is told; and of a publish neither, unless its owner asks."""
         sender = pair[0]
@@ -136,7 +144,21 @@ class AddressConformance(TransportHarness):
             sender.tells_absence = False
         assert codes(await sender.send_batch(self.publications(b"unheard", b"unheard"))) == [UCode.OK] * 2
 
-    # An address is refused.
+    # The network refuses.
+
+    async def test_what_the_network_answers_with_an_error_is_not_sent(self, pair: Pair) -> None:
+        """Whatever the error is: it is not OK, and a later try is the first that arrives."""
+        self.needs_one_hook("refuse_messages", "refuse_address")
+        sender, heard = pair[0], await self.listen(pair, topic(), reply())
+        await self.send_all(sender, [notification(b"before")])
+        await self.refuse_messages(ALPHA)
+        messages = self.traffic(3)
+        for status in await sender.send_batch(messages):
+            assert status.code != UCode.OK, "the network has answered with an error: a message that is lost is not sent"
+            assert status.message
+        await self.take_messages(ALPHA)
+        await self.send_until_taken(sender, messages, *REFUSED)
+        assert await self.settle(sender, heard) == [b"before", b"0", b"1", b"2"]
 
     async def test_an_address_that_is_refused_costs_no_other(self, ends: Ends, pair: Pair) -> None:
         """Also in the same batch; and what goes there is taken when the network allows it."""

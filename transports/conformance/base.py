@@ -16,16 +16,16 @@ import inspect
 import itertools
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NoReturn
 
 import pytest
 import pytest_asyncio
 
 from transports.conformance.deadline import limited
-from transports.conformance.messages import ALPHA, BETA, PROBE, codes, example, notification, reply, topic
+from transports.conformance.messages import ALPHA, BETA, PROBE, example, notification, reply, topic
 from transports.conformance.sinks import Changes, Gated, Sink
 from uprotocol.message import UMessageBuilder
-from uprotocol.status import OK, UStatusError, is_nobody_listening
+from uprotocol.status import OK, RETRYABLE, UStatusError, is_nobody_listening
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -128,35 +128,46 @@ class TransportHarness:
     async def make_unreachable(self, authority: str) -> UTransport:
         """A closed transport whose network can't be reached; `open` should give up within `deadline_s`. Called once in
         a test."""
-        pytest.skip("this plugin's class has no make_unreachable hook")
+        self.lacks_hook("make_unreachable")
 
     async def make_refused(self, authority: str) -> UTransport:
         """A closed transport that the network won't let in (a wrong password). Called once in a test."""
-        pytest.skip("this plugin's class has no make_refused hook")
+        self.lacks_hook("make_refused")
 
     async def make_deaf(self, authority: str) -> UTransport:
         """A closed transport that the network lets in, but not listen (an access list). Called once in a test."""
-        pytest.skip("this plugin's class has no make_deaf hook")
+        self.lacks_hook("make_deaf")
 
     async def refuse_filter(self, authority: str, source: UUri, sink: UUri) -> None:
         """From now on the network refuses this pair of filters to the end of `authority`, also on a new connection, and
         takes all others (an access list). May be called again after `allow_filters`."""
-        pytest.skip("this plugin's class has no refuse_filter hook")
+        self.lacks_hook("refuse_filter")
 
     async def allow_filters(self, authority: str) -> None:
         """The end of `authority` may listen to anything again."""
-        pytest.skip("this plugin's class has no allow_filters hook")
+        self.lacks_hook("allow_filters")
 
     async def refuse_address(self, authority: str, source: UUri, sink: UUri | None) -> None:
         """From now on the network refuses what the end of `authority`, which is open, sends to this address
         (`address_of`), and takes all others (an access list). Called several times in a test; each time one more is
         refused."""
-        pytest.skip("this plugin's class has no refuse_address hook")
+        self.lacks_hook("refuse_address")
 
     async def allow_addresses(self, authority: str) -> None:
         """The end of `authority` may send anywhere again: on the connection that it has, or after it has connected
         again by itself."""
-        pytest.skip("this plugin's class has no allow_addresses hook")
+        self.lacks_hook("allow_addresses")
+
+    async def refuse_messages(self, authority: str) -> None:
+        """From now on the network answers whatever the end of `authority` sends with an error, on a connection that
+        stays (its store is full, a stream or a right is missing). Default: it refuses the one address that the test
+        sends to, by `refuse_address`."""
+        self.needs_one_hook("refuse_messages", "refuse_address")
+        await self.refuse_address(authority, topic(), reply())
+
+    async def take_messages(self, authority: str) -> None:
+        """The network takes what the end of `authority` sends again. Default: `allow_addresses`."""
+        await self.allow_addresses(authority)
 
     async def nobody(self, source: UUri, sink: UUri | None) -> None:
         """Returns when the network knows that nobody listens at this address, where no listener of the suite is
@@ -178,7 +189,7 @@ class TransportHarness:
         expired.
 
         Called several times in a test; each time `beta` is open and listens."""
-        pytest.skip("this plugin's class has no inject hook")
+        self.lacks_hook("inject")
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         """Put on the network, where a listener for (source, sink) gets them, all PDUs that you know that are no message
@@ -186,21 +197,39 @@ class TransportHarness:
 
         Answers how many there were. They must be discarded, and counted in `dropped`.
         """
-        pytest.skip("this plugin's class has no inject_malformed hook")
+        self.lacks_hook("inject_malformed")
+
+    async def inject_misplaced(self, message: UMessage, authority: str) -> None:
+        """Put `message`, a valid notification of somebody else's, where the network has the messages of `authority` (on
+        its key, its topic), for networks that have an address beside the message. `beta` is open and listens to
+        everything."""
+        self.lacks_hook("inject_misplaced")
 
     async def break_network(self, authority: str) -> None:
         """Cut the connection of that end, open or not, and keep it from coming back. May be called again after
         `heal_network`."""
-        pytest.skip("this plugin's class has no break_network hook")
+        self.lacks_hook("break_network")
 
     async def heal_network(self, authority: str) -> None:
         """Allow the end of `authority` to connect again. It must do so by itself."""
-        pytest.skip("this plugin's class has no heal_network hook")
+        self.lacks_hook("heal_network")
+
+    async def forget_network(self, authority: str) -> None:
+        """The network forgets all that it knows of the end of `authority`, which it is cut off from by `break_network`:
+        its session, what it listens to, what waits for it (a broker that is restarted without its store). If your
+        network remembers nothing of an end that is away, there is nothing to do here."""
+        self.lacks_hook("forget_network")
+
+    async def make_returning(self, authority: str) -> UTransport:
+        """A closed transport that is made again as a process is started again: for the network the second one, which
+        is made when the first is closed, is the same receiver. Called twice in a test, where there is
+        Capability.PERSISTENT_SESSION. Default: `make_end`."""
+        return await self.make_end(authority)
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
         """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`. Called once
         in a test."""
-        pytest.skip("this plugin's class has no peer_process hook")
+        self.lacks_hook("peer_process")
 
     # What follows is the suite's own.
 
@@ -228,8 +257,16 @@ class TransportHarness:
 
     def needs_hook(self, name: str) -> None:
         """For tests that would prepare a lot before they skip."""
-        if getattr(type(self), name) is getattr(TransportHarness, name):
-            pytest.skip(f"this plugin's class has no {name} hook")
+        self.needs_one_hook(name)
+
+    def needs_one_hook(self, *names: str) -> None:
+        if all(getattr(type(self), name) is getattr(TransportHarness, name) for name in names):
+            self.lacks_hook(names[0])
+
+    def lacks_hook(self, name: str) -> NoReturn:
+        """Skips the test, and says what its author may write."""
+        says = " ".join((getattr(TransportHarness, name).__doc__ or "").split())
+        pytest.skip(f"{type(self).__name__} does not override the hook {name}: {says.partition('. ')[0].rstrip('.')}.")
 
     async def listen(
         self,
@@ -292,9 +329,34 @@ class TransportHarness:
         await self.reach(sender, heard, notification(PROBE, *addresses))
 
     async def send_all(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
-        """All are taken; that nobody is there to take a request may be told."""
-        statuses = [OK if is_nobody_listening(status) else status for status in await sender.send_batch(messages)]
-        assert codes(statuses) == [UCode.OK] * len(messages), [status for status in statuses if status.code][:3]
+        """All are taken. What a full network refuses (UNAVAILABLE, while `connected`) is sent again in order, as owners
+        do, until nothing more is taken for `deadline_s`. That nobody is there to take a request may be told."""
+        left, loop = list(messages), asyncio.get_running_loop()
+        give_up_at = loop.time() + self.deadline_s
+        while left:
+            statuses = [OK if is_nobody_listening(one) else one for one in await sender.send_batch(left)]
+            assert len(statuses) == len(left)
+            refused = [status for status in statuses if status.code]
+            may_be_full = sender.connected and all(status.code == UCode.UNAVAILABLE for status in refused)
+            assert may_be_full or not refused, refused[:3]
+            if len(refused) < len(left):
+                give_up_at = loop.time() + self.deadline_s
+            assert loop.time() < give_up_at, f"nothing was taken for {self.deadline_s} s: {refused[0]}"
+            left = [message for message, status in zip(left, statuses, strict=True) if status.code]
+            if left:
+                await asyncio.sleep(EVENTUALLY_EVERY_S)
+
+    async def send_until_taken(self, sender: UTransport, messages: Sequence[UMessage], *passing: int) -> None:
+        """As an owner does who keeps the order: what may be tried again is, and what is answered with one of the codes
+        `passing`, until all are OK."""
+        left = list(messages)
+        async with asyncio.timeout(self.deadline_s):
+            while left:
+                statuses = await sender.send_batch(left)
+                left = [message for message, status in zip(left, statuses, strict=True) if status.code]
+                assert {status.code for status in statuses} <= {UCode.OK, *RETRYABLE, *passing}, statuses
+                if left:
+                    await asyncio.sleep(EVENTUALLY_EVERY_S)
 
     async def send_in_parts(
         self, sender: UTransport, messages: Sequence[UMessage], sent: list[UMessage] | None = None

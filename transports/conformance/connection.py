@@ -13,7 +13,19 @@ from collections.abc import Sequence
 
 from transports.conformance.base import Ends, Pair, TransportHarness, spec
 from transports.conformance.delivery import firsts, numbers
-from transports.conformance.messages import ALPHA, BETA, PROBE, code_of, codes, notification, reply, topic
+from transports.conformance.messages import (
+    ALPHA,
+    BETA,
+    GAMMA,
+    PROBE,
+    code_of,
+    codes,
+    method,
+    notification,
+    reply,
+    request,
+    topic,
+)
 from transports.conformance.sinks import BatchSink, Changes, Sink
 from uprotocol.transport import Capability
 from uprotocol.v1.ucode_pb2 import UCode
@@ -147,6 +159,45 @@ class ConnectionConformance(TransportHarness):
         for number in range(100):
             await heard.expect_payload(b"%d" % number)
         assert firsts(numbers(heard)) == list(range(100))
+
+    async def test_listeners_work_again_after_the_network_forgot_us(self, ends: Ends, pair: Pair) -> None:
+        """All of them: not only the first, and not only those of one authority."""
+        self.needs_hook("forget_network")
+        alpha, beta, gamma = *pair, await ends(GAMMA)
+        await gamma.open()
+        of_alpha = await self.listen((alpha, beta), topic(), reply())
+        of_gamma = await self.listen((gamma, beta), topic(GAMMA), reply())
+        requests = await self.listen((alpha, beta), reply(ALPHA), method())
+        async with self.away(beta):
+            await self.forget_network(BETA)
+        if self.discovery:
+            await self.usable(alpha, of_alpha)
+            await self.usable(gamma, of_gamma, topic(GAMMA), reply())
+            await self.reach(alpha, requests, request(PROBE))
+        await self.send_until_taken(alpha, [notification(b"of alpha"), request(b"a request")])
+        await self.send_until_taken(gamma, [notification(b"of gamma", topic(GAMMA))])
+        await of_alpha.expect_payload(b"of alpha")
+        await of_gamma.expect_payload(b"of gamma")
+        await requests.expect_payload(b"a request")
+
+    async def test_what_comes_while_our_process_is_restarted_waits_for_its_listeners(self, ends: Ends) -> None:
+        """For each of them, until it is registered, though `open` has returned before."""
+        self.needs(Capability.PUSH | Capability.PERSISTENT_SESSION)
+        alpha, first = await ends(ALPHA), ends.keep(await self.make_returning(BETA))
+        for end in (alpha, first):
+            await end.open()
+        for source in (topic(), OTHER):
+            await self.listen((alpha, first), source, reply())
+        await first.close()
+        await self.send_all(alpha, [*self.traffic(10), *self.traffic(10, OTHER)])
+        second = ends.keep(await self.make_returning(BETA))
+        await second.open()
+        await self.send_all(alpha, [*self.traffic(1, first=10), *self.traffic(1, OTHER, first=10)])
+        for source in (topic(), OTHER):
+            heard = BatchSink(self.deadline_s)
+            await second.register_listener(source, heard, reply())
+            await heard.expect_payload(b"10")
+            assert firsts(numbers(heard)) == list(range(11))
 
     # What is sent, registered and unregistered around the time when the network is away.
 

@@ -13,7 +13,10 @@ from transports.conformance.base import Ends, Pair, TransportHarness, spec
 from transports.conformance.messages import (
     ALPHA,
     BETA,
+    ENTITY,
+    GAMMA,
     PROBE,
+    VERSION,
     code_of,
     codes,
     example,
@@ -32,6 +35,13 @@ from uprotocol.v1.umessage_pb2 import UMessage
 OTHER = topic(resource=0x9A02)
 DISCARDED = ["no id", "id of version 4", "id of the year 10889", "no type", "request of CS3", "response without reqid"]
 DISCARDED += ["commstatus on a notification", "token on a notification"]
+
+
+WIDE = {
+    "any source authority": (uris.uri("*", ENTITY, VERSION, 0x9A01), reply()),
+    "any source": (uris.ANY, reply()),
+    "anything at all": (uris.ANY, uris.ANY),
+}
 
 
 class Failing(Sink):
@@ -129,6 +139,20 @@ class ListeningConformance(TransportHarness):
         await asyncio.sleep(self.settle_s)
         assert len(heard.messages) == before
 
+    @pytest.mark.parametrize("name", WIDE)
+    @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
+    async def test_unregistering_a_wildcard_ends_it_and_nothing_else(self, pair: Pair, name: str) -> None:
+        source, sink = WIDE[name]
+        wide, narrow = await self.listen(pair, source, sink), await self.listen(pair, topic(), reply())
+        await self.send_all(pair[0], [notification(b"both")])
+        assert await self.settle(pair[0], narrow) == [b"both"]
+        await wide.expect_payload(b"both")
+        await pair[1].unregister_listener(source, wide, sink)
+        await self.send_all(pair[0], [notification(b"one")])
+        assert await self.settle(pair[0], narrow) == [b"both", b"one"]
+        assert b"one" not in wide.payloads
+        assert await code_of(pair[1].unregister_listener(source, wide, sink)) == UCode.NOT_FOUND
+
     async def test_listeners_that_are_registered_before_open(self, ends: Ends) -> None:
         """Either the transport takes none, or each hears what is sent once `open` has returned, as any other does."""
         self.needs(Capability.PUSH)
@@ -222,6 +246,15 @@ class ListeningConformance(TransportHarness):
         await self.eventually(lambda: _dropped(pair[1]) > before, "what is discarded to be counted")
         assert await self.settle(pair[0], witness) == []
         assert [payload for payload in heard.payloads if not payload.startswith(b"mark ")] == []
+
+    async def test_what_is_on_a_key_of_somebody_else_is_discarded(self, pair: Pair) -> None:
+        """Access lists are about keys: they would hold nothing if what a message says of itself counted."""
+        self.needs_hook("inject_misplaced")
+        heard = await self.listen(pair, uris.ANY, uris.ANY)
+        before = _dropped(pair[1])
+        await self.inject_misplaced(notification(b"misplaced"), GAMMA)
+        await self.eventually(lambda: _dropped(pair[1]) > before, "what is discarded to be counted")
+        assert await self.settle(pair[0], heard) == []
 
     @spec("dsn~up-attributes-traceparent~1")
     async def test_a_traceparent_that_is_none_costs_the_traceparent_and_not_the_message(self, pair: Pair) -> None:

@@ -25,13 +25,16 @@ Round = Callable[[], Awaitable[Heartbeat]]
 OPENING_S_MAX: Final = 0.15
 # one small message costs some 0.1 ms; a round trip that blocks, or a flush to disk, costs more than this
 BATCH_S_MAX: Final = 0.010
+LARGE_S_MAX: Final = 0.05  # half a MiB is copied in 0.1 ms, and serialised in 1 ms
 AWAY_S_MAX: Final = 0.5  # to look up a name or to connect, blocking, takes seconds where there is no network
 AWAY_S: Final = 0.3  # time for some attempts to connect
 ROUNDS: Final = 5
 BATCH_ROUNDS: Final = 30
+LARGE_ROUNDS: Final = 10
 AWAY_ROUNDS: Final = 2
 RESTING_S: Final = 0.1
 RESTING_SHARE_MAX: Final = 0.2  # of one processor, for all of the process; what polls takes all that it gets
+RECONNECTS: Final = 2  # a transport waits longer before each
 LIFETIMES: Final = 3  # so that what is left behind by each is told from what a library makes once
 
 
@@ -89,6 +92,21 @@ class LoopConformance(TransportHarness):
             return heart
 
         await self.stays_quiet("a batch of one message", BATCH_ROUNDS, BATCH_S_MAX, play)
+
+    async def test_a_large_payload_does_not_block_the_loop(self, pair: Pair) -> None:
+        """Neither at its sender nor at its receiver: what takes long with so many octets belongs on a thread."""
+        heard = await self.listen(pair, topic(), reply())
+        size = self.payload_bytes_max // 2
+
+        async def play() -> Heartbeat:
+            message = notification(bytes(size))
+            async with Heartbeat(LARGE_S_MAX) as heart:
+                await self.send_all(pair[0], [message])
+                await heard.expect(1)
+            heard.messages.clear()
+            return heart
+
+        await self.stays_quiet(f"a payload of {size} bytes", LARGE_ROUNDS, LARGE_S_MAX, play)
 
     async def test_a_network_that_is_away_does_not_block_the_loop(self, pair: Pair) -> None:
         async def play() -> Heartbeat:
@@ -150,6 +168,21 @@ class LoopConformance(TransportHarness):
             await heard.expect(1)
         await self.send_all(end, [notification(b"back", topic(BETA), reply(ALPHA))])
         await end.close()
+
+    async def test_a_reconnect_leaves_no_thread_and_no_task(self, pair: Pair) -> None:
+        """A connection has some, and each new one has new ones: so of no kind may there be one more each time."""
+        self.needs_hook("break_network")
+        if Capability.PUSH in self.capabilities:
+            await self.listen(pair, topic(), reply())
+        for round in range(RECONNECTS + 1):
+            async with self.away(pair[1]):
+                pass
+            if not round:
+                before = Alive.now()
+        with contextlib.suppress(AssertionError):
+            await self.eventually(lambda: not Alive.now().more(before, RECONNECTS), "")
+        more = Alive.now().more(before, RECONNECTS)
+        assert not more, f"after {RECONNECTS} reconnects there are so many more: {more}"
 
     async def test_an_open_in_vain_leaves_no_thread_and_no_task(self, ends: Ends) -> None:
         """Nobody need call `close` after it."""

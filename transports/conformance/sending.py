@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Final
 
 import pytest
 
@@ -44,6 +45,8 @@ FORMATS: list[UPayloadFormat.ValueType] = [
     format for format in UPayloadFormat.values() if format != UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED
 ]
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+EDGES: Final = (b"\n", b"\r\n", b" ", b"\t", b"\0", b'"')
 
 ODD_ADDRESSES: list[tuple[UUri, UUri]] = [
     (topic(entity=0, version=0, resource=0x8000), reply(entity=0, version=0)),
@@ -182,6 +185,12 @@ class SendingConformance(TransportHarness):
     async def test_a_large_payload_survives(self, pair: Pair) -> None:
         data = bytes(range(256)) * (self.payload_bytes_max // 256)
         await self.check_preserved(pair, [notification(data)])
+
+    @spec("req~utransport-send-preserve-data~1")
+    async def test_a_payload_survives_whatever_it_ends_with(self, pair: Pair) -> None:
+        """A network of lines, words or C strings may strip it; so also what it begins with, and when that is all."""
+        payloads = [form for edge in EDGES for form in (b"x" + edge, edge + b"x", edge, b"x" + edge * 3)]
+        await self.check_preserved(pair, [notification(payload) for payload in payloads])
 
     @spec("req~utransport-send-preserve-data~1")
     async def test_every_priority_survives(self, pair: Pair) -> None:

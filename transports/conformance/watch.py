@@ -8,10 +8,13 @@ thread:            late? -> the loop's stack    ... where it stood: waiting for 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -79,6 +82,19 @@ class Alive:
     def now(cls) -> Alive:
         threads = [one for one in threading.enumerate() if not one.name.startswith(("asyncio_", "Dummy-"))]
         return cls(frozenset(threads), frozenset(asyncio.all_tasks()))
+
+    def more(self, before: Alive, count: int) -> dict[str, int]:
+        """Of which kinds there are at least `count` more than before: threads by name, without numbers, and tasks by
+        their coroutine."""
+        grown = Counter(self._kinds())
+        grown.subtract(before._kinds())
+        return {kind: number for kind, number in grown.items() if number >= count}
+
+    def _kinds(self) -> Iterator[str]:
+        for thread in self.threads:
+            yield "thread " + re.sub(r"\d+", "", thread.name)
+        for task in self.tasks:
+            yield "task " + getattr(task.get_coro(), "__qualname__", "?")
 
     def since(self, before: Alive) -> list[str]:
         """What lives and did not then, by name."""

@@ -30,6 +30,7 @@ from up_transport_nats.transport import PLUGIN, NatsConfig, NatsTransport  # noq
 from transports.conformance import ALPHA, BETA, Sink, TcpProxy, TransportConformance  # noqa: E402
 from transports.conformance.addresses import AddressConformance  # noqa: E402
 from transports.conformance.messages import GAMMA  # noqa: E402
+from transports.conformance.sinks import Changes  # noqa: E402
 from uprotocol import uri as uris  # noqa: E402
 from uprotocol.message import UMessageBuilder, UPayload  # noqa: E402
 from uprotocol.status import UStatusError  # noqa: E402
@@ -156,6 +157,21 @@ class TestNats(OnNats, TransportConformance):
         for payload in bad:
             await self.put(source, sink, payload)
         return len(bad)
+
+    async def inject_misplaced(self, message: UMessage, authority: str) -> None:
+        source = UUri()
+        source.CopyFrom(message.attributes.source)
+        source.authority_name = authority
+        await self.put(source, message.attributes.sink, mapping.pack(message))
+
+    async def make_returning(self, authority: str) -> UTransport:
+        return self.end(authority, session=authority)
+
+    async def forget_network(self, authority: str) -> None:
+        """The server ends the session of an end that was away for too long."""
+        stream = self.client.jetstream()
+        for consumer in await stream.consumers_info(self.network):
+            await stream.delete_consumer(self.network, consumer.name)
 
     async def put(self, source: UUri, sink: UUri, payload: bytes, route: str = "") -> None:
         route = route or mapping.filter_route(source, sink, ALPHA)
@@ -296,23 +312,20 @@ class TestOfNatsAlone(OnNats):
 
     async def test_a_session_that_the_server_has_ended_is_a_loss(self, alpha: NatsTransport) -> None:
         losses: list[tuple[str, int | None]] = []
-        heard, told = Sink(10), asyncio.Event()
-
-        def on_loss(text: str, messages: int | None) -> None:
-            losses.append((text, messages))
-            told.set()
-
+        heard = Sink(10)
         beta = self.end(BETA)
-        beta.on_loss(on_loss)
+        beta.on_loss(lambda text, messages: losses.append((text, messages)))
+        changes = Changes(beta)
         async with beta:
             await beta.register_listener(SOURCE, heard, SINK)
             self.proxies[BETA].cut()
+            await changes.until(False, 10)
             stream = self.client.jetstream()
             for consumer in await stream.consumers_info(self.network):
                 await stream.delete_consumer(self.network, consumer.name)
             await sent(alpha, numbers(1))
             self.proxies[BETA].mend()
-            await asyncio.wait_for(told.wait(), 10)
+            await changes.until(True, 10)  # it has asked the server for its listeners before
             await sent(alpha, numbers(1, 7))
             await heard.expect_payload(b"7")
         ((text, messages),) = losses

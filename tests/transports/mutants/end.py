@@ -21,9 +21,11 @@ from google.protobuf.message import DecodeError
 from tests.transports.mutants.hub import (
     AGAIN,
     BYE,
+    FULL,
     HEAD,
     HELLO,
     IF_HEARD,
+    KNOWN,
     LISTEN,
     MESSAGE,
     MESSAGE_BYTES_MAX,
@@ -32,16 +34,19 @@ from tests.transports.mutants.hub import (
     READ_BYTES,
     REFUSED,
     RESENT,
+    RESUMES,
     SEND,
     TAKEN,
     UNHEARD,
     UNLISTEN,
     frame,
+    keyed,
     pack,
     split,
+    unkeyed,
 )
 from transports.base import OK, SendChecks, TransportSettings, stopped, too_large
-from transports.listeners import Filter, ListenerTable
+from transports.listeners import Filter, ListenerTable, all_of
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol.status import UStatusError, is_nobody_listening, nobody_listens
@@ -60,10 +65,13 @@ log = structlog.get_logger()
 
 class HubConfig(TransportSettings):
     port: int
+    session: bool = False
+    """`close` leaves it at the hub, for the next end of our authority"""
 
 
 CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 NOBODY: Final = nobody_listens("nobody at the hub listens to this: send it again when somebody does")
+NO_ROOM: Final = UStatus(code=UCode.UNAVAILABLE, message="the hub is full: try again when its ends have taken more")
 AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the hub is away: try again when it is back")
 
 
@@ -81,9 +89,11 @@ class HubTransport(UTransport):
     )
 
     retry_s = RETRY_S
+    window = WINDOW
 
     def __init__(self, config: HubConfig, local: LocalUriProvider) -> None:
         self._port, self._authority = config.port, local.get_authority()
+        self._keeps_session = self._resumes = config.session
         self._table = ListenerTable(
             self._authority,
             listeners_max=config.listeners_max,
@@ -99,6 +109,9 @@ class HubTransport(UTransport):
         self._refused: dict[Filter, str] = {}
         self._number = 0
         self._taking: deque[tuple[int, asyncio.Future[None]]] = deque()  # the last number of a batch, and its listeners
+        self._early: list[
+            tuple[UMessage, asyncio.Future[None]]
+        ] = []  # of an earlier end's session: its listeners are yet to come
         self._again = 0  # RESENT that must come before what arrives counts
         self._writer: asyncio.StreamWriter | None = None
         self._running: asyncio.Task[None] | None = None
@@ -143,7 +156,7 @@ class HubTransport(UTransport):
             raise UStatusError(UCode.UNAVAILABLE, f"no hub at port {self._port}: {error}") from None
         try:
             buffer = bytearray()
-            writer.write(frame(HELLO, 0, self._authority.encode()))
+            writer.write(frame(HELLO, RESUMES if self._resumes else 0, self._authority.encode()))
             while not (answer := next(split(buffer), None)):
                 data = await reader.read(HEAD.size + 100 if not buffer else 1)
                 if not data:
@@ -160,11 +173,15 @@ class HubTransport(UTransport):
         self._writer, self._buffer, self._again = writer, buffer, 0
         self._told.clear()
         self._refused.clear()
-        for filter in self._table.filters:
+        for filter in self.filters_to_tell(answer[2] == KNOWN):
             self._number += 1
             self._told[self._number] = filter
             writer.write(frame(LISTEN, self._number, pack(filter)))
         return reader
+
+    def filters_to_tell(self, session_is_known: bool) -> list[Filter]:
+        """To a hub that we have just connected to: all, whatever it may know."""
+        return self._table.filters
 
     async def _run(self, reader: asyncio.StreamReader) -> None:
         while True:
@@ -184,6 +201,7 @@ class HubTransport(UTransport):
         assert self._writer is not None
         self._writer.transport.abort()
         self._taking.clear()
+        self._give_up_early()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(UStatusError.from_status(AWAY))
@@ -204,8 +222,9 @@ class HubTransport(UTransport):
         if not self._open:
             return
         self._open = False
+        self._give_up_early()
         await self.drain()
-        if self._connected:
+        if self._connected and not self._keeps_session:
             with contextlib.suppress(UStatusError, TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
                     await self._ask(BYE, b"")
@@ -231,6 +250,10 @@ class HubTransport(UTransport):
     # Sending.
 
     def encode(self, message: UMessage) -> bytes:
+        source = message.attributes.source.authority_name or self._authority
+        return keyed(source, self.serialise(message))
+
+    def serialise(self, message: UMessage) -> bytes:
         return attrs.completed(message, self._authority).SerializeToString()
 
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
@@ -256,10 +279,10 @@ class HubTransport(UTransport):
             return stopped([], len(messages), CLOSED)
         statuses: list[UStatus] = []
         async with self._sending:
-            for start in range(0, len(messages), WINDOW):
-                statuses += await self.send_window(messages[start : start + WINDOW])
-                if any(map(is_of_the_network, statuses[-WINDOW:])):
-                    return stopped(statuses, len(messages), AWAY)
+            for start in range(0, len(messages), self.window):
+                statuses += await self.send_window(messages[start : start + self.window])
+                if failed := [one for one in statuses[-self.window :] if is_of_the_network(one)]:
+                    return stopped(statuses, len(messages), failed[0])
         return statuses
 
     async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
@@ -323,6 +346,8 @@ class HubTransport(UTransport):
             return
         if kind == REFUSED:
             answer.set_exception(UStatusError(UCode.PERMISSION_DENIED, f"the hub refuses it: {body.decode()}"))
+        elif kind == FULL:
+            answer.set_exception(UStatusError.from_status(NO_ROOM))
         elif kind == UNHEARD:
             answer.set_exception(UStatusError.from_status(NOBODY))
         elif kind == NOTHING:
@@ -345,13 +370,49 @@ class HubTransport(UTransport):
 
     def decode(self, body: bytes) -> UMessage | None:
         try:
-            return UMessage.FromString(body)
-        except DecodeError:
+            key, serialised = unkeyed(body)
+            message = UMessage.FromString(serialised)
+        except (ValueError, DecodeError):
             self.dropped["malformed"] += 1
             return None
+        if not self.belongs(key, message):
+            self.dropped["misplaced"] += 1
+            return None
+        return message
+
+    def belongs(self, key: str, message: UMessage) -> bool:
+        """Whether it may be from there: access lists are about keys."""
+        return message.attributes.source.authority_name == key
 
     def deliver(self, messages: list[UMessage]) -> Awaitable[None] | None:
-        return self._table.deliver(messages)
+        """What a session brought before its listener was registered waits for it, and is not acknowledged."""
+        early = [message for message in messages if not self._table.wants(message)] if self._resumes else []
+        if not early:
+            return self._table.deliver(messages)
+        waiting = [asyncio.get_running_loop().create_future() for _ in early]
+        self._early += zip(early, waiting, strict=True)
+        taking = self._table.deliver([message for message in messages if self._table.wants(message)])
+        return all_of([*waiting, *([] if taking is None else [taking])])
+
+    def _deliver_early(self) -> None:
+        """What the listeners that have just been registered want."""
+        held, self._early = self._early, []
+        for message, waiting in held:
+            if self._table.wants(message) or not self._resumes:
+                self._table.deliver([message])
+                waiting.set_result(None)
+            else:
+                self._early.append((message, waiting))
+
+    def _give_up_early(self) -> None:
+        """It comes again with the next connection."""
+        for _, waiting in self._early:
+            waiting.cancel()
+        self._early.clear()
+
+    def all_registered(self) -> None:
+        self._resumes = False
+        self._deliver_early()
 
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
@@ -393,13 +454,13 @@ class HubTransport(UTransport):
     ) -> None:
         self._check_open()
         added = self._table.add(source_filter, sink_filter, listener)
-        if added is None:
-            return
         try:
-            await self.announce(LISTEN, added)
+            if added is not None:
+                await self.announce(LISTEN, added)
         except BaseException:
             self._table.remove(source_filter, sink_filter, listener)
             raise
+        self._deliver_early()
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None

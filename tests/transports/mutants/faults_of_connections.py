@@ -132,6 +132,14 @@ class RetriesWithoutPause(HubTransport):
     retry_s = 0.0
 
 
+@fault("each reconnect leaves a task", "test_a_reconnect_leaves_no_thread_and_no_task")
+class ReconnectLeavesATask(HubTransport):
+    def lost(self) -> None:
+        super().lost()
+        watching: list[asyncio.Future[bool]] = self.__dict__.setdefault("watching", [])
+        watching.append(asyncio.ensure_future(asyncio.Event().wait()))
+
+
 # The connection.
 
 
@@ -286,6 +294,36 @@ class ListenersLostByReconnect(HubTransport):
             return await super()._connect()
         finally:
             self._table = table
+
+
+@fault(
+    "after the network forgot its state only the first filter is asked for again",
+    "test_listeners_work_again_after_the_network_forgot_us",
+)
+class OnlyTheFirstAfterAllIsForgotten(HubTransport):
+    def filters_to_tell(self, session_is_known: bool) -> list[Filter]:
+        filters = super().filters_to_tell(session_is_known)
+        return filters if session_is_known else filters[:1]
+
+
+@fault(
+    "it declares PERSISTENT_SESSION, and open of a new end empties the inbox",
+    "test_what_comes_while_our_process_is_restarted_waits_for_its_listeners",
+)
+class NewEndEmptiesTheInbox(HubTransport):
+    is_new = True
+
+    def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
+        if self.is_new:
+            self._tell(frame(TAKEN, numbered[-1][0]))
+        else:
+            super().arrived(numbered)
+
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        self.is_new = False
+        await super().register_listener(source_filter, listener, sink_filter)
 
 
 @fault(

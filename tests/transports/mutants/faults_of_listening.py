@@ -110,6 +110,12 @@ class LargePileUp(HubTransport):
         super().arrived(numbered)
 
 
+@fault("a message on a key of somebody else is delivered", "test_what_is_on_a_key_of_somebody_else_is_discarded")
+class MisplacedIsDelivered(HubTransport):
+    def belongs(self, key: str, message: UMessage) -> bool:
+        return True
+
+
 @fault("a listener that raises ends delivery", "test_a_listener_that_raises_harms_nobody_else")
 class ListenerKillsDelivery(HubTransport):
     def deliver(self, messages: list[UMessage]) -> Awaitable[None] | None:
@@ -223,6 +229,18 @@ class UnregisterEndsAll(HubTransport):
     ) -> None:
         await super().unregister_listener(source_filter, listener, sink_filter)
         await self._ask(UNLISTEN, pack(Filter.of(source_filter, sink_filter, self._authority)))
+
+
+@fault(
+    "unregistering a filter with the authority `*` does nothing",
+    "test_unregistering_a_wildcard_ends_it_and_nothing_else[any source authority]",
+)
+class WildcardStays(HubTransport):
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        if source_filter.authority_name != "*":
+            await super().unregister_listener(source_filter, listener, sink_filter)
 
 
 @fault("registering again delivers twice", "test_registering_again_changes_nothing")

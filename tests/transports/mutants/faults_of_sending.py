@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import time
 from collections.abc import Sequence
 
-from tests.transports.mutants.end import HubTransport
+from tests.transports.mutants.end import NO_ROOM, HubTransport
 from tests.transports.mutants.hub import IF_HEARD, MESSAGE_BYTES_MAX, SEND
 from tests.transports.mutants.mutant import fault
 from transports.base import OK, too_large
@@ -32,8 +33,11 @@ class ChangesTheMessage(HubTransport):
     "an address without authority arrives as the receiver's", "test_an_address_without_authority_means_the_senders_host"
 )
 class HostLost(HubTransport):
-    def encode(self, message: UMessage) -> bytes:
+    def serialise(self, message: UMessage) -> bytes:
         return message.SerializeToString()
+
+    def belongs(self, key: str, message: UMessage) -> bool:
+        return True
 
 
 class _Losing(HubTransport):
@@ -92,6 +96,28 @@ class LargeIsCut(_Losing):
     def lose(self, message: UMessage) -> None:
         if len(message.payload) > 1 << 16:
             message.payload = message.payload[: 1 << 16]
+
+
+@fault("trailing newlines of a payload are stripped", "test_a_payload_survives_whatever_it_ends_with")
+class NewlinesStripped(_Losing):
+    def lose(self, message: UMessage) -> None:
+        if message.payload.endswith(b"\n"):
+            message.payload = message.payload.rstrip(b"\n")
+
+
+@fault("a payload above 100 KiB holds the loop up for 0.1 s", "test_a_large_payload_does_not_block_the_loop")
+class LargeBlocks(HubTransport):
+    def encode(self, message: UMessage) -> bytes:
+        if len(message.payload) > 100 << 10:
+            time.sleep(0.1)
+        return super().encode(message)
+
+
+@fault("an error answer of the network counts as sent", "test_what_the_network_answers_with_an_error_is_not_sent")
+class ErrorIsOk(HubTransport):
+    async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
+        status = await super().answer(posted)
+        return OK if status == NO_ROOM else status
 
 
 @fault("a ttl of 0 counts as expired", "test_a_ttl_of_0_never_expires")

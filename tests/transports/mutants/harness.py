@@ -9,15 +9,15 @@ from typing import Any
 import pytest_asyncio
 
 from tests.transports.mutants.end import HubConfig, HubTransport
-from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub, pack, pack_address
-from transports.conformance import TransportConformance
+from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub, keyed, pack, pack_address
+from transports.conformance import TransportConformance, TransportHarness
 from transports.listeners import Filter
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 
-class HubConformance(TransportConformance):
+class OnHub(TransportHarness):
     capabilities = HubTransport.capabilities
     flood_messages = 2_000  # the hub's queue holds 512
     payload_bytes_max = MESSAGE_BYTES_MAX // 2
@@ -26,10 +26,13 @@ class HubConformance(TransportConformance):
 
     @pytest_asyncio.fixture(autouse=True)
     async def _network(self) -> AsyncIterator[None]:
-        self.hub = Hub()
+        self.hub = self.make_hub()
         await self.hub.start()
         yield
         await self.hub.stop()
+
+    def make_hub(self) -> Hub:
+        return Hub()
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
         return self.transport(HubConfig(port=self.hub.port, **limits), LocalUriProvider(authority, 0x10AB, 3))
@@ -57,16 +60,26 @@ class HubConformance(TransportConformance):
     async def allow_addresses(self, authority: str) -> None:
         self.hub.refused_addresses.clear()
 
+    async def refuse_messages(self, authority: str) -> None:
+        self.hub.full_for.add(authority)
+
+    async def take_messages(self, authority: str) -> None:
+        self.hub.full_for.clear()
+
     def normalise(self, message: UMessage) -> UMessage:
         return message
 
     async def inject(self, message: UMessage) -> None:
-        self.hub.inject(message.SerializeToString())
+        self.hub.inject(keyed(message.attributes.source.authority_name, message.SerializeToString()))
+
+    async def inject_misplaced(self, message: UMessage, authority: str) -> None:
+        self.hub.inject(keyed(authority, message.SerializeToString()))
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         self.hub.inject(b"\xff\xff\xff")
         self.hub.inject(b"")
-        return 2
+        self.hub.inject(keyed(source.authority_name, b"\xff\xff\xff"))
+        return 3
 
     async def break_network(self, authority: str) -> None:
         self.hub.cut(authority)
@@ -75,5 +88,32 @@ class HubConformance(TransportConformance):
     async def heal_network(self, authority: str) -> None:
         self.hub.mend(authority)
 
+    async def forget_network(self, authority: str) -> None:
+        self.hub.forget(authority)
+
+    async def make_returning(self, authority: str) -> UTransport:
+        return self.transport(HubConfig(port=self.hub.port, session=True), LocalUriProvider(authority, 0x10AB, 3))
+
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
         return "tests.transports.mutants.end:PLUGIN", {"port": self.hub.port}
+
+
+class HubConformance(OnHub, TransportConformance):
+    """Every test there is."""
+
+
+class OneByOne(HubTransport):
+    """Has an answer before it sends the next message: so nothing overtakes what a full hub has refused."""
+
+    window = 1
+
+
+class OnFullHub(OnHub):
+    """The hub refuses what finds no room, instead of letting its sender wait: a full network is UNAVAILABLE."""
+
+    transport = OneByOne
+
+    def make_hub(self) -> Hub:
+        hub = Hub()
+        hub.waits, hub.queue_messages_max = False, 256
+        return hub

@@ -2,10 +2,12 @@
 
 SEND from an end -> room in every other end's queue? -> MESSAGE to those whose filters match -> TAKEN: forgotten
                     no: the sender gets no DONE         no match: kept for PULL                 AGAIN: from the oldest
+                        (or FULL, if `waits` is False)
 IF_HEARD: the same, but where no filter matches it is given to nobody, and the sender gets UNHEARD
 
-Frame: 4 octets length, 1 octet kind, 8 octets number, body. An end that is cut off keeps its queue (a session); BYE
-ends it.
+Frame: 4 octets length, 1 octet kind, 8 octets number, body. The body of SEND, IF_HEARD and MESSAGE is the message, and
+before it the authority that it is from (`keyed`). An end that is cut off, or leaves without BYE, keeps its queue (a
+session); the answer to HELLO says whether there was one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 HELLO, BYE, LISTEN, UNLISTEN, SEND, PULL, TAKEN, AGAIN, IF_HEARD = range(9)  # from an end
-DONE, REFUSED, NOTHING, MESSAGE, RESENT, UNHEARD = range(9, 15)  # from the hub
+DONE, REFUSED, NOTHING, MESSAGE, RESENT, UNHEARD, FULL = range(9, 16)  # from the hub
+KNOWN: Final = b"known"  # the body of the answer to HELLO, if there is a session
 HEAD: Final = struct.Struct("!IBQ")
 READ_BYTES: Final = 1 << 16
 MESSAGE_BYTES_MAX: Final = 1 << 19
@@ -32,6 +35,8 @@ QUEUE_MESSAGES_MAX: Final = 512  # of one end: beyond it senders wait
 QUEUE_BYTES_MAX: Final = 16 << 20
 SESSION_MESSAGES_MAX: Final = 10_000  # of an end that is away
 PULL_MESSAGES_MAX: Final = 256
+
+RESUMES: Final = 1  # the number of a HELLO: the filters of the session stay, since their listeners are yet to come
 
 Frame = tuple[int, int, bytes]
 
@@ -50,6 +55,24 @@ def split(buffer: bytearray) -> Iterator[Frame]:
         yield kind, number, bytes(buffer[at + HEAD.size : at + length])
         at += length
     del buffer[:at]
+
+
+def keyed(authority: str, message: bytes) -> bytes:
+    """`message`, and beside it where it is from, as topics and keys have it. `authority`: at most 255 octets."""
+    key = authority.encode()
+    return bytes((len(key),)) + key + message
+
+
+def unkeyed(body: bytes) -> tuple[str, bytes]:
+    """(authority, message). Raises ValueError for what is no such body."""
+    if not body or len(body) <= body[0]:
+        raise ValueError(f"a body begins with its key's length, got {body[:1]!r} and {len(body)} octets in all")
+    return body[1 : 1 + body[0]].decode(), body[1 + body[0] :]
+
+
+def _address(body: bytes) -> UAttributes:
+    """Of a body that an end has sent."""
+    return UMessage.FromString(unkeyed(body)[1]).attributes
 
 
 def pack(filter: Filter) -> bytes:
@@ -106,8 +129,12 @@ def _sink(address: UAttributes) -> UUri | None:
 
 
 class Hub:
-    """The network. `cut` and `mend` are of one authority; those in `refused` may not join, those in `deaf` not listen,
-    those in `refused_filters` not to these filters, those in `refused_addresses` not send there."""
+    """The network. `cut`, `mend` and `forget` are of one authority; those in `refused` may not join, those in `deaf`
+    not listen, those in `refused_filters` not to these filters, those in `refused_addresses` not send there; what those
+    in `full_for` send is answered FULL. If `waits` is False, so is what finds no room."""
+
+    waits = True
+    queue_messages_max = QUEUE_MESSAGES_MAX
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
@@ -116,6 +143,7 @@ class Hub:
         self.deaf: set[str] = set()
         self.refused_filters: set[tuple[str, bytes]] = set()  # authority, packed
         self.refused_addresses: set[tuple[str, bytes]] = set()  # authority, packed
+        self.full_for: set[str] = set()
         self.port = 0
         self._room = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,11 +167,15 @@ class Hub:
     def mend(self, authority: str) -> None:
         self.away.discard(authority)
 
+    def forget(self, authority: str) -> None:
+        """Its session: what it listens to, and what waits for it."""
+        self.sessions.pop(authority, None)
+
     def inject(self, body: bytes) -> None:
         """To everybody who wants it, whatever it is; what has no address is wanted by all."""
         try:
-            address = UMessage.FromString(body).attributes if body else None
-        except DecodeError:
+            address = _address(body)
+        except (ValueError, DecodeError):
             address = None
         for session in self.sessions.values():
             session.give(address, body)
@@ -164,7 +196,7 @@ class Hub:
 
     async def carry(self, sender: str, body: bytes) -> None:
         """Into the queue of every other end, once there is room in all of them."""
-        address = UMessage.FromString(body).attributes
+        address = _address(body)
         others = [name for name in self.sessions if name != sender]
         while any(self._is_full(name) for name in others):
             self._room.clear()
@@ -173,21 +205,26 @@ class Hub:
             if name in self.sessions:
                 self.sessions[name].give(address, body)
 
+    def is_full_for(self, sender: str) -> bool:
+        if sender in self.full_for:
+            return True
+        return not self.waits and any(self._is_full(name) for name in self.sessions if name != sender)
+
     def is_heard(self, sender: str, body: bytes) -> bool:
-        address = UMessage.FromString(body).attributes
+        address = _address(body)
         return any(session.hears(address) for name, session in self.sessions.items() if name != sender)
 
     def refuses(self, sender: str, body: bytes) -> bool:
         if not self.refused_addresses:
             return False
-        address = UMessage.FromString(body).attributes
+        address = _address(body)
         return (sender, pack_address(address.source, _sink(address))) in self.refused_addresses
 
     def _is_full(self, name: str) -> bool:
         session = self.sessions.get(name)
         if session is None or session.writer is None:
             return False
-        return len(session.queue) >= QUEUE_MESSAGES_MAX or session.queued_bytes >= QUEUE_BYTES_MAX
+        return len(session.queue) >= self.queue_messages_max or session.queued_bytes >= QUEUE_BYTES_MAX
 
     def taken(self, session: Session, number: int) -> None:
         while session.queue and session.queue[0][0] <= number:
@@ -227,12 +264,14 @@ class _Connection:
         if self._name in hub.refused:
             self._writer.write(frame(REFUSED, number, b"who are you?"))
             return True
+        known = self._name in hub.sessions
         self._session = session = hub.sessions.setdefault(self._name, Session())
         if session.writer is not None:
             session.writer.transport.abort()
         session.writer = self._writer
-        session.filters.clear()  # the end tells them anew; what is in the queue is its own
-        self._writer.write(frame(DONE, number))
+        if number != RESUMES:
+            session.filters.clear()  # the end tells them anew; what is in the queue is its own
+        self._writer.write(frame(DONE, number, KNOWN if known else b""))
         self._resend(0)
         self._carrying = asyncio.ensure_future(self._carry())
         return True
@@ -268,6 +307,9 @@ class _Connection:
             elif len(body) > MESSAGE_BYTES_MAX:
                 self._writer.transport.abort()  # as brokers do
                 return
+            elif self._hub.is_full_for(self._name):
+                self._writer.write(frame(FULL, number))
+                continue
             elif self._hub.refuses(self._name, body):
                 self._writer.write(frame(REFUSED, number, b"not for you to say"))
                 continue

@@ -11,8 +11,10 @@ from tests.tiers import drawn
 from tests.transports.mutants.__main__ import table
 from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.faults import MUTANTS
-from tests.transports.mutants.harness import HubConformance
+from tests.transports.mutants.harness import HubConformance, OnFullHub
 from tests.transports.mutants.matrix import IN_TIME_S, SOON_S, cases, verdict
+from transports.conformance.delivery import DeliveryConformance
+from transports.conformance.pressure import PressureConformance
 
 CAUGHT_OF_50_MIN = 45
 DOCS = Path(__file__).parents[3] / "docs" / "conformance.md"
@@ -22,6 +24,10 @@ CAUGHT = {name: mutant for name, mutant in MUTANTS.items() if mutant.caught_by}
 
 class TestHub(HubConformance):
     """The good plugin, with all of pytest around it."""
+
+
+class TestFullHub(OnFullHub, DeliveryConformance, PressureConformance):
+    """Another good plugin, whose network says that it is full."""
 
 
 def alone_if_measured(case: Any) -> Any:
