@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final, NoReturn
 import pytest
 import pytest_asyncio
 
-from transports.conformance.deadline import limited
+from transports.conformance.deadline import close_in_time, in_time, limited
 from transports.conformance.messages import ALPHA, BETA, PROBE, example, notification, reply, topic
 from transports.conformance.sinks import Changes, Gated, Sink
 from uprotocol.message import UMessageBuilder
@@ -57,7 +57,7 @@ class Ends:
 
     def keep(self, end: UTransport) -> UTransport:
         """Close this one too: it is of another hook."""
-        self._made.push_async_callback(end.close)
+        self._made.push_async_callback(self._close, end)
         return end
 
     async def pair(self) -> Pair:
@@ -68,8 +68,11 @@ class Ends:
         return alpha, beta
 
     async def close(self) -> None:
-        """All of them, whatever one of them raises."""
+        """All of them, whatever one of them raises, and none for longer than a test may take."""
         await self._made.aclose()
+
+    async def _close(self, end: UTransport) -> None:
+        await in_time(end.close(), self._harness.test_deadline_s, f"close of {end!r}")
 
 
 class TransportHarness:
@@ -244,12 +247,15 @@ class TransportHarness:
         """For tests that make ends by themselves."""
         made = Ends(self)
         yield made
-        await made.close()
+        try:
+            await made.close()
+        finally:
+            close_in_time(asyncio.get_running_loop())
 
     @pytest_asyncio.fixture
     async def pair(self, ends: Ends) -> Pair:
         """Two open ends, alpha and beta."""
-        return await ends.pair()
+        return await in_time(ends.pair(), self.test_deadline_s, "opening alpha and beta")
 
     def needs(self, capability: Capability) -> None:
         if capability not in self.capabilities:

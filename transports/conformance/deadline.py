@@ -1,6 +1,9 @@
-"""A deadline for an asynchronous test, which says what the test was waiting for.
+"""Deadlines for what a plugin does in a test, which say what it was waiting for. None of them needs its cooperation: a
+library that swallows a cancellation is left behind.
 
 async test ---> limited(test, deadline) ---> the same test, which fails at its deadline with the awaits that it was in
+open, close --> in_time(call, deadline_s) --> the same for one call
+the end of the loop -> close_in_time(loop) -> stopped, if tasks that were cancelled go on
 """
 
 from __future__ import annotations
@@ -8,13 +11,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import linecache
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 
 LEAVE_S: Final = 5.0  # for a test that is cancelled at its deadline to close what it opened
+LOOKS: Final = 12  # every LEAVE_S, whether only tasks are left that were cancelled
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 AsyncTest = Callable[..., Awaitable[None]]
 
@@ -29,18 +37,44 @@ def limited(test: AsyncTest, deadline: Callable[..., float]) -> AsyncTest:
 
     @functools.wraps(test)
     async def run(*arguments: Any, **named: Any) -> None:
-        deadline_s = deadline(*arguments, **named)
-        running = asyncio.ensure_future(test(*arguments, **named))
-        await asyncio.wait({running}, timeout=deadline_s)
-        if running.done():
-            return running.result()
-        waits = "\n".join(awaits(running)) or "    (it can't be seen)"
-        running.cancel()
-        await asyncio.wait({running}, timeout=LEAVE_S)
-        left = "" if running.done() else f"\nIt swallowed its cancellation, and was left behind after {LEAVE_S:g} s."
-        pytest.fail(f"not finished after {deadline_s:g} s; it was waiting at\n{waits}{left}", pytrace=False)
+        return await in_time(test(*arguments, **named), deadline(*arguments, **named))
 
     return run
+
+
+async def in_time(call: Awaitable[T], deadline_s: float, what: str = "") -> T:
+    """What `call` answers or raises. It fails the test if that takes longer; the call is cancelled then, and left
+    behind if it goes on for LEAVE_S all the same."""
+    running = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({running}, timeout=deadline_s)
+    except BaseException:  # we are cancelled
+        running.cancel()
+        raise
+    if running.done():
+        return running.result()
+    waits = "\n".join(awaits(running)) or "    (it can't be seen)"
+    running.cancel()
+    await asyncio.wait({running}, timeout=LEAVE_S)
+    left = "" if running.done() else f"\nIt swallowed its cancellation, and was left behind after {LEAVE_S:g} s."
+    name = f"{what}: " if what else ""
+    pytest.fail(f"{name}not finished after {deadline_s:g} s; it was waiting at\n{waits}{left}", pytrace=False)
+
+
+def close_in_time(loop: asyncio.AbstractEventLoop, looks: int = LOOKS) -> None:
+    """Who closes a loop cancels its tasks and waits until they have ended, for ever if one goes on. Called at the end
+    of a test, this stops the loop if it stands so after LEAVE_S, which who closes it is told by a RuntimeError."""
+
+    def look() -> None:
+        left = [task for task in asyncio.all_tasks(loop) if not task.done()]
+        if all(task.cancelling() for task in left):
+            places = "\n".join(f"{task.get_name()}\n" + "\n".join(awaits(task)) for task in left)
+            log.error("tasks that have swallowed their cancellation are left behind with their loop:\n%s", places)
+            loop.stop()
+        elif looks > 1:  # other fixtures are not through, or the loop lives on for further tests
+            close_in_time(loop, looks - 1)
+
+    loop.call_later(LEAVE_S, look)
 
 
 def awaits(task: asyncio.Future[Any]) -> Iterator[str]:
