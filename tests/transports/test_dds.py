@@ -148,6 +148,12 @@ class TestDds(TransportConformance):
         await self._raw(source, sink, *malformed())
         return len(malformed())
 
+    async def inject_misplaced(self, message: UMessage, authority: str) -> None:
+        elsewhere = UUri()
+        elsewhere.CopyFrom(message.attributes.source)
+        elsewhere.authority_name = authority
+        await self._raw(elsewhere, message.attributes.sink, mapping.encode(message))
+
     async def _raw(self, source: UUri, sink: UUri | None, *samples: bytes) -> None:
         raw = Raw(self.tag)
         raw.write(source, sink, *samples)

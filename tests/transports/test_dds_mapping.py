@@ -42,6 +42,22 @@ def test_where_a_message_goes(source: str, sink: str | None, partition: str) -> 
     address = u(source)
     assert address is not None
     assert mapping.writer_partition(address, u(sink), LOCAL) == partition
+    assert mapping.is_partition_of(partition, UAttributes(source=address, sink=u(sink)))
+    for other in (
+        partition + "/more",
+        "",
+        partition.replace("10AB", "10AC"),
+    ):
+        assert (other == partition) == mapping.is_partition_of(other, UAttributes(source=address, sink=u(sink)))
+
+
+def test_a_partition_of_another_sink_is_not_the_messages_and_what_is_missing_is_no_other() -> None:
+    partition = "up/device1/10AB/0/3/80CD/device2/EF/3/4/0"
+    source, sink = u("up:/10AB/3/80CD"), u("up://device2/300EF/4/0")
+    assert mapping.is_partition_of(partition, UAttributes())
+    assert mapping.is_partition_of(partition, UAttributes(sink=sink))
+    assert mapping.is_partition_of(partition, UAttributes(source=source, sink=sink))
+    assert not mapping.is_partition_of(partition, UAttributes(source=source, sink=u("up://device3/300EF/4/0")))
 
 
 @pytest.mark.parametrize(

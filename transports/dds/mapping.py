@@ -107,6 +107,21 @@ def complete(attributes: UAttributes, partition: str) -> None:
     attrs.complete(attributes, source, source if sink == "{}" else sink)
 
 
+def is_partition_of(partition: str, attributes: UAttributes) -> bool:
+    """False if `partition`, a writer's, names other addresses: which one it may have is all that access control knows.
+    What is missing is not another one."""
+    there = partition.split("/")
+    if len(there) != 11:
+        return False
+    if attributes.HasField("source"):
+        source = _segments(attributes.source, _name(there[1]), NO_VALUE)
+        if source != "/".join(there[1:6]):
+            return False
+    return not attributes.HasField("sink") or "/".join(there[6:]) == _segments(
+        attributes.sink, _name(there[6]), NO_VALUE
+    )
+
+
 def partitions_meet(theirs: Iterable[str], ours: Collection[str]) -> bool:
     """True if DDS brings endpoints with these partitions together: one is a pattern (fnmatch) that the other meets, or
     they are equal."""

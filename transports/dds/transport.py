@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import structlog
+from google.protobuf.message import DecodeError
 
 from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tell, too_large
@@ -31,7 +32,7 @@ from transports.dds.writers import Batch, Route, Writers
 from transports.listeners import Filter, all_of
 from uprotocol import attributes as attrs
 from uprotocol.cache import Cache
-from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
+from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded, is_shared, suffix
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, UListener
@@ -46,6 +47,7 @@ DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
 # for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
 SEEN_S: Final = 1.0
 SEEN_KEPT_MAX: Final = 4_096  # announcements kept for readers that are being made just now
+PLACED_BYTES: Final = 512  # of a stream's attributes; those of honest ones are shorter, and others cost no memory
 DRAIN_S: Final = 1.0  # for listeners to take what had arrived when the transport is closed
 ADDRESS_LOOK_S: Final = 2.0  # between two looks whether the host is reached at the same addresses
 REOPEN_MS_MIN: Final = 200  # between tries to join the domain again, and ...
@@ -113,10 +115,10 @@ class Together:
 class DdsTransport(TransportBase):
     """A DDS participant that carries UMessages.
 
-    `dropped` counts what arrived and was thrown away (malformed, too_large, invalid, expired), and what was sent to us
-    and never came (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk
-    with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at all;
-    but it is away, and joined again, when the host is reached at another address.
+    `dropped` counts what arrived and was thrown away (malformed, spoofed, too_large, invalid, expired), and what was
+    sent to us and never came (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who
+    can't talk with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at
+    all; but it is away, and joined again, when the host is reached at another address.
     """
 
     capabilities = (
@@ -135,6 +137,7 @@ class DdsTransport(TransportBase):
         )
         self._partitions: Cache[Any, str] = Cache()  # by (source, sink); the writers' thread only
         self._routes: Cache[Stamp, Route] = Cache()  # the same
+        self._placed: Cache[bytes, str] = Cache()  # the writer's partition of encoded attributes without their id
         self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
@@ -409,6 +412,9 @@ class DdsTransport(TransportBase):
         for filter, sample, partition in items:
             try:
                 attributes, payload = mapping.unpack(sample)
+                if not self._is_from(partition, attributes):
+                    self.listeners.dropped["spoofed"] += 1
+                    continue
                 if payload and attributes:
                     encoded.append((filter, payload, attributes))
                     partitions.append(partition)
@@ -426,6 +432,22 @@ class DdsTransport(TransportBase):
         if not waiting:
             return None
         return waiting[0] if len(waiting) == 1 else all_of(waiting)
+
+    def _is_from(self, partition: str, encoded: bytes) -> bool:
+        """False for what says that it comes from elsewhere, or goes elsewhere, than its writer does. Of a writer of
+        many partitions, or one that has gone, only the message says; what can't be read is the listeners' to count."""
+        rest = suffix(encoded)
+        if not partition or (rest is not None and self._placed.get(rest) == partition):
+            return True
+        try:
+            attributes = UAttributes.FromString(encoded)
+        except DecodeError:
+            return True
+        if not mapping.is_partition_of(partition, attributes):
+            return False
+        if rest is not None and len(rest) <= PLACED_BYTES and is_shared(attributes):
+            self._placed[rest] = partition
+        return True
 
     def _deliver_encoded(
         self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]
