@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -32,13 +33,13 @@ class TestWebSocket(Mqtt5Conformance):
         for bridge in self.bridges.values():
             await bridge.stop()
 
-    async def make_end(self, authority: str, **limits: int) -> UTransport:
+    async def end(self, authority: str, **settings: Any) -> UTransport:
         if authority not in self.bridges:
             proxy = self.proxies.setdefault(authority, RefusingProxy(self.broker.host, self.broker.port))
             await proxy.start()
             self.bridges[authority] = WebSocketBridge("127.0.0.1", proxy.port)
             await self.bridges[authority].start()
-        config = Mqtt5Config(port=self.bridges[authority].port, mode=self.mode, websocket={}, **limits)
+        config = Mqtt5Config(port=self.bridges[authority].port, mode=self.mode, websocket={}, **settings)
         return Mqtt5Transport(config, LocalUriProvider(authority, 0x10AB, 3))
 
     async def make_unreachable(self, authority: str) -> UTransport:
