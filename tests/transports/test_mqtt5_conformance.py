@@ -16,7 +16,6 @@ from paho.mqtt.properties import Properties
 from tests.transports.mqtt5_proxy import RefusingProxy
 from transports.conformance import TransportConformance
 from transports.conformance.addresses import AddressConformance
-from transports.conformance.base import Ends
 from transports.conformance.messages import reply, topic
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.broker import Broker
@@ -203,8 +202,3 @@ class TestInVehicle(Mqtt5Conformance):
 class TestOffVehicle(Mqtt5Conformance):
     mode = Mode.OFF_VEHICLE
     capabilities = BASE
-
-    @pytest.mark.xfail(strict=True, reason="the first listener on a topic claims what belongs to the others on it")
-    async def test_what_comes_while_our_process_is_restarted_waits_for_its_listeners(self, ends: Ends) -> None:
-        self.deadline_s = 0.5  # nothing comes
-        await super().test_what_comes_while_our_process_is_restarted_waits_for_its_listeners(ends)
