@@ -6,6 +6,7 @@ base.py        what every transport does alike: checks before sending, connectio
 arrivals.py    what has arrived -> listeners: bounded, in batches, acknowledged last, again if not taken
 local.py (and kept.py)  zenoh/  dds/  mqtt5/      the plugins
 conformance/   what every one of them must show; ships, so that a plugin from elsewhere can show it too
+new.py         a repository for one from elsewhere: python -m transports.new NAME DIRECTORY
 """
 
 import uprotocol
