@@ -121,7 +121,13 @@ class Changes:
         self._changed.set()
 
     async def until(self, connected: bool, deadline_s: float) -> None:
-        async with asyncio.timeout(deadline_s):
-            while self.seen[-1:] != [connected]:
-                self._changed.clear()
-                await self._changed.wait()
+        """Returns when that was told last; fails if it is not in time."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.seen[-1:] != [connected]:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise AssertionError(
+                f"expected on_connection({connected}) within {deadline_s} s, told was {self.seen}"
+            ) from None
