@@ -6,6 +6,7 @@ MAKES["hivemq"].prepare() -> out/brokers/hivemq-2024.3       -> .broker(folder) 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -17,7 +18,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
@@ -77,8 +78,20 @@ class RealBroker:
 
     def start(self) -> Self:
         """Returns when it lets clients in. Raises RuntimeError with its last words."""
+        for delay_s in self._starting():
+            time.sleep(delay_s)
+        return self
+
+    async def start_async(self) -> Self:
+        """As `start`, without holding up the event loop."""
+        for delay_s in self._starting():
+            await asyncio.sleep(delay_s)
+        return self
+
+    def _starting(self) -> Iterator[float]:
+        """Start it, and yield how long to sleep before the next look whether it is up."""
         if self.running:
-            return self
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
         with (self.folder / "log").open("ab") as log:
@@ -94,8 +107,8 @@ class RealBroker:
         deadline = time.monotonic() + START_S_MAX
         while self.running and time.monotonic() < deadline:
             if _lets_in(self.host, self.port):
-                return self
-            time.sleep(PROBE_S)
+                return
+            yield PROBE_S
         self.kill()
         raise RuntimeError(f"the broker did not start within {START_S_MAX:.0f} s; it said: {self.log[-2000:]}")
 
