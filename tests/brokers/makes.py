@@ -18,10 +18,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from streamer.demo.processes import die_with_parent
 from transports.mqtt5 import broker as mosquitto
@@ -162,7 +162,8 @@ class Make:
     version: str
     build: Sequence[Sequence[str]] = ()  # commands, with {here} and {cache}
     configured: Callable[[Path, Path, int, bool], Sequence[str]] | None = None
-    sources: Path | None = field(default=None)
+    sources: Path | None = None
+    endpoint: Mapping[str, Any] = field(default_factory=dict)  # settings of the transport that it needs
 
     def prepare(self) -> Path:
         """Build it, unless that was done before; of runs side by side one builds, and the others wait. Raises
@@ -295,7 +296,7 @@ def _mochi(cache: Path, folder: Path, port: int, as_delivered: bool) -> Sequence
         settings["options"] = {
             "capabilities": {
                 "maximum_clients": 1_000_000,
-                "maximum_message_expiry_interval": 0xFFFF_FFFF,
+                "maximum_message_expiry_interval": 0,  # else messages without a ttl are given this one
                 "maximum_client_writes_pending": QUEUED_MAX,
                 "maximum_session_expiry_interval": 0xFFFF_FFFF,
                 "receive_maximum": 1024,
@@ -349,7 +350,7 @@ MAKES: Final = {
         Mosquitto("mosquitto", _mosquitto_version()),
         Make("hivemq", "2024.3", _MAVEN, _hivemq, HERE / "hivemq"),
         Make("artemis", "2.40.0", _MAVEN, _artemis, HERE / "artemis"),
-        Make("mochi", "2.7.9", (("go", "install", _MOCHI),), _mochi),
+        Make("mochi", "2.7.9", (("go", "install", _MOCHI),), _mochi, endpoint={"receive_maximum": 65_535}),
         Make("rumqttd", "0.20.0", (("cargo", "build", "--locked", "--quiet"),), _rumqttd, HERE / "rumqttd"),
     )
 }

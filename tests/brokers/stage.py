@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamer.demo.processes import Child
-from tests.brokers.makes import AnyBroker
+from tests.brokers.makes import AnyBroker, Make
 from transports import plugin as plugins
 from transports.conformance.sinks import Changes, Sink
 from uprotocol import attributes as attrs
@@ -45,13 +45,13 @@ name = "vehicle"
 transport = "mqtt5"
 authorities = ["vehicle1"]
 usubscription = "none"
-settings = {{ port = {port}, client_id = "gateway-vehicle", session_expiry_s = {session_s} }}
+settings = {{ port = {port}, client_id = "gateway-vehicle", session_expiry_s = {session_s}{more} }}
 [[endpoint]]
 name = "cloud"
 transport = "mqtt5"
 authorities = ["cloud"]
 usubscription = "none"
-settings = {{ port = {port}, mode = "off-vehicle", client_id = "gateway-cloud", session_expiry_s = {session_s} }}
+settings = {{ port = {port}, mode = "off-vehicle", client_id = "gateway-cloud", session_expiry_s = {session_s}{more} }}
 """
 
 
@@ -83,6 +83,7 @@ class App:
 
 @dataclass
 class Stage:
+    make: Make
     broker: AnyBroker
     folder: Path
     stack: AsyncExitStack
@@ -97,14 +98,15 @@ class Stage:
         }
         (self.folder / "subscriptions.json").write_text(json.dumps(subscribed))
         config = self.folder / "gateway.toml"
-        config.write_text(_CONFIG.format(folder=self.folder, port=self.broker.port, session_s=SESSION_S))
+        more = "".join(f", {key} = {json.dumps(value)}" for key, value in self.make.endpoint.items())
+        config.write_text(_CONFIG.format(folder=self.folder, port=self.broker.port, session_s=SESSION_S, more=more))
         self.gateway = await Child.start("gateway", "streamer.commands.cli", "run", "--config", str(config), "--json")
         self.stack.push_async_callback(self.gateway.stop)
         await self.gateway.say("ready")
 
     async def app(self, authority: str, entity: int = RECEIVER, client_id: str | None = None) -> App:
         """With a `client_id` it has a session that outlives it: close its transport, and open another one."""
-        settings: dict[str, Any] = {"port": self.broker.port, "mode": _MODES[authority]}
+        settings: dict[str, Any] = {"port": self.broker.port, "mode": _MODES[authority], **self.make.endpoint}
         if client_id is not None:
             settings |= {"client_id": client_id, "session_expiry_s": SESSION_S}
         local = LocalUriProvider(authority, entity, 1)

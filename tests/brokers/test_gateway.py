@@ -16,6 +16,7 @@ import pytest
 
 from streamer.demo.replay import send_all
 from tests.brokers.conftest import StartBroker
+from tests.brokers.makes import Make
 from tests.brokers.stage import END, RECEIVER, SENDER, WAIT_S, App, Counts, Stage, all_of, publish, raw, topic
 from transports.conformance.sinks import Sink
 from uprotocol import uri as uris
@@ -36,11 +37,11 @@ SIZES = (0, 1, 127, 128, 65_535, 65_536, 300_000, MESSAGE_BYTES_MAX)
 
 
 @pytest.fixture
-async def empty(start_broker: StartBroker, tmp_path: Path) -> AsyncIterator[Stage]:
+async def empty(make: Make, start_broker: StartBroker, tmp_path: Path) -> AsyncIterator[Stage]:
     """A broker, and no gateway yet."""
     broker = start_broker()
     async with AsyncExitStack() as stack:
-        yield Stage(broker, tmp_path / "gateway", stack)
+        yield Stage(make, broker, tmp_path / "gateway", stack)
 
 
 @pytest.fixture
@@ -189,11 +190,13 @@ async def test_backlog(stage: Stage, facts: dict[str, str]) -> None:
     await backlog(stage, facts)
 
 
-async def test_backlog_as_delivered(start_broker: StartBroker, tmp_path: Path, facts: dict[str, str]) -> None:
+async def test_backlog_as_delivered(
+    make: Make, start_broker: StartBroker, tmp_path: Path, facts: dict[str, str]
+) -> None:
     """The same with the limits that the broker comes with."""
     broker = start_broker(as_delivered=True)
     async with AsyncExitStack() as stack:
-        stage = Stage(broker, tmp_path / "gateway", stack)
+        stage = Stage(make, broker, tmp_path / "gateway", stack)
         await stage.start_gateway()
         await backlog(stage, facts)
 
