@@ -342,6 +342,7 @@ _MAVEN: Final = (
     ("mvn", "-q", "-B", "dependency:copy-dependencies", "-DoutputDirectory={cache}/lib", "-DincludeScope=runtime"),
     ("javac", "-cp", "{cache}/lib/*", "-d", "{cache}/classes", "{here}/Main.java"),
 )
+_CARGO: Final = (("cargo", "build", "--locked", "--quiet"),)
 _MOCHI: Final = "github.com/mochi-mqtt/server/v2/cmd/docker@v2.7.9"
 
 MAKES: Final = {
@@ -349,8 +350,8 @@ MAKES: Final = {
     for make in (
         Mosquitto("mosquitto", _mosquitto_version()),
         Make("hivemq", "2024.3", _MAVEN, _hivemq, HERE / "hivemq"),
-        Make("artemis", "2.40.0", _MAVEN, _artemis, HERE / "artemis"),
+        Make("artemis", "2.40.0", _MAVEN, _artemis, HERE / "artemis", {"in_flight_max": 1}),
         Make("mochi", "2.7.9", (("go", "install", _MOCHI),), _mochi, endpoint={"receive_maximum": 65_535}),
-        Make("rumqttd", "0.20.0", (("cargo", "build", "--locked", "--quiet"),), _rumqttd, HERE / "rumqttd"),
+        Make("rumqttd", "0.20.0", _CARGO, _rumqttd, HERE / "rumqttd", {"sys_topics": False}),
     )
 }

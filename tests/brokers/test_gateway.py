@@ -31,7 +31,7 @@ SIDES = (("vehicle1", "cloud"), ("cloud", "vehicle1"))
 METHOD, OTHER_METHOD = 7, 8
 CALL_MS = 20_000
 CALLS = 20
-BACKLOG = 3_000
+BACKLOG = 2_000  # more than the 1,000 that many brokers keep unless they are set up
 BATCH = 100
 SIZES = (0, 1, 127, 128, 65_535, 65_536, 300_000, MESSAGE_BYTES_MAX)
 
@@ -186,7 +186,7 @@ async def test_sizes(stage: Stage, facts: dict[str, str]) -> None:
 
 
 async def test_backlog(stage: Stage, facts: dict[str, str]) -> None:
-    """Thousands of messages for a subscriber that is away, at the broker."""
+    """Messages for a subscriber that is away, at the broker."""
     await backlog(stage, facts)
 
 
@@ -257,7 +257,7 @@ async def test_kill_of_the_broker_under_way(stage: Stage, facts: dict[str, str])
 
 
 async def broker_ends(stage: Stage, facts: dict[str, str], *, kill: bool) -> None:
-    sent = numbers(3_000)
+    sent = numbers(BACKLOG)
     vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", client_id="app-cloud")
     heard = await cloud.hear_all("vehicle1")
     sending = asyncio.create_task(send(vehicle, sent, pause_s=0.05))
@@ -271,7 +271,7 @@ async def broker_ends(stage: Stage, facts: dict[str, str], *, kill: bool) -> Non
 
 
 async def test_kill_of_the_gateway_under_way(stage: Stage, facts: dict[str, str]) -> None:
-    sent = numbers(3_000)
+    sent = numbers(BACKLOG)
     vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", client_id="app-cloud")
     heard = await cloud.hear_all("vehicle1")
     sending = asyncio.create_task(send(vehicle, sent, pause_s=0.05))
