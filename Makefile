@@ -1,7 +1,7 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
-#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make interop   make attack [ATTACK=polls SECONDS=20]
+#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
 # The core is compiled where there is a C compiler (docs/installing.md): COMPILED=0 runs the same Python as it is, COMPILED=1 fails where nothing can be compiled
 
@@ -30,7 +30,7 @@ ifneq ($(COMPILED),)
 export UP_STREAMER_COMPILED := $(COMPILED)
 endif
 
-.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
+.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop brokers bench proto spec-coverage config-reference wheel lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -103,6 +103,10 @@ attack: core
 interop: core
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
 	@$(BIN)/python -m pytest tests/interop --timeout 1800 $(ARGS)  # the first test builds Zenoh in Rust
+
+brokers: core  # of other makes, built once from the package registries: needs a JDK and Maven, Go, cargo; skips what it can't have
+	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
+	@$(BIN)/python -m pytest tests/brokers --timeout 1800 $(ARGS)
 
 proto: $(STAMP)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/proto.py

@@ -8,6 +8,7 @@ test[hivemq] -> pass | fail -> deviations.toml: is it expected?  -> matrix: brok
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -33,36 +34,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A row of the table that names no test is a mistake in it."""
     if config.getoption("keyword") or config.getoption("file_or_dir") != ["tests/brokers"]:
         return
-    known = {key for item in items if (key := _key(item)) is not None}
+    known = {(make, check) for item in items for make, checks in [_key(item)] for check in checks}
     unknown = sorted(f"{make}: {check}" for make, check in config.stash[TABLE].keys() - known)
     if unknown:
         raise pytest.UsageError(f"deviations.toml names checks that there are not: {', '.join(unknown)}")
 
 
-def _key(item: pytest.Item) -> tuple[str, str] | None:
-    """(make, check) of a test; the check of a conformance test begins with its mode."""
-    spec = getattr(item, "callspec", None)
-    if spec is None or "make" not in spec.params:
-        return None
-    name: str = spec.params["make"]
-    check = item.name.replace(f"[{name}]", "").replace(f"[{name}-", "[").replace(f"-{name}]", "]")
-    mode = getattr(getattr(item, "cls", None), "mode", None)
-    return name, check.removeprefix("test_") if mode is None else f"{mode}: {check.removeprefix('test_')}"
+def _key(item: pytest.Item) -> tuple[str, list[str]]:
+    """The make of a test, and the names of its check in the table: a conformance test without its mode, and with it."""
+    make: str = getattr(item, "callspec").params["make"]  # noqa: B009 - only functions have one
+    check = re.sub(rf"\b{make}-?|\[{make}\]", "", item.name.removeprefix("test_"))
+    mode = _mode(item)
+    return make, [check] if mode is None else [check, f"{mode}: {check}"]
+
+
+def _deviation(item: pytest.Item) -> Deviation | None:
+    """What the table says of it."""
+    make, checks = _key(item)
+    table = item.config.stash[TABLE]
+    return next((table[make, check] for check in checks if (make, check) in table), None)
+
+
+def _mode(item: pytest.Item) -> str | None:
+    """Of a conformance test."""
+    return getattr(getattr(item, "cls", None), "mode", None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report: pytest.TestReport = yield
-    if (key := _key(item)) is None:
-        return report
-    deviation = item.config.stash[TABLE].get(key)
+    make, checks = _key(item)
+    deviation = _deviation(item)
     if deviation is not None and report.when == "call":
         _judge(report, deviation)
-    matrix = item.config.stash[MATRIX]
     if report.when == "call" or not report.passed:
         facts = dict(report.user_properties).get(FACTS, {})
-        is_conformance = getattr(getattr(item, "cls", None), "mode", None) is not None
-        matrix.note(key[0], key[1], report, facts=facts, deviation=deviation, is_conformance=is_conformance)
+        item.config.stash[MATRIX].note(make, checks[0], report, facts=facts, deviation=deviation, mode=_mode(item))
     return report
 
 
@@ -136,6 +143,12 @@ def make_broker(make: Make, start_broker: StartBroker) -> Callable[..., AnyBroke
         return start_broker()
 
     return started
+
+
+@pytest.fixture
+def deviation(request: pytest.FixtureRequest) -> Deviation | None:
+    """What the table says of this test."""
+    return _deviation(request.node)
 
 
 @pytest.fixture

@@ -308,6 +308,8 @@ def _mochi(cache: Path, folder: Path, port: int, as_delivered: bool) -> Sequence
                 "retain_available": 1,
                 "wildcard_sub_available": 1,
                 "sub_id_available": 1,
+                # else PUBACK has the user properties of its PUBLISH, which paho does not read
+                "compatibilities": {"no_inherited_properties_on_ack": True},
             }
         }
     (folder / "config.yaml").write_text(json.dumps(settings, indent=1))  # it takes JSON, too

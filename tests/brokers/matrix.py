@@ -8,14 +8,11 @@ import pytest
 
 from tests.brokers.deviations import Deviation
 
-CONFORMANCE = "conformance, {mode}"
-
-
 @dataclass
 class Matrix:
     versions: dict[str, str] = field(default_factory=dict)
     rows: dict[str, dict[str, str]] = field(default_factory=dict)  # row -> make -> cell
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # make -> why -> checks
     _counts: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
 
     def note(
@@ -26,20 +23,21 @@ class Matrix:
         *,
         facts: dict[str, str],
         deviation: Deviation | None,
-        is_conformance: bool,
+        mode: str | None,
     ) -> None:
         """Conformance tests are counted by mode; each other check has a row."""
         outcome = _outcome(report)
         if outcome == "deviates" and deviation is not None:
-            note = f"{make}, {check}: {deviation.why}"
-            if note not in self.notes:
-                self.notes.append(note)
-        if not is_conformance:
-            self.rows.setdefault(check.replace("_", " "), {})[make] = facts.pop("", "") or outcome
+            checks = self.notes.setdefault(make, {}).setdefault(deviation.why, [])
+            if check not in checks:
+                checks.append(check)
+        if mode is None:
+            said = facts.pop("", "") or outcome
+            self.rows.setdefault(check.replace("_", " "), {})[make] = f"**{said}**" if outcome == "FAILS" else said
             for row, cell in facts.items():
                 self.rows.setdefault(row, {})[make] = cell
             return
-        row = CONFORMANCE.format(mode=check.split(":")[0])
+        row = f"conformance, {mode}"
         counts = self._counts.setdefault((row, make), {})
         counts[outcome] = counts.get(outcome, 0) + 1
         shown = ", ".join(f"{counts[word]} {word}" for word in ("passes", "deviates", "FAILS") if word in counts)
@@ -51,7 +49,12 @@ class Matrix:
         lines.append("|---" * (len(makes) + 1) + "|")
         for row, cells in self.rows.items():
             lines.append(f"| {row} | " + " | ".join(cells.get(make, "") for make in makes) + " |")
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes), ""])
+        notes = [
+            f"- {make}: {why} ({', '.join(f'`{check}`' for check in checks)})"
+            for make, reasons in self.notes.items()
+            for why, checks in reasons.items()
+        ]
+        return "\n".join([*lines, "", *notes, ""])
 
 
 def _outcome(report: pytest.TestReport) -> str:

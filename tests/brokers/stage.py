@@ -6,9 +6,10 @@ app of vehicle1 -- in-vehicle topics -- broker -- gateway -- the same broker -- 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ SENDER, RECEIVER = 0x8001, 0x9001  # entities
 TOPIC: Final = 0x8001
 END: Final = b"end"
 SESSION_S: Final = 3_600
+_numbers: Final = itertools.count()
 
 _CONFIG: Final = """
 [streamer]
@@ -45,13 +47,13 @@ name = "vehicle"
 transport = "mqtt5"
 authorities = ["vehicle1"]
 usubscription = "none"
-settings = {{ port = {port}, client_id = "gateway-vehicle", session_expiry_s = {session_s}{more} }}
+settings = {{ port = {port}, client_id = "{name}-vehicle", session_expiry_s = {session_s}{more} }}
 [[endpoint]]
 name = "cloud"
 transport = "mqtt5"
 authorities = ["cloud"]
 usubscription = "none"
-settings = {{ port = {port}, mode = "off-vehicle", client_id = "gateway-cloud", session_expiry_s = {session_s}{more} }}
+settings = {{ port = {port}, mode = "off-vehicle", client_id = "{name}-cloud", session_expiry_s = {session_s}{more} }}
 """
 
 
@@ -88,6 +90,7 @@ class Stage:
     folder: Path
     stack: AsyncExitStack
     gateway: Child | None = None
+    name: str = field(default_factory=lambda: f"stage{next(_numbers)}")  # its sessions', on a broker that others use, too
 
     async def start_gateway(self) -> None:
         """Start it, or start it again with the same data."""
@@ -99,16 +102,19 @@ class Stage:
         (self.folder / "subscriptions.json").write_text(json.dumps(subscribed))
         config = self.folder / "gateway.toml"
         more = "".join(f", {key} = {json.dumps(value)}" for key, value in self.make.endpoint.items())
-        config.write_text(_CONFIG.format(folder=self.folder, port=self.broker.port, session_s=SESSION_S, more=more))
+        text = _CONFIG.format(
+            folder=self.folder, port=self.broker.port, name=self.name, session_s=SESSION_S, more=more
+        )
+        config.write_text(text)
         self.gateway = await Child.start("gateway", "streamer.commands.cli", "run", "--config", str(config), "--json")
         self.stack.push_async_callback(self.gateway.stop)
         await self.gateway.say("ready")
 
-    async def app(self, authority: str, entity: int = RECEIVER, client_id: str | None = None) -> App:
-        """With a `client_id` it has a session that outlives it: close its transport, and open another one."""
+    async def app(self, authority: str, entity: int = RECEIVER, *, keeps_session: bool = False) -> App:
+        """One that `keeps_session` may be closed: its session waits for the next one of that kind."""
         settings: dict[str, Any] = {"port": self.broker.port, "mode": _MODES[authority], **self.make.endpoint}
-        if client_id is not None:
-            settings |= {"client_id": client_id, "session_expiry_s": SESSION_S}
+        if keeps_session:
+            settings |= {"client_id": f"{self.name}-app", "session_expiry_s": SESSION_S}
         local = LocalUriProvider(authority, entity, 1)
         transport = plugins.create("mqtt5", settings, local)
         changes = Changes(transport)
@@ -157,7 +163,7 @@ class Counts:
 
     def __str__(self) -> str:
         parts = [f"{count} {name}" for name in ("lost", "doubled", "reordered") if (count := getattr(self, name))]
-        return f"of {self.sent} " + (", ".join(parts) or "all, once, in order")
+        return f"{self.sent} sent: " + (", ".join(parts) or "all, once, in order")
 
 
 async def all_of(heard: Sink, sent: list[bytes]) -> Counts:

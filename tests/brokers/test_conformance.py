@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from tests.brokers.deviations import Deviation
 from tests.brokers.makes import Make
 from tests.transports.test_mqtt5_conformance import BASE, Mqtt5Conformance
 from transports.mqtt5.mapping import Mode
@@ -13,12 +14,17 @@ from uprotocol.transport import Capability, UTransport
 
 pytestmark = pytest.mark.broker
 
+DEVIATES_S: Final = 3.0  # nothing of these checks takes a second where it does not deviate
+
 
 class BrokerConformance(Mqtt5Conformance):
     @pytest.fixture(autouse=True)
-    def endpoint(self, make: Make) -> None:
-        """With the settings that docs/brokers.md gives for this make."""
+    def _of_make(self, make: Make, deviation: Deviation | None) -> None:
+        """With the settings that docs/brokers.md gives for this make. What is not expected to come is not waited for
+        long."""
         self.settings = make.endpoint
+        if deviation is not None and not deviation.may:
+            self.deadline_s = DEVIATES_S
 
     async def make_end(self, authority: str, **limits: Any) -> UTransport:
         return await super().make_end(authority, **{**self.settings, **limits})

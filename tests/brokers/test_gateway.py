@@ -16,7 +16,7 @@ import pytest
 
 from streamer.demo.replay import send_all
 from tests.brokers.conftest import StartBroker
-from tests.brokers.makes import Make
+from tests.brokers.makes import AnyBroker, Make
 from tests.brokers.stage import END, RECEIVER, SENDER, WAIT_S, App, Counts, Stage, all_of, publish, raw, topic
 from transports.conformance.sinks import Sink
 from uprotocol import uri as uris
@@ -37,17 +37,22 @@ SIZES = (0, 1, 127, 128, 65_535, 65_536, 300_000, MESSAGE_BYTES_MAX)
 
 
 @pytest.fixture
-async def empty(make: Make, start_broker: StartBroker, tmp_path: Path) -> AsyncIterator[Stage]:
-    """A broker, and no gateway yet."""
-    broker = start_broker()
+async def stage(make: Make, broker: AnyBroker, tmp_path: Path) -> AsyncIterator[Stage]:
+    """A gateway on the broker of all tests."""
     async with AsyncExitStack() as stack:
-        yield Stage(make, broker, tmp_path / "gateway", stack)
+        made = Stage(make, broker, tmp_path / "gateway", stack)
+        await made.start_gateway()
+        yield made
 
 
 @pytest.fixture
-async def stage(empty: Stage) -> Stage:
-    await empty.start_gateway()
-    return empty
+async def own(make: Make, start_broker: StartBroker, tmp_path: Path) -> AsyncIterator[Stage]:
+    """One on a broker of its own, which the test may end."""
+    broker = start_broker()
+    async with AsyncExitStack() as stack:
+        made = Stage(make, broker, tmp_path / "gateway", stack)
+        await made.start_gateway()
+        yield made
 
 
 def numbers(count: int, first: int = 0) -> list[bytes]:
@@ -204,31 +209,30 @@ async def test_backlog_as_delivered(
 async def backlog(stage: Stage, facts: dict[str, str]) -> None:
     sent = numbers(BACKLOG)
     vehicle, witness = await stage.app("vehicle1", SENDER), await stage.app("cloud", 0x9002)
-    seen, cloud = await witness.hear_all("vehicle1"), await stage.app("cloud", client_id="app-cloud")
+    seen, cloud = await witness.hear_all("vehicle1"), await stage.app("cloud", keeps_session=True)
     await cloud.hear_all("vehicle1")
     await cloud.transport.close()
     await send(vehicle, [*sent, b"behind"])
     await seen.expect_payload(b"behind")  # the broker has it all by now
-    cloud = await stage.app("cloud", client_id="app-cloud")
+    cloud = await stage.app("cloud", keeps_session=True)
     heard = await cloud.hear_all("vehicle1")
     await send(vehicle, [END])
     is_right(await all_of(heard, sent), facts)
 
 
-async def test_backlog_over_a_stop(empty: Stage, facts: dict[str, str]) -> None:
+async def test_backlog_over_a_stop(own: Stage, facts: dict[str, str]) -> None:
     """What the broker has acknowledged for a gateway that is away is there after it was stopped and started."""
-    await backlog_over(empty, facts, kill=False)
+    await backlog_over(own, facts, kill=False)
 
 
-async def test_backlog_over_a_kill(empty: Stage, facts: dict[str, str]) -> None:
+async def test_backlog_over_a_kill(own: Stage, facts: dict[str, str]) -> None:
     """The same after a kill -9."""
-    await backlog_over(empty, facts, kill=True)
+    await backlog_over(own, facts, kill=True)
 
 
 async def backlog_over(stage: Stage, facts: dict[str, str], *, kill: bool) -> None:
     sent = numbers(BACKLOG)
-    await stage.start_gateway()
-    vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", client_id="app-cloud")
+    vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", keeps_session=True)
     heard = await cloud.hear_all("vehicle1")
     await send(vehicle, [b"first"])
     await heard.expect_payload(b"first")
@@ -248,17 +252,17 @@ async def end_broker(stage: Stage, *, kill: bool) -> None:
     await asyncio.to_thread(stage.broker.kill if kill else stage.broker.stop)
 
 
-async def test_stop_of_the_broker_under_way(stage: Stage, facts: dict[str, str]) -> None:
-    await broker_ends(stage, facts, kill=False)
+async def test_stop_of_the_broker_under_way(own: Stage, facts: dict[str, str]) -> None:
+    await broker_ends(own, facts, kill=False)
 
 
-async def test_kill_of_the_broker_under_way(stage: Stage, facts: dict[str, str]) -> None:
-    await broker_ends(stage, facts, kill=True)
+async def test_kill_of_the_broker_under_way(own: Stage, facts: dict[str, str]) -> None:
+    await broker_ends(own, facts, kill=True)
 
 
 async def broker_ends(stage: Stage, facts: dict[str, str], *, kill: bool) -> None:
     sent = numbers(BACKLOG)
-    vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", client_id="app-cloud")
+    vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", keeps_session=True)
     heard = await cloud.hear_all("vehicle1")
     sending = asyncio.create_task(send(vehicle, sent, pause_s=0.05))
     await heard.expect_payload(b"500")
@@ -272,7 +276,7 @@ async def broker_ends(stage: Stage, facts: dict[str, str], *, kill: bool) -> Non
 
 async def test_kill_of_the_gateway_under_way(stage: Stage, facts: dict[str, str]) -> None:
     sent = numbers(BACKLOG)
-    vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", client_id="app-cloud")
+    vehicle, cloud = await stage.app("vehicle1", SENDER), await stage.app("cloud", keeps_session=True)
     heard = await cloud.hear_all("vehicle1")
     sending = asyncio.create_task(send(vehicle, sent, pause_s=0.05))
     await heard.expect_payload(b"500")
