@@ -270,6 +270,11 @@ def _artemis(cache: Path, folder: Path, port: int, as_delivered: bool) -> Sequen
         <journal-directory>{folder}/journal</journal-directory>
         <large-messages-directory>{folder}/large</large-messages-directory>
         <paging-directory>{folder}/paging</paging-directory>
+        <wildcard-addresses>
+            <delimiter>/</delimiter>
+            <any-words>#</any-words>
+            <single-word>+</single-word>
+        </wildcard-addresses>
         <acceptors>
             <acceptor name="mqtt">tcp://127.0.0.1:{port}?protocols=MQTT</acceptor>
         </acceptors>
