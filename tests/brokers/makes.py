@@ -38,7 +38,8 @@ PACKET_BYTES_MAX: Final = 8 << 20
 
 # how Maven, cargo and Go say that their registry has no such package, or no such version of it
 _REGISTRY_LACKS: Final = re.compile(
-    r"could not find artifact|no matching package|failed to select a version|unknown revision|404 not found", re.I
+    r"could not find artifact|no matching package|failed to select a version|unknown revision|404 not found",
+    re.IGNORECASE,
 )
 # MQTT 5, Clean Start, keep alive of 30 s, client id "probe"
 _CONNECT: Final = b"\x10\x12\x00\x04MQTT\x05\x02\x00\x1e\x00\x00\x05probe"
@@ -285,7 +286,10 @@ def _artemis(cache: Path, folder: Path, port: int, as_delivered: bool) -> Sequen
 
 
 def _java(cache: Path, folder: Path) -> Sequence[str]:
-    opens = [f"--add-opens=java.base/{name}=ALL-UNNAMED" for name in ("java.lang", "java.nio", "sun.nio.ch", "jdk.internal.misc")]
+    opens = [
+        f"--add-opens=java.base/{name}=ALL-UNNAMED"
+        for name in ("java.lang", "java.nio", "sun.nio.ch", "jdk.internal.misc")
+    ]
     opens += ["--add-opens=jdk.management/com.sun.management.internal=ALL-UNNAMED"]
     options = ["-Xmx768m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", *opens]
     return ["java", *options, "-cp", f"{cache}/classes:{cache}/lib/*", "Main", str(folder)]

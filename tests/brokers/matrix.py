@@ -8,6 +8,7 @@ import pytest
 
 from tests.brokers.deviations import Deviation
 
+
 @dataclass
 class Matrix:
     versions: dict[str, str] = field(default_factory=dict)

@@ -90,7 +90,9 @@ class Stage:
     folder: Path
     stack: AsyncExitStack
     gateway: Child | None = None
-    name: str = field(default_factory=lambda: f"stage{next(_numbers)}")  # its sessions', on a broker that others use, too
+    name: str = field(
+        default_factory=lambda: f"stage{next(_numbers)}"
+    )  # its sessions', on a broker that others use, too
 
     async def start_gateway(self) -> None:
         """Start it, or start it again with the same data."""
@@ -102,9 +104,7 @@ class Stage:
         (self.folder / "subscriptions.json").write_text(json.dumps(subscribed))
         config = self.folder / "gateway.toml"
         more = "".join(f", {key} = {json.dumps(value)}" for key, value in self.make.endpoint.items())
-        text = _CONFIG.format(
-            folder=self.folder, port=self.broker.port, name=self.name, session_s=SESSION_S, more=more
-        )
+        text = _CONFIG.format(folder=self.folder, port=self.broker.port, name=self.name, session_s=SESSION_S, more=more)
         config.write_text(text)
         self.gateway = await Child.start("gateway", "streamer.commands.cli", "run", "--config", str(config), "--json")
         self.stack.push_async_callback(self.gateway.stop)

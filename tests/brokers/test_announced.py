@@ -17,8 +17,8 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from tests.brokers.makes import AnyBroker
 from tests.brokers.conftest import StartBroker
+from tests.brokers.makes import AnyBroker
 
 pytestmark = pytest.mark.broker
 
@@ -51,7 +51,9 @@ class Client:
     @contextlib.contextmanager
     def of(cls, broker: AnyBroker, client_id: str) -> Iterator[Client]:
         client = paho.Client(CallbackAPIVersion.VERSION2, client_id, protocol=MQTTProtocolVersion.MQTTv5)
-        made = cls(client, None, {name: queue.Queue() for name in ("connect", "subscribe", "publish", "message", "disconnect")})
+        made = cls(
+            client, None, {name: queue.Queue() for name in ("connect", "subscribe", "publish", "message", "disconnect")}
+        )
         said = made._said
         client.on_connect = lambda *arguments: said["connect"].put(arguments[4])
         client.on_subscribe = lambda *arguments: said["subscribe"].put([one.value for one in arguments[3]])
