@@ -1,6 +1,6 @@
 """What each broker says and does on the wire, asked with plain paho: no code of ours is between.
 
-CONNACK -> limits for the matrix        PUBACK, copies of overlapping filters, the $SYS topic, IPv6 authorities -> checks
+CONNACK -> limits for the matrix      PUBACK, copies for overlapping filters, the $SYS topic, authorities -> checks
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SESSION_S: Final = 86_400
 SYS: Final = "$SYS/broker/publish/messages/dropped"  # what the transport asks for when it starts
 LIMITS: Final = ("ReceiveMaximum", "MaximumPacketSize", "MaximumQoS", "ServerKeepAlive", "SessionExpiryInterval")
 MARK: Final = b"mark"
+CALLBACKS: Final = ("connect", "subscribe", "publish", "message", "disconnect")
 
 
 @dataclass
@@ -51,10 +52,8 @@ class Client:
     @contextlib.contextmanager
     def of(cls, broker: AnyBroker, client_id: str) -> Iterator[Client]:
         client = paho.Client(CallbackAPIVersion.VERSION2, client_id, protocol=MQTTProtocolVersion.MQTTv5)
-        made = cls(
-            client, None, {name: queue.Queue() for name in ("connect", "subscribe", "publish", "message", "disconnect")}
-        )
-        said = made._said
+        said: dict[str, queue.Queue[Any]] = {name: queue.Queue() for name in CALLBACKS}
+        made = cls(client, None, said)
         client.on_connect = lambda *arguments: said["connect"].put(arguments[4])
         client.on_subscribe = lambda *arguments: said["subscribe"].put([one.value for one in arguments[3]])
         client.on_publish = lambda *arguments: said["publish"].put(arguments[3].value)
