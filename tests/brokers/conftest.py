@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.brokers.deviations import Deviation, read
+from tests.brokers.deviations import Deviation, judge, read
 from tests.brokers.makes import CACHE, MAKES, AnyBroker, Make, Missing
 from tests.brokers.matrix import Matrix
 
@@ -72,23 +72,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     make, checks = _key(item)
     deviation = _deviation(item)
     if deviation is not None and report.when == "call":
-        _judge(report, deviation)
+        judge(report, deviation)
     if report.when == "call" or not report.passed:
         facts = dict(report.user_properties).get(FACTS, {})
         item.config.stash[MATRIX].note(make, checks[0], report, facts=facts, deviation=deviation, mode=_mode(item))
     return report
-
-
-def _judge(report: pytest.TestReport, deviation: Deviation) -> None:
-    """A failure that is expected becomes an xfail; a success where one is expected becomes a failure."""
-    if report.failed and deviation.shows in report.longreprtext:
-        report.outcome = "skipped"
-        report.wasxfail = deviation.why
-    elif report.failed:
-        report.sections.append(("deviations.toml", f"expects another failure: {deviation.shows!r}"))
-    elif report.passed and not deviation.may:
-        report.outcome = "failed"
-        report.longrepr = f"no longer deviates: take its row out of deviations.toml ({deviation.why})"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

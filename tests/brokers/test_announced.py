@@ -16,6 +16,7 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
+from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from tests.brokers.conftest import StartBroker
 from tests.brokers.makes import AnyBroker
@@ -77,7 +78,7 @@ class Client:
         properties = Properties(PacketTypes.SUBSCRIBE)
         if identifier is not None:
             properties.SubscriptionIdentifier = identifier
-        self.paho.subscribe(topic_filter, options=paho.SubscribeOptions(qos=1), properties=properties)
+        self.paho.subscribe(topic_filter, options=SubscribeOptions(qos=1), properties=properties)
         return list(self.wait("subscribe"))
 
     def publish(self, topic: str, payload: bytes) -> int:
@@ -132,7 +133,7 @@ def test_copies_for_overlapping_filters(broker: AnyBroker, facts: dict[str, str]
 def test_stays_when_asked_for_sys(broker: AnyBroker, facts: dict[str, str]) -> None:
     """A broker that counts nothing may refuse, and must not hang up."""
     with Client.of(broker, "asking") as client:
-        client.paho.subscribe(SYS, options=paho.SubscribeOptions(qos=1))
+        client.paho.subscribe(SYS, options=SubscribeOptions(qos=1))
         try:
             facts[""] = ", ".join(f"0x{reason:02x}" for reason in client.wait("subscribe"))
         except queue.Empty:
