@@ -27,7 +27,7 @@ from streamer.demo.processes import die_with_parent
 from transports.mqtt5 import broker as mosquitto
 from transports.ports import free_port
 
-HERE: Final = Path(__file__).parent / "makes"
+HERE: Final = Path(__file__).parent / "builds"
 CACHE: Final = Path(__file__).parents[2] / "out" / "brokers"
 BUILD_S_MAX: Final = 1_500.0
 START_S_MAX: Final = 60.0  # a JVM on a busy machine
