@@ -74,7 +74,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     if deviation is not None and report.when == "call":
         judge(report, deviation)
     if report.when == "call" or not report.passed:
-        facts = dict(report.user_properties).get(FACTS, {})
+        facts: Any = dict(report.user_properties).get(FACTS, {})
         item.config.stash[MATRIX].note(make, checks[0], report, facts=facts, deviation=deviation, mode=_mode(item))
     return report
 

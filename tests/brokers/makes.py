@@ -96,7 +96,7 @@ class RealBroker:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 self.command(self.folder, self.port),
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
@@ -105,8 +105,8 @@ class RealBroker:
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL),
                 start_new_session=True,
             )
-        deadline = time.monotonic() + START_S_MAX
-        while self.running and time.monotonic() < deadline:
+        self._process, deadline = process, time.monotonic() + START_S_MAX
+        while process.poll() is None and time.monotonic() < deadline:
             if _lets_in(self.host, self.port):
                 return
             yield PROBE_S

@@ -1,4 +1,4 @@
-"""The table of expected deviations, and how what arrives is counted."""
+"""The table of expected deviations, how what arrives is counted, and builds that can't be had."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Literal
 
 import pytest
 
+from tests.brokers import makes
 from tests.brokers.deviations import Deviation, judge, read
+from tests.brokers.makes import Make, Missing
 from tests.brokers.stage import Counts
 
 
@@ -48,3 +50,30 @@ def test_a_row_may_name_several_checks(tmp_path: Path) -> None:
 def test_counts(heard: str, said: str) -> None:
     sent = [letter.encode() for letter in "abcd"]
     assert str(Counts.of(sent, [letter.encode() for letter in heard])) == said
+
+
+@pytest.mark.parametrize(
+    ("command", "says", "registry_lacks_it"),
+    [
+        (("no-such-tool",), "`no-such-tool` is not installed", False),
+        (("sh", "-c", "echo Could not find artifact; exit 1"), "Could not find artifact", True),
+        (("sh", "-c", "echo no network; exit 1"), "no network", False),
+    ],
+)
+def test_a_make_that_cannot_be_had_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...], says: str, registry_lacks_it: bool
+) -> None:
+    monkeypatch.setattr(makes, "CACHE", tmp_path)
+    with pytest.raises(Missing, match=says) as missing:
+        Make("other", "1", (command,)).prepare()
+    assert missing.value.registry_lacks_it is registry_lacks_it
+
+
+def test_a_make_is_built_once_and_anew_when_its_sources_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(makes, "CACHE", tmp_path / "cache")
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    make = Make("other", "1", (("sh", "-c", "echo built >> {cache}/log"),), sources=sources)
+    for text, times in (("one", 1), ("one", 1), ("two", 2)):
+        (sources / "file").write_text(text)
+        assert (make.prepare() / "log").read_text().count("built") == times
