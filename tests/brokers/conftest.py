@@ -21,6 +21,7 @@ from tests.brokers.matrix import Matrix
 
 MATRIX: Final = pytest.StashKey[Matrix]()
 TABLE: Final = pytest.StashKey[dict[tuple[str, str], Deviation]]()
+MISSING: Final = pytest.StashKey[dict[str, Missing]]()
 FACTS: Final = "facts"  # what a test found out for the matrix, as user property of its report
 
 StartBroker = Callable[..., AnyBroker]
@@ -38,6 +39,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unknown = sorted(f"{make}: {check}" for make, check in config.stash[TABLE].keys() - known)
     if unknown:
         raise pytest.UsageError(f"deviations.toml names checks that there are not: {', '.join(unknown)}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what the chosen tests need, before any of them: it takes longer than a test may."""
+    if session.config.getoption("collectonly"):
+        return
+    missing = session.config.stash[MISSING] = {}
+    for name in dict.fromkeys(_key(item)[0] for item in session.items if _is_of_make(item)):
+        print(f"{name} {MAKES[name].version}: building it, unless that was done before", flush=True)
+        try:
+            MAKES[name].prepare()
+        except Missing as error:
+            missing[name] = error
 
 
 def _is_of_make(item: pytest.Item) -> bool:
@@ -96,9 +110,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     """Each make in turn. One that can't be had is skipped; where tests count (CI=true) it fails, unless the registry
     does not have it."""
     found = MAKES[request.param]
-    try:
-        found.prepare()
-    except Missing as missing:
+    if (missing := request.config.stash[MISSING].get(found.name)) is not None:
         is_strict = os.environ.get("CI", "").lower() in ("true", "1") and not missing.registry_lacks_it
         (pytest.fail if is_strict else pytest.skip)(str(missing))
     request.config.stash[MATRIX].versions[found.name] = found.version
