@@ -75,7 +75,9 @@ class Session:
         self._unwanted: set[str] = set()
         self._leaving_stale: asyncio.Task[None] | None = None
         self._stale_pause, self._stale_at_s = Backoff(*HANG_UP_MS), 0.0
-        self.has_stale = False  # the broker may have filters for us that nobody wants
+        self._has_stale = False  # the broker may have filters for us that nobody wants ...
+        self._has_unknown = False  # ... of an earlier process, too
+        self._was_welcomed = False
         self._is_up = self._may_try = False
         self._wildcards = True  # the broker has them, as far as it says
         self._has_lossy = False  # it has granted some of them QoS 0
@@ -123,6 +125,8 @@ class Session:
     def welcomed(self, *, is_present: bool) -> None:
         """The broker has let us in; a session that is present may be older than the one that we had, since a broker
         that was killed has brought it back."""
+        self._has_unknown = is_present and (self._has_unknown or not self._was_welcomed)
+        self._was_welcomed = True
         self.copies.new_connection(is_present=is_present)
         self.subscriptions.forget_all()
         if not is_present:
@@ -154,7 +158,7 @@ class Session:
 
     def leave_stale(self) -> None:
         """All listeners had their time: unsubscribe what the broker has and nobody wants."""
-        self.has_stale = True
+        self._has_stale = True
         self.tick(asyncio.get_running_loop().time())
 
     def unwanted(self, topic: str) -> None:
@@ -163,7 +167,7 @@ class Session:
         if len(self._unwanted) < UNWANTED_TOPICS_MAX and topic not in self._unwanted:
             self._unwanted.add(topic)
             self._note(topic)
-            self.has_stale = True
+            self._has_stale = self._has_unknown = True
 
     async def close(self) -> None:
         """The connection is closed: wait for what was under way."""
@@ -171,7 +175,7 @@ class Session:
 
     def tick(self, now_s: float) -> None:
         """Once a second: what is due again."""
-        if self.has_stale:
+        if self._has_unknown:
             self.copies.has_unknown_filters(now_s)
         self.copies.tick(now_s)
         if not self._is_up:
@@ -182,7 +186,7 @@ class Session:
             self._in_company(one)
         if self._may_try and _is_over(self._trying) and self._next_suspect() is not None:
             self._trying = self._start(self._try_one_by_one())
-        if self.has_stale and now_s >= self._stale_at_s and _is_over(self._leaving_stale):
+        if self._has_stale and now_s >= self._stale_at_s and _is_over(self._leaving_stale):
             self._leaving_stale = self._start(self._leave_stale())
 
     # What is wanted.
@@ -242,7 +246,7 @@ class Session:
             if not all(await asyncio.gather(*map(self._leave_one, some))):  # lost, perhaps over this
                 self._stale_at_s = asyncio.get_running_loop().time() + self._stale_pause.next_ms() / 1000
                 return
-        self.has_stale = False
+        self._has_stale = self._has_unknown = False
         self._stale_pause.reset()
         if stale:
             log.info("unsubscribed what nobody wants any more", broker=self._link.address, topic_filters=len(stale))
