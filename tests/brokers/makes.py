@@ -348,6 +348,11 @@ dynamic_filters = true
     return [str(cache / "debug" / "rumqttd-of-tests"), str(folder / "rumqttd.toml")]
 
 
+def _rmqtt(cache: Path, folder: Path, port: int, as_delivered: bool) -> Sequence[str]:
+    limits = [] if as_delivered else [str(QUEUED_MAX), str(PACKET_BYTES_MAX)]
+    return [str(cache / "debug" / "rmqtt-of-tests"), str(port), *limits]
+
+
 _MAVEN: Final = (
     ("java", "-version"),
     ("mvn", "-q", "-B", "dependency:copy-dependencies", "-DoutputDirectory={cache}/lib", "-DincludeScope=runtime"),
@@ -364,5 +369,6 @@ MAKES: Final = {
         Make("artemis", "2.40.0", _MAVEN, _artemis, HERE / "artemis", {"in_flight_max": 1}),
         Make("mochi", "2.7.9", (("go", "install", _MOCHI),), _mochi, endpoint={"receive_maximum": 65_535}),
         Make("rumqttd", "0.20.0", _CARGO, _rumqttd, HERE / "rumqttd", {"sys_topics": False}),
+        Make("rmqtt", "0.24.0", _CARGO, _rmqtt, HERE / "rmqtt"),
     )
 }
