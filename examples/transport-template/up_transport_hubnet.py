@@ -278,7 +278,7 @@ class HubTransport(TransportBase):
             if message.attributes.source.authority_name == host:
                 messages.append(message)
             else:  # access lists are about keys, and would hold nothing if something else counted within
-                self.dropped["misplaced"] += 1
+                self.dropped["spoofed"] += 1
         return self.listeners.deliver(messages)
 
 

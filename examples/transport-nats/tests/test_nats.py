@@ -360,7 +360,7 @@ class TestOfNatsAlone(OnNats):
             await sent(alpha, numbers(1))
             await heard.expect_payload(b"0")
             assert heard.payloads == [b"0"]
-            assert beta.dropped == {"misplaced": 1}
+            assert beta.dropped == {"spoofed": 1}
 
     async def test_small_messages_travel_together_and_none_is_too_large_for_a_packet(
         self, alpha: NatsTransport

@@ -384,7 +384,7 @@ class NatsTransport(TransportBase):
         route = packet.subject.removeprefix(f"{self._config.network}.").rpartition(".")[0]
         belonging = mapping.complete(messages, route)
         if len(belonging) < len(messages):
-            self.dropped["misplaced"] += len(messages) - len(belonging)
+            self.dropped["spoofed"] += len(messages) - len(belonging)
         return belonging
 
     def _taken(self, arrived: list[Arrived], error: BaseException | None) -> None:

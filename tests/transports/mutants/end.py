@@ -376,7 +376,7 @@ class HubTransport(UTransport):
             self.dropped["malformed"] += 1
             return None
         if not self.belongs(key, message):
-            self.dropped["misplaced"] += 1
+            self.dropped["spoofed"] += 1
             return None
         return message
 
