@@ -23,7 +23,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage, Stamp, shared_suffix, suffix
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import EncodedListener, UBatchListener, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -99,6 +99,9 @@ class ListenerTable:
         Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED at a limit (not for what is registered already).
         """
         filter = Filter.of(source, sink, self._local_authority)
+        if not isinstance(listener, (UListener, UBatchListener, EncodedListener)):
+            what = "expected a listener, an object with a method on_receive(message)"
+            raise invalid(f"{what}, got {type(listener).__name__}")
         listeners = self._routes.listeners(filter)
         if any(known is listener for known in listeners):
             return None

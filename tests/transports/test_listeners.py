@@ -19,7 +19,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, decoded, is_shared, suffix
-from uprotocol.status import OK
+from uprotocol.status import OK, UStatusError
 from uprotocol.transport import EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -332,3 +332,11 @@ def test_what_two_hosts_send_without_naming_themselves_is_not_one_stream() -> No
     )
     assert [message.attributes.source.authority_name for message in heard.messages] == hosts
     assert heard.payloads == [b"0", b"1", b"2", b"3"]
+
+
+def test_what_is_no_listener_is_refused() -> None:
+    """A plain function, say: each delivery would fail."""
+    table = ListenerTable("beta")
+    with pytest.raises(UStatusError, match="a method on_receive") as no:
+        table.add(uris.parse("up://alpha/10AB/3/9001"), None, lambda _: None)  # type: ignore[arg-type]
+    assert no.value.code == UCode.INVALID_ARGUMENT
