@@ -99,9 +99,10 @@ class ListenerTable:
         Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED at a limit (not for what is registered already).
         """
         filter = Filter.of(source, sink, self._local_authority)
-        if not isinstance(listener, (UListener, UBatchListener, EncodedListener)):
+        given: object = listener
+        if not isinstance(given, (UListener, UBatchListener, EncodedListener)):
             what = "expected a listener, an object with a method on_receive(message)"
-            raise invalid(f"{what}, got {type(listener).__name__}")
+            raise invalid(f"{what}, got {type(given).__name__}")
         listeners = self._routes.listeners(filter)
         if any(known is listener for known in listeners):
             return None

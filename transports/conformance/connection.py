@@ -26,7 +26,7 @@ from transports.conformance.messages import (
     request,
     topic,
 )
-from transports.conformance.sinks import BatchSink, Changes, Sink
+from transports.conformance.sinks import BatchSink, Changes, Gated, Sink
 from uprotocol.transport import Capability
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -198,6 +198,25 @@ class ConnectionConformance(TransportHarness):
             await second.register_listener(source, heard, reply())
             await heard.expect_payload(b"10")
             assert firsts(numbers(heard)) == list(range(11))
+
+    async def test_what_no_listener_has_taken_by_the_close_comes_to_the_next_process(self, ends: Ends) -> None:
+        """A close waits for listeners a while, and then acknowledges nothing in their place."""
+        self.needs(Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION)
+        alpha, first = await ends(ALPHA), ends.keep(await self.make_returning(BETA))
+        for end in (alpha, first):
+            await end.open()
+        slow = Gated(self.deadline_s)
+        await first.register_listener(topic(), slow, reply())
+        await self.send_all(alpha, self.traffic(5))
+        await slow.until(lambda: bool(slow.messages), "a message")
+        await first.close()
+        second = ends.keep(await self.make_returning(BETA))
+        await second.open()
+        heard = BatchSink(self.deadline_s)
+        await second.register_listener(topic(), heard, reply())
+        await heard.until(lambda: len(firsts(numbers(heard))) == 5, "what no listener had taken")
+        assert firsts(numbers(heard)) == list(range(5))
+        slow.gate.set()
 
     # What is sent, registered and unregistered around the time when the network is away.
 

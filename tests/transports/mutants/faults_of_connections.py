@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from tests.transports.mutants.end import RETRY_S, HubTransport
-from tests.transports.mutants.hub import TAKEN, frame
+from tests.transports.mutants.hub import LISTEN, TAKEN, frame, pack
 from tests.transports.mutants.mutant import TEST_OVER, fault
 from transports.base import OK
 from transports.listeners import Filter, ListenerTable
@@ -442,3 +442,15 @@ class SessionIsDropped(HubTransport):
             self._tell(frame(TAKEN, numbered[-1][0]))
         else:
             super().arrived(numbered)
+
+
+@fault(
+    "close acknowledges what no listener has taken",
+    "test_what_no_listener_has_taken_by_the_close_comes_to_the_next_process",
+)
+class CloseTakesAll(HubTransport):
+    async def drain(self) -> None:
+        await super().drain()
+        if self._taking:
+            self._tell(frame(TAKEN, self._taking[-1][0]))
+            await self._ask(LISTEN, pack(self._table.filters[0]))  # so that it has left before the connection ends
