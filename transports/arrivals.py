@@ -409,7 +409,7 @@ class Arrivals(Generic[T]):
         return self.close()
 
     def close(self) -> list[T]:
-        """Take nothing more, and let go of what waits: it is answered, in order. May be called twice."""
+        """Take nothing more, and return what no listener has taken, in order. May be called twice."""
         self._stopped = self._closed = True
         self._end_lull()
         if self._redeliver:

@@ -142,8 +142,8 @@ class TransportHarness:
         self.lacks_hook("make_deaf")
 
     async def refuse_filter(self, authority: str, source: UUri, sink: UUri) -> None:
-        """From now on the network refuses this pair of filters to the end of `authority`, also on a new connection, and
-        takes all others (an access list). May be called again after `allow_filters`."""
+        """From now on the network refuses this pair of filters to all ends of `authority`, also on a new connection,
+        and takes all others (an access list). May be called again after `allow_filters`."""
         self.lacks_hook("refuse_filter")
 
     async def allow_filters(self, authority: str) -> None:
