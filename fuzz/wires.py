@@ -112,7 +112,7 @@ def _by_mqtt(message: UMessage, mode: Mode) -> None:
         assert size == len(head) + 2 + len(tail)
         publish = wire.read_publish(first, body)
         for _ in range(2):
-            _, _, encoded = codec.decode(publish)
+            _, encoded = codec.decode(publish)
             assert _comparable(UAttributes.FromString(encoded)) == _comparable(message.attributes), "not what was sent"
         assert publish.payload == message.payload
 
@@ -204,7 +204,7 @@ def _publish(first: int, body: bytes) -> None:
         with refusing(INVALID, DENIED):
             found = codec.decode(publish)
             assert codec.decode(publish) == found, "a template says something else"
-            arrive(publish.payload, found[2])
+            arrive(publish.payload, found[1])
 
 
 @target

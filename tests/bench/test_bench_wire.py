@@ -127,10 +127,7 @@ def test_mqtt_bytes_are_the_mappings() -> None:
     assert [publish.packet_id for publish in publishes] == [1, 2, 3]
     mapping = mqtt_mapping.Mapping(mqtt_mapping.Mode.IN_VEHICLE, "elsewhere")
     check(
-        [
-            mapping.decode(mqtt_wire.read_packet(publish)[0]._replace(topic=publish.topic.decode()))
-            for publish in publishes
-        ]
+        [mapping.decode(mqtt_wire.read_packet(publish)._replace(topic=publish.topic.decode())) for publish in publishes]
     )
 
 
@@ -151,7 +148,7 @@ def test_the_bare_relay_gives_mqtt_what_zenoh_has_and_back() -> None:
     ((first, body),), _ = mqtt_wire.split(packet)
     publish = mqtt_wire.read_publish(first, body)
     mapping = mqtt_mapping.Mapping(mqtt_mapping.Mode.IN_VEHICLE, "elsewhere")
-    decoded = mapping.decode(mqtt_wire.read_packet(publish)[0]._replace(topic=publish.topic.decode()))
+    decoded = mapping.decode(mqtt_wire.read_packet(publish)._replace(topic=publish.topic.decode()))
     assert decoded == zenoh_mapping.decode(PAYLOADS[0], attributes.attachment(5))
     [(_, start, end)], _ = wire.split_packets(packet)
     id = decoded.attributes.id
