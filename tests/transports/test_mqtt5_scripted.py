@@ -568,3 +568,24 @@ async def test_where_there_is_no_connection_for_answers_calls_go_on_without_it()
         broker.forget()
         await broker.until(lambda: broker.connections >= connections + 3)
         await broker.until(lambda: any(answer_topic in session.filters for session in broker.sessions.values()))
+
+
+async def test_nothing_overtakes_what_is_forbidden_when_the_rule_is_mended_in_between() -> None:
+    """Of one call of `send_batch`, and of several: what was not sent yet is answered as what is in front of it."""
+    asked = 0
+
+    def mended_after_one(topic: str) -> tuple[int, str]:
+        nonlocal asked
+        asked += topic.endswith("80CD")
+        return (0x87 if topic.endswith("80CD") and asked <= 1 else 0), ""
+
+    other = uris.parse("up://sender/10AB/3/80CE")
+    async with serving(ScriptedBroker(Knobs(puback=mended_after_one))) as broker, end(broker, "sender") as sender:
+        messages = [message(number // 2, other if number % 2 else TOPIC) for number in range(40)]
+        statuses = await asyncio.gather(sender.send_batch(messages[:20]), sender.send_batch(messages[20:]))
+        codes = [status.code for status in (*statuses[0], *statuses[1])]
+        assert codes[0::2] == [UCode.PERMISSION_DENIED] * 20
+        assert codes[1::2] == [UCode.OK] * 20
+        assert broker.heard["sender/10AB/0/3/80CD"] == 1
+        (status,) = await sender.send_batch([message(0)])
+        assert not status.code, "it is tried again"

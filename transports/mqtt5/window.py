@@ -4,6 +4,7 @@ batch -> (one batch after the other) encode what there is room for -> one write 
 in flight -> PUBACKs of one read -> statuses                       ^- reach.py
           -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; where all may be refused,
                                     nothing at all
+          -> its address is forbidden -> PERMISSION_DENIED, and nothing behind it of its stream is sent
           -> nobody listens  -> nobody_listens, and nothing behind it that is a publish of its topic is sent
           -> connection lost -> suspects.py
                              -> UNAVAILABLE, and nothing behind is tried, also of batches that came meanwhile
@@ -63,6 +64,9 @@ class _Batch:
     refused: set[Stream] = field(default_factory=set)
     # topics of which a publish was answered that nobody listens: what is behind it must not overtake it
     unheard: set[str] = field(default_factory=set)
+    # streams of which a message was answered that its address is forbidden: nor must what is behind that, should the
+    # broker's rules change in between
+    forbidden: dict[Stream, UStatus] = field(default_factory=dict)
 
 
 class Window:
@@ -236,6 +240,7 @@ class Window:
         packets: list[bytes] = []
         in_flight, octets = self._in_flight, 0
         unheard = {topic for other in self._under_way for topic in other.unheard}
+        forbidden = {stream: status for other in self._under_way for stream, status in other.forbidden.items()}
         for message in batch.messages[len(batch.statuses) : end]:
             is_suspect = False
             if batch.refused or self._suspects:
@@ -246,6 +251,10 @@ class Window:
                 is_suspect = self._suspects.is_suspect(stream, self._slashes(message))
                 if is_suspect and in_flight:
                     break
+            if forbidden and (stream := _stream(message)) in forbidden:
+                batch.forbidden[stream] = forbidden[stream]
+                batch.statuses.append(forbidden[stream])
+                continue
             if unheard and (topic := self._topic_if_told(message)) in unheard:
                 assert topic is not None
                 batch.unheard.add(topic)
@@ -302,6 +311,8 @@ class Window:
                 status = self._unheard(batch, index)
             elif status is not OK and status.code == UCode.UNAVAILABLE:
                 self._refused(batch, index, reason, status)
+            elif status is not OK and status.code == UCode.PERMISSION_DENIED:
+                batch.forbidden[_stream(batch.messages[index])] = status
             batch.statuses[index] = status
             del in_flight[packet_id]  # not before it has its status: what is in flight gets one when the network fails
             octets += size
