@@ -128,6 +128,8 @@ class Session:
         self._has_unknown = is_present and (self._has_unknown or not self._was_welcomed)
         self._was_welcomed = True
         self.copies.new_connection(is_present=is_present)
+        if self._has_unknown:  # until what nobody wants has been left
+            self.copies.has_unknown_filters(asyncio.get_running_loop().time())
         self.subscriptions.forget_all()
         if not is_present:
             self._has, self._filters = {}, None

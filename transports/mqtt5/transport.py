@@ -206,8 +206,6 @@ class Mqtt5Transport(TransportBase):
         # an earlier process has left it
         if welcome.session_present and not self._was_welcomed and not self._has_all_listeners:
             self._is_claiming, self._unclaimed_until_s = True, now_s + UNCLAIMED_MS_MAX / 1000
-        if welcome.session_present and not self._was_welcomed:
-            self._session.copies.has_unknown_filters(now_s)
         self._losses.connected(
             resumed=welcome.session_present,
             had_session=self._has_session and self._session.listens,
@@ -275,8 +273,6 @@ class Mqtt5Transport(TransportBase):
             self._link.drop("it owes acknowledgements for too long")
         if self._is_claiming and now_s >= self._unclaimed_until_s:
             self._end_claims()
-        if self._is_claiming:
-            self._session.copies.has_unknown_filters(now_s)
         self._session.tick(now_s)
         if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
             log.warning(
