@@ -20,7 +20,7 @@ from typing import Any, Final
 from bench import wire
 from bench.load import answer
 from bench.networks import Address
-from history.subscriber import HistoryClient
+from history.reading.subscriber import HistoryClient
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient

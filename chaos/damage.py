@@ -25,7 +25,7 @@ from typing import Final
 import structlog
 
 from chaos.ledger import Verdict
-from history.subscriber import HistoryClient
+from history.reading.subscriber import HistoryClient
 from streamer.app import Streamer
 from streamer.config import Config, loads
 from transports.local import LocalNetwork, LocalTransport

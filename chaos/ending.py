@@ -21,8 +21,8 @@ from chaos.ledger import Verdict
 from chaos.plan import CLOUD, UP, VEHICLE
 from chaos.processes import Gateway
 from chaos.world import World
-from history.chunk import decode
-from history.reader import walk
+from history.file.reader import walk
+from history.records.chunk import decode
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.ids import is_frontiers

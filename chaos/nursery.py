@@ -29,7 +29,7 @@ LOADED: Final = (
     "transports.zenoh",
     "transports.mqtt5",
     "usubscription.__main__",
-    "history.subscriber",
+    "history.reading.subscriber",
     "history.publisher",
     "streamer.commands.cli",
 )

@@ -15,9 +15,9 @@ import json
 import sys
 from typing import Any
 
-from history.acceptor import Record
-from history.assembling import Assembler
-from history.subscriber import GaplessSubscriber, HistoryClient
+from history.epochs.assembling import Assembler
+from history.reading.acceptor import Record
+from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

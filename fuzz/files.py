@@ -18,9 +18,9 @@ from typing import Any, Final
 from fuzz.registry import refusing, target
 from fuzz.services import loop, paused
 from fuzz.shapes import Dice
-from history import chunk as chunks
-from history import rows
-from history.log import Log
+from history.file import rows
+from history.log.log import Log
+from history.records import chunk as chunks
 from spark_ingest import offsets
 from spark_ingest.decode import Decoder
 from storage import disk as disks

@@ -18,13 +18,13 @@ from google.protobuf.message import Message
 
 from fuzz.registry import refusing, target
 from fuzz.shapes import Dice, made
-from history.acceptor import Acceptor, Record
-from history.assembling import Assembler
-from history.epochs import Group
-from history.frontier import Epoch
-from history.keeper import Keeper
-from history.log import Log
-from history.service import HistoryService
+from history.epochs.assembling import Assembler
+from history.epochs.frontier import Epoch
+from history.epochs.groups import Group
+from history.epochs.keeper import Keeper
+from history.log.log import Log
+from history.reading.acceptor import Acceptor, Record
+from history.service.service import HistoryService
 from spark_ingest import offsets
 from streamer.control import Control, ControlSocket
 from streamer.endpoint import Endpoint, Endpoints

@@ -20,11 +20,11 @@ from typing import Final, Self, Unpack
 
 import structlog
 
-from history.epochs import Group, wire_time
-from history.frontier import Time
-from history.keeper import Keeper
-from history.log import RETENTION_MS, Log
-from history.service import REPLY_BYTES_MAX, HistoryService
+from history.epochs.frontier import Time
+from history.epochs.groups import Group, wire_time
+from history.epochs.keeper import Keeper
+from history.log.log import RETENTION_MS, Log
+from history.service.service import REPLY_BYTES_MAX, HistoryService
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.communication import MessageOptions, Publisher, SimplePublisher
@@ -70,7 +70,7 @@ class HistoryPublisher(Publisher):
     The transport is its owner's: open before, and closed after it. No transport hears itself, so who shares it can
     neither hear this publisher nor poll it.
 
-    `groups` of its own topics have epochs (history.epochs.Group): their readers have all of one or none. By buckets
+    `groups` of its own topics have epochs (history.epochs.groups.Group): their readers have all of one or none. By buckets
     they end by themselves, by progress with `progress`.
 
     `counts`, since the start: published; refused (publishes that have raised); sent, unsent (plain copies, and those
@@ -151,7 +151,7 @@ class HistoryPublisher(Publisher):
 
     async def progress(self, group: str, opens: Iterable[Time] = (), closes: Iterable[Time] = ()) -> None:
         """Open epochs of a group, and close others, as one step. What was published before is in them when they close:
-        nothing has to be counted. With several open at once a payload names its own (history.epochs.timed).
+        nothing has to be counted. With several open at once a payload names its own (history.epochs.groups.timed).
 
         Returns when it is on disk. Raises UStatusError: NOT_FOUND for what is not open, FAILED_PRECONDITION for what is
         over, and while the publisher is not open; INVALID_ARGUMENT, RESOURCE_EXHAUSTED as a gateway does.

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import Message
 
-from history.client import Frames, HistoryClient
-from history.follow import Mode
-from history.subscriber import GaplessSubscriber
+from history.reading.client import Frames, HistoryClient
+from history.reading.following import Mode
+from history.reading.subscriber import GaplessSubscriber
 from simulation.network import CALM
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import attributes as attrs

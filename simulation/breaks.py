@@ -55,8 +55,8 @@ def _renamed_endpoint() -> Patches:
 
 
 def _retention_by_age() -> Patches:
-    from history.chunk import NOBODY
-    from history.log import Log
+    from history.log.log import Log
+    from history.records.chunk import NOBODY
 
     def keep_after(self: Log) -> int:
         now, rows = self._now_ms(), self.cursor_rows().values()
@@ -143,7 +143,7 @@ def _place_ahead() -> Patches:
 
 
 def _frames_with_holes() -> Patches:
-    from history import follow
+    from history.reading import following as follow
 
     return [(follow, "follows", lambda begin, positions: True)]
 
@@ -199,7 +199,7 @@ def _a_follower_holds_nothing() -> Patches:
 
 
 def _told_ahead() -> Patches:
-    from history import keeper
+    from history.epochs import keeper
 
     insert = keeper._insert
 
@@ -213,8 +213,8 @@ def _told_ahead() -> Patches:
 
 
 def _no_filter() -> Patches:
-    from history.assembling import Assembler
-    from history.frontier import NOTHING
+    from history.epochs.assembling import Assembler
+    from history.epochs.frontier import NOTHING
 
     begin = Assembler.begin
 
@@ -227,7 +227,7 @@ def _no_filter() -> Patches:
 
 
 def _handed_lost() -> Patches:
-    from history.assembling import Assembler
+    from history.epochs.assembling import Assembler
 
     restore = Assembler.restore
 
@@ -238,7 +238,7 @@ def _handed_lost() -> Patches:
 
 
 def _closed_at_once() -> Patches:
-    from history.epochs import UNCLOSED, Held
+    from history.epochs.groups import UNCLOSED, Held
 
     return [(Held, "missing", lambda self: "" if self.is_closing else UNCLOSED)]
 

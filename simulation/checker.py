@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from history.chunk import Origin
+from history.records.chunk import Origin
 from simulation.apps import is_application
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

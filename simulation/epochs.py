@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from history.acceptor import Record
-from history.assembling import REST, Assembled, Assembler
-from history.client import Frames, HistoryClient
-from history.follow import Mode
-from history.frontier import Epoch, Time, is_ahead, precedes
-from history.log import Log
-from history.subscriber import GaplessSubscriber
+from history.epochs.assembling import REST, Assembled, Assembler
+from history.epochs.frontier import Epoch, Time, is_ahead, precedes
+from history.log.log import Log
+from history.reading.acceptor import Record
+from history.reading.client import Frames, HistoryClient
+from history.reading.following import Mode
+from history.reading.subscriber import GaplessSubscriber
 from simulation.apps import RETRY_S, Publisher
 from transports.local import LocalTransport
 from uprotocol import uri as uris

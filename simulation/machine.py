@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from history.log import Log
+from history.file.writer import Followed as Notes
+from history.log.log import Log
 from history.publisher import HistoryPublisher
-from history.writer import Followed as Notes
 from simulation.disk import SimulatedDisk
 from simulation.loop import PROCESS, Process, SimulatedWorker
 from simulation.network import KEEPER

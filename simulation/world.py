@@ -35,8 +35,8 @@ from typing import Any, Final
 
 import structlog
 
-from history import streams
-from history.follow import Mode
+from history.log import streams
+from history.reading.following import Mode
 from simulation.apps import SUBSCRIBE, Foreign, Hearer, HistoryReader, Publisher, Subscriber, is_application, node
 from simulation.checker import Checker, FollowedLog, Hop, Key
 from simulation.disk import SimulatedDisk

@@ -22,9 +22,9 @@ import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
-from history import witness
-from history.subscriber import HistoryClient
-from history.witness import Known
+from history.reading.subscriber import HistoryClient
+from history.records import witness
+from history.records.witness import Known
 from spark_ingest import epochs, offsets
 from spark_ingest.epochs import Told
 from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range

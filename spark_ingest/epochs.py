@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.assembling import (
+from history.epochs.assembling import (
     BEGUN,
     BEGUN_THERE,
     GROUPS_MAX,
@@ -28,17 +28,8 @@ from history.assembling import (
     begins_to_hear,
     concerns,
 )
-from history.frontier import (
-    NOTHING,
-    Antichain,
-    Time,
-    is_covered,
-    maximal,
-    minimal,
-    not_passed,
-    raised,
-)
-from history.merging import LOGS_MAX, is_replaced, passed_unread, times_of
+from history.epochs.frontier import NOTHING, Antichain, Time, is_covered, maximal, minimal, not_passed, raised
+from history.epochs.merging import LOGS_MAX, is_replaced, passed_unread, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier, GroupFrontier, RecordBatch

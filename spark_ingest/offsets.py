@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from history.witness import Known, up_to
+from history.records.witness import Known, up_to
 from spark_ingest import epochs
 from spark_ingest.epochs import Gates
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2

@@ -13,8 +13,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from history import matches
-from history.matches import EVERYTHING, Sight
+from history.service import matches
+from history.service.matches import EVERYTHING, Sight
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import is_inside
 from streamer.rules import Rules

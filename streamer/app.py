@@ -22,12 +22,12 @@ from typing import Any, Final, Self
 import structlog
 from google.protobuf.message import Message
 
-from history import damage as damages
-from history.damage import Damage
-from history.gaps import Gaps
-from history.keeper import Keeper
-from history.log import Log
-from history.service import HistoryService
+from history.epochs.keeper import Keeper
+from history.file import damage as damages
+from history.file.damage import Damage
+from history.log.log import Log
+from history.service.gaps import Gaps
+from history.service.service import HistoryService
 from storage.runtime import REAL, Runtime
 from streamer import metrics, parts
 from streamer.access import Access

@@ -16,8 +16,8 @@ from typing import Final
 
 import structlog
 
-from history.load import Cursor
-from history.log import Log
+from history.file.load import Cursor
+from history.log.log import Log
 from streamer.egress import BEGAN_PREFIX, CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint
 from streamer.handover import FOLLOWED_PREFIX

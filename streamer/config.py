@@ -21,8 +21,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from history.keeper import GROUPS_MAX
-from history.writer import GATHER_MS
+from history.epochs.keeper import GROUPS_MAX
+from history.file.writer import GATHER_MS
 from storage import logs
 from streamer import names
 from streamer.access import Pattern as AccessPattern

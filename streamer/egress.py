@@ -25,9 +25,9 @@ from typing import Final, NamedTuple, cast
 
 import structlog
 
-from history.chunk import Chunk, Scan
-from history.log import Log, Passed
-from history.stream import is_publish
+from history.log.log import Log, Passed
+from history.records.chunk import Chunk, Scan
+from history.records.stream import is_publish
 from streamer.blocked import Aside, Item, key_of
 from streamer.blocked import Key as StreamKey
 from streamer.dead_letter import DeadLetters

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import structlog
 from google.protobuf.message import DecodeError
 
-from history.acceptor import Accepted, Acceptor, Places, Record
-from history.chunk import Origin
-from history.follow import Following, Mode
-from history.followed import PLACE_BYTES_MAX
-from history.frontier import Epoch
-from history.log import Log
-from history.writer import Followed as Notes
+from history.epochs.frontier import Epoch
+from history.file.writer import Followed as Notes
+from history.log.followed import PLACE_BYTES_MAX
+from history.log.log import Log
+from history.reading.acceptor import Accepted, Acceptor, Places, Record
+from history.reading.following import Following, Mode
+from history.records.chunk import Origin
 from streamer.access import Pattern
 from streamer.endpoint import Endpoint
 from uprotocol import attributes as attrs

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from history.client import Frames, HistoryClient
-from history.log import Log
-from history.pushing import window_bytes_of_each
-from history.writer import Followed as Notes
+from history.file.writer import Followed as Notes
+from history.log.log import Log
+from history.reading.client import Frames, HistoryClient
+from history.service.pushing import window_bytes_of_each
 from storage.runtime import Runtime
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport

@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from history.log import Log
+from history.log.log import Log
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint
 from streamer.paused import Paused

@@ -29,7 +29,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 import structlog
 
-from history.log import CURSORS_MAX, Log
+from history.log.log import CURSORS_MAX, Log
 from streamer.blocked import Item
 from streamer.view import Target
 from uprotocol.status import code_name

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from history.log import Log, TopicsFullError
+from history.log.log import Log, TopicsFullError
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.filters import Filters

@@ -15,9 +15,9 @@ from typing import Any, Final
 import structlog
 from pydantic import ValidationError
 
-from history.epochs import Group
-from history.keeper import Keeper
-from history.log import Log
+from history.epochs.groups import Group
+from history.epochs.keeper import Keeper
+from history.log.log import Log
 from storage import reserve as reserves
 from storage.reserve import Reserve
 from storage.runtime import Runtime

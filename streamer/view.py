@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from history.log import Log
+from history.log.log import Log
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.paused import Paused
 from streamer.rules import Rules

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from history.rows import SCHEMA_VERSION
+from history.file.rows import SCHEMA_VERSION
 from streamer.config import loads
 from streamer.limits import Limits
 from tools.house import PRODUCT
@@ -130,17 +130,17 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
     ("following", "At most # histories are followed", 1, ["streamer.following:FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
-        "history.follow:REST_S_MIN", "history.follow:REST_S_MAX",
+        "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
     ]),
     ("following", "(# to # s, # s at first)", 1, [
-        "history.follow:QUIET_S_MIN", "history.follow:QUIET_S_MAX", "history.follow:QUIET_S_FIRST",
+        "history.reading.following:QUIET_S_MIN", "history.reading.following:QUIET_S_MAX", "history.reading.following:QUIET_S_FIRST",
     ]),
-    ("following", "long poll outstanding for up to # topics", 1, ["history.feed:TOPICS_MAX"]),
+    ("following", "long poll outstanding for up to # topics", 1, ["history.reading.feed:TOPICS_MAX"]),
     ("following", "at most # of them and some # MiB", 1, [
         "history.publisher:QUEUE_MESSAGES_MAX", "history.publisher:TAIL_BYTES_MAX/2097152",
     ]),
     ("following", "reaches back (# MiB or # days", 1, [
-        "history.publisher:RETENTION_BYTES/1048576", "history.log:RETENTION_MS/86400000",
+        "history.publisher:RETENTION_BYTES/1048576", "history.log.log:RETENTION_MS/86400000",
     ]),
     ("following", "at most # publishers of one authority", 1, ["streamer.following:PUBLISHERS_OF_ONE_MAX"]),
     ("following", "has answered nothing for # s", 1, ["streamer.followed:DEAF_S"]),
@@ -148,73 +148,73 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("following", "every # s until it has taken over, every # s then", 1, [
         "streamer.handover:ANNOUNCE_S", "streamer.handover:ANNOUNCE_TAKEN_S",
     ]),
-    ("following", "# random bytes, the name by which", 1, ["history.followers:FOLLOWER_BYTES"]),
-    ("following", "at most # in one Command", 1, ["history.asked:PATTERNS_MAX"]),
+    ("following", "# random bytes, the name by which", 1, ["history.service.followers:FOLLOWER_BYTES"]),
+    ("following", "at most # in one Command", 1, ["history.service.request:PATTERNS_MAX"]),
     ("following", "# s to # days; 0: # s. A poll", 1_000, [
-        "history.followers:LEASE_MS_MIN", "history.asked:LEASE_MS_MAX/86400", "history.followers:LEASE_MS_DEFAULT",
+        "history.service.followers:LEASE_MS_MIN", "history.service.request:LEASE_MS_MAX/86400", "history.service.followers:LEASE_MS_DEFAULT",
     ]),
-    ("following", "What it waits is the service's (# s)", 1_000, ["history.pushing:PUSH_WAIT_MS"]),
+    ("following", "What it waits is the service's (# s)", 1_000, ["history.service.pushing:PUSH_WAIT_MS"]),
     ("following", "at most # MiB, and # frames", 1, [
-        "history.pushing:WINDOW_BYTES_MAX/1048576", "history.pushing:WINDOW_FRAMES_MAX",
+        "history.service.pushing:WINDOW_BYTES_MAX/1048576", "history.service.pushing:WINDOW_FRAMES_MAX",
     ]),
-    ("following", "a notification with a ttl of # s", 1_000, ["history.pushing:FRAME_TTL_MS"]),
-    ("following", "| followers | # | a quarter |", 1, ["history.followers:FOLLOWERS_MAX"]),
-    ("following", "| # with 512 MiB | a quarter |", 1, ["history.followers:TOPICS_MAX"]),
-    ("following", "of one follower | # |", 1, ["history.asked:WILDCARD_PATTERNS_MAX"]),
-    ("history", "without a record for # minutes", 60, ["history.streams:FORGET_AFTER_S"]),
-    ("history", "looked for every # s", 1, ["history.streams:SWEEP_S"]),
-    ("history", "An eighth of the room (1/#)", 1, ["history.streams:RESERVE_SHARE"]),
-    ("history", "at most # topics by default", 1, ["history.streams:STREAMS_MAX"]),
-    ("history", "of at most # authorities", 1, ["history.streams:AUTHORITIES_MAX"]),
-    ("history", "at most #. The service gives one", 1, ["history.witness:WITNESSES_MAX"]),
-    ("history", "(# records, 768 KiB, 60 s)", 1, ["history.asked:POLL_RECORDS_MAX"]),
-    ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.asked:POLL_BYTES_MAX"]),
-    ("history", "(10,000 records, 768 KiB, # s)", 1_000, ["history.asked:WAIT_MS_MAX"]),
-    ("history", "# ms at least, are left for the way back", 1, ["history.asked:TTL_MARGIN_MS"]),
+    ("following", "a notification with a ttl of # s", 1_000, ["history.service.pushing:FRAME_TTL_MS"]),
+    ("following", "| followers | # | a quarter |", 1, ["history.service.followers:FOLLOWERS_MAX"]),
+    ("following", "| # with 512 MiB | a quarter |", 1, ["history.service.followers:TOPICS_MAX"]),
+    ("following", "of one follower | # |", 1, ["history.service.request:WILDCARD_PATTERNS_MAX"]),
+    ("history", "without a record for # minutes", 60, ["history.log.streams:FORGET_AFTER_S"]),
+    ("history", "looked for every # s", 1, ["history.log.streams:SWEEP_S"]),
+    ("history", "An eighth of the room (1/#)", 1, ["history.log.streams:RESERVE_SHARE"]),
+    ("history", "at most # topics by default", 1, ["history.log.streams:STREAMS_MAX"]),
+    ("history", "of at most # authorities", 1, ["history.log.streams:AUTHORITIES_MAX"]),
+    ("history", "at most #. The service gives one", 1, ["history.records.witness:WITNESSES_MAX"]),
+    ("history", "(# records, 768 KiB, 60 s)", 1, ["history.service.request:POLL_RECORDS_MAX"]),
+    ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.service.request:POLL_BYTES_MAX"]),
+    ("history", "(10,000 records, 768 KiB, # s)", 1_000, ["history.service.request:WAIT_MS_MAX"]),
+    ("history", "# ms at least, are left for the way back", 1, ["history.service.request:TTL_MARGIN_MS"]),
     ("history", "(# patterns, # of them with wildcards", 1, [
-        "history.asked:PATTERNS_MAX", "history.asked:WILDCARD_PATTERNS_MAX",
+        "history.service.request:PATTERNS_MAX", "history.service.request:WILDCARD_PATTERNS_MAX",
     ]),
-    ("history", "more than # logs", 1, ["history.asked:POSITIONS_MAX"]),
+    ("history", "more than # logs", 1, ["history.service.request:POSITIONS_MAX"]),
     ("history", "at most # topics and # KiB of them", 1, [
-        "history.describe:PAGE_TOPICS_MAX", "history.describe:PAGE_BYTES_MAX/1024",
+        "history.service.describe:PAGE_TOPICS_MAX", "history.service.describe:PAGE_BYTES_MAX/1024",
     ]),
-    ("history", "where more than # match", 1, ["history.describe:TOPICS_AT_ONCE_MAX"]),
-    ("history", "the newest record of # of them", 1, ["history.acceptor:TOPICS_TRACKED_MAX"]),
+    ("history", "where more than # match", 1, ["history.service.describe:TOPICS_AT_ONCE_MAX"]),
+    ("history", "the newest record of # of them", 1, ["history.reading.acceptor:TOPICS_TRACKED_MAX"]),
     ("history", "# such questions are kept, within # MiB", 1, [
-        "history.matches:CACHED_MAX", "history.matches:CACHED_BYTES_MAX/1048576",
+        "history.service.matches:CACHED_MAX", "history.service.matches:CACHED_BYTES_MAX/1048576",
     ]),
     ("history", "has at most # of the # names", 1, [
-        "history.consumers:CONSUMERS_MAX/4", "history.consumers:CONSUMERS_MAX",
+        "history.service.consumers:CONSUMERS_MAX/4", "history.service.consumers:CONSUMERS_MAX",
     ]),
-    ("history", "# requests at once", 1, ["history.service:REQUESTS_RUNNING_MAX"]),
+    ("history", "# requests at once", 1, ["history.service.service:REQUESTS_RUNNING_MAX"]),
     ("history", "(and # MiB of them), # polls that wait, # that read", 1, [
-        "uprotocol.communication.rpc_server:REQUESTS_BYTES_MAX/1048576", "history.service:POLLS_WAITING_MAX",
-        "history.service:SEATS_MAX",
+        "uprotocol.communication.rpc_server:REQUESTS_BYTES_MAX/1048576", "history.service.service:POLLS_WAITING_MAX",
+        "history.service.service:SEATS_MAX",
     ]),
     ("history", "refusals have # places", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
     ("history", "one per # topics, of which # may have wildcards", 1, [
-        "history.feed:TOPICS_MAX", "history.asked:WILDCARD_PATTERNS_MAX",
+        "history.reading.feed:TOPICS_MAX", "history.service.request:WILDCARD_PATTERNS_MAX",
     ]),
-    ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
-    ("history", "a file above # MiB is not checked whole", MIB, ["history.rows:CHECK_BYTES_MAX"]),
+    ("history", "# KiB of messages wait for it", KIB, ["history.reading.feed:FEED_BYTES_MAX"]),
+    ("history", "a file above # MiB is not checked whole", MIB, ["history.file.rows:CHECK_BYTES_MAX"]),
     ("history", "Written every # chunks (or # MiB of them, or # rows of it)", 1, [
-        "history.load:CHECKPOINT_CHUNKS", "history.store:CHECKPOINT_BYTES/1048576", "history.store:CHECKPOINT_ROWS",
+        "history.file.load:CHECKPOINT_CHUNKS", "history.file.store:CHECKPOINT_BYTES/1048576", "history.file.store:CHECKPOINT_ROWS",
     ]),
-    ("history", "waits for others, at most # ms", 1, ["history.writer:GATHER_MS"]),
-    ("history", "has brought, or # records", 1, ["history.writer:GATHER_RECORDS"]),
-    ("history", "as soon as they have moved by # records", 1, ["history.writer:CURSORS_RECORDS"]),
-    ("history", "written alone: after # s", 1, ["history.writer:CURSORS_IDLE_S"]),
-    ("history", "Up to # MiB it is copied into pages", MIB, ["history.opening:REPAGED_BYTES_MAX"]),
+    ("history", "waits for others, at most # ms", 1, ["history.file.writer:GATHER_MS"]),
+    ("history", "has brought, or # records", 1, ["history.file.writer:GATHER_RECORDS"]),
+    ("history", "as soon as they have moved by # records", 1, ["history.file.writer:CURSORS_RECORDS"]),
+    ("history", "written alone: after # s", 1, ["history.file.writer:CURSORS_IDLE_S"]),
+    ("history", "Up to # MiB it is copied into pages", MIB, ["history.file.opening:REPAGED_BYTES_MAX"]),
     ("history", "at most # records, in chunks of at most #", 1, [
-        "history.writer:TRANSACTION_RECORDS_MAX", "history.writer:CHUNK_RECORDS_MAX",
+        "history.file.writer:TRANSACTION_RECORDS_MAX", "history.file.writer:CHUNK_RECORDS_MAX",
     ]),
-    ("history", "the tail holds at most # MiB", MIB, ["history.log:TAIL_BYTES_MAX"]),
-    ("history", "at most # chunks at a time", 1, ["history.retention:CHUNKS_PER_PASS"]),
-    ("history", "has the first # records", 1, ["history.chunk:PASSED_RECORDS_MAX"]),
+    ("history", "the tail holds at most # MiB", MIB, ["history.log.log:TAIL_BYTES_MAX"]),
+    ("history", "at most # chunks at a time", 1, ["history.file.retention:CHUNKS_PER_PASS"]),
+    ("history", "has the first # records", 1, ["history.records.chunk:PASSED_RECORDS_MAX"]),
     ("history", "(a sixteenth, # to # MiB)", MIB, [
-        "history.retention:WAL_BYTES_MIN", "history.retention:WAL_BYTES_MAX",
+        "history.file.retention:WAL_BYTES_MIN", "history.file.retention:WAL_BYTES_MAX",
     ]),
-    ("history", "(a sixteenth, at most # MiB)", MIB, ["history.retention:TRANSACTION_BYTES_MAX"]),
+    ("history", "(a sixteenth, at most # MiB)", MIB, ["history.file.retention:TRANSACTION_BYTES_MAX"]),
     ("usubscription", "the ids of the last # commands", 1, ["usubscription.handled:HANDLED_MAX"]),
     ("usubscription", "at most # changes together", 1, ["usubscription.database:OUTBOX_CHANGES_MAX"]),
     ("usubscription", "tried again after # s doubling to # s", 1_000, [
@@ -373,7 +373,7 @@ def test_an_example_is_a_configuration(where: str, text: str) -> None:
 
 
 def test_followers_have_the_room_that_the_page_says() -> None:
-    assert Limits(512 << 20).followed_topics_max == importlib.import_module("history.followers").TOPICS_MAX
+    assert Limits(512 << 20).followed_topics_max == importlib.import_module("history.service.followers").TOPICS_MAX
 
 
 def test_the_example_of_the_service_is_one() -> None:

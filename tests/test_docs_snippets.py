@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from history.client import Frames
-from history.feed import HistoryFeed
-from history.log import Log
-from history.service import HistoryService
-from history.subscriber import GaplessSubscriber, HistoryClient
+from history.log.log import Log
+from history.reading.client import Frames
+from history.reading.feed import HistoryFeed
+from history.reading.subscriber import GaplessSubscriber, HistoryClient
+from history.service.service import HistoryService
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient

@@ -28,7 +28,13 @@ SHARED = {  # by all plugins
     "transports.certificates",
 }
 
-READING = {"history.subscriber", "history.witness", "history.frontier", "history.assembling", "history.merging"}
+READING = {
+    "history.reading.subscriber",
+    "history.records.witness",
+    "history.epochs.frontier",
+    "history.epochs.assembling",
+    "history.epochs.merging",
+}
 
 # module or package -> what it may import beside itself; the longest name that fits counts
 ALLOWED: dict[str, set[str]] = {

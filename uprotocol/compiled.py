@@ -2,7 +2,7 @@
 
     import history.chunk -> built for this Python, and from these very sources?
                             yes, all of them -> _compiled/cpython-311-x86_64-linux-gnu/history.chunk....so
-                            else             -> history/chunk.py, as ever
+                            else             -> history/records/chunk.py, as ever
 
 All or none: compiled modules call each other without asking Python. What was built from other sources, of which one
 line may have been changed since, is never used. `up-streamer --version` says which it is, and why.

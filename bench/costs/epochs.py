@@ -13,9 +13,9 @@ from typing import Final
 
 from bench.costs.common import Figures, Setting
 from bench.wire import PAYLOAD_BYTES
-from history.epochs import Group
-from history.keeper import Keeper
-from history.log import Log
+from history.epochs.groups import Group
+from history.epochs.keeper import Keeper
+from history.log.log import Log
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids

@@ -20,9 +20,9 @@ from bench.measure import calibrate
 from bench.networks import Address
 from bench.processes import BenchError, Child
 from bench.subject import Scene
-from history.client import HistoryClient
-from history.log import Log
-from history.service import HistoryService
+from history.log.log import Log
+from history.reading.client import HistoryClient
+from history.service.service import HistoryService
 from transports.local import LocalNetwork, LocalTransport
 from transports.ports import free_port
 from uprotocol import uri as uris

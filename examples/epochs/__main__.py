@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.epochs.pictures import Point, draw
-from history.acceptor import Record, decode
-from history.assembling import Assembler
-from history.frontier import Time
-from history.subscriber import GaplessSubscriber, HistoryClient
+from history.epochs.assembling import Assembler
+from history.epochs.frontier import Time
+from history.reading.acceptor import Record, decode
+from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
 from streamer.demo import drive, replay
 from streamer.demo.processes import Child

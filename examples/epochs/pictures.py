@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from history.frontier import Frontier, State, is_ahead, is_covered
+from history.epochs.frontier import Frontier, State, is_ahead, is_covered
 
 COLOURS: Final = {  # of Okabe and Ito
     State.LATENT: "#FFFFFF",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from history.publisher import HistoryPublisher
-from history.subscriber import GaplessSubscriber, HistoryClient
+from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
 from streamer.demo.processes import Child
 from transports.conformance.proxy import TcpProxy

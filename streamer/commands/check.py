@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from history.retention import disk_limit
+from history.file.retention import disk_limit
 from streamer import config as configs
 from streamer import paused as pauses
 from streamer.commands import cursors, terminal

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Final, Self
 
 import typer
 
-from history.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
-from history.consumers import owner_of, owners
-from history.load import Cursor
-from history.log import Log
-from history.rows import CURSOR
+from history.file.load import Cursor
+from history.file.rows import CURSOR
+from history.log.log import Log
+from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
+from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
 from streamer import claims, control
 from streamer.claims import Listed

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from history.acceptor import Record, decode
-from history.damage import Damage
-from history.epochs import Buckets
-from history.frontier import Time, maximal
-from history.subscriber import HistoryClient
+from history.epochs.frontier import Time, maximal
+from history.epochs.groups import Buckets
+from history.file.damage import Damage
+from history.reading.acceptor import Record, decode
+from history.reading.subscriber import HistoryClient
 from storage import logs
 from streamer.commands import client, terminal
 from streamer.commands.network import Network
@@ -205,7 +205,7 @@ def _topic_row(one: TopicState) -> dict[str, Any]:
 
 def _verify(log: Path, as_json: bool) -> None:
     """Read everything that the log holds, and say what of it is damaged. Writes nothing; the streamer may run."""
-    from history.verify import verify
+    from history.file.verify import verify
 
     report = verify(log)
     found, told = ([_as_dict(one) for one in those] for those in (report.found, report.told))
@@ -238,7 +238,7 @@ def _verify(log: Path, as_json: bool) -> None:
 
 def _acknowledge(log: Path, as_json: bool) -> None:
     """A person has seen what the log has lost; a streamer that runs notices within some seconds."""
-    from history.damage import acknowledge
+    from history.file.damage import acknowledge
 
     seen = acknowledge(log)
     for row in map(_as_dict, seen):

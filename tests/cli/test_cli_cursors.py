@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from history.consumers import Consumers, Owner
-from history.log import Log
+from history.log.log import Log
+from history.service.consumers import Consumers, Owner
 from storage.disk import REAL_DISK
 from streamer.app import Streamer, serve
 from streamer.commands import cursors

@@ -20,7 +20,7 @@ import structlog
 from fuzz import __main__ as main
 from fuzz import engine, registry
 from fuzz.mutate import mutated
-from history import chunk
+from history.records import chunk
 from tests.tiers import full
 from transports.dds import mapping as dds_mapping
 from transports.mqtt5 import wire

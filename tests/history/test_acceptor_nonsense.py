@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from history.acceptor import Acceptor
+from history.reading.acceptor import Acceptor
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position, RecordBatch
 
 LOG = b"i" * 16

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from history import followers as followers_module
-from history.client import HistoryClient
-from history.log import Log
+from history.log.log import Log
+from history.reading.client import HistoryClient
+from history.service import followers as followers_module
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import full, seeds
 from uprotocol import uri as uris

@@ -14,11 +14,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from history import describe as describe_module
-from history.describe import Listing, describe
-from history.log import Log
-from history.matches import Match
-from history.subscriber import HistoryClient
+from history.log.log import Log
+from history.reading.subscriber import HistoryClient
+from history.service import describe as describe_module
+from history.service.describe import Listing, describe
+from history.service.matches import Match
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import examples
 from uprotocol import uri as uris

@@ -15,11 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history import epochs as epochs_module
-from history import snapshot
-from history.acceptor import Record
-from history.asked import Poll
-from history.assembling import (
+from history.epochs import groups as epochs_module
+from history.epochs.assembling import (
     BEGUN,
     BEGUN_THERE,
     GROUPS_MAX,
@@ -31,14 +28,27 @@ from history.assembling import (
     Assembled,
     Assembler,
 )
-from history.chunk import Chunk, Origin, decode, encode
-from history.client import HistoryClient
-from history.epochs import ACTIVE_EACH_MAX, ACTIVE_MAX, LAST_EACH_MAX, Arrived, Buckets, Group, Progress, timed, untimed
-from history.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
-from history.keeper import Keeper
-from history.log import Log
-from history.store import Store
-from history.subscriber import CursorFile, GaplessSubscriber
+from history.epochs.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
+from history.epochs.groups import (
+    ACTIVE_EACH_MAX,
+    ACTIVE_MAX,
+    LAST_EACH_MAX,
+    Arrived,
+    Buckets,
+    Group,
+    Progress,
+    timed,
+    untimed,
+)
+from history.epochs.keeper import Keeper
+from history.file.store import Store
+from history.log.log import Log
+from history.reading.acceptor import Record
+from history.reading.client import HistoryClient
+from history.reading.subscriber import CursorFile, GaplessSubscriber
+from history.records.chunk import Chunk, Origin, decode, encode
+from history.service import snapshot
+from history.service.request import Poll
 from tests.history.test_epochs_whole import FRONTIERS, LAP, LAPS, SIGNALS, START_MS, message
 from tests.history.world import SERVICE, HistoryWorld
 from tests.tiers import full
@@ -622,7 +632,7 @@ async def test_a_service_of_before_says_that_it_knows_no_epochs(world: World, mo
     async def old(poll: object) -> None:
         """Ignores what it does not know."""
 
-    monkeypatch.setattr("history.service.add_frontiers", old)
+    monkeypatch.setattr("history.service.service.add_frontiers", old)
     async with GaplessSubscriber(world.client, SIGNALS, assembler=Assembler(SIGNALS)) as subscriber:
         with pytest.raises(UStatusError, match="knows no epochs") as caught:
             await anext(subscriber.epochs())
@@ -704,8 +714,8 @@ async def test_pages_without_end_are_read_no_further(world: World, monkeypatch: 
         poll.response.frontiers.add(incarnation=LOG, message=[bytes(500_000)])
         return False
 
-    monkeypatch.setattr("history.service.add_frontiers", endless)
-    monkeypatch.setattr("history.client.FRONTIERS_BYTES_MAX", 5 << 20)
+    monkeypatch.setattr("history.service.service.add_frontiers", endless)
+    monkeypatch.setattr("history.reading.client.FRONTIERS_BYTES_MAX", 5 << 20)
     with pytest.raises(UStatusError, match="name the authorities") as caught:
         await world.client.frontiers(PollRequest())
     assert caught.value.code == UCode.RESOURCE_EXHAUSTED

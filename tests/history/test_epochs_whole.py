@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import pytest
 
-from history.assembling import MISSED, Assembled, Assembler
-from history.client import HistoryClient
-from history.epochs import Group, timed
-from history.frontier import Epoch, Time, precedes
-from history.keeper import Keeper
-from history.log import Log
-from history.subscriber import GaplessSubscriber
+from history.epochs.assembling import MISSED, Assembled, Assembler
+from history.epochs.frontier import Epoch, Time, precedes
+from history.epochs.groups import Group, timed
+from history.epochs.keeper import Keeper
+from history.log.log import Log
+from history.reading.client import HistoryClient
+from history.reading.subscriber import GaplessSubscriber
 from tests.history.world import SERVICE, HistoryWorld, virtually
 from tests.tiers import full, seeds
 from uprotocol import uri as uris

@@ -10,12 +10,12 @@ from typing import Any, Final, Self, get_args
 
 import pytest
 
-from history.acceptor import Acceptor, Places
-from history.client import Frames, HistoryClient
-from history.follow import Following, Mode
-from history.log import Log
-from history.matches import Access, Sight
-from history.subscriber import GaplessSubscriber
+from history.log.log import Log
+from history.reading.acceptor import Acceptor, Places
+from history.reading.client import Frames, HistoryClient
+from history.reading.following import Following, Mode
+from history.reading.subscriber import GaplessSubscriber
+from history.service.matches import Access, Sight
 from simulation.loop import EPOCH_S
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from tests.tiers import full, seeds

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from history import followed as followed_module
-from history import rows
-from history.chunk import Origin
-from history.disk import Disk
-from history.load import NEXT_STREAM
-from history.log import Log
-from history.store import Store
-from history.subscriber import HistoryClient
-from history.verify import verify
-from history.writer import CURSORS_IDLE_S, Followed
+from history.file import rows
+from history.file.load import NEXT_STREAM
+from history.file.store import Store
+from history.file.verify import verify
+from history.file.writer import CURSORS_IDLE_S, Followed
+from history.log import followed as followed_module
+from history.log.durable import Disk
+from history.log.log import Log
+from history.reading.subscriber import HistoryClient
+from history.records.chunk import Origin
 from storage.runtime import REAL
 from tests.history.world import SERVICE, HistoryWorld
 from uprotocol import uri as uris

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history.frontier import (
+from history.epochs.frontier import (
     PASSED_MAX,
     SPANS_MAX,
     Antichain,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from history import consumers
-from history.consumers import Consumers, Owner
-from history.log import Log
-from history.subscriber import HistoryClient
+from history.log.log import Log
+from history.reading.subscriber import HistoryClient
+from history.service import consumers
+from history.service.consumers import Consumers, Owner
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
@@ -214,7 +214,7 @@ class World(HistoryWorld):
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr("history.service.POLLS_WAITING_MAX", 8)
+    monkeypatch.setattr("history.service.service.POLLS_WAITING_MAX", 8)
     made = World()
     log = await Log.open(tmp_path / "l.db", name="durable")
     await made.open(log, replies_bytes_max=4 << 20, drain_ms_max=100)

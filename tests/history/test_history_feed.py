@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from history import client as client_module
-from history import feed as feeds
-from history.asked import POLL_BYTES_MAX
-from history.feed import HistoryFeed
-from history.log import Log
-from history.subscriber import HistoryClient
+from history.log.log import Log
+from history.reading import client as client_module
+from history.reading import feed as feeds
+from history.reading.feed import HistoryFeed
+from history.reading.subscriber import HistoryClient
+from history.service.request import POLL_BYTES_MAX
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import full
 from uprotocol import uri as uris

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from history.log import Log
-from history.subscriber import HistoryClient
+from history.log.log import Log
+from history.reading.subscriber import HistoryClient
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -58,7 +58,7 @@ class World(HistoryWorld):
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr("history.service.POLLS_WAITING_MAX", 2)
+    monkeypatch.setattr("history.service.service.POLLS_WAITING_MAX", 2)
     made = World()
     await made.begin(tmp_path)
     yield made

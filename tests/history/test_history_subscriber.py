@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history import acceptor as acceptor_module
-from history import client as client_module
-from history import subscriber as subscriber_module
-from history import witness
-from history.acceptor import Acceptor, Places, Record
-from history.log import Log
-from history.subscriber import CursorFile, GaplessSubscriber, HistoryClient
+from history.log.log import Log
+from history.reading import acceptor as acceptor_module
+from history.reading import client as client_module
+from history.reading import subscriber as subscriber_module
+from history.reading.acceptor import Acceptor, Places, Record
+from history.reading.subscriber import CursorFile, GaplessSubscriber, HistoryClient
+from history.records import witness
 from tests.history.world import SERVICE, HistoryWorld
 from tests.tiers import seeds
 from uprotocol import uri as uris

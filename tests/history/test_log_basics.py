@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from history import log as log_module
-from history.log import Log
+from history.log import log as log_module
+from history.log.log import Log
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder, UPayload

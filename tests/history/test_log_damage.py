@@ -7,12 +7,12 @@ import os
 import sqlite3
 from pathlib import Path
 
-from history import damage as kinds
-from history.damage import Damage
-from history.gaps import QUEUED_MAX, Gaps
-from history.log import Cursor, Log
-from history.retention import Sizes
-from history.rows import DAMAGE, PAGE_BYTES
+from history.file import damage as kinds
+from history.file.damage import Damage
+from history.file.retention import Sizes
+from history.file.rows import DAMAGE, PAGE_BYTES
+from history.log.log import Cursor, Log
+from history.service.gaps import QUEUED_MAX, Gaps
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
 from uprotocol.message import UMessageBuilder, UPayload

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from history import log as log_module
-from history import reader as reader_module
-from history.log import Log, Passed
-from history.rows import PAGE_BYTES
-from history.service import HistoryService
-from history.store import Store
+from history.file import reader as reader_module
+from history.file.rows import PAGE_BYTES
+from history.file.store import Store
+from history.log import log as log_module
+from history.log.log import Log, Passed
+from history.service.service import HistoryService
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse, Position

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from history import damage as kinds
-from history.chunk import Origin
-from history.log import Cursor, Log
-from history.rows import CURSOR, PAGE_BYTES
-from history.verify import verify
-from history.writer import Followed
+from history.file import damage as kinds
+from history.file.rows import CURSOR, PAGE_BYTES
+from history.file.verify import verify
+from history.file.writer import Followed
+from history.log.log import Cursor, Log
+from history.records.chunk import Origin
 from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from history import streams
-from history import streams as streams_module
-from history.acceptor import Acceptor
-from history.damage import STREAM
-from history.log import Log, TopicsFullError
-from history.rows import META
-from history.service import HistoryService
-from history.subscriber import HistoryClient
-from history.verify import verify
+from history.file.damage import STREAM
+from history.file.rows import META
+from history.file.verify import verify
+from history.log import streams
+from history.log import streams as streams_module
+from history.log.log import Log, TopicsFullError
+from history.reading.acceptor import Acceptor
+from history.reading.subscriber import HistoryClient
+from history.service.service import HistoryService
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient

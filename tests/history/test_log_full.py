@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from history.log import Log
+from history.log.log import Log
 from streamer import dead_letter
 from tests.history.small_disk import mount, unmount
 from uprotocol import uri as uris

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from history import writer as writer_module
-from history.chunk import Origin
-from history.log import Log
-from history.retention import Ages
-from history.writer import Followed, Written
+from history.file import writer as writer_module
+from history.file.retention import Ages
+from history.file.writer import Followed, Written
+from history.log.log import Log
+from history.records.chunk import Origin
 from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -259,7 +259,7 @@ QUICK = settings(
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "CHUNK_RECORDS_MAX", 5)
-    monkeypatch.setattr("history.store.CHECKPOINT_CHUNKS", 7)
+    monkeypatch.setattr("history.file.store.CHECKPOINT_CHUNKS", 7)
     monkeypatch.setattr(writer_module, "RETENTION_PERIOD_MS", 10**9)
 
 

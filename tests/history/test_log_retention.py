@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from history import chunk as chunk_module
-from history.log import Cursor, Log, Passed
-from history.retention import Sizes
+from history.file.retention import Sizes
+from history.log.log import Cursor, Log, Passed
+from history.records import chunk as chunk_module
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from history import verify as verify_module
-from history.log import Log, Passed
-from history.verify import verify
+from history.file import verify as verify_module
+from history.file.verify import verify
+from history.log.log import Log, Passed
 from storage.faults import disk_bytes
 from storage.reserve import Reserve
 from storage.runtime import REAL, Runtime

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from history import load, opening, retention, rows, store, writer
-from history.log import Log
-from history.reader import Limits, Reader, walk
-from history.verify import verify
+from history.file import load, opening, retention, rows, store, writer
+from history.file.reader import Limits, Reader, walk
+from history.file.verify import verify
+from history.log.log import Log
 from storage.file import pragma
 from storage.runtime import REAL
 from uprotocol import uri as uris

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from history import log as log_module
-from history import matches as matches_module
-from history import witness
-from history.log import Log, Stream
-from history.matches import EVERYTHING, Match, Matches, Patterns, Sight
-from history.stream import is_publish
+from history.log import log as log_module
+from history.log.log import Log, Stream
+from history.records import witness
+from history.records.stream import is_publish
+from history.service import matches as matches_module
+from history.service.matches import EVERYTHING, Match, Matches, Patterns, Sight
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import examples
 from uprotocol import uri as uris
@@ -226,7 +226,7 @@ async def test_each_kind_of_topic_is_compared_once(monkeypatch: pytest.MonkeyPat
         return really(pattern, candidate)
 
     log = await fleet(200)
-    monkeypatch.setattr("history.matches.uris.matches", matches)
+    monkeypatch.setattr("history.service.matches.uris.matches", matches)
     match = Match(log, [uris.pattern(resource=0x8003), uris.pattern(resource=0x8004)])
     await match.complete()
     assert len(match.ids) == 400

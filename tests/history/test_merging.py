@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history import merging
-from history.frontier import ACTIVE_MAX, Antichain, Time, is_ahead, maximal, minimal
-from history.merging import LOGS_MAX, Merged, Part, times_of
+from history.epochs import merging
+from history.epochs.frontier import ACTIVE_MAX, Antichain, Time, is_ahead, maximal, minimal
+from history.epochs.merging import LOGS_MAX, Merged, Part, times_of
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime
 
 LOGS = [bytes([number]) * 16 for number in range(5)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history.numbers import Numbers
+from history.log.numbers import Numbers
 
 # near each other, and far: in one page, at the edges of pages, in pages of their own
 NUMBER = st.one_of(st.integers(0, 600), st.integers(0, (1 << 32) - 1))

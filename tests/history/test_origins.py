@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history import chunk as chunks
-from history.acceptor import Record, decode
-from history.batch import add_records
-from history.chunk import Chunk, Columns, CorruptChunkError, Origin, Scan
+from history.reading.acceptor import Record, decode
+from history.records import chunk as chunks
+from history.records.batch import add_records
+from history.records.chunk import Chunk, Columns, CorruptChunkError, Origin, Scan
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import RecordBatch
 from uprotocol.encoded import EncodedMessage

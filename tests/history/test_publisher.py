@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history import publisher as publisher_module
-from history.assembling import Assembler
-from history.epochs import ENDED, Group
-from history.frontier import Epoch
+from history.epochs.assembling import Assembler
+from history.epochs.frontier import Epoch
+from history.epochs.groups import ENDED, Group
+from history.file.store import Store
 from history.publisher import HistoryPublisher
-from history.store import Store
-from history.subscriber import GaplessSubscriber, HistoryClient
+from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from tests.test_docs_snippets import DOCS, run
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris

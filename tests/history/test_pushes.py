@@ -9,11 +9,11 @@ from typing import Literal, get_args
 
 import pytest
 
-from history import snapshot
-from history.acceptor import Acceptor
-from history.client import Frames, HistoryClient
-from history.log import Log
-from history.pushing import WINDOW_BYTES_MIN
+from history.log.log import Log
+from history.reading.acceptor import Acceptor
+from history.reading.client import Frames, HistoryClient
+from history.service import snapshot
+from history.service.pushing import WINDOW_BYTES_MIN
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from tests.tiers import seeds
 from transports.local import LocalTransport

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from history import rows
-from history.log import Cursor, Log
-from history.service import HistoryService
-from history.store import Store
+from history.file import rows
+from history.file.store import Store
+from history.log.log import Cursor, Log
+from history.service.service import HistoryService
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, DescribeResponse, PollRequest, PollResponse

@@ -7,8 +7,8 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
-from history.log import Log
-from history.service import HistoryService
+from history.log.log import Log
+from history.service.service import HistoryService
 from simulation.loop import VirtualLoop
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from history.acceptor import Record
-from history.assembling import Assembled
-from history.frontier import Epoch
+from history.epochs.assembling import Assembled
+from history.epochs.frontier import Epoch
+from history.reading.acceptor import Record
 from simulation.epochs import EpochReader, EpochsChecker
 from uprotocol import uri as uris
 

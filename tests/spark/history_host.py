@@ -14,10 +14,10 @@ from typing import Any
 
 import structlog
 
-from history.epochs import Group
-from history.keeper import Keeper
-from history.log import Log
-from history.service import HistoryService
+from history.epochs.groups import Group
+from history.epochs.keeper import Keeper
+from history.log.log import Log
+from history.service.service import HistoryService
 from transports import plugin
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from history.log import Log
-from history.matches import Match
-from history.subscriber import GaplessSubscriber, HistoryClient
+from history.log.log import Log
+from history.reading.subscriber import GaplessSubscriber, HistoryClient
+from history.service.matches import Match
 from streamer.access import Access, Entry, Pattern
 from streamer.config import loads
 from streamer.endpoint import Endpoint, Endpoints

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import pytest
 
-from history import log as log_module
-from history.log import Log
+from history.log import log as log_module
+from history.log.log import Log
 from simulation.disk import DiskFaults, SimulatedDisk
 from simulation.loop import SimulatedWorker, VirtualLoop
 from storage.runtime import Runtime

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from history.log import Log
+from history.log.log import Log
 from streamer import blocked
 from streamer.blocked import Aside
 from streamer.egress import Pump

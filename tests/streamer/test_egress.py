@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from history.log import Log
+from history.log.log import Log
 from streamer.egress import WINDOW_BYTES_MAX, Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.flow import Flow

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from history.acceptor import Record
-from history.assembling import BEGUN_THERE, Assembled, Assembler
-from history.client import HistoryClient
-from history.frontier import Epoch
-from history.log import Log
-from history.subscriber import GaplessSubscriber
+from history.epochs.assembling import BEGUN_THERE, Assembled, Assembler
+from history.epochs.frontier import Epoch
+from history.log.log import Log
+from history.reading.acceptor import Record
+from history.reading.client import HistoryClient
+from history.reading.subscriber import GaplessSubscriber
 from streamer.followed import _first_behind
 from tests.streamer.conftest import MakeWorld
 from tests.streamer.test_following import DOOR, SPEED, SUBSCRIBED, Pair, Publish

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from history.log import Log
-from history.service import HistoryService
+from history.log.log import Log
+from history.service.service import HistoryService
 from tests.streamer.conftest import MakeWorld, World, publication
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history.log import Log
+from history.log.log import Log
 from streamer import egress, holds
 from streamer.holds import AddressHolds
 from tests.streamer.conftest import Hearer, MakeWorld, World

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from history.log import Log
-from history.store import Store
+from history.file.store import Store
+from history.log.log import Log
 from streamer import flow as flows
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError

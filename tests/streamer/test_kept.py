@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from history.log import Log
+from history.log.log import Log
 from streamer import flow as flows
 from streamer.commands import cursors
 from streamer.flow import Appender, Flow

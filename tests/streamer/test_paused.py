@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history.log import Log, Passed
+from history.log.log import Log, Passed
 from streamer import control
 from streamer import paused as pauses
 from streamer.control import ControlSocket, ask

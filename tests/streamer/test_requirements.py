@@ -122,7 +122,7 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     range."""
     # what one step of retention hands over begins with what waits in memory still
     for limit in ("RECORDS_MAX", "BYTES_MAX"):
-        monkeypatch.setattr(f"history.chunk.PASSED_{limit}", 64 << 20)
+        monkeypatch.setattr(f"history.records.chunk.PASSED_{limit}", 64 << 20)
     world = await make_world(subscriptions=TO_MCU, more="[history]\nretention_mib = 1\n")
     vehicle, mcu = await world.node("vehicle", "vehicle1"), await world.node("mcu", "mcu1", 0x9001)
     heard = await world.hear(mcu, SPEED)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from history import feed as feeds
-from history.feed import HistoryFeed
-from history.subscriber import HistoryClient
+from history.reading import feed as feeds
+from history.reading.feed import HistoryFeed
+from history.reading.subscriber import HistoryClient
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.status import UStatusError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from history.log import Log
+from history.log.log import Log
 from streamer import dead_letter, metrics
 from streamer.rules import Rule
 from uprotocol import uri as uris
@@ -528,7 +528,7 @@ async def test_an_admin_port_in_use_is_a_clear_error(make_world: MakeWorld) -> N
 
 
 async def test_recorded_topics_can_be_polled_though_nobody_subscribed(make_world: MakeWorld, publish: Publish) -> None:
-    from history.subscriber import HistoryClient
+    from history.reading.subscriber import HistoryClient
 
     world = await make_world(subscriptions={}, more='[history]\nrecord = ["//vehicle1/8001/FF/FFFF"]\n')
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)

@@ -76,10 +76,13 @@ def test_the_core_is_whole_whichever_part_of_it_is_imported_first(package: str) 
 def test_the_python_is_run_where_the_environment_says_so() -> None:
     said = python(
         "-c",
-        "import history.chunk as one, uprotocol; print(one.__file__, uprotocol.CORE)",
+        "import history.records.chunk as one, uprotocol; print(one.__file__, uprotocol.CORE)",
         UP_STREAMER_COMPILED="0",
     )
-    assert said.stdout.split(maxsplit=1) == [str(ROOT / "history/chunk.py"), "interpreted (UP_STREAMER_COMPILED=0)\n"]
+    assert said.stdout.split(maxsplit=1) == [
+        str(ROOT / "history/records/chunk.py"),
+        "interpreted (UP_STREAMER_COMPILED=0)\n",
+    ]
 
 
 @pytest.fixture
@@ -146,7 +149,7 @@ def test_all_that_is_built_in_is_looked_at() -> None:
     assert {"uprotocol/cache.py", "uprotocol/uuid.py", "uprotocol/v1/uri_pb2.py"} <= set(
         hatch_build.sources(["uprotocol.encoded"])
     )
-    assert "history/log.py" in hatch_build.sources(["streamer.ingress"]), "imported for its types alone, too"
+    assert "history/log/log.py" in hatch_build.sources(["streamer.ingress"]), "imported for its types alone, too"
 
 
 def test_each_module_of_the_core_is_there_once() -> None:

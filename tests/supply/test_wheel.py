@@ -92,7 +92,7 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", ["uprotocol.v1.uri_pb2", "streamer.commands.cli", "history.log"])
+@pytest.mark.parametrize("module", ["uprotocol.v1.uri_pb2", "streamer.commands.cli", "history.log.log"])
 def test_up_python_in_the_same_folder_is_told_at_import(site: Path, module: str) -> None:
     assert imported(module, site).returncode == 0
     (site / "up_python-0.2.0.dev0.dist-info").mkdir()
@@ -142,7 +142,7 @@ def test_the_wheel_for_all_has_the_python_alone(tmp_path: Path) -> None:
     made = wheel(tmp_path, "0")
     assert made.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(made).namelist()
-    assert "history/chunk.py" in names
+    assert "history/records/chunk.py" in names
     assert [name for name in names if "_compiled" in name or name.endswith(".so")] == []
 
 
@@ -152,9 +152,9 @@ def test_the_wheel_of_this_machine_has_both_and_imports_what_was_compiled(tmp_pa
     assert f"-cp{sys.version_info.major}{sys.version_info.minor}-" in made.name
     site = tmp_path / "site"
     with zipfile.ZipFile(made) as archive:
-        assert "history/chunk.py" in archive.namelist()
+        assert "history/records/chunk.py" in archive.namelist()
         archive.extractall(site)
-    asked = "message; print(uprotocol.CORE); import history.chunk as it; print(it.__file__)"
+    asked = "message; print(uprotocol.CORE); import history.records.chunk as it; print(it.__file__)"
     state, path = imported(f"uprotocol.{asked}", site).stdout.splitlines()
     assert state == uprotocol.CORE
     assert path.startswith(str(site / "uprotocol" / "_compiled"))

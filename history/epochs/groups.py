@@ -1,0 +1,627 @@
+"""Epochs of a group of topics: which one each record is of, and when one is over. No I/O; `now` is an argument.
+
+records -> assign: which epoch is each of? -> opened: told in front of them
+        -> settle: is one over by them?    -> ended: told behind them         tick: one that does not end by itself
+
+Buckets: the time in a record's id, cut into pieces of `width_ms`. Ours is the one that is held: the lowest that is open
+By progress: publishers hold what they have opened, and say with its end what belongs to it
+
+Late is what comes for an epoch that is over: it joins the lowest one that is open, so nothing is lost, and is counted.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError
+
+from history.epochs.frontier import ACTIVE_MAX, LENGTH_MAX, NUMBER_MIN, Epoch, Frontier, Passed, State, Time
+from history.records.chunk import ID_BYTES, message_id
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime, ProgressRequest, Timed
+from uprotocol.encoded import Carried, EncodedMessage
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4  # of one publisher; in a group of several hosts, of all on one host
+CHANGES_MAX: Final = 2 * ACTIVE_EACH_MAX  # of one request
+# topics that are named with the end of epochs, and of which not all has come: each record of a frontier has them, some
+# 40 bytes for each. A publisher, or all on one host, has a quarter
+LAST_MAX: Final = 4_000
+LAST_EACH_MAX: Final = LAST_MAX // 4
+ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
+
+INTERRUPTED: Final = "the gateway was not running in between"
+SILENT: Final = "nothing came any more, and nothing that is later"
+UNCLOSED: Final = "its publisher has not closed it"
+REFUSED: Final = "some of its messages could not be stored"
+ENDED: Final = "the group is not kept any more"
+
+COUNTED: Final = ("records", "late", "ahead", "crowded", "unnamed", "without", "epochs", "incomplete", "skipped")
+
+Publisher = tuple[str, int]  # authority, uEntity; or a host, and 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Topics that have epochs together. `width_ms` None: publishers open and close them."""
+
+    name: str
+    topics: Sequence[UUri]
+    width_ms: int | None
+    lateness_ms: int = 0  # a bucket ends when there was a record that is so much later
+    ahead_ms: int = 5_000  # an id that is further ahead of our clock opens nothing
+    timeout_ms: int = 10_000
+
+    def has(self, source: UUri) -> bool:
+        return any(uris.matches(pattern, source) for pattern in self.topics)
+
+    def owner(self, publisher: Publisher) -> Publisher:
+        """Who shares with others what a group has room for: in a group of several hosts each of these."""
+        hosts = {topic.authority_name for topic in self.topics}
+        are_several = len(hosts) > 1 or any(host.startswith(uris.WILDCARD_AUTHORITY) for host in hosts)
+        return (publisher[0], 0) if are_several else publisher
+
+    def is_publisher(self, entity: UUri) -> bool:
+        """It may publish what is of this group."""
+        return any(uris.matches(_of_entity(pattern), entity) for pattern in self.topics)
+
+
+def _of_entity(pattern: UUri) -> UUri:
+    return uris.uri(pattern.authority_name, pattern.ue_id, pattern.ue_version_major, 0)
+
+
+class Arrived(NamedTuple):
+    """A record on its way into a log."""
+
+    publisher: Publisher
+    topic: bytes  # as in Stream.source_bytes
+    message: Carried
+
+
+def timed(time: Time, payload: UPayload) -> UPayload:
+    """`payload` of an epoch that it names: for a publisher that has several open at once. Raises INVALID_ARGUMENT as
+    `wire_time`."""
+    named = Timed(time=wire_time(time), payload=payload.data, format=payload.format)
+    return UPayload.pack_to_any(named)
+
+
+def untimed(payload: UPayload) -> tuple[Time | None, UPayload]:
+    """What is inside, and the epoch that it names; as it is, and None, where it names none."""
+    named = _timed_of(payload.format, payload.data)
+    if named is None:
+        return None, payload
+    return tuple(named.time.numbers), UPayload(named.payload, named.format)  # type: ignore[arg-type]
+
+
+def _timed_of(format: int, data: bytes) -> Timed | None:
+    if format != ANY_FORMAT:
+        return None
+    try:
+        wrapped, named = AnyMessage.FromString(data), Timed()
+        return named if wrapped.Unpack(named) else None
+    except DecodeError:
+        return None
+
+
+def _named(message: Carried) -> Time | None:
+    if isinstance(message, EncodedMessage):
+        format: int = message.stamp.payload_format
+    else:
+        format = message.attributes.payload_format
+    named = _timed_of(format, message.payload)
+    return None if named is None else tuple(named.time.numbers)
+
+
+def created_ms(message: Carried) -> int:
+    """The time in its id, Unix milliseconds."""
+    return message.created_ms if isinstance(message, EncodedMessage) else uuids.time_ms(message.attributes.id)
+
+
+class Kept(abc.ABC):
+    """How far a group has come. `counts`: records, late, ahead, crowded (that found no room for an epoch of their own),
+    unnamed, without (an epoch), epochs (that ended), incomplete (of these), skipped. All are there from the start."""
+
+    kind: str
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.frontier = Frontier()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.incomplete: dict[Time, str] = {}  # of what is open, why it will not be whole
+        self.version = 0
+        self._ended: list[GroupFrontier.Ended] = []  # and not told
+        self._is_changed = False  # in what is to be kept
+        self.spoiled: dict[Time, None] = {}  # that ended by records that were refused then; the newest of them
+        self._told = GroupFrontier()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.group.name}, {self.frontier}, {dict(self.counts)})"
+
+    # -- what a kind of epochs decides
+
+    @abc.abstractmethod
+    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+        """One for each, before they are stored. `now`: loop time."""
+
+    def refused(self, publisher: Publisher, topic: bytes, time: Time) -> None:
+        """A record that was assigned to it is not stored. Its sender knows, and may send it again."""
+
+    @abc.abstractmethod
+    def settle(self, now: float) -> None:
+        """End what is over by the records that were assigned."""
+
+    @abc.abstractmethod
+    def tick(self, now: float) -> None:
+        """End what has waited for too long."""
+
+    @property
+    @abc.abstractmethod
+    def due(self) -> float | None:
+        """When to tick, loop time; None: nothing waits."""
+
+    # -- what all have in common
+
+    def _epoch(self, time: Time) -> Epoch:
+        return Epoch(self.group.name, time)
+
+    def _release(self, *times: Time) -> Passed:
+        passed = self.frontier.release(*times)
+        for time in passed.completed:
+            why = self.incomplete.pop(time, "")
+            self.counts["epochs"] += 1
+            self.counts["incomplete"] += bool(why)
+            self._ended.append(GroupFrontier.Ended(time=wire_time(time), incomplete=why))
+        for time in passed.skipped:
+            self.incomplete.pop(time, None)
+            self.counts["skipped"] += 1
+        return passed
+
+    # -- as it is told
+
+    @property
+    def has_news(self) -> bool:
+        return (
+            self._is_changed
+            or bool(self._ended)
+            or self._lower != _times(self._told.lower)
+            or self._active != _times(self._told.active)
+        )
+
+    @property
+    def _lower(self) -> set[Time]:
+        return set(self.frontier.lower)
+
+    @property
+    def _active(self) -> set[Time]:
+        return set(self.frontier.seen)
+
+    @property
+    def told(self) -> GroupFrontier:
+        """As it was told last."""
+        return self._told
+
+    def tell(self) -> GroupFrontier:
+        """All that is to be known; what is new since is told as such."""
+        before, was_active = _times(self._told.lower), _times(self._told.active)
+        self.version += 1
+        told = GroupFrontier(group=self.group.name, ended=self._ended, version=self.version)
+        told.lower.extend(map(wire_time, sorted(self._lower)))
+        told.active.extend(map(wire_time, sorted(self._active)))
+        told.opened.extend(map(wire_time, sorted(self._active - was_active)))
+        changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
+        told.updates.extend(
+            GroupFrontier.Update(time=wire_time(time), change=change) for time, change in sorted(changes)
+        )
+        self._ended, self._is_changed = [], False
+        self._keep(told.kept)
+        self._told = told
+        return told
+
+    def retell(self) -> GroupFrontier:
+        """The same, with nothing new."""
+        told = GroupFrontier()
+        told.CopyFrom(self._told)
+        told.group, told.version, told.kept.kind = self.group.name, self.version, self.kind
+        for name in ("opened", "updates", "ended"):
+            told.ClearField(name)
+        return told
+
+    def _keep(self, kept: GroupFrontier.Kept) -> None:
+        """What `resume` needs."""
+        kept.kind = self.kind
+        kept.seen.extend(map(wire_time, sorted(self.frontier.seen)))
+        kept.passed.extend(map(wire_time, sorted(self.frontier.passed)))
+        kept.floor.extend(map(wire_time, sorted(self.frontier.floor)))
+        kept.incomplete.extend(
+            GroupFrontier.Ended(time=wire_time(time), incomplete=why) for time, why in sorted(self.incomplete.items())
+        )
+
+    def resume(self, told: GroupFrontier, now: float) -> None:
+        """Go on where this was told, before a restart. Raises FAILED_PRECONDITION if that was another kind."""
+        kept = told.kept
+        if kept.kind != self.kind:
+            what = f"the epochs of {self.group.name!r} were kept by {kept.kind}, and its readers know them so"
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: give what is kept by {self.kind} another name")
+        held = self._resumed(told, now)
+        self.version = told.version
+        self.frontier = Frontier(held, *(map(time_of, one) for one in (kept.seen, kept.passed, kept.floor)))
+        self.incomplete = {time_of(one.time): one.incomplete for one in kept.incomplete}
+        self._told = told
+
+    @abc.abstractmethod
+    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
+        """What is held."""
+
+
+class Buckets(Kept):
+    """The time of an epoch is the Unix millisecond in which its bucket begins."""
+
+    kind = "bucket"
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        assert group.width_ms is not None, "a bucket has a width"
+        self._width = group.width_ms
+        self._newest_ms = NUMBER_MIN  # of all ids that were not ahead
+        self._ends: dict[Time, float] = {}  # of what is open, loop time
+
+    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+        ceiling, width = now_ms + self.group.ahead_ms, self._width
+        created = [created_ms(one.message) for one in records]
+        sane = [ms for ms in created if ms <= ceiling]
+        if not self.frontier.held:
+            first_ms = min(sane, default=now_ms) - self.group.lateness_ms
+            self._hold(first_ms // width * width)
+        self._newest_ms = max([*sane, self._newest_ms])
+        (lowest,) = self.frontier.lower
+        epochs: list[Epoch | None] = []
+        known: dict[int, Epoch] = {}
+        self.counts["records"] += len(records)
+        for ms in created:
+            begin = ms // width * width
+            if ms > ceiling:
+                self.counts["ahead"] += 1
+                begin = lowest[0]
+            elif begin < lowest[0]:
+                self.counts["late"] += 1
+                begin = lowest[0]
+            if begin not in known:
+                known[begin] = self._open((begin,), lowest, now)
+            epoch = known[begin]
+            self.counts["crowded"] += epoch.time[0] != begin
+            epochs.append(epoch)
+        return epochs
+
+    def _hold(self, begin: int) -> None:
+        time = (begin,)
+        if not self.frontier.may_come(time):  # of a clock of before
+            time = (max(one[0] for one in self.frontier.passed) + self._width,)
+        self.frontier.hold(time)
+
+    def _open(self, time: Time, lowest: Time, now: float) -> Epoch:
+        seen = self.frontier.seen
+        if time not in seen and time != lowest and len(seen) >= ACTIVE_MAX - 1:
+            time = lowest
+        if time not in seen:
+            self.frontier.see(time)
+            self._ends[time] = now + self.group.timeout_ms / 1_000
+        return self._epoch(time)
+
+    def settle(self, now: float) -> None:
+        if self.frontier.held:
+            self._advance((self._newest_ms - self.group.lateness_ms) // self._width * self._width)
+
+    def _advance(self, begin: int) -> None:
+        (lowest,) = self.frontier.lower
+        if begin > lowest[0]:
+            self.frontier.hold((begin,))
+            for time in self._release(lowest).completed:
+                self._ends.pop(time, None)
+
+    def tick(self, now: float) -> None:
+        overdue = [time for time, end in self._ends.items() if end <= now]
+        if overdue:
+            last = max(overdue)
+            for time in self.frontier.seen:
+                if time <= last:
+                    self.incomplete.setdefault(time, SILENT)
+            if any(time > last for time in self.frontier.seen):
+                self._advance(last[0] + self._width)
+            else:  # it holds nothing while it is quiet: so it holds back nobody who reads others, too
+                for time in self._release(*self.frontier.lower).completed:
+                    self._ends.pop(time, None)
+
+    @property
+    def due(self) -> float | None:
+        return min(self._ends.values(), default=None)
+
+    def _keep(self, kept: GroupFrontier.Kept) -> None:
+        super()._keep(kept)
+        kept.newest_ms = max(0, self._newest_ms)
+
+    def resume(self, told: GroupFrontier, now: float) -> None:
+        super().resume(told, now)
+        self._newest_ms = told.kept.newest_ms
+        for seen in self.frontier.seen:
+            self.incomplete.setdefault(seen, INTERRUPTED)
+            self._ends[seen] = now + self.group.timeout_ms / 1_000
+
+    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
+        return list(map(time_of, told.lower))
+
+
+@dataclass(slots=True)
+class Had:
+    """Of one topic, what came of an epoch."""
+
+    count: int = 0
+    newest_id: bytes = b""
+
+
+@dataclass(slots=True)
+class Held:
+    """An epoch that one publisher has opened."""
+
+    ends_at: float  # loop time, if nothing comes until then
+    after: dict[bytes, int]  # by log: nothing of it came before
+    is_closing: bool = False
+    last: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)  # by topic: id and count, as it was said
+    had: dict[bytes, Had] = field(default_factory=dict)  # by topic: what came
+
+    def missing(self) -> str:
+        """Why it can't end yet; empty: it can."""
+        if not self.is_closing:
+            return UNCLOSED
+        for topic, (id, count) in self.last.items():
+            had = self.had.get(topic, Had())
+            if had.newest_id < id or had.count < count:
+                return f"{had.count} of {count} messages of {uris.format(UUri.FromString(topic))} came"
+        return ""
+
+
+class Progress(Kept):
+    """`places`: where each log is, for what is opened now."""
+
+    kind = "progress"
+
+    def __init__(self, group: Group, places: Callable[[], dict[bytes, int]]) -> None:
+        super().__init__(group)
+        self._places = places
+        self.publishers: dict[Publisher, dict[Time, Held]] = {}
+        self.covered: dict[Time, Publisher] = {}  # that were closed, and what precedes them was not
+        self._settled: list[tuple[Publisher, Time]] = []  # may be over by what came
+
+    # -- what publishers say
+
+    def change(self, publisher: UUri, changes: Sequence[ProgressRequest.Change], now: float) -> None:
+        """All of them, or none and UStatusError. What was done before is not done twice."""
+        if len(changes) > CHANGES_MAX:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {CHANGES_MAX} changes at once, got {len(changes)}")
+        whose = (publisher.authority_name, publisher.ue_id)
+        for place, one in enumerate(changes):
+            self._check(publisher, one, place)
+        opens = self._opens(whose, changes)
+        self._check_room(whose, opens, changes)
+        self.frontier.hold(*opens)
+        self._is_changed = True
+        held = self.publishers.setdefault(whose, {})
+        held.update({time: Held(0.0, self._places()) for time in opens})
+        for one in changes:
+            time = time_of(one.time)
+            if one.change < 0 and time in held and not held[time].is_closing:
+                held[time].is_closing = True
+                held[time].last = {last.topic.SerializeToString(): (last.id, last.count) for last in one.last}
+                self._settled.append((whose, time))
+            if time in held:
+                held[time].ends_at = now + self.group.timeout_ms / 1_000
+        if not held:
+            del self.publishers[whose]
+
+    def _check(self, publisher: UUri, one: ProgressRequest.Change, place: int) -> None:
+        what, time = f"change {place + 1}", time_of(one.time)
+        if one.change not in (1, -1):
+            raise invalid(f"{what} is +1 or -1, got {one.change}")
+        length = self.frontier.length
+        if not 0 < len(time) <= LENGTH_MAX:
+            raise invalid(f"{what}: a time has 1 to {LENGTH_MAX} numbers, got {len(time)}")
+        if length is not None and len(time) != length:
+            raise invalid(f"{what}: the times of {self.group.name!r} have {length} numbers, got {time}")
+        for last in one.last:
+            whose = (last.topic.authority_name, last.topic.ue_id)
+            if whose != (publisher.authority_name, publisher.ue_id) or not self.group.has(last.topic):
+                raise invalid(f"{what}: {uris.format(last.topic)} is no topic of the caller in {self.group.name!r}")
+            if len(last.id) != ID_BYTES or not last.count:
+                raise invalid(f"{what}: the last message of a topic has an id of {ID_BYTES} bytes, and a count from 1")
+
+    def _opens(self, whose: Publisher, changes: Sequence[ProgressRequest.Change]) -> list[Time]:
+        """What is to be held in addition. Raises what `change` does."""
+        held = self.publishers.get(whose, {})
+        opens = list(dict.fromkeys(time_of(one.time) for one in changes if one.change > 0))
+        opens = [time for time in opens if time not in held]
+        length = self.frontier.length or next(map(len, opens), None)
+        for time in opens:
+            if len(time) != length:
+                raise invalid(f"the times of {self.group.name!r} have {length} numbers, got {time}")
+            if not self.frontier.may_come(time):
+                lower = sorted(self.frontier.lower) or sorted(self.frontier.passed)
+                what = f"{time} of {self.group.name!r} is over: the lower frontier has come to {lower}"
+                raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}; open what is greater")
+        closes = [time_of(one.time) for one in changes if one.change < 0]
+        for time in closes:
+            if time not in held and time not in opens and self._is_to_come(time):
+                what = f"{time} of {self.group.name!r} was not opened by the caller"
+                raise UStatusError(UCode.NOT_FOUND, what)
+        return opens
+
+    def _check_room(self, whose: Publisher, opens: Sequence[Time], changes: Sequence[ProgressRequest.Change]) -> None:
+        """Raises RESOURCE_EXHAUSTED."""
+        owner, held = self.group.owner(whose), self.publishers.get(whose, {})
+        others = {publisher: all for publisher, all in self.publishers.items() if publisher != whose}
+        near = [
+            one for publisher, all in others.items() if self.group.owner(publisher) == owner for one in all.values()
+        ]
+        closes = {time_of(one.time): len(one.last) for one in changes if one.change < 0}
+        open = [time for time in (*held, *opens) if time not in closes and not (time in held and held[time].is_closing)]
+        covered = [self.group.owner(by) for time, by in self.covered.items() if time not in self.frontier.held]
+        of_owner = len(open) + sum(not one.is_closing for one in near) + covered.count(owner)
+        in_all = self.frontier.held.total() + len(covered) + len(opens)
+        if opens and (in_all > ACTIVE_MAX or of_owner > ACTIVE_EACH_MAX):
+            what = f"{ACTIVE_EACH_MAX} epochs of one publisher and {ACTIVE_MAX} in all are open at once"
+            do = f"close some of {self.group.name!r}, the lowest first: one that is greater ends with it"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: {do}")
+        closing = [time for time in closes if time in opens or (time in held and not held[time].is_closing)]
+        new = sum(closes[time] for time in closing)
+        own = new + sum(len(one.last) for one in (*held.values(), *near))
+        all = new + sum(len(one.last) for each in self.publishers.values() for one in each.values())
+        if new and (own > LAST_EACH_MAX or all > LAST_MAX):
+            what = f"{LAST_EACH_MAX} topics of one publisher and {LAST_MAX} in all are named by what closes at once"
+            do = f"wait until the messages of what was closed of {self.group.name!r} before have come, or name fewer"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: {do}")
+
+    def _is_to_come(self, time: Time) -> bool:
+        length = self.frontier.length
+        return length is None or self.frontier.state(time) in (State.LATENT, State.ACTIVE)
+
+    # -- what comes
+
+    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+        self.counts["records"] += len(records)
+        return [self._assign(record, now) for record in records]
+
+    def _assign(self, record: Arrived, now: float) -> Epoch | None:
+        own, id = self.publishers.get(record.publisher, {}), message_id(record.message)
+        named = _named(record.message) if own else None
+        time = self._current(own, record.topic, id) if named is None else named
+        if time is None or time not in own:
+            self.counts["late"] += 1
+            if not self.frontier.held:
+                self.counts["without"] += 1
+                return None
+            time = min(self.frontier.lower)
+        else:
+            self._count(own[time], record, time, id, now)
+        self.frontier.see(time)
+        return self._epoch(time)
+
+    def _current(self, own: dict[Time, Held], topic: bytes, id: bytes) -> Time | None:
+        """What it belongs to though it does not say so."""
+        closing = [time for time, held in own.items() if held.is_closing and id <= held.last.get(topic, (b"", 0))[0]]
+        if closing:
+            return min(closing)
+        open = [time for time, held in own.items() if not held.is_closing]
+        self.counts["unnamed"] += len(open) > 1
+        return min(open, default=None)
+
+    def _count(self, held: Held, record: Arrived, time: Time, id: bytes, now: float) -> None:
+        had = held.had.setdefault(record.topic, Had())
+        had.count += 1
+        had.newest_id = max(had.newest_id, id)
+        if held.is_closing:
+            self._settled.append((record.publisher, time))
+        else:
+            held.ends_at = now + self.group.timeout_ms / 1_000
+
+    def had(self, publisher: Publisher, topic: bytes, id: bytes, time: Time) -> None:
+        """It came before a restart."""
+        held = self.publishers.get(publisher, {}).get(time)
+        if held is not None:
+            had = held.had.setdefault(topic, Had())
+            had.count += 1
+            had.newest_id = max(had.newest_id, id)
+            self._settled.append((publisher, time))
+
+    def refused(self, publisher: Publisher, topic: bytes, time: Time) -> None:
+        held = self.publishers.get(publisher, {}).get(time)
+        if held is None and time in self.frontier.seen:  # what precedes it is open still
+            self.incomplete.setdefault(time, REFUSED)
+            self._is_changed = True
+        elif held is None:
+            self.spoiled[time] = None
+            if len(self.spoiled) > ACTIVE_MAX:
+                del self.spoiled[next(iter(self.spoiled))]
+        elif topic in held.had:
+            held.had[topic].count -= 1
+
+    def settle(self, now: float) -> None:
+        settled, self._settled = self._settled, []
+        over = [one for one in dict.fromkeys(settled) if self._is_over(*one)]
+        self._end(over)
+
+    def _is_over(self, publisher: Publisher, time: Time) -> bool:
+        held = self.publishers.get(publisher, {}).get(time)
+        return held is not None and not held.missing()
+
+    def _end(self, over: Iterable[tuple[Publisher, Time]]) -> None:
+        over = list(over)
+        for publisher, time in over:
+            del self.publishers[publisher][time]
+            if not self.publishers[publisher]:
+                del self.publishers[publisher]
+        if over:
+            self._release(*(time for _, time in over))
+            self.covered.update((time, publisher) for publisher, time in over)
+            self.covered = {time: publisher for time, publisher in self.covered.items() if time in self.frontier.seen}
+
+    def tick(self, now: float) -> None:
+        overdue = [
+            (publisher, time, held)
+            for publisher, all in self.publishers.items()
+            for time, held in all.items()
+            if held.ends_at <= now
+        ]
+        for (authority, ue_id), time, held in overdue:
+            self.incomplete[time] = f"{authority}/{ue_id:X}: {held.missing() or UNCLOSED}"
+        self._end((publisher, time) for publisher, time, _ in overdue)
+
+    @property
+    def due(self) -> float | None:
+        return min((held.ends_at for all in self.publishers.values() for held in all.values()), default=None)
+
+    def _keep(self, kept: GroupFrontier.Kept) -> None:
+        super()._keep(kept)
+        for (authority, ue_id), all in self.publishers.items():
+            for time, held in all.items():
+                told = kept.held.add(time=wire_time(time), is_closing=held.is_closing)
+                told.publisher.CopyFrom(uris.uri(authority, ue_id, 0, 0))
+                for topic, (id, count) in held.last.items():
+                    told.last.add(topic=UUri.FromString(topic), id=id, count=count)
+                for incarnation, seq in held.after.items():
+                    told.after.add(incarnation=incarnation, seq=seq)
+
+    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
+        held_times = []
+        for one in told.kept.held:
+            held = Held(now + self.group.timeout_ms / 1_000, {at.incarnation: at.seq for at in one.after})
+            held.is_closing = one.is_closing
+            held.last = {last.topic.SerializeToString(): (last.id, last.count) for last in one.last}
+            time = time_of(one.time)
+            held_times.append(time)
+            self.publishers.setdefault((one.publisher.authority_name, one.publisher.ue_id), {})[time] = held
+        self.covered = dict.fromkeys(map(time_of, told.kept.seen), ("", 0))  # of those that are held no matter
+        return held_times
+
+
+def time_of(told: LogicalTime) -> Time:
+    return tuple(told.numbers)
+
+
+def wire_time(time: Time) -> LogicalTime:
+    """Raises INVALID_ARGUMENT for what are no numbers of 64 bits."""
+    try:
+        return LogicalTime(numbers=time)
+    except (TypeError, ValueError):
+        raise invalid(f"a time has whole numbers of 64 bits, got {time!r}: give a tuple of them") from None
+
+
+def _times(told: Iterable[LogicalTime]) -> set[Time]:
+    return set(map(time_of, told))

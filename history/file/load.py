@@ -1,0 +1,474 @@
+"""What an opened file says, held against checksums, and put right where that can be done.
+
+rows: meta, holes, streams, cursors --right--> + chunks since the last checkpoint -> Loaded
+              |
+              '-- wrong --> a bit turned back, or made anew: from the chunks (which have checksums), from the mark
+                            what can't be known: the safe side. Sending again beats skipping, and all of it is told
+
+Nothing here is written before everything was read; then it is one transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+import structlog
+
+from history.file import damage as kinds
+from history.file import rows
+from history.file.damage import Damage, Ledger
+from history.records.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
+from history.records.stream import Stream, address_of, authority_of, growth_of
+from storage.disk import V1_LEAP_MAX, Marked
+from storage.file import transaction
+from storage.statements import insert_rows
+
+NOT_KNOWN: Final = -1
+CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
+# in meta: the number that the next stream gets, also where those before it are forgotten
+NEXT_STREAM: Final = "next_stream"
+# in meta: the index of streams, and the spans, may name chunks that retention has deleted
+STALE_NAMES: Final = "stale_names"
+STREAMS: Final = "streams"  # in meta: how many rows there are
+# in meta, with a source authority: up to where records of its forgotten streams went ...
+FORGOTTEN_PREFIX: Final = "forgotten:"
+OTHERS: Final = "*"  # ... or of all those that are not named
+FOLLOWED_PREFIX: Final = "followed:"  # in meta, with a key of the follower's: its place in another log
+NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
+# rolled forward on open at most; the index of streams is written this seldom, and its pages then once
+CHECKPOINT_CHUNKS: Final = 2_048
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place up to which somebody has confirmed."""
+
+    seq: int
+    # until then what comes after `seq` is kept beyond the retention by age; then the cursor is gone
+    lease_until_ms: int | None = None
+    holds: bool = False  # kept beyond the retention by age as long as the cursor is there
+    absent_ms: int = 0  # for how long, in all, its owner has been away: kept here for the owner
+
+    @property
+    def columns(self) -> rows.Row:
+        """As it is stored, after its name."""
+        return self.seq, self.lease_until_ms, int(self.holds), self.absent_ms
+
+
+@dataclass(slots=True)
+class Extent:
+    """What of the log there is, and what it takes."""
+
+    oldest_seq: int = 0  # 0: empty
+    newest_seq: int = 0  # ever given out
+    floor_seq: int = 0  # everything up to here was deleted
+    stored_bytes: int = 0  # of messages, ids and columns
+    disk_bytes: int = 0  # of all files of the log
+    disk_free_bytes: int = 0  # that are left to us on its disk
+    bytes_max: int = 0  # what all files may take: of retention, or less where the disk has less
+
+
+class Unindexed(NamedTuple):
+    """A chunk since the last checkpoint."""
+
+    first_seq: int
+    streams: bytes  # as Columns has them
+    time_ms: int
+    bytes: int
+
+    @classmethod
+    def of(cls, columns: Columns) -> Unindexed:
+        return cls(columns.first_seq, columns.streams, columns.time_ms, columns.bytes)
+
+    @property
+    def rows(self) -> int:
+        """Of the index of topics."""
+        return len(self.streams) // 4  # u32 each
+
+
+def span_of(chunks: Sequence[Unindexed]) -> rows.Row:
+    """The row of SPAN for these chunks, of which there is one at least."""
+    times = [chunk.time_ms for chunk in chunks]
+    return chunks[0].first_seq, chunks[-1].first_seq, min(times), max(times)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a store starts with."""
+
+    incarnation: bytes = b""
+    extent: Extent = field(default_factory=Extent)
+    streams: dict[int, Stream] = field(default_factory=dict)  # in the order of their numbers
+    next_stream: int = 1
+    # by source authority: up to where its forgotten streams had records
+    forgotten: dict[str, int] = field(default_factory=dict)
+    places: dict[str, bytes] = field(default_factory=dict)  # in logs that are followed, by key
+    cursors: dict[str, Cursor] = field(default_factory=dict)
+    cursors_lost: bool = False  # of a cursor not even the name is sure
+    holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
+    ledger: Ledger = field(default_factory=Ledger)
+    found: list[Damage] = field(default_factory=list)  # now, and never before
+    unindexed: list[Unindexed] = field(default_factory=list)  # chunks since the last checkpoint
+    dirty: set[int] = field(default_factory=set)  # streams that grew since
+    is_index_trusted: bool = True
+
+    @property
+    def start_seq(self) -> int:
+        """The last seq that must not be given out again."""
+        return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
+
+
+@dataclass(slots=True)
+class Loading:
+    """One look at an opened file. `mark_trouble` says why the mark can't be used, if it can't."""
+
+    _db: sqlite3.Connection
+    _marked: Marked | None
+    _mark_trouble: str
+    _now_ms: int
+    _random_bytes: Callable[[int], bytes]
+    _made: Loaded = field(default_factory=Loaded)
+    _places: dict[int, Stream] = field(default_factory=dict)
+    _writes: list[tuple[rows.Table, list[rows.Row]]] = field(
+        default_factory=list
+    )  # (table, rows) to be written at the end
+    _deletes: list[tuple[str, Any]] = field(default_factory=list)
+    _index: list[tuple[int, int]] | None = None  # made anew ...
+    _spans: list[rows.Row] = field(default_factory=list)  # ... and with it
+    _rebuild: bool = False
+    _is_count_sure: bool = True  # nothing of the numbers of streams is damaged
+    _bad_streams: list[int] = field(default_factory=list)  # whose rows can't be read
+    _missing_streams: int = 0  # whose rows are not there at all ...
+    _named: int = 0  # ... and of those how many were found anew in the records
+
+    def run(self) -> Loaded:
+        """Raises sqlite3.Error."""
+        made = self._made
+        self._load_ledger()
+        meta = self._load_meta()
+        made.incarnation = meta["incarnation"]
+        self._rebuild = self._rebuild or meta["indexed_seq"] == NOT_KNOWN
+        self._load_holes()
+        self._load_spans()
+        self._load_streams(meta)
+        oldest = rows.oldest_of(self._db)
+        made.extent = Extent(oldest, meta["newest_seq"], meta["floor_seq"], meta["stored_bytes"])
+        if STALE_NAMES in meta:
+            self._deletes.append(("DELETE FROM chunk_stream WHERE first_seq <= ?", meta["floor_seq"]))
+            self._deletes.append(("DELETE FROM span WHERE last_seq <= ?", meta["floor_seq"]))
+            self._deletes.append(("DELETE FROM meta WHERE key = ?", STALE_NAMES))
+        if not self._rebuild:
+            self._roll_forward(meta["indexed_seq"])
+        if self._rebuild:
+            self._make_anew()
+        made.streams = self._places
+        self._heed_mark()
+        self._load_cursors()
+        for after, before in made.holes:
+            if before - 1 > max(made.extent.floor_seq, 0):
+                self._found(kinds.COMMITS, "", after, before)
+        self._write()
+        return made
+
+    def _found(self, kind: str, detail: str, after: int = 0, before: int = 0, incarnation: bytes | None = None) -> None:
+        incarnation = self._made.incarnation if incarnation is None else incarnation
+        damage = Damage(self._now_ms, kind, after, before, incarnation, detail=detail)
+        row = self._made.ledger.add(damage)
+        if row is not None:
+            self._writes.append((rows.DAMAGE, [row]))
+            self._made.found.append(damage)
+            log.error("the log is damaged", kind=kind, after=after, before=before, detail=detail)
+
+    # -- rows
+
+    def _read(self, table: rows.Table) -> rows.Checked:
+        found = table.read(self._db)
+        self._mend(table, found)
+        return found
+
+    def _mend(self, table: rows.Table, found: rows.Checked) -> None:
+        """What was right is written so, and what can't be read goes."""
+        for wrong, right in found.mended:
+            if wrong[0] != right[0]:
+                self._delete(table.name, table.columns[0], wrong[0])
+            self._writes.append((table, [right]))
+        for row in found.bad:
+            self._delete(table.name, table.columns[0], row[0])
+
+    def _tell_mended(self, kind: str, found: rows.Checked, noun: str = "") -> None:
+        for _, right in found.mended:
+            self._found(kind, f"{noun}{right[0]}: a bit had turned, and was turned back")
+
+    def _load_ledger(self) -> None:
+        found = self._read(rows.DAMAGE)
+        self._made.ledger = Ledger(found.rows)
+        for _ in found.bad:
+            self._found(kinds.NOTE, "a note of earlier damage can't be read any more")
+
+    def _load_meta(self) -> dict[str, Any]:
+        found = self._read(rows.META)
+        meta = dict[str, Any](found.rows)
+        self._made.cursors_lost = CURSORS_LOST in meta
+        lost = self._load_places(meta, found)
+        self._is_count_sure = len(lost) == len(found.bad)
+        self._load_forgotten(meta)
+        missing = [key for key in rows.META_KEYS if key not in meta]
+        if missing:
+            self._rebuild = True
+            meta |= dict.fromkeys(missing, 0)
+        if "incarnation" in missing:
+            meta["incarnation"] = self._marked.incarnation if self._marked is not None else self._random_bytes(16)
+            self._writes.append((rows.META, [("incarnation", meta["incarnation"])]))
+        self._made.incarnation = meta["incarnation"]
+        self._tell_mended(kinds.META, found)
+        for key in missing:
+            self._found(kinds.META, f"{key} was lost, and found anew from the records and the mark")
+        for key in lost:  # its follower begins where the other log says, and drops what it has already
+            self._found(kinds.META, f"{key!r} can't be read: how far that log was followed is not known any more")
+        if "floor_seq" in missing:
+            meta["floor_seq"] = NOT_KNOWN
+        return meta
+
+    def _load_places(self, meta: dict[str, Any], found: rows.Checked) -> list[str]:
+        """Returns the keys of those that can't be read."""
+        prefix = FOLLOWED_PREFIX
+        self._made.places = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
+        return [key for key, _ in found.bad if isinstance(key, str) and key.startswith(prefix)]
+
+    def _load_holes(self) -> None:
+        found = self._read(rows.HOLE)
+        self._made.holes = sorted(found.rows)
+        if found.mended or found.bad:
+            self._found(kinds.HOLE, "which records were lost earlier was damaged, and is found anew")
+        self._rebuild = self._rebuild or bool(found.bad)
+
+    def _load_spans(self) -> None:
+        if self._read(rows.SPAN).bad:
+            self._found(kinds.INDEX, "when records were appended was damaged, and is found anew in them")
+            self._rebuild = True
+
+    def _load_forgotten(self, meta: dict[str, Any]) -> None:
+        prefix, forgotten = FORGOTTEN_PREFIX, self._made.forgotten
+        self._made.next_stream = meta.get(NEXT_STREAM, 1)
+        forgotten |= {key.removeprefix(prefix): seq for key, seq in meta.items() if key.startswith(prefix)}
+        if not self._is_count_sure:  # the row that is damaged may be one of these
+            forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), meta.get("floor_seq", 0))
+            self._writes.append((rows.META, [(prefix + OTHERS, forgotten[OTHERS])]))
+
+    def _load_streams(self, meta: dict[str, Any]) -> None:
+        found = rows.Checked()
+        for id, source, sink, first, newest, records, newest_id, time_ms in rows.STREAM.each(self._db, found):
+            self._places[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
+        self._mend(rows.STREAM, found)
+        self._tell_mended(kinds.STREAM, found, "stream ")
+        if found.mended:
+            self._places = dict(sorted(self._places.items()))
+        self._bad_streams = [row[0] for row in found.bad if isinstance(row[0], int)]
+        self._made.next_stream = max(self._made.next_stream, 1 + max(self._places, default=0))
+        if not self._is_count_sure:
+            self._made.next_stream += NUMBERS_LEAP
+            self._writes.append((rows.META, [(NEXT_STREAM, self._made.next_stream)]))
+            meta.setdefault(STREAMS, len(self._places) + len(found.bad))
+        # before streams could be forgotten, none was missing
+        expected = meta.get(STREAMS, max(self._places, default=0))
+        if len(self._places) != expected or found.bad:
+            self._rebuild = True
+            self._missing_streams = max(0, expected - len(self._places) - len(found.bad))
+
+    def _load_cursors(self) -> None:
+        made = self._made
+        found = self._read(rows.CURSOR)
+        for name, seq, lease_until_ms, holds, absent_ms in found.rows:
+            cursor = made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms)
+            if seq > made.start_seq:
+                what = f"{name} was beyond the newest record ({seq}), and begins again at the oldest"
+                self._found(kinds.CURSOR, what)
+                cursor = made.cursors[name] = replace(cursor, seq=made.extent.floor_seq)
+                self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
+        self._tell_mended(kinds.CURSOR, found)
+        for row in found.bad:
+            self._restart_cursor(row[0])
+
+    def _restart_cursor(self, name: Any) -> None:
+        """Neither place nor name are sure: it begins at the oldest record."""
+        made = self._made
+        made.cursors_lost = True
+        self._writes.append((rows.META, [(CURSORS_LOST, 1)]))
+        self._found(kinds.CURSOR, f"{name!r} can't be read, and begins again at the oldest record")
+        if isinstance(name, str) and name.isprintable() and name not in made.cursors:
+            cursor = made.cursors[name] = Cursor(made.extent.floor_seq, holds=name.startswith(rows.HELD_PREFIXES))
+            self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
+
+    def _delete(self, table: str, key: str, value: Any) -> None:
+        where = f"{key} IS ?"
+        if isinstance(value, str):  # it may be no UTF-8 any more, and then it can't be given as text
+            where, value = f"CAST({key} AS BLOB) = ?", value.encode(errors="surrogateescape")
+        self._deletes.append((f"DELETE FROM {table} WHERE {where}", value))
+
+    # -- chunks
+
+    def _roll_forward(self, indexed_seq: int) -> None:
+        """Count in what was committed after the last checkpoint."""
+        made = self._made
+        stored = made.extent.stored_bytes
+        for columns, chunk in self._chunks(indexed_seq):
+            made.unindexed.append(Unindexed.of(columns))
+            stored += columns.bytes
+            made.extent.newest_seq = max(made.extent.newest_seq, columns.last_seq)
+            if chunk is not None:
+                self._count(chunk, columns)
+        made.extent.stored_bytes = stored
+
+    def _count(self, chunk: Chunk, columns: Columns) -> None:
+        for id, growth in growth_of(columns.first_seq, chunk.streams, columns.ids, columns.time_ms):
+            stream = self._places.get(id)
+            if stream is None:
+                self._rebuild = True
+            elif growth[1] > stream.newest_seq:
+                stream.grow(*growth)
+                self._made.dirty.add(id)
+
+    def _chunks(self, after: int) -> Iterator[tuple[Columns, Chunk | None]]:
+        """Each chunk from there on; None where the records can't be read, and then that is noted."""
+        previous: tuple[int, str] | None = None
+        query = f"SELECT {rows.CHUNK_COLUMNS} FROM chunk WHERE first_seq > ? ORDER BY first_seq"
+        for row in self._db.execute(query, (after,)):
+            if previous is not None:
+                self._found(kinds.RECORDS, previous[1], previous[0], row[0])
+                previous = None
+            columns = Columns(*row)
+            try:
+                chunk = decode(columns)
+            except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
+                if not self._may_be(columns):
+                    self._delete("chunk", "first_seq", columns.first_seq)
+                    claim = f"records claimed to be {columns.first_seq} and following, which there never were"
+                    self._found(kinds.RECORDS, claim)
+                    continue
+                previous = columns.first_seq - 1, str(error)
+                yield columns, None
+            else:
+                yield columns, chunk
+        if previous is not None:
+            self._found(kinds.RECORDS, previous[1], previous[0], self._made.extent.newest_seq + 1)
+
+    def _may_be(self, columns: Columns) -> bool:
+        """False if a damaged chunk lies beyond all that was ever committed, or its size is not its own: its numbers
+        would leap ahead."""
+        c = columns
+        row: rows.Row = (c.first_seq, c.records, c.time_ms, c.streams, c.ids, c.data)
+        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes]:
+            return False
+        if c.records != len(c.ids) // ID_BYTES:
+            return False
+        marked = self._marked
+        return marked is None or marked.incarnation != self._made.incarnation or columns.last_seq <= marked.seq
+
+    def _make_anew(self) -> None:
+        """Streams, index, holes and meta from the chunks."""
+        made = self._made
+        made.unindexed.clear()
+        stored = newest = 0
+        known_holes = set(made.holes)
+        expected: int | None = None
+        index: list[tuple[int, int]] = []
+        found: list[Unindexed] = []
+        for columns, chunk in self._chunks(-1):
+            stored += columns.bytes
+            if expected is not None and columns.first_seq > expected:
+                known_holes.add((expected - 1, columns.first_seq))
+            expected = columns.last_seq + 1
+            newest = max(newest, columns.last_seq)
+            index += [(id, columns.first_seq) for id in unpack_streams(columns.streams)]
+            found.append(Unindexed.of(columns))
+            if chunk is not None:
+                self._name(chunk)
+                self._count(chunk, columns)
+        self._note_lost_streams()
+        step = CHECKPOINT_CHUNKS
+        self._spans = [span_of(found[begin : begin + step]) for begin in range(0, len(found), step)]
+        made.extent.stored_bytes = stored
+        made.extent.newest_seq = max(newest, made.extent.newest_seq)
+        if made.extent.floor_seq == NOT_KNOWN:
+            made.extent.floor_seq = max(0, made.extent.oldest_seq - 1)
+        made.holes = sorted(known_holes)
+        newest = made.extent.newest_seq
+        meta = {"newest_seq": newest, "floor_seq": made.extent.floor_seq, "stored_bytes": stored, "indexed_seq": newest}
+        meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._places)}
+        self._writes.append((rows.META, list(meta.items())))
+        self._writes.append((rows.HOLE, list(made.holes)))
+        self._writes.append((rows.STREAM, [self._places[id].row(self._places[id].place) for id in sorted(made.dirty)]))
+        self._index = index
+        made.dirty.clear()
+
+    def _note_lost_streams(self) -> None:
+        """Those of which nothing is there any more. Their numbers must not be given out again."""
+        made = self._made
+        lost = [id for id in self._bad_streams if id not in self._places]
+        for id in lost:
+            self._found(kinds.STREAM, f"stream {id} can't be read, and has no records any more")
+        if (nameless := self._missing_streams - self._named) > 0:
+            self._found(kinds.STREAM, f"{nameless} streams are not there, and have no records any more")
+        self._places = dict(sorted(self._places.items()))
+        likely = [id for id in lost if 0 < id < made.next_stream + NUMBERS_LEAP]  # its number may be what is wrong
+        made.next_stream = max(0, made.next_stream - 1, *self._places, *likely) + 1 + self._missing_streams
+
+    def _name(self, chunk: Chunk) -> None:
+        """The streams of a chunk whose rows are lost, from what its messages say of themselves."""
+        for id in chunk.stream_set - self._places.keys():
+            attributes = chunk.messages[chunk.streams.index(id)].attributes
+            address = address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+            self._places[id] = Stream(id, *((address, None) if isinstance(address, bytes) else address))
+            self._named += id not in self._bad_streams
+            self._found(kinds.STREAM, f"stream {id} could not be read, and was found anew in its records")
+
+    # -- the mark
+
+    def _heed_mark(self) -> None:
+        made, marked = self._made, self._marked
+        newest = made.extent.newest_seq
+        unsure = "whether the newest records are all there can't be known"
+        if self._mark_trouble:
+            self._found(kinds.MARK, f"{self._mark_trouble}: {unsure}")
+        elif marked is None:
+            if newest:
+                self._found(kinds.MARK, f"it is gone: {unsure}")
+        elif marked.incarnation != made.incarnation:
+            if marked.seq and not made.ledger.knows(marked.incarnation):
+                self._found(kinds.MISSING, "another log was here", 0, marked.seq + 1, marked.incarnation)
+        elif marked.seq > made.start_seq + V1_LEAP_MAX:
+            self._found(kinds.MARK, f"it names records that can't have been: {unsure}")
+        elif marked.seq > made.start_seq:
+            # what was set with those commits; an older place is sent again, but one that was new is not there
+            made.cursors_lost = True
+            self._writes.append((rows.META, [(CURSORS_LOST, 1)]))
+            made.holes = [hole for hole in made.holes if hole[0] != newest] + [(newest, marked.seq + 1)]
+            self._writes.append((rows.HOLE, [(newest, marked.seq + 1)]))
+
+    # -- writing
+
+    def _write(self) -> None:
+        """All that was put right, if anything was."""
+        for number in self._made.ledger.forget(self._made.extent.floor_seq, self._made.incarnation):
+            self._delete(rows.DAMAGE.name, "number", number)
+        if not (self._writes or self._deletes or self._index is not None):
+            return
+        with transaction(db := self._db):
+            for statement, key in self._deletes:
+                db.execute(statement, (key,))
+            for table, right in self._writes:
+                table.insert(db, right)
+            if self._index is not None:
+                db.execute("DELETE FROM chunk_stream")
+                insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", sorted(self._index))
+                db.execute("DELETE FROM span")
+                rows.SPAN.insert(db, self._spans)
+
+
+__all__ = ["Cursor", "Extent", "Loaded", "Loading", "Stream", "address_of", "authority_of"]

@@ -1,0 +1,180 @@
+"""How a log's file becomes a log that can be used: made, checked, brought to today's format, or saved from.
+
+take, look -> mark -> (make) -> check -> update -> load -> head, mark -> Opened
+                                  |
+                               damaged: what can be read goes into a new file, the damaged one is moved aside
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from history.file import damage as kinds
+from history.file import rows
+from history.file.damage import Damage, Ledger
+from history.file.load import Loaded, Loading
+from history.file.retention import WAL_WAIT_MS, Sizes
+from history.file.rows import DAMAGE, LOG, SCHEMA_VERSION
+from history.file.salvage import keep_head, salvage
+from storage.disk import BadMarkError, Marked, read_mark
+from storage.faults import DamagedError, is_damage, move_aside, primary_code
+from storage.file import SqliteFile, any_text, empty_wal, pragma
+from storage.runtime import Runtime
+
+HEADER_BYTES: Final = 100  # of an SQLite file
+# a file of before is copied into pages of today's size up to here, some seconds once; a greater one keeps its pages
+REPAGED_BYTES_MAX: Final = 256 << 20
+# the versions of SQLite's format for writing and reading: with any other a file is read-only
+FORMATS: Final = (b"\1\1", b"\2\2")
+
+log = structlog.get_logger()
+
+
+class Opening:
+    """One try."""
+
+    def __init__(self, path: Path, runtime: Runtime, now_ms: Callable[[], int], sizes: Sizes) -> None:
+        self.path, self._runtime, self._now_ms = path, runtime, now_ms
+        # secure_delete: many builds of SQLite write what was deleted once more, as zeros
+        pragmas = "cell_size_check = 1", "secure_delete = FAST", f"journal_size_limit = {sizes.wal}"
+        self.file = SqliteFile(LOG, path, runtime.disk, pragmas)
+        self.loaded = Loaded()
+
+    def run(self) -> None:
+        """Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no
+        log); then nothing was changed. Only a file that is damaged is moved aside."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file.take()
+            self._adopt_salvaged()
+            try:
+                self._open([])
+            except (DamagedError, DecodeError, TypeError, ValueError, sqlite3.DatabaseError) as error:
+                # what SQLite does not understand here is not our SQL: it is what the file says of its tables
+                is_sql = isinstance(error, sqlite3.Error) and primary_code(error) == sqlite3.SQLITE_ERROR
+                if isinstance(error, sqlite3.Error) and not (is_sql or is_damage(error)):
+                    raise
+                self._open(self._begin_again(error))
+        except BaseException as error:
+            self.file.close()
+            if isinstance(error, sqlite3.Error | OSError | DamagedError):
+                raise LOG.not_opened(error, self.path) from error
+            raise
+
+    def _open(self, damage: Sequence[Damage]) -> None:
+        """`damage` is what a new log has to remember of the one that was here."""
+        file = self.file
+        is_new = not file.look()
+        marked, mark_trouble = self._read_mark()
+        if is_new:
+            damage = damage or self._predecessor(marked)
+            self._make(damage)
+        self._check()
+        db = file.connect()
+        db.text_factory = any_text
+        if file.update(rows.version_of(db)):
+            log.info("the log was brought to a newer format", path=str(self.path), version=SCHEMA_VERSION)
+        if pragma(db, "page_size") != rows.PAGE_BYTES:
+            if file.repaginate(rows.PAGE_BYTES, REPAGED_BYTES_MAX):
+                log.info("the log was copied into pages that cost less", path=str(self.path))
+            db = file.connect()
+            db.text_factory = any_text
+        self.loaded = Loading(db, marked, mark_trouble, self._now_ms(), self._runtime.random_bytes).run()
+        if is_new or damage:
+            self.loaded.found = self.loaded.ledger.open
+        # it is for the day of damage; a full disk must not keep us from reading
+        with contextlib.suppress(OSError, sqlite3.Error):
+            if empty_wal(db, WAL_WAIT_MS):
+                # Whoever closes a file gives away all locks that the process has on it: then the next program that
+                # looks into the log takes itself for the last one, and deletes the write-ahead log that we write
+                file.reset()
+                keep_head(self.path)
+        file.begin_mark(self.loaded.incarnation, self.loaded.start_seq)
+
+    # -- what is there
+
+    def _read_mark(self) -> tuple[Marked | None, str]:
+        """What the mark says, and else why it can't be used."""
+        try:
+            return read_mark(self.path, may_be_v1=self.file.version < rows.DAMAGE.since), ""
+        except (OSError, BadMarkError) as error:
+            return None, f"the mark can't be used ({error})"
+
+    def _predecessor(self, marked: Marked | None) -> list[Damage]:
+        """What is left of a log that was here: its mark, its write-ahead log, or a damaged file that somebody moved
+        aside, and then came no further."""
+        if self.file.wal_bytes:
+            move_aside(self.path)  # SQLite would delete it
+        found = self.path.parent.glob(f"{self.path.name}.damaged-*")
+        aside = max((str(path) for path in found if not path.name.endswith("-shm")), default="").removesuffix("-wal")
+        if marked is not None and marked.seq:
+            detail = "there was a log here, and its file is gone"
+            return [Damage(self._now_ms(), kinds.MISSING, 0, marked.seq + 1, marked.incarnation, aside, detail)]
+        detail = "a damaged log was moved aside earlier"
+        return [Damage(self._now_ms(), kinds.FILE, moved_to=aside, detail=detail)] if aside else []
+
+    def _make(self, damage: Sequence[Damage]) -> None:
+        meta: dict[str, Any] = dict.fromkeys(rows.META_KEYS, 0) | {"incarnation": self._runtime.random_bytes(16)}
+        ledger = Ledger()
+        for one in damage:
+            ledger.add(one)
+        self.file.make(lambda db: rows.create(db, meta, ledger.rows))
+
+    def _check(self) -> None:
+        with self.path.open("rb") as file:
+            header = file.read(HEADER_BYTES)
+        if header and header[18:20] not in FORMATS:
+            raise DamagedError("its header is damaged")
+        if suspect_path(self.path).exists():
+            raise DamagedError("it could not be written, because it is damaged")
+
+    # -- damage
+
+    def _adopt_salvaged(self) -> None:
+        """A start that came no further than moving the damaged file aside."""
+        whole = self.file.beside(".salvaged")
+        if whole.exists() and not self.path.exists():
+            whole.rename(self.path)
+
+    def _begin_again(self, reason: Exception) -> list[Damage]:
+        """Save what can be read, and move the damaged file aside; what the next log has to remember. Raises OSError and
+        sqlite3.Error where the disk has no room for both: then the damaged file stays where it is, for the next try."""
+        self.file.reset()
+        marked, _ = self._read_mark()
+        incarnation, seq = (b"", 0) if marked is None else marked
+        aside = self.file.beside(f".damaged-{time.time_ns()}")
+
+        def damage(before: int, detail: str) -> Damage:
+            return Damage(self._now_ms(), kinds.FILE, 0, before, incarnation, str(aside), detail)
+
+        told = damage(0, f"{reason}; what could be read was saved")
+        whole = salvage(self.path, marked, self._runtime.disk, self._runtime.random_bytes, told)
+        move_aside(self.path, aside)
+        suspect_path(self.path).unlink(missing_ok=True)
+        what = "the log is damaged, and was moved aside"
+        log.error(what, moved_to=str(aside), saved=whole is not None, reason=str(reason))
+        if whole is not None:
+            whole.rename(self.path)
+            return [told]
+        return [*self._told_by(aside), damage(seq + 1 if seq else 0, str(reason))]
+
+    def _told_by(self, path: Path) -> list[Damage]:
+        """What a damaged file had to tell already, and nobody has acknowledged; as far as it can be read."""
+        try:
+            with contextlib.closing(self._runtime.disk.connect(path, read_only=True)) as db:
+                return Ledger(DAMAGE.read(db).rows).open
+        except (sqlite3.Error, TypeError, ValueError):
+            return []
+
+
+def suspect_path(path: Path) -> Path:
+    """A file that says: make it anew when it is opened next, from what can be read."""
+    return Path(f"{path}.suspect")

@@ -1,0 +1,372 @@
+"""Reading the log's file, in executor threads: a bounded step at a time, and round what is damaged.
+
+(after, until, streams) -> places: first_seqs, by index or by scan -> rows -> decode -> select -> Scan
+walk: every chunk that can still be found, in the order of the table, and where that can't be walked any further, of the
+      index of streams -> checksum -> (first_seq, columns | why not)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import struct
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import structlog
+
+from history.file.rows import CHUNK_COLUMNS, SPAN
+from history.records.chunk import ID_BYTES, NOBODY, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
+from storage.disk import REAL_DISK, Disk
+from storage.faults import is_damage
+from storage.file import any_text
+
+# looked at in one step, so that a step takes milliseconds and the next reader has its turn
+SCAN_CHUNKS_MAX: Final = 256
+INDEX_ROWS_MAX: Final = 1_024  # looked up in one step, shared by the streams that are wanted
+SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step, which bounds memory as well
+KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, each once
+INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
+
+Holes = Sequence[tuple[int, int]]  # (after, before)
+
+log = structlog.get_logger()
+
+
+class NoChunkError(CorruptChunkError):
+    """An index names it, or named it a moment ago."""
+
+
+class Limits(NamedTuple):
+    """Of one scan."""
+
+    after: int
+    until: int
+    records: int
+    bytes: int
+    is_strict: bool  # not even the first record may be greater
+
+
+class Reader:
+    """Connections are pooled; every method may be called from any thread and blocks. Raises sqlite3.Error."""
+
+    def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
+        self._path, self._disk = path, disk
+        self._idle: list[sqlite3.Connection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._known_bad: set[int] = set()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for db in idle:
+            db.close()
+
+    @contextlib.contextmanager
+    def _snapshot(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            db = self._idle.pop() if self._idle else None
+        if db is None:
+            db = self._disk.connect(self._path, read_only=True)
+            db.text_factory = any_text
+            db.execute("PRAGMA cell_size_check = 1")
+        try:
+            db.execute("BEGIN")
+            yield db
+            db.execute("ROLLBACK")
+        except BaseException:
+            db.close()
+            raise
+        with self._lock:
+            if not self._closed:
+                self._idle.append(db)
+                return
+        db.close()
+
+    def scan(self, limits: Limits, wanted: Set[int] | None, newest: Mapping[int, int] | None, holes: Holes) -> Scan:
+        """The records within `limits` of the streams `wanted` (None: all), as far as one step goes.
+
+        With the `newest` seq of each the index is trusted, as far as that agrees. Without, every chunk is looked into;
+        then others may change `wanted` meanwhile. `holes` are known to be empty; any other seq that isn't there is
+        damage.
+        """
+        if newest is not None:
+            wanted = newest.keys()  # which nobody else changes
+        with self._snapshot() as db:
+            row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
+            floor = row[0] if row is not None else 0
+            found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=newest is not None)
+            if newest is not None and (found.is_index_wrong or not _is_whole(found, newest, holes)):
+                found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=False)
+                found.is_index_wrong = True
+        return found
+
+    def _step(
+        self, db: sqlite3.Connection, found: Scan, streams: Set[int] | None, holes: Holes, *, is_quick: bool
+    ) -> Scan:
+        """`is_quick`: trust the index, and what chunks say of their streams; else look into every chunk."""
+        after, until = found.after, found.until
+        places, complete_to = _places(db, after, until, streams if is_quick else None)
+        expected = max(after, found.floor_seq) + 1
+        read = 0
+        for first_seq in places:
+            if first_seq > expected and not is_quick:
+                self._jump(found, expected - 1, first_seq, holes)
+            chunk = self._row(db, first_seq, found, is_quick=is_quick)
+            if chunk is None:
+                expected = found.covered + 1
+                continue
+            expected = max(expected, chunk.last_seq + 1)
+            if chunk.last_seq <= after:
+                continue
+            read += sum(map(len, chunk.data))
+            found.take(chunk, streams)
+            if found.full or read >= SCAN_BYTES_MAX:
+                return found
+        if complete_to == until >= expected and not is_quick:
+            self._jump(found, expected - 1, until + 1, holes)
+        found.covered = max(found.covered, complete_to)
+        return found
+
+    def _jump(self, found: Scan, after: int, before: int, holes: Holes) -> None:
+        """Records were committed there, and no chunk has them any more."""
+        if any(low <= after and before <= high for low, high in holes):
+            return
+        found.gaps.append((after, min(before, found.until + 1)))
+        found.covered = max(found.covered, min(before - 1, found.until))
+        if after + 1 not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
+            self._known_bad.add(after + 1)
+            found.damaged.append((after, before, "they aren't there"))
+
+    def _row(self, db: sqlite3.Connection, first_seq: int, found: Scan, *, is_quick: bool) -> Chunk | None:
+        """The chunk at `first_seq`; None if it can't be read, and then the gap is noted, or the index."""
+        try:
+            return chunk_at(db, first_seq)[1]
+        except (CorruptChunkError, sqlite3.DatabaseError) as error:
+            if isinstance(error, NoChunkError) and is_quick:
+                found.is_index_wrong = True
+                return None
+            if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
+                raise
+            reason = str(error)
+        following = following_place(db, first_seq)
+        after, end = max(found.after, first_seq - 1), found.until + 1
+        before = min(following or end, end)
+        found.gaps.append((after, before))
+        found.covered = max(found.covered, before - 1)
+        if first_seq not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
+            self._known_bad.add(first_seq)
+            found.damaged.append((first_seq - 1, following or end, reason))
+            what = "records are damaged and will be reported as a gap"
+            log.error(what, path=str(self._path), after=after, before=before, reason=reason)
+        return None
+
+    def find_id(self, id: bytes) -> int | None:
+        """The seq of the newest record with this message id."""
+        with self._snapshot() as db:
+            for first_seq, ids in db.execute(
+                "SELECT first_seq, ids FROM chunk WHERE instr(ids, ?) ORDER BY first_seq DESC", (id,)
+            ):
+                place = ids.find(id)
+                while place >= 0 and place % ID_BYTES:
+                    place = ids.find(id, place + 1)
+                if place >= 0:
+                    return int(first_seq) + int(place) // ID_BYTES
+        return None
+
+    def first_after_time(self, time_ms: int) -> int | None:
+        """The first seq appended after `time_ms`; whatever the clock did, none of those is before it."""
+        query = "SELECT first_seq FROM chunk WHERE first_seq BETWEEN ? AND ? AND time_ms > ? ORDER BY 1 LIMIT 1"
+        with self._snapshot() as db:
+            for first_seq, last_seq, _, latest_ms in spans(db):
+                if latest_ms > time_ms:
+                    found = db.execute(query, (first_seq, last_seq, time_ms)).fetchone()
+                    if found is not None:
+                        return int(found[0])
+        return None
+
+    def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
+        """Stream and id of the newest records, oldest first; of what can be read without looking into all of it."""
+        newest: list[tuple[int, bytes]] = []
+        query = "SELECT ids, substr(data, 1, 4 * records) FROM chunk ORDER BY first_seq DESC"
+        try:
+            with self._snapshot() as db, contextlib.closing(db.execute(query)) as rows:
+                while len(newest) < count and (row := rows.fetchone()) is not None:
+                    # it is damaged: whoever reads it learns of the gap
+                    with contextlib.suppress(TypeError, struct.error):
+                        ids, streams = row[0], unpack_streams(row[1])
+                        parts = [ids[place : place + ID_BYTES] for place in range(0, len(ids), ID_BYTES)]
+                        newest += [one for one in zip(streams, parts, strict=False) if len(one[1]) == ID_BYTES][::-1]
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            what = "the ids of older records can't be read: some may be taken twice"
+            log.warning(what, path=str(self._path), reason=str(error))
+        return newest[:count][::-1]
+
+
+def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Holes) -> bool:
+    """False if a record of `wanted` was passed over: each names the one before it on its topic, and the newest of each
+    is known."""
+    seen: dict[int, int] = {}
+
+    def is_lost(seq: int) -> bool:
+        return any(after < seq < before for gaps in (found.gaps, holes) for after, before in gaps)
+
+    begin = max(found.after, found.floor_seq)
+    for chunk in found.chunks:
+        for stream, seq, prev_seq in zip(chunk.streams, chunk.seqs, chunk.prev_seqs, strict=True):
+            if prev_seq > seen.get(stream, begin) and not is_lost(prev_seq):
+                return False
+            seen[stream] = seq
+    if found.full:
+        return True
+    missing = (seq for id, seq in wanted.items() if seen.get(id, begin) < seq <= found.covered)
+    return all(map(is_lost, missing))
+
+
+def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
+    """The first_seq of each chunk that may have what is wanted, and up to which seq this list is complete."""
+    start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (after + 1,)).fetchone()[0] or 0
+    if wanted is None or len(wanted) > INDEXED_STREAMS_MAX:
+        return _scanned(db, start, until, wanted)
+    row = db.execute("SELECT value FROM meta WHERE key = 'indexed_seq'").fetchone()
+    indexed_seq = row[0] if row is not None else -1
+    places: set[int] = set()
+    complete_to = min(indexed_seq, until)
+    rows_max = max(INDEX_ROWS_MAX // max(1, len(wanted)), 1)
+    query = "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
+    for stream in wanted:
+        rows = [row[0] for row in db.execute(query, (stream, start, complete_to, rows_max))]
+        places.update(rows)
+        if len(rows) == rows_max:
+            complete_to = min(complete_to, rows[-1])
+    if complete_to < min(indexed_seq, until):
+        return sorted(place for place in places if place <= complete_to), complete_to
+    if until <= indexed_seq:
+        return sorted(places), until
+    fresh, complete_to = _scanned(db, max(start, indexed_seq + 1), until, wanted)
+    return sorted(places) + fresh, complete_to
+
+
+def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
+    query = "SELECT first_seq, streams FROM chunk WHERE first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
+    try:
+        rows = db.execute(query, (start, until, SCAN_CHUNKS_MAX)).fetchall()
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+        rows = [(place, None) for place in _named_places(db, start, until, SCAN_CHUNKS_MAX)]
+    complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
+    if wanted is not None:  # a damaged set of streams may have them
+        rows = [row for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))]
+    return [row[0] for row in rows], complete_to
+
+
+def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
+    """Raises CorruptChunkError, or sqlite3.DatabaseError."""
+    row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
+    if row is None:
+        raise NoChunkError(f"the records from {first_seq} on aren't there")
+    try:
+        columns = Columns(*row)
+        return columns, decode(columns)
+    except (struct.error, TypeError, ValueError) as error:
+        raise CorruptChunkError(f"the columns of the records from {first_seq} on are none: {error}") from None
+
+
+def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
+    """In order: (first_seq, columns, ""), or (first_seq, None, why) where a chunk can't be read. Raises no error of
+    damage."""
+    for first_seq in _all_places(db):
+        try:
+            yield first_seq, chunk_at(db, first_seq)[0], ""
+        except (CorruptChunkError, sqlite3.DatabaseError) as error:
+            yield first_seq, None, str(error)
+
+
+def following_place(db: sqlite3.Connection, after: int) -> int | None:
+    """The first_seq of the next chunk that can be found; None: there is none."""
+    try:
+        found = db.execute("SELECT min(first_seq) FROM chunk WHERE first_seq > ?", (after,)).fetchone()[0]
+        return None if found is None else int(found)
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+    return next(iter(_named_places(db, after + 1, NOBODY, 1)), None)
+
+
+def _named_places(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
+    """Where the table can't be walked: what the index of streams names, though all of it has to be looked through for
+    that, and what of the table lies beyond the damage."""
+    query = "SELECT DISTINCT first_seq FROM chunk_stream WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
+    found = set(_walked(db, start, until, count))
+    with contextlib.suppress(sqlite3.DatabaseError):
+        found.update(row[0] for row in db.execute(query, (start, until, count)))
+    return sorted(found)[:count]
+
+
+def _walked(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
+    found: list[int] = []
+    place: int | None = start
+    query = "SELECT first_seq FROM chunk WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
+    while place is not None and len(found) < count:
+        try:
+            for (first_seq,) in db.execute(query, (place, until, count - len(found))):
+                found.append(first_seq)
+                place = first_seq + 1
+            break
+        except sqlite3.DatabaseError:
+            place = _beyond_damage(db, place, until)
+    return found
+
+
+def _beyond_damage(db: sqlite3.Connection, place: int, until: int) -> int | None:
+    """The next place from which the table can be walked again: by leaps, each twice as far, and then back."""
+
+    def is_whole(place: int) -> bool:
+        try:
+            db.execute("SELECT first_seq FROM chunk WHERE first_seq >= ? ORDER BY 1 LIMIT 1", (place,)).fetchone()
+        except sqlite3.DatabaseError:
+            return False
+        return True
+
+    leap = 1
+    while not is_whole(place + leap):
+        leap *= 2
+        if place + leap > until:
+            return None
+    return bisect_left(range(place + leap), True, lo=place + leap // 2 + 1, key=is_whole)
+
+
+def _all_places(db: sqlite3.Connection) -> Iterator[int]:
+    last = -1
+    with contextlib.suppress(sqlite3.DatabaseError):
+        for (first_seq,) in db.execute("SELECT first_seq FROM chunk ORDER BY first_seq"):
+            if isinstance(first_seq, int) and first_seq > last:
+                last = first_seq
+                yield last
+        return
+    with contextlib.suppress(sqlite3.DatabaseError):
+        yield from _named_places(db, last + 1, NOBODY, NOBODY)
+
+
+class Span(NamedTuple):
+    """Chunks that begin in first_seq..last_seq: none of them was appended earlier or later than this, Unix
+    milliseconds."""
+
+    first_seq: int
+    last_seq: int
+    earliest_ms: int
+    latest_ms: int
+
+
+def spans(db: sqlite3.Connection) -> list[Span]:
+    """In order; the last one has the chunks since the last checkpoint, of whose times nothing is known."""
+    known = [Span(*row) for row in db.execute(f"SELECT {', '.join(SPAN.columns)} FROM span ORDER BY first_seq")]
+    return [*known, Span(max((span.last_seq for span in known), default=-1) + 1, NOBODY, -NOBODY, NOBODY)]

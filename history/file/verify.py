@@ -1,0 +1,287 @@
+"""Reads everything that a log holds, and says what of it is damaged. Writes nothing, and may run beside the gateway
+that owns the log.
+
+pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, each topic's chain, addresses
+    -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> Report
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from history.file import damage as kinds
+from history.file import rows
+from history.file.damage import Damage, Ledger
+from history.file.reader import Span, chunk_at, following_place, walk
+from history.records.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
+from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
+from storage.faults import free_bytes
+from storage.file import any_text, pragma
+from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+FINDINGS_MAX: Final = 1_000  # beyond it they are counted only
+# while we read, the write-ahead log can't be emptied: we end before it has filled the disk of a gateway that runs
+WAL_BYTES_MIN: Final = 8 << 20
+STEPS_PER_LOOK: Final = 100_000  # of SQLite's machine: some milliseconds
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found."""
+
+    path: Path
+    version: int = 0
+    incarnation: bytes = b""
+    records: int = 0  # that can be read
+    oldest_seq: int = 0
+    newest_seq: int = 0
+    found: list[Damage] = field(default_factory=list)  # now
+    found_total: int = 0
+    told: list[Damage] = field(default_factory=list)  # by the gateway, and not acknowledged yet
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.found_total and not self.told
+
+
+def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
+    """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
+    UNAVAILABLE (I/O; it grows so fast meanwhile that its disk would be full)."""
+    rows.LOG.require_there(path)
+    report = Report(path)
+    marked: Marked | str | None
+    try:
+        marked = read_mark(path)  # first: what it names is committed then
+    except (OSError, BadMarkError) as error:
+        marked = str(error)
+    watch = _Watch(path)
+    try:
+        with contextlib.closing(disk.connect(path, read_only=True)) as db:
+            db.text_factory = any_text
+            db.set_progress_handler(watch.look, STEPS_PER_LOOK)
+            db.execute("BEGIN")  # one state, whatever is appended meanwhile
+            _Verifier(db, report, marked).run()
+            watch.check()
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
+        watch.check()
+        if isinstance(error, sqlite3.OperationalError):
+            raise rows.LOG.fault(error, path, "read") from error
+        _note(report, kinds.STRUCTURE, f"nothing of it can be read: {error}")
+    return report
+
+
+class _Watch:
+    """Over the write-ahead log of a file that is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._is_over = path, False
+
+    def look(self) -> bool:
+        """For SQLite, which ends a statement where this is True: has the write-ahead log no room to be emptied?"""
+        with contextlib.suppress(OSError):
+            wal_bytes = Path(f"{self._path}-wal").stat().st_size
+            self._is_over = self._is_over or (wal_bytes > WAL_BYTES_MIN and wal_bytes > free_bytes(self._path))
+        return self._is_over
+
+    def check(self) -> None:
+        """Raises UNAVAILABLE if it was ended: then what was found is not true."""
+        if self._is_over:
+            why = f"the log {self._path} grows so fast that it would fill its disk while it is read"
+            raise UStatusError(UCode.UNAVAILABLE, f"{why}: try again when less comes")
+
+
+def _note(report: Report, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
+    report.found_total += 1
+    if len(report.found) < FINDINGS_MAX:
+        report.found.append(Damage(0, kind, after, before, report.incarnation, detail=detail))
+
+
+class _Verifier:
+    def __init__(self, db: sqlite3.Connection, report: Report, marked: Marked | str | None) -> None:
+        self._db, self._report, self._marked = db, report, marked
+        self._addresses: dict[int, tuple[Any, Any]] = {}
+        self._newest: dict[int, int] = {}  # of each stream, as far as was read
+        self._named = 0  # by the index: streams of chunks
+
+    def run(self) -> None:
+        self._pages()
+        found = {table: self._read(table) for table in rows.CHECKED}
+        self._meta = dict[str, Any](found[rows.META])
+        self._report.incarnation = bytes(self._meta.get("incarnation", b""))
+        self._ledger = Ledger(found[rows.DAMAGE])
+        self._report.told = self._ledger.open
+        holes = [(after, before) for after, before in found[rows.HOLE]]
+        self._known = holes + self._ledger.lost(self._report.incarnation)  # what is lost
+        for id, source, sink, *_ in found[rows.STREAM]:
+            self._addresses[id] = _address(UUri.FromString(source), None if sink is None else UUri.FromString(sink))
+        self._floor = int(self._meta.get("floor_seq", 0))
+        self._spans = [Span(*row) for row in found[rows.SPAN]]
+        self._chunks()
+        self._index()
+        newest = int(self._meta.get("newest_seq", 0))
+        self._ends(max(self._report.newest_seq, newest, *(before - 1 for _, before in holes)), found[rows.CURSOR])
+
+    def _note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
+        _note(self._report, kind, detail, after, before)
+
+    def _note_records(self, after: int, before: int, detail: str) -> None:
+        """Unless a person knows of it."""
+        if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation)):
+            self._note(kinds.RECORDS, detail, after, before)
+
+    # -- structure and rows
+
+    def _pages(self) -> None:
+        db, path = self._db, self._report.path
+        version = rows.LOG.version_of(db, path)
+        if version is None:
+            raise rows.LOG.refusal(path, "nothing is in it")
+        self._report.version = version
+        if pragma(db, "application_id") != rows.APPLICATION_ID:
+            self._note(kinds.STRUCTURE, "the file's header does not say that it is a log")
+        try:
+            for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
+                if line != "ok":
+                    self._note(kinds.STRUCTURE, str(line))
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:  # the check does not get over it; what follows may
+            self._note(kinds.STRUCTURE, str(error))
+
+    def _read(self, table: rows.Table) -> list[rows.Row]:
+        try:
+            found = table.read(self._db)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            self._note(table.name, f"the table {table.name} can't be read: {error}")
+            return []
+        for _, right in found.mended:
+            self._note(table.name, f"{table.columns[0]} {right[0]!r}: one bit has turned")
+        for row in found.bad:
+            self._note(table.name, f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
+        return found.rows
+
+    # -- chunks
+
+    def _chunks(self) -> None:
+        report, floor = self._report, self._floor
+        expected = 0
+        for first_seq, columns, why in walk(self._db):
+            if expected and first_seq > expected:
+                self._jump(expected - 1, first_seq)
+            elif not expected and first_seq > floor + 1:
+                self._jump(floor, first_seq)
+            if columns is None:
+                following = following_place(self._db, first_seq)
+                self._note_records(first_seq - 1, following or first_seq + 1, why)
+                expected = following or 0
+                continue
+            chunk = decode(columns)
+            report.records += len(chunk)
+            report.oldest_seq = report.oldest_seq or chunk.first_seq
+            report.newest_seq = expected = chunk.last_seq
+            expected += 1
+            self._is_named(columns)
+            self._is_in_span(columns)
+            self._within(chunk, columns)
+        newest = int(self._meta.get("newest_seq", 0))
+        if report.newest_seq < newest and expected and newest > floor:
+            self._jump(expected - 1, newest + 1)
+
+    def _jump(self, after: int, before: int) -> None:
+        """Records that are missing must be a hole that is known."""
+        if not any(low <= after and before <= high for low, high in self._known):
+            self._note_records(after, before, "they aren't there")
+
+    def _within(self, chunk: Chunk, columns: Columns) -> None:
+        """What the checksum can't say: that the chunk was right when it was written."""
+        messages = chunk.messages
+        if message_ids(messages) != columns.ids or frozenset(unpack_streams(columns.streams)) != chunk.stream_set:
+            self._note_records(chunk.first_seq - 1, chunk.last_seq + 1, "its columns contradict each other")
+        for seq, prev_seq, id, message in zip(chunk.seqs, chunk.prev_seqs, chunk.streams, messages, strict=True):
+            known = self._newest.get(id)
+            if known is not None and prev_seq != known and not self._is_lost(prev_seq):
+                what = f"record {seq} follows {prev_seq}, and {known} was the one before it"
+                self._note(kinds.STREAM, f"stream {id}: {what}")
+            self._newest[id] = seq
+            attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
+            address = _address(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+            if self._addresses.get(id) != address:
+                what = f"record {seq} was sent from or to another address than the stream names"
+                self._note(kinds.STREAM, f"stream {id}: {what}")
+                self._addresses[id] = address
+
+    def _is_lost(self, seq: int) -> bool:
+        found = [(damage.after, damage.before) for damage in self._report.found if damage.kind == kinds.RECORDS]
+        return any(after < seq < before for after, before in found + self._known)
+
+    # -- what names the chunks
+
+    def _index(self) -> None:
+        """What it names too much; what it lacks was noted with each chunk."""
+        try:
+            (count,) = self._db.execute("SELECT count(*) FROM chunk_stream").fetchone()
+            if count == self._named:
+                return
+            # below the floor, it may name what retention has deleted
+            query = "SELECT stream, first_seq FROM chunk_stream WHERE first_seq > ?"
+            for id, first_seq in self._db.execute(query, (self._floor,)):
+                what = f"stream {id}: the index names records from {first_seq} on"
+                if self._db.execute("SELECT 1 FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone() is None:
+                    self._note(kinds.INDEX, f"{what}, and there are none")
+                    continue
+                with contextlib.suppress(CorruptChunkError):
+                    if id not in chunk_at(self._db, first_seq)[1].stream_set:
+                        self._note(kinds.INDEX, f"{what}, which are not its own")
+        except sqlite3.DatabaseError as error:
+            self._note(kinds.INDEX, f"the index of streams can't be read: {error}")
+
+    def _is_named(self, columns: Columns) -> None:
+        """Does the index name this chunk for each of its streams?"""
+        with contextlib.suppress(sqlite3.DatabaseError):
+            for id in unpack_streams(columns.streams):
+                query = "SELECT 1 FROM chunk_stream WHERE stream = ? AND first_seq = ?"
+                if self._db.execute(query, (id, columns.first_seq)).fetchone() is not None:
+                    self._named += 1
+                elif columns.first_seq <= int(self._meta.get("indexed_seq", 0)):
+                    what = f"the records from {columns.first_seq} on are not in the index"
+                    self._note(kinds.INDEX, f"stream {id}: {what}")
+
+    def _is_in_span(self, columns: Columns) -> None:
+        """Do the append times that are looked up by span hold for this chunk?"""
+        if self._report.version < rows.SPAN.since or columns.first_seq > int(self._meta.get("indexed_seq", 0)):
+            return
+        place = bisect_right(self._spans, columns.first_seq, key=lambda span: span.first_seq) - 1
+        span = self._spans[place] if place >= 0 else Span(0, 0, 0, 0)
+        if columns.first_seq > span.last_seq or not span.earliest_ms <= columns.time_ms <= span.latest_ms:
+            self._note(kinds.INDEX, f"the append time of the records from {columns.first_seq} on is not in its span")
+
+    def _ends(self, newest: int, cursors: list[rows.Row]) -> None:
+        for name, seq, *_ in cursors:
+            if seq > newest:
+                self._note(kinds.CURSOR, f"{name} is beyond the newest record: {seq}")
+        for key in rows.META_KEYS:
+            if key not in self._meta:
+                self._note(rows.META.name, f"{key} is missing")
+        marked = self._marked
+        if isinstance(marked, str):
+            self._note(kinds.MARK, marked)
+        elif marked is None:
+            if newest:
+                self._note(kinds.MARK, "there is none")
+        elif marked.incarnation != self._report.incarnation:
+            self._note(kinds.MARK, "it is of another log")
+        elif marked.seq > newest:
+            self._note(kinds.COMMITS, "committed, as the mark says, and not there", newest, marked.seq + 1)
+
+
+def _address(source: UUri, sink: UUri | None) -> tuple[Any, Any]:
+    return uris.key(source), None if sink is None else uris.key(sink)

@@ -1,0 +1,473 @@
+"""A chunk: the records of one commit, as columns. The unit of storage, of reading and of retention.
+
+UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages, parsed on use
+                        in the writer's thread                          in a reader's thread
+
+Tail: the newest chunks, in memory     Scan: what a step of reading found     Passed: what retention took, though owed
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple
+
+from history.epochs.frontier import LENGTH_MAX, Epoch
+from uprotocol.encoded import Carried, EncodedMessage, Stamps
+
+ID_BYTES: Final = 16  # a message id, big endian
+INCARNATION_BYTES: Final = 16
+SEQ_MAX: Final = (1 << 63) - 1  # of SQLite, and so of every log; records begin at 1
+NOBODY: Final = 1 << 62  # beyond every seq: where the slowest of no cursors is
+RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
+ORIGIN_MEMORY_BYTES: Final = 100  # ... and where it comes from, if it was followed
+# of an origin in a reply: which log (2 bytes for 10,000 of them), which seq; and once for each log its name, with a tag
+ORIGIN_BYTES: Final = 11
+ORIGIN_LOG_BYTES: Final = INCARNATION_BYTES + 2
+EPOCH_MEMORY_BYTES: Final = 8  # a pointer of each record; the epochs themselves are shared
+EPOCH_BYTES: Final = 3  # of a record, in a reply: which one it is of ...
+EPOCH_EACH_BYTES: Final = 80 + 11 * LENGTH_MAX  # ... and each of them once: its group, its numbers
+PASSED_RECORDS_MAX = 1_000  # in a second of retention; who is owed more looks at ranges, not at messages
+PASSED_BYTES_MAX = 1 << 20  # of their messages
+_STAMPS = Stamps()  # a cache only, so one for all logs
+_HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
+
+
+class Origin(NamedTuple):
+    """Where a record was appended first, if it was followed from another log."""
+
+    incarnation: bytes  # of that log
+    seq: int  # there
+
+
+class Chunk:
+    """Records in log order. Their seqs are contiguous, unless the chunk was made by `select`.
+
+    `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record, and
+    so have `origins` and `epochs`, unless they are None: none of the records was followed, or has an epoch. Never
+    changed once made.
+    """
+
+    __slots__ = (
+        *("_data", "_messages", "_stream_set"),
+        *("epochs", "first_seq", "last_seq", "origins", "prev_seqs", "seqs", "streams", "time_ms"),
+    )
+
+    def __init__(
+        self,
+        seqs: Sequence[int],
+        time_ms: int,
+        streams: list[int],
+        prev_seqs: list[int],
+        data: list[bytes] | None = None,
+        messages: Sequence[Carried] | None = None,
+        origins: list[Origin | None] | None = None,
+        epochs: list[Epoch | None] | None = None,
+    ) -> None:
+        assert len(seqs) == len(streams) == len(prev_seqs) > 0, "a chunk has records, and each column an entry for each"
+        assert origins is None or len(origins) == len(seqs), "one for each record, or none at all"
+        assert epochs is None or len(epochs) == len(seqs), "one for each record, or none at all"
+        assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
+        self.seqs, self.first_seq, self.last_seq = seqs, seqs[0], seqs[-1]
+        self.time_ms, self.streams, self.prev_seqs = time_ms, streams, prev_seqs
+        self._data, self._messages, self.origins, self.epochs = data, messages, origins, epochs
+        self._stream_set: frozenset[int] | None = None
+
+    def __repr__(self) -> str:
+        return f"Chunk({self.first_seq}..{self.last_seq}, records={len(self)})"
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    @property
+    def data(self) -> list[bytes]:
+        """Each UMessage as bytes."""
+        if self._data is None:
+            assert self._messages is not None
+            self._data = [message.SerializeToString() for message in self._messages]
+        return self._data
+
+    @property
+    def messages(self) -> Sequence[Carried]:
+        """Each message: the very objects that were appended while the chunk is in memory, else parsed on first use."""
+        if self._messages is None:
+            self._messages = list(map(_STAMPS.read, self.data))
+        return self._messages
+
+    @property
+    def stream_set(self) -> frozenset[int]:
+        if self._stream_set is None:
+            self._stream_set = frozenset(self.streams)
+        return self._stream_set
+
+    def slice(self, begin: int, end: int) -> Chunk:
+        """The records at the places [begin, end)."""
+        if begin == 0 and end >= len(self):
+            return self
+        return self._part(lambda column: column[begin:end])
+
+    def after(self, seq: int) -> Chunk:
+        """The records with a greater seq; there must be one."""
+        return self if seq < self.first_seq else self.slice(bisect_right(self.seqs, seq), len(self))
+
+    def until(self, seq: int) -> Chunk:
+        """The records up to and with `seq`; there must be one."""
+        return self if seq >= self.last_seq else self.slice(0, bisect_right(self.seqs, seq))
+
+    def select(self, wanted: Set[int]) -> Chunk | None:
+        """The records of the streams `wanted`, or None if there is none."""
+        if self.stream_set <= wanted:
+            return self
+        places = [place for place, stream in enumerate(self.streams) if stream in wanted]
+        return self._part(lambda column: [column[place] for place in places]) if places else None
+
+    def pick(self, places: Sequence[int], prev_seqs: list[int]) -> Chunk:
+        """The records at these places, with other predecessors."""
+        picked = self._part(lambda column: [column[place] for place in places])
+        picked.prev_seqs = prev_seqs
+        return picked
+
+    def _part(self, pick: Callable[[Any], Any]) -> Chunk:
+        """What `pick` leaves of each column."""
+        data, messages, origins, epochs = self._data, self._messages, self.origins, self.epochs
+        columns = (pick(self.streams), pick(self.prev_seqs), data and pick(data), messages and pick(messages))
+        if origins is not None and not any(origins := pick(origins)):
+            origins = None
+        if epochs is not None and not any(epochs := pick(epochs)):
+            epochs = None
+        return Chunk(pick(self.seqs), self.time_ms, *columns, origins, epochs)
+
+    @property
+    def sizes(self) -> Iterable[int]:
+        """What each record takes in a reply, beside numbers that all have: its message, where it comes from, and its
+        epoch."""
+        data, origins, epochs = self.data, self.origins, self.epochs
+        if origins is None and epochs is None:
+            return map(len, data)
+        sizes = list(map(len, data))
+        if origins is not None:
+            sizes = [size + ORIGIN_BYTES * (origin is not None) for size, origin in zip(sizes, origins, strict=True)]
+            sizes[0] += ORIGIN_LOG_BYTES * len({origin.incarnation for origin in origins if origin is not None})
+        if epochs is not None:
+            known: set[Epoch | None] = {None}
+            for place, epoch in enumerate(epochs):
+                sizes[place] += EPOCH_BYTES + EPOCH_EACH_BYTES * (epoch not in known)
+                known.add(epoch)
+        return sizes
+
+    def places_within(self, records_max: int, bytes_max: int) -> int:
+        """How many of the first records keep both limits."""
+        fits = bisect_right(list(accumulate(self.sizes)), bytes_max)
+        return max(0, min(fits, records_max))
+
+
+class CorruptChunkError(Exception):
+    """The bytes of a stored chunk are not those that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A chunk as it is stored."""
+
+    first_seq: int
+    records: int
+    time_ms: int
+    streams: bytes  # the set of its streams, u32 each: what retention must unindex, and what a scan looks at first
+    ids: bytes  # 16 per record
+    # u32 stream, u64 prev_seq, u32 length of each record, then the messages, then origins and epochs (see below)
+    data: bytes
+    crc: int
+
+    @property
+    def bytes(self) -> int:
+        return len(self.streams) + len(self.ids) + len(self.data)
+
+    @property
+    def last_seq(self) -> int:
+        return self.first_seq + self.records - 1
+
+
+def message_id(message: Carried) -> bytes:
+    """16 bytes, big endian."""
+    if type(message) is EncodedMessage:
+        return message.id_bytes
+    id = message.attributes.id
+    return struct.pack(">QQ", id.msb, id.lsb)
+
+
+def message_ids(messages: Sequence[Carried]) -> bytes:
+    """16 bytes for each, big endian."""
+    return b"".join(map(message_id, messages))
+
+
+def encode(chunk: Chunk) -> Columns:
+    records, data = len(chunk), chunk.data
+    lengths = struct.pack(f"<{records}I", *map(len, data))
+    numbers = struct.pack(f"<{records}I{records}Q", *chunk.streams, *chunk.prev_seqs)
+    blob = b"".join((numbers, lengths, *data, pack_notes(chunk)))
+    streams = struct.pack(f"<{len(chunk.stream_set)}I", *sorted(chunk.stream_set))
+    fields = (chunk.first_seq, records, chunk.time_ms, streams, message_ids(chunk.messages), blob)
+    return Columns(*fields, _crc(*fields))
+
+
+def decode(columns: Columns) -> Chunk:
+    """Raises CorruptChunkError."""
+    first_seq, records, time_ms, data = columns.first_seq, columns.records, columns.time_ms, columns.data
+    if columns.crc != _crc(first_seq, records, time_ms, columns.streams, columns.ids, data):
+        raise CorruptChunkError(f"the checksum of the records {first_seq}..{columns.last_seq} is wrong")
+    try:
+        numbers = struct.unpack_from(f"<{records}I{records}Q{records}I", data)
+    except struct.error:
+        raise CorruptChunkError(f"the columns of {records} records from {first_seq} on end too early") from None
+    ends = list(accumulate(numbers[2 * records :], initial=16 * records))
+    notes = unpack_notes(data[ends[-1] :], records)
+    # a wrong checksum may be right by chance
+    if not records or notes is None:
+        raise CorruptChunkError(
+            f"{records} records from {first_seq} on take {ends[-1]} bytes, and there are {len(data)}"
+        )
+    messages = [data[begin:end] for begin, end in pairwise(ends)]
+    streams, prev_seqs = list(numbers[:records]), list(numbers[records : 2 * records])
+    return Chunk(range(first_seq, first_seq + records), time_ms, streams, prev_seqs, messages, None, *notes)
+
+
+# Behind the messages of a chunk: its origins, if there are any, then a mark and its epochs, if there are any
+
+Notes = tuple[list[Origin | None] | None, list[Epoch | None] | None]
+_EPOCHS: Final = b"\xff\xff"  # so many logs no origins are of
+
+
+def pack_notes(chunk: Chunk) -> bytes:
+    origins = b"" if chunk.origins is None else pack_origins(chunk.origins)
+    return origins if chunk.epochs is None else b"".join((origins, _EPOCHS, pack_epochs(chunk.epochs)))
+
+
+def unpack_notes(packed: bytes, records: int) -> Notes | None:
+    """None if these bytes are not what is written of any."""
+    end = 0
+    if packed and not packed.startswith(_EPOCHS):
+        end = 2 + INCARNATION_BYTES * int.from_bytes(packed[:2], "little") + 10 * records
+    origins = unpack_origins(packed[:end], records) if end else None
+    if (end and origins is None) or packed[end : end + 2] not in (b"", _EPOCHS):
+        return None
+    if end == len(packed):
+        return origins, None
+    epochs = unpack_epochs(packed[end + 2 :], records)
+    return None if epochs is None else (origins, epochs)
+
+
+# Of a chunk with followed records. Logs: u16 how many, 16 bytes each; then u16 of each record: which of them, counted
+# from 1, or 0, and then u64 of each: its seq there, or 0
+
+
+def pack_origins(origins: Sequence[Origin | None]) -> bytes:
+    logs: dict[bytes, int] = {}
+    places = numbered(origins, logs)
+    seqs = [0 if origin is None else origin.seq for origin in origins]
+    return b"".join(
+        (struct.pack("<H", len(logs)), *logs, struct.pack(f"<{len(places)}H{len(places)}Q", *places, *seqs))
+    )
+
+
+def unpack_origins(packed: bytes, records: int) -> list[Origin | None] | None:
+    """None if these bytes are not what is written of any."""
+    begin = 2 + INCARNATION_BYTES * int.from_bytes(packed[:2], "little")
+    if len(packed) != begin + 10 * records:
+        return None
+    logs = [packed[place : place + INCARNATION_BYTES] for place in range(2, begin, INCARNATION_BYTES)]
+    numbers = struct.unpack_from(f"<{records}H{records}Q", packed, begin)
+    places, seqs = numbers[:records], numbers[records:]
+    if not 0 < max(places, default=0) <= len(logs):
+        return None
+    pairs = zip(places, seqs, strict=True)
+    origins = [Origin(logs[place - 1], seq) if place else None for place, seq in pairs]
+    return origins if pack_origins(origins) == packed else None
+
+
+def numbered(origins: Iterable[Origin | None], logs: dict[bytes, int]) -> list[int]:
+    """Which log each is of, counted from 1; 0: None. `logs` has those that are known, and gets the others."""
+    return [0 if origin is None else logs.setdefault(origin.incarnation, len(logs) + 1) for origin in origins]
+
+
+# Of a chunk with records that have epochs. Epochs: u16 how many; of each u8 length of its group, u8 how many numbers,
+# the group as UTF-8, i64 each number; then u16 of each record: which of them, counted from 1, or 0
+
+
+def pack_epochs(epochs: Sequence[Epoch | None]) -> bytes:
+    known: dict[Epoch, int] = {}
+    places = [0 if epoch is None else known.setdefault(epoch, len(known) + 1) for epoch in epochs]
+    parts = [struct.pack("<H", len(known))]
+    for group, time in known:
+        name = group.encode()
+        parts += (struct.pack("<BB", len(name), len(time)), name, struct.pack(f"<{len(time)}q", *time))
+    parts.append(struct.pack(f"<{len(places)}H", *places))
+    return b"".join(parts)
+
+
+def unpack_epochs(packed: bytes, records: int) -> list[Epoch | None] | None:
+    """None if these bytes are not what is written of any."""
+    known: list[Epoch | None] = [None]
+    try:
+        (count,) = struct.unpack_from("<H", packed)
+        end = 2
+        for _ in range(count):
+            length, numbers = struct.unpack_from("<BB", packed, end)
+            end += 2 + length
+            known.append(Epoch(packed[end - length : end].decode(), struct.unpack_from(f"<{numbers}q", packed, end)))
+            end += 8 * numbers
+        epochs = [known[place] for place in struct.unpack_from(f"<{records}H", packed, end)]
+    except (struct.error, UnicodeDecodeError, IndexError):
+        return None
+    return epochs if any(epochs) and pack_epochs(epochs) == packed else None
+
+
+def unpack_streams(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 4}I", packed[: len(packed) // 4 * 4])
+
+
+def _crc(first_seq: int, records: int, time_ms: int, streams: bytes, ids: bytes, data: bytes) -> int:
+    crc = zlib.crc32(_HEADER.pack(first_seq % (1 << 64), records % (1 << 32), time_ms % (1 << 64)))
+    return zlib.crc32(data, zlib.crc32(ids, zlib.crc32(streams, crc)))
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one step of reading found."""
+
+    after: int
+    until: int
+    records_left: int  # of what was asked for
+    bytes_left: int
+    strict: bool = False  # else the first record is taken even if it is too big
+    chunks: list[Chunk] = field(default_factory=list)
+    # (after, before): the records in between can't be read any more
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    covered: int = 0  # every record asked for up to this seq is in `chunks` or in `gaps`
+    # (after, before, why) of damaged chunks, each once
+    damaged: list[tuple[int, int, str]] = field(default_factory=list)
+    floor_seq: int = 0  # records up to here were deleted by retention before this step looked
+    is_index_wrong: bool = False  # it was read without it
+    full: bool = False  # the next record would exceed what was asked for
+
+    def __post_init__(self) -> None:
+        self.covered = self.after
+
+    def take(self, chunk: Chunk, wanted: Set[int] | None) -> None:
+        """Add what is asked for of `chunk`, which reaches beyond `after`."""
+        chunk = chunk.after(self.after)
+        self.covered = min(chunk.last_seq, self.until)
+        if chunk.first_seq > self.until:
+            return
+        part = chunk.until(self.until) if wanted is None else chunk.until(self.until).select(wanted)
+        if part is None:
+            return
+        fits = part.places_within(self.records_left, self.bytes_left)
+        if not self.chunks and not self.strict:
+            fits = max(fits, 1)
+        if fits < len(part):
+            self.full = True
+            self.covered = part.seqs[fits] - 1
+            if not fits:
+                return
+            part = part.slice(0, fits)
+        self.chunks.append(part)
+        self.records_left -= len(part)
+        self.bytes_left -= sum(part.sizes)
+        self.full = self.full or self.records_left <= 0 or self.bytes_left <= 0
+
+
+class Tail:
+    """The newest chunks, within a limit of memory."""
+
+    def __init__(self, after: int, bytes_max: int) -> None:
+        self.after = after  # everything beyond it is here
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self.chunks: list[Chunk] = []
+        self._last_seqs: list[int] = []
+        self._sizes: list[int] = []
+        self._gone = 0  # places at the front that are free already; cut off now and then, since that moves all others
+
+    def __len__(self) -> int:
+        return len(self.chunks) - self._gone
+
+    def push(self, chunk: Chunk, message_bytes: int) -> list[Chunk]:
+        """Returns what has to go for it."""
+        record_bytes = RECORD_MEMORY_BYTES if chunk.origins is None else RECORD_MEMORY_BYTES + ORIGIN_MEMORY_BYTES
+        record_bytes += 0 if chunk.epochs is None else EPOCH_MEMORY_BYTES
+        bytes = 2 * message_bytes + record_bytes * len(chunk)  # as objects, and as they are on disk
+        self.chunks.append(chunk)
+        self._last_seqs.append(chunk.last_seq)
+        self._sizes.append(bytes)
+        self.bytes += bytes
+        gone: list[Chunk] = []
+        while self.bytes > self.bytes_max and len(self) > 1:
+            gone.append(self.pop())
+        return gone
+
+    def pop(self) -> Chunk:
+        """Let the oldest chunk go."""
+        place = self._gone
+        chunk = self.chunks[place]
+        self.after = self._last_seqs[place]
+        self.bytes -= self._sizes[place]
+        self.chunks[place] = None  # type: ignore[call-overload]
+        self._gone += 1
+        if self._gone > 256 and self._gone * 2 > len(self.chunks):
+            del self.chunks[: self._gone], self._last_seqs[: self._gone], self._sizes[: self._gone]
+            self._gone = 0
+        return chunk
+
+    @property
+    def oldest(self) -> Chunk | None:
+        return self.chunks[self._gone] if len(self) else None
+
+    def read(self, after: int, chunks_max: int | None = None) -> list[Chunk]:
+        place = bisect_right(self._last_seqs, after, lo=self._gone)
+        found = self.chunks[place : None if chunks_max is None else place + chunks_max]
+        if found and found[0].first_seq <= after:
+            found[0] = found[0].after(after)
+        return found
+
+
+class Passed(NamedTuple):
+    """Retention has deleted the records in (after, before), and a cursor of an endpoint had not passed them."""
+
+    after: int
+    before: int
+    chunks: list[Chunk]  # those records, oldest first, as far as the allowance reaches and they can be read
+
+
+class Allowance:
+    """How much is still handed over before the next `refill`."""
+
+    def __init__(self) -> None:
+        self.refill()
+
+    def __repr__(self) -> str:
+        return f"Allowance({self._records} records, {self._bytes} bytes)"
+
+    def refill(self) -> None:
+        self._records, self._bytes = PASSED_RECORDS_MAX, PASSED_BYTES_MAX
+
+    def take(self, chunks: Iterable[Chunk], after: int) -> list[Chunk]:
+        """The first records of `chunks` beyond `after`; nothing is read of chunks that are not needed."""
+        taken: list[Chunk] = []
+        if self._records <= 0 or self._bytes <= 0:
+            return taken
+        for chunk in chunks:
+            if chunk.last_seq <= after:
+                continue
+            chunk = chunk.after(after)
+            fits = chunk.places_within(self._records, self._bytes)
+            if fits:
+                taken.append(chunk.slice(0, fits))
+                self._bytes -= sum(taken[-1].sizes)
+            self._records = self._records - fits if fits == len(chunk) else 0
+            if not self._records:
+                break
+        return taken

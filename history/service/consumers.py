@@ -1,0 +1,175 @@
+"""Whose a consumer's name is: its cursor is moved by the caller that used the name first, and by nobody else.
+
+poll with a consumer -> require: mine | nobody's -> bind (quota) | another's: PERMISSION_DENIED
+lease over, for long -> the name is nobody's again      operator -> release
+
+Owners are rows beside the cursors, in the log that survives a restart: `owner:AUTHORITY/UE_TYPE/NAME`. They hold no
+retention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from uprotocol.communication.shares import CALLERS_SHARE, Shares
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+if TYPE_CHECKING:
+    from history.log.log import Log
+
+CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have cursors beside them
+OWNERS_SHARE: Final = 2  # ... of which one uEntity has a half, so that its neighbours on the host find room
+CONSUMER_LENGTH_MAX: Final = 200  # characters
+# a name stays its owner's for so long after its last use, as long as the longest lease
+BOUND_MS: Final = 7 * 24 * 3_600_000
+TOUCH_MS: Final = 3_600_000  # its last use is known to the hour: a write for each poll would be too many
+
+CURSOR_PREFIX: Final = "consumer:"
+OWNER_PREFIX: Final = "owner:"
+
+
+def cursor_name(consumer: str) -> str:
+    """The name of a consumer's cursor in each log."""
+    return CURSOR_PREFIX + consumer
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A uEntity of a host. Its instances count as one: each run of a program may have another."""
+
+    authority: str
+    ue_type: int
+
+    def __str__(self) -> str:
+        return f"//{self.authority}/{self.ue_type:X}"
+
+    @classmethod
+    def of(cls, caller: UUri) -> Owner:
+        return cls(caller.authority_name, caller.ue_id & 0xFFFF)
+
+    def row_name(self, consumer: str) -> str:
+        return f"{OWNER_PREFIX}{self.authority}/{self.ue_type:X}/{consumer}"
+
+
+def owner_of(row_name: str) -> tuple[str, Owner] | None:
+    """The consumer and whose it is; None if this row names no owner."""
+    authority, _, rest = row_name.removeprefix(OWNER_PREFIX).partition("/")
+    ue_type, _, consumer = rest.partition("/")
+    if not row_name.startswith(OWNER_PREFIX) or not authority or not consumer:
+        return None
+    try:
+        return consumer, Owner(authority, int(ue_type, 16))
+    except ValueError:  # of a damaged row
+        return None
+
+
+class Consumers:
+    """The names in use in `logs`; their owners are kept in the first one that is durable."""
+
+    def __init__(self, logs: Sequence[Log], now_ms: Callable[[], int], *, share: int = CALLERS_SHARE) -> None:
+        self._logs, self._now_ms = logs, now_ms
+        self._home = next((log for log in logs if log.durable), logs[0]) if logs else None
+        self._owners: dict[str, Owner] = {}
+        self._used_ms: dict[str, int] = {}
+        self._by_authority = Shares[str](CONSUMERS_MAX, share=share)
+        self._by_owner = Shares[Owner](self._by_authority.each_pieces_max, share=OWNERS_SHARE)
+
+    def __repr__(self) -> str:
+        return f"Consumers({len(self._owners)} names)"
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def load(self) -> None:
+        """What the logs know of earlier runs."""
+        for log in self._logs:
+            for row, cursor in log.cursor_rows().items():
+                found = owner_of(row)
+                if found is not None and found[0] not in self._owners:
+                    self._know(*found, cursor.absent_ms)
+
+    def require(self, consumer: str, owner: Owner) -> None:
+        """Raises PERMISSION_DENIED if the name is somebody else's, INVALID_ARGUMENT if it can't be one."""
+        if len(consumer) > CONSUMER_LENGTH_MAX or not consumer.isprintable():
+            what = f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed"
+            raise invalid(f"{what}, got {consumer[:50]!r}")
+        if self._owners.get(consumer, owner) != owner and not self._is_over(consumer):
+            what = f"the consumer {consumer!r} belongs to another uEntity: choose another name"
+            raise UStatusError(UCode.PERMISSION_DENIED, what)
+
+    def hold(self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int) -> None:
+        """Set the cursor, and bind the name, to its owner if it is nobody's. Raises as `require`, and
+        RESOURCE_EXHAUSTED."""
+        self.require(consumer, owner)
+        if self._owners.get(consumer) != owner:
+            self._bind(consumer, owner)
+        elif self._now_ms() - self._used_ms[consumer] >= TOUCH_MS:
+            self._save(consumer, owner)
+        log.set_cursor(cursor_name(consumer), min(max(seq, log.floor_seq), log.newest_seq), lease_ms=lease_ms)
+
+    def release(self, consumer: str) -> Owner:
+        """Let the next caller that uses it have the name, and go on at its cursor. Raises NOT_FOUND."""
+        if consumer not in self._owners:
+            raise UStatusError(UCode.NOT_FOUND, f"no uEntity owns a consumer named {consumer!r}")
+        owner = self._owners[consumer]
+        self._forget(consumer)
+        return owner
+
+    def _bind(self, consumer: str, owner: Owner) -> None:
+        if consumer in self._owners:  # long unused
+            self._forget(consumer)
+        names, of_owner = self._by_authority, self._by_owner
+        if of_owner.pieces_of(owner) >= of_owner.each_pieces_max:
+            self._make_room(lambda other: other == owner, f"{of_owner.each_pieces_max} consumers of {owner}")
+        if names.pieces_of(owner.authority) >= names.each_pieces_max:
+            which = f"{names.each_pieces_max} consumers of authority {owner.authority!r}"
+            self._make_room(lambda other: other.authority == owner.authority, which)
+        if names.pieces >= names.pieces_max:
+            most = names.most()
+            self._make_room(lambda other: other.authority == most, f"{names.pieces_max} consumers")
+        self._know(consumer, owner, self._now_ms())
+        self._save(consumer, owner)
+
+    def _make_room(self, among: Callable[[Owner], bool], which: str) -> None:
+        """Of the names of these owners the one that is unused for longest goes, if it has no lease. Raises
+        RESOURCE_EXHAUSTED."""
+        idle = [name for name, owner in self._owners.items() if among(owner) and not self._is_leased(name)]
+        if not idle:
+            what = f"{which} have a cursor, which is the limit: wait for a lease to end"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        self._forget(min(idle, key=lambda name: self._used_ms[name]))
+
+    def _is_leased(self, consumer: str) -> bool:
+        name, now = cursor_name(consumer), self._now_ms()
+        rows = (log.cursor_row(name) for log in self._logs)
+        return any(row is not None and row.lease_until_ms is not None and row.lease_until_ms >= now for row in rows)
+
+    def _is_over(self, consumer: str) -> bool:
+        return self._now_ms() - self._used_ms[consumer] > BOUND_MS + TOUCH_MS and not self._is_leased(consumer)
+
+    def _know(self, consumer: str, owner: Owner, used_ms: int) -> None:
+        self._owners[consumer], self._used_ms[consumer] = owner, used_ms
+        self._by_authority.add(owner.authority, 1)
+        self._by_owner.add(owner, 1)
+
+    def _save(self, consumer: str, owner: Owner) -> None:
+        assert self._home is not None, "no cursor without a log"
+        self._used_ms[consumer] = self._now_ms()
+        self._home.set_cursor(owner.row_name(consumer), 0, absent_ms=self._used_ms[consumer])
+
+    def _forget(self, consumer: str) -> None:
+        owner = self._owners.pop(consumer)
+        del self._used_ms[consumer]
+        self._by_authority.add(owner.authority, -1)
+        self._by_owner.add(owner, -1)
+        for log in self._logs:
+            log.drop_cursor(owner.row_name(consumer))
+
+
+def owners(rows: Iterable[str]) -> dict[str, Owner]:
+    """By consumer, as these names of rows say."""
+    return dict(found for row in rows if (found := owner_of(row)) is not None)

@@ -1,0 +1,395 @@
+"""Who follows: what each of them wants, kept here so that its polls need not say it, and what is pushed to it.
+
+Command -> number: next? -> changes, in order -> Follower: topics -> a match for each log, grown by what is new
+   |        '-- the same: answered as before      ^        '-- its poll that waits is answered: the next one knows
+   |                                              |
+   |   Poll with a follower: no topics ----------'     lease over -> gone, and all that was kept of it
+   '-> push -> Pushing: poll after poll on its behalf -> frames, as many bytes as its window has -> responses
+
+All of it is in memory and leased: after a restart of either side the follower says everything again. What is pushed is
+an optimisation: nothing here remembers what has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+from history.log.log import Log
+from history.records.stream import plain_address
+from history.service.matches import Match, Matches, Sight
+from history.service.pushing import WINDOW_BYTES_MAX, Pushing, checked_push, window_bytes_of_each
+from history.service.request import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, Poll, pattern_of
+from history.service.thinning import Thinning
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.communication.responses import Responses
+from uprotocol.communication.shares import CALLERS_SHARE, Shares
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, PollRequest
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Push as PushRequest
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+FOLLOWERS_MAX: Final = 4_096  # one authority has at most a quarter, a client restarted every second for 17 minutes
+# that are followed, in all; some 500 bytes each. One authority has at most a quarter
+TOPICS_MAX: Final = 65_536
+FOLLOWER_BYTES: Final = 16  # of its name
+LEASE_MS_DEFAULT: Final = 120_000  # four of the longest waits of a client of ours
+LEASE_MS_MIN: Final = 1_000
+SWEEP_S: Final = 1.0  # between looks for leases that are over
+
+Caller = tuple[str, int, int]
+Key = tuple[Caller, bytes]
+
+
+def unknown() -> UStatusError:
+    """Whoever hears it tells everything again."""
+    what = "no such follower here (any more), or not this number: choose another name, and begin with number 1"
+    return UStatusError(UCode.NOT_FOUND, what)
+
+
+class Change(NamedTuple):
+    """Of what is followed."""
+
+    address: bytes  # of the pattern
+    topic: UUri
+    is_wild: bool
+    period_ms: int  # -1: not any more
+
+    @property
+    def follows(self) -> bool:
+        return self.period_ms >= 0
+
+
+class Follower:
+    """What one follower wants, and its matches. `topics`: patterns as bytes, with their sample periods in
+    milliseconds."""
+
+    def __init__(self, key: Key, caller: UUri, matches: Matches, sight: Sight, lease_ms: int) -> None:
+        self.key, self.caller, self.lease_ms = key, caller, lease_ms
+        self.number, self.answer = 0, CommandResponse()
+        self.ends_at = 0.0  # loop time
+        self.topics: dict[bytes, int] = {}
+        self.push: Pushing | None = None
+        self.polls: set[Poll] = set()  # of which all but the newest are being answered
+        self._all, self.sight = matches, sight
+        self.patterns: dict[bytes, UUri] = {}  # those with wildcards
+        self._periods: dict[tuple[Log, int], int] = {}  # by stream, as far as they were asked for
+        self._thinned = 0  # topics with a period
+        self.matches: dict[Log, Match] = matches.make((), sight)
+
+    def __repr__(self) -> str:
+        return f"Follower({self.key[1].hex()[:8]} of {self.key[0][0]}, {len(self.topics)} topics, {self.push})"
+
+    def look_again(self, sight: Sight) -> None:
+        """What the caller may see may have changed."""
+        if sight.key != self.sight.key:
+            self.sight = sight
+            self._match_anew()
+
+    def change(self, changes: Iterable[Change]) -> None:
+        """Each of another pattern. Exact topics cost what they are; a pattern looks at all streams once."""
+        is_anew = False
+        for address, topic, is_wild, period_ms in changes:
+            self._thinned += (period_ms > 0) - (self.topics.get(address, 0) > 0)
+            if (address in self.topics) != (period_ms >= 0):
+                is_anew = is_anew or is_wild
+                for match in self.matches.values() if not is_wild else ():
+                    match.add(topic) if period_ms >= 0 else match.discard(topic)
+            if period_ms >= 0:
+                self.topics[address] = period_ms
+            else:
+                self.topics.pop(address, None)
+            if is_wild and period_ms >= 0:
+                self.patterns[address] = topic
+            elif is_wild:
+                self.patterns.pop(address, None)
+        self._periods.clear()
+        if is_anew:
+            self._match_anew()
+
+    def _match_anew(self) -> None:
+        self.matches = self._all.make([UUri.FromString(address) for address in self.topics], self.sight)
+
+    def cut(self, *, pushed: bool = True) -> None:
+        """Its polls that wait are answered with what there is; `pushed`: those on its behalf, too."""
+        for poll in self.polls:
+            if pushed or not poll.is_pushed:
+                poll.is_cut = True
+                poll.woken.set()
+
+    def stop_push(self) -> None:
+        if self.push is not None:
+            self.push.stop()
+            self.push = None
+
+    @property
+    def waits(self) -> bool:
+        """For an answer to a poll of its own."""
+        return any(not poll.is_pushed and not poll.is_cut for poll in self.polls)
+
+    @property
+    def thinning(self) -> Thinning | None:
+        return Thinning(self._period) if self._thinned else None
+
+    def _period(self, of: Log, stream: int) -> int:
+        """The shortest of all patterns that match: who wants all of something gets it."""
+        known = self._periods.get((of, stream))
+        if known is None:
+            source = of.stream(stream).source if of.knows_stream(stream) else UUri()
+            exact = self.topics.get(plain_address(source))
+            periods = [self.topics[one] for one, pattern in self.patterns.items() if uris.matches(pattern, source)]
+            known = min([*periods, *([] if exact is None else [exact])], default=0)
+            if len(self._periods) >= TOPICS_MAX:
+                self._periods.clear()
+            self._periods[of, stream] = known
+        return known
+
+
+class Followers:
+    """All of them. `answer(poll)` fills a poll's response, as for a caller; raises UStatusError.
+
+    `counts`: commands, frames, expired (leases).
+    """
+
+    def __init__(
+        self,
+        matches: Matches,
+        sight_of: Callable[[UUri], Sight],
+        answer: Callable[[Poll], Awaitable[None]],
+        responses: Responses,
+        service: UUri,
+        *,
+        share: int = CALLERS_SHARE,
+        topics_max: int = TOPICS_MAX,
+        window_bytes_max: int = WINDOW_BYTES_MAX,
+    ) -> None:
+        """`service`: the topic of the frames. `window_bytes_max`: of one push; all together have twice as much."""
+        self._matches, self._sight_of, self._answer = matches, sight_of, answer
+        self._responses, self._frames = responses, service
+        self._window_bytes_max = window_bytes_max
+        self._pushes = set[Pushing]()  # under way
+        self._followers: dict[Key, Follower] = {}
+        self._room = Shares[str](FOLLOWERS_MAX, share=share)
+        self._topics = Shares[str](topics_max, share=share)
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.counts: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._followers.values())
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def __repr__(self) -> str:
+        return f"Followers({len(self)}, {self.topic_count} topics, {self.push_count} pushes)"
+
+    @property
+    def topic_count(self) -> int:
+        return self._topics.pieces
+
+    @property
+    def push_count(self) -> int:
+        return len(self._pushes)
+
+    def open(self) -> None:
+        """After `close`: commands are taken again."""
+        self._closed = False
+
+    async def close(self) -> None:
+        """Nobody is pushed to any more, and nobody known; commands are answered UNAVAILABLE. May be called twice."""
+        self._closed = True
+        for follower in list(self._followers.values()):
+            self._forget(follower)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        await asyncio.gather(*(push.ended() for push in self._pushes))  # and those that were told to end before
+
+    # -- polls
+
+    def of(self, asked: PollRequest, caller: UUri) -> Follower:
+        """Whom a poll is for; it lives on. Raises NOT_FOUND."""
+        follower = self._followers.get((_caller(caller), asked.follower))
+        # after a restart a late copy of its first command may have made it anew, with what that says alone
+        if follower is None or follower.number < asked.number:
+            raise unknown()
+        self._touch(follower)
+        return follower
+
+    def begins(self, poll: Poll) -> None:
+        """One is enough: an older one, whose answer was lost on its way, waits no longer."""
+        assert poll.follower is not None, "a poll of a follower"
+        if not poll.is_pushed:
+            poll.follower.cut(pushed=False)
+        poll.follower.polls.add(poll)
+
+    def ends(self, poll: Poll) -> None:
+        assert poll.follower is not None, "a poll of a follower"
+        poll.follower.polls.discard(poll)
+        if not poll.is_pushed:
+            self._touch(poll.follower)
+
+    # -- commands
+
+    def consumer_of(self, asked: CommandRequest, caller: UUri) -> tuple[str, int]:
+        """For which consumer is pushed, and its lease; "": for none."""
+        push = self._followers[_caller(caller), asked.follower].push
+        return push.consumer if push is not None else ("", 0)
+
+    def command(self, asked: CommandRequest, attributes: UAttributes) -> CommandResponse:
+        """Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED, UNAVAILABLE; then nothing has changed.
+        NOT_FOUND."""
+        if self._closed:
+            raise UStatusError(UCode.UNAVAILABLE, "the history service is stopping: try again later")
+        caller = attributes.source
+        if len(asked.follower) != FOLLOWER_BYTES:
+            raise invalid(f"a follower's name has {FOLLOWER_BYTES} bytes, got {len(asked.follower)}")
+        known = self._known(asked, caller)
+        if known is not None and asked.number == known.number:
+            self._touch(known)
+            return known.answer
+        self.counts["commands"] += 1
+        changes = _changes(asked, caller.authority_name)
+        push = checked_push(asked.push, attributes) if asked.HasField("push") else None
+        sight = self._sight_of(caller)
+        denied = {place for place, one in enumerate(changes) if one.follows and _is_hidden(one.topic, sight)}
+        follower = known or self._made(asked, caller, sight)
+        try:
+            self._change(follower, [change for place, change in enumerate(changes) if place not in denied])
+        except UStatusError:
+            if known is None:
+                self._forget(follower)
+            raise
+        follower.number, follower.lease_ms = asked.number, _lease_ms(asked)
+        # an id and no time: the clock may go back, or stand still between this and a message
+        follower.answer = CommandResponse(lease_ms=follower.lease_ms, denied=sorted(denied), done=uuids.new())
+        self._touch(follower)
+        if changes:
+            follower.cut()
+        self._heed_push(follower, asked, push)
+        return follower.answer
+
+    def _known(self, asked: CommandRequest, caller: UUri) -> Follower | None:
+        """None: it is the first command. Raises NOT_FOUND."""
+        known = self._followers.get((_caller(caller), asked.follower))
+        if asked.number != 1:
+            if known is None or asked.number not in (known.number, known.number + 1):
+                raise unknown()
+        elif known is not None and known.number != 1:
+            raise unknown()  # a copy of its first command that comes late: who begins anew has another name
+        return known
+
+    def _heed_push(self, follower: Follower, asked: CommandRequest, push: PushRequest | None) -> None:
+        if push is not None or asked.stop_push:
+            follower.stop_push()
+        if push is not None:
+            answer = functools.partial(self._answer_for, follower)
+            follower.push = Pushing(
+                push, follower.caller, self._frames, answer, self._post, self._window_bytes, self._pushes.discard
+            )
+            self._pushes.add(follower.push)
+        elif follower.push is not None and asked.frames_taken:
+            follower.push.taken(asked.frames_taken)
+
+    async def _answer_for(self, follower: Follower, poll: Poll) -> None:
+        poll.follower = follower
+        await self._answer(poll)
+
+    def _window_bytes(self) -> int:
+        """Of each push."""
+        return window_bytes_of_each(len(self._pushes), 2 * self._window_bytes_max, self._window_bytes_max)
+
+    def _post(self, frame: UMessage) -> None:
+        self.counts["frames"] += 1
+        self._responses.post(frame)
+
+    def _made(self, asked: CommandRequest, caller: UUri, sight: Sight) -> Follower:
+        full = self._room.full(caller.authority_name)
+        if full is not None:
+            whose = f" of authority {caller.authority_name!r}" if full.is_of_one else ""
+            what = f"{full.limit} followers{whose} are known, which is the limit: wait for a lease to end"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        key = (_caller(caller), asked.follower)
+        follower = self._followers[key] = Follower(key, caller, self._matches, sight, _lease_ms(asked))
+        self._room.add(caller.authority_name, 1)
+        self._touch(follower)
+        if self._sweeping is None:  # not at once: the lease of this one may be over before its topics are counted
+            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        return follower
+
+    def _change(self, follower: Follower, changes: Iterable[Change]) -> None:
+        """All of them, or none. Raises RESOURCE_EXHAUSTED."""
+        last = {change.address: change for change in changes}
+        added = [one for one in last.values() if one.follows and one.address not in follower.topics]
+        gone = [one for one in last.values() if not one.follows and one.address in follower.topics]
+        authority, all = follower.caller.authority_name, self._topics
+        room = min(all.each_pieces_max - all.pieces_of(authority), all.pieces_max - all.pieces)
+        if len(added) - len(gone) > room:
+            what = f"{len(added) - len(gone)} topics more, and there is room for {room}: follow patterns, or fewer"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        wild = len(follower.patterns) + sum(one.is_wild for one in added) - sum(one.is_wild for one in gone)
+        if wild > WILDCARD_PATTERNS_MAX:
+            what = f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards, got {wild}"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        follower.change(last.values())
+        all.add(authority, len(added) - len(gone))
+
+    # -- leases
+
+    def _touch(self, follower: Follower) -> None:
+        follower.ends_at = asyncio.get_running_loop().time() + follower.lease_ms / 1_000
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for follower in [one for one in self._followers.values() if one.ends_at < now and not one.waits]:
+            self.counts["expired"] += 1
+            self._forget(follower)
+        if self._followers:
+            self._sweeping = loop.call_later(SWEEP_S, self._sweep)
+
+    def _forget(self, follower: Follower) -> None:
+        del self._followers[follower.key]
+        authority = follower.caller.authority_name
+        self._room.add(authority, -1)
+        self._topics.add(authority, -len(follower.topics))
+        follower.cut()
+        follower.stop_push()
+
+
+def _changes(asked: CommandRequest, caller: str) -> list[Change]:
+    """Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED."""
+    if len(asked.changes) > PATTERNS_MAX:
+        what = f"{len(asked.changes)} changes are more than {PATTERNS_MAX}: send them in several commands"
+        raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+    found: list[Change] = []
+    for change in asked.changes:
+        which = change.WhichOneof("change")
+        if which is None:
+            raise invalid("a change says follow or unfollow")
+        topic = change.follow.topic if which == "follow" else change.unfollow
+        pattern = pattern_of(topic.SerializeToString(), caller)
+        period = change.follow.sample_period_ms if which == "follow" else -1
+        found.append(Change(plain_address(pattern.uri), pattern.uri, pattern.is_wild, period))
+    return found
+
+
+def _is_hidden(topic: UUri, sight: Sight) -> bool:
+    return not uris.has_wildcard(topic) and not sight.sees(topic, None)
+
+
+def _lease_ms(asked: CommandRequest) -> int:
+    return max(LEASE_MS_MIN, min(asked.lease_ms or LEASE_MS_DEFAULT, LEASE_MS_MAX))
+
+
+def _caller(source: UUri) -> Caller:
+    return source.authority_name, source.ue_id, source.ue_version_major
