@@ -25,11 +25,11 @@ from spark_ingest import offsets
 from spark_ingest.decode import Decoder
 from storage import disk as disks
 from streamer import config
-from streamer import paused as pauses
-from streamer.admin import Answer
+from streamer.egress import paused as pauses
+from streamer.operating.admin import Answer
 from streamer.config import AdminSection
 from streamer.demo import drive
-from streamer.http_port import HttpPort, Line
+from streamer.operating.http_port import HttpPort, Line
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2

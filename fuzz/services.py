@@ -26,9 +26,9 @@ from history.log.log import Log
 from history.reading.acceptor import Acceptor, Record
 from history.service.service import HistoryService
 from spark_ingest import offsets
-from streamer.control import Control, ControlSocket
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.paused import Paused
+from streamer.operating.control import Control, ControlSocket
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.egress.paused import Paused
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.ids import (

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from fuzz.registry import is_refused, refusing, target
 from fuzz.shapes import Dice, made
-from streamer.names import Names
+from streamer.walk.names import Names
 from transports.base import SendChecks
 from transports.dds import mapping as dds_mapping
 from transports.listeners import ListenerTable

@@ -41,8 +41,8 @@ def _restart_that_records() -> Patches:
 
 
 def _renamed_endpoint() -> Patches:
-    from streamer.claims import Claims
-    from streamer.egress import CURSOR_PREFIX
+    from streamer.egress.claims import Claims
+    from streamer.egress.pump import CURSOR_PREFIX
 
     def load(self: Claims) -> None:
         known = {pump.name for pump in self._pumps}
@@ -75,7 +75,7 @@ def _passing_shortage() -> Patches:
 
 
 def _silent_service() -> Patches:
-    from streamer.egress import Pump
+    from streamer.egress.pump import Pump
 
     plan = Pump._plan
 
@@ -98,7 +98,7 @@ def _order_of_commands() -> Patches:
 
 
 def _held_back() -> Patches:
-    from streamer.holds import TopicHolds
+    from streamer.egress.holds import TopicHolds
 
     def hold(self: TopicHolds, stream: int, after: int) -> None:
         self.park(stream, self._log.newest_seq, ())
@@ -107,13 +107,13 @@ def _held_back() -> Patches:
 
 
 def _holds_forgotten() -> Patches:
-    from streamer.holds import AddressHolds
+    from streamer.egress.holds import AddressHolds
 
     return [(AddressHolds, "load", lambda self: None)]
 
 
 def _taken_from_here_on() -> Patches:
-    from streamer.holds import AddressHold, AddressHolds
+    from streamer.egress.holds import AddressHold, AddressHolds
 
     def taken(self: AddressHolds, hold: AddressHold) -> None:
         before(self, hold)
@@ -124,13 +124,13 @@ def _taken_from_here_on() -> Patches:
 
 
 def _held_not_handed_over() -> Patches:
-    from streamer import handover
+    from streamer.following import handover
 
     return [(handover, "_held_topics", lambda pump: [])]
 
 
 def _place_ahead() -> Patches:
-    from streamer.followed import Followed, Pending
+    from streamer.following.followed import Followed, Pending
 
     store = Followed._store
 
@@ -149,20 +149,20 @@ def _frames_with_holes() -> Patches:
 
 
 def _new_log_from_its_end() -> Patches:
-    from streamer import followed
+    from streamer.following import followed
     from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest
 
     return [(followed, "PollRequest", lambda **_: PollRequest(latest=True))]
 
 
 def _copies_before_a_place() -> Patches:
-    from streamer.followed import Followed
+    from streamer.following.followed import Followed
 
     return [(Followed, "_is_copy", lambda self, message: True)]
 
 
 def _handed_over_where_it_was_read() -> Patches:
-    from streamer.egress import Pump
+    from streamer.egress.pump import Pump
 
     stop = Pump._stop_publishes
 
@@ -174,14 +174,14 @@ def _handed_over_where_it_was_read() -> Patches:
 
 
 def _pushed_again_from_the_end() -> Patches:
-    from streamer.egress import Pump
+    from streamer.egress.pump import Pump
 
     resume = Pump._resume_publishes
     return [(Pump, "_resume_publishes", lambda self, seq: resume(self, self.log.newest_seq))]
 
 
 def _never_pushed_again() -> Patches:
-    from streamer.following import Follows
+    from streamer.following.follows import Follows
 
     async def end(self: Follows, *_: Any) -> None:
         pass
@@ -190,7 +190,7 @@ def _never_pushed_again() -> Patches:
 
 
 def _a_follower_holds_nothing() -> Patches:
-    from streamer.handover import FOLLOWED_PREFIX, HandOvers
+    from streamer.following.handover import FOLLOWED_PREFIX, HandOvers
 
     def hold(self: HandOvers, name: str, source: Any, seq: int) -> None:
         source.set_cursor(FOLLOWED_PREFIX + name, seq, holds=False, absent_ms=0)
@@ -244,7 +244,7 @@ def _closed_at_once() -> Patches:
 
 
 def _begun_untold() -> Patches:
-    from streamer.followed import Followed
+    from streamer.following.followed import Followed
 
     def keep_quiet(self: Followed) -> None:
         self._begun.clear()
@@ -253,13 +253,13 @@ def _begun_untold() -> Patches:
 
 
 def _hang_for_ever() -> Patches:
-    from streamer.sends import Sends
+    from streamer.egress.sends import Sends
 
     return [(Sends, "_look", lambda self: None)]
 
 
 def _failure_heard_late() -> Patches:
-    from streamer.flow import Appender
+    from streamer.walk.flow import Appender
 
     return [(Appender, "_is_failing", lambda self, offered: False)]
 

@@ -25,7 +25,7 @@ from simulation.network import KEEPER
 from storage.runtime import Runtime, Used
 from streamer.app import Streamer
 from streamer.config import Config
-from streamer.followed import Followed
+from streamer.following.followed import Followed
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -29,31 +29,32 @@ from history.log.log import Log
 from history.service.gaps import Gaps
 from history.service.service import HistoryService
 from storage.runtime import REAL, Runtime
-from streamer import metrics, parts
-from streamer.access import Access
-from streamer.admin import Admin
-from streamer.claims import Claims, listed
-from streamer.clocks import Clocks
+from streamer.operating import metrics
+from streamer import parts
+from streamer.walk.access import Access
+from streamer.operating.admin import Admin
+from streamer.egress.claims import Claims, listed
+from streamer.operating.clocks import Clocks
 from streamer.config import Config, patterns
-from streamer.control import Control, ControlSocket
-from streamer.dead_letter import DeadLetters
-from streamer.egress import Pump
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.express import Express
-from streamer.flow import Flow
-from streamer.followed import Followed
-from streamer.following import Follows
-from streamer.handover import HandOvers
-from streamer.holds import SHOWN_AFTER_S, Label
-from streamer.hosted import HostedTransport
-from streamer.ingress import Dispatch, IdWindow, Ingress, Logs
-from streamer.ledger import Ledger, Pressure
-from streamer.limits import CALLERS_SHARE
-from streamer.networks import Networks
-from streamer.paused import FILE, Paused
-from streamer.rules import Rule, Rules
-from streamer.states import LOOK_S, STARTING, STREAMER, Condition, States, of_one_that_cant_start
-from streamer.view import View
+from streamer.operating.control import Control, ControlSocket
+from streamer.letters.dead_letter import DeadLetters
+from streamer.egress.pump import Pump
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.egress.express import Express
+from streamer.walk.flow import Flow
+from streamer.following.followed import Followed
+from streamer.following.follows import Follows
+from streamer.following.handover import HandOvers
+from streamer.egress.holds import SHOWN_AFTER_S, Label
+from streamer.walk.hosted import HostedTransport
+from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
+from streamer.quotas.ledger import Ledger, Pressure
+from streamer.quotas.limits import CALLERS_SHARE
+from streamer.walk.networks import Networks
+from streamer.egress.paused import FILE, Paused
+from streamer.walk.rules import Rule, Rules
+from streamer.operating.states import LOOK_S, STARTING, STREAMER, Condition, States, of_one_that_cant_start
+from streamer.walk.view import View
 from transports.certificates import Expiries
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -21,14 +21,14 @@ from history.log.log import Log
 from storage import reserve as reserves
 from storage.reserve import Reserve
 from storage.runtime import Runtime
-from streamer.access import Entry, Pattern
+from streamer.walk.access import Entry, Pattern
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.followed import Follow
-from streamer.hosted import USUBSCRIPTION, HostedTransport
-from streamer.ingress import IdWindow, Logs
-from streamer.limits import Limits
-from streamer.rules import Rule
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.following.followed import Follow
+from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
+from streamer.walk.ingress import IdWindow, Logs
+from streamer.quotas.limits import Limits
+from streamer.walk.rules import Rule
 from transports import plugin as plugins
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile

@@ -13,7 +13,7 @@ import pytest
 
 from history.file.rows import SCHEMA_VERSION
 from streamer.config import loads
-from streamer.limits import Limits
+from streamer.quotas.limits import Limits
 from tools.house import PRODUCT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,11 +106,11 @@ MIB, KIB = 1 << 20, 1 << 10
 # page, its words with # for the number (each # the next constant), how many units of the constant the number counts,
 # and the constants
 NUMBERS: list[tuple[str, str, float, list[str]]] = [
-    ("architecture", "the volatile log (# records behind)", 1, ["streamer.flow:LAG_RECORDS_MAX"]),
-    ("architecture", "and # every 20 ms", 1, ["streamer.flow:SHARE_RECORDS"]),
-    ("architecture", "every # ms while we use less", 0.001, ["streamer.flow:LOOK_S"]),
-    ("architecture", "less than # of a processor", 1, ["streamer.flow:BUSY"]),
-    ("architecture", "can't send again, for up to # s", 1, ["streamer.flow:HOLD_S"]),
+    ("architecture", "the volatile log (# records behind)", 1, ["streamer.walk.flow:LAG_RECORDS_MAX"]),
+    ("architecture", "and # every 20 ms", 1, ["streamer.walk.flow:SHARE_RECORDS"]),
+    ("architecture", "every # ms while we use less", 0.001, ["streamer.walk.flow:LOOK_S"]),
+    ("architecture", "less than # of a processor", 1, ["streamer.walk.flow:BUSY"]),
+    ("architecture", "can't send again, for up to # s", 1, ["streamer.walk.flow:HOLD_S"]),
     ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
     ("architecture", "takes up to # messages", 1, ["transports.zenoh.receiver:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.arrivals:BYTES_MAX"]),
@@ -126,9 +126,9 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "bench.costs.brokers:FAR_MS", "bench.costs.brokers:OFFERED_PER_S", "bench.costs.brokers:IN_FLIGHT_MAX",
     ]),
     ("benchmarks", '"Flat" is # times', 1, ["bench.targets:FLAT"]),
-    ("configuration", "for up to # s before something is dropped", 1, ["streamer.flow:HOLD_S"]),
+    ("configuration", "for up to # s before something is dropped", 1, ["streamer.walk.flow:HOLD_S"]),
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
-    ("following", "At most # histories are followed", 1, ["streamer.following:FOLLOWED_MAX"]),
+    ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
         "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
     ]),
@@ -142,11 +142,11 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("following", "reaches back (# MiB or # days", 1, [
         "history.publisher:RETENTION_BYTES/1048576", "history.log.log:RETENTION_MS/86400000",
     ]),
-    ("following", "at most # publishers of one authority", 1, ["streamer.following:PUBLISHERS_OF_ONE_MAX"]),
-    ("following", "has answered nothing for # s", 1, ["streamer.followed:DEAF_S"]),
+    ("following", "at most # publishers of one authority", 1, ["streamer.following.follows:PUBLISHERS_OF_ONE_MAX"]),
+    ("following", "has answered nothing for # s", 1, ["streamer.following.followed:DEAF_S"]),
     ("following", "At the start, and every # s or so", 1, ["history.publisher:ANNOUNCE_S"]),
     ("following", "every # s until it has taken over, every # s then", 1, [
-        "streamer.handover:ANNOUNCE_S", "streamer.handover:ANNOUNCE_TAKEN_S",
+        "streamer.following.handover:ANNOUNCE_S", "streamer.following.handover:ANNOUNCE_TAKEN_S",
     ]),
     ("following", "# random bytes, the name by which", 1, ["history.service.followers:FOLLOWER_BYTES"]),
     ("following", "at most # in one Command", 1, ["history.service.request:PATTERNS_MAX"]),
@@ -242,7 +242,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.transport:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "connection that has lasted # s", 1, ["transports.mqtt5.link:STEADY_S"]),
     ("mqtt5", "Three connections in a row that are lost within # s", 1, ["transports.mqtt5.link:BRIEF_S"]),
-    ("configuration", "that came within a minute, # at least", 1, ["streamer.clocks:MESSAGES_MIN"]),
+    ("configuration", "that came within a minute, # at least", 1, ["streamer.operating.clocks:MESSAGES_MIN"]),
     ("configuration", "Beyond # such lines of a kind", 1, ["storage.logs:CHANGES_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.transport:UNACKNOWLEDGED_MESSAGES_MAX"]),
     ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.transport:BYTES_MAX/1048576"]),
@@ -313,7 +313,7 @@ def test_the_pauses_between_two_tries_to_connect_are_the_codes() -> None:
 def test_every_metric_and_reason_is_in_the_page() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     table = page.partition("## Metrics")[2]
-    families = importlib.import_module("streamer.metrics").FAMILIES
+    families = importlib.import_module("streamer.operating.metrics").FAMILIES
     metrics = {f"up_streamer_{name}" + "_total" * ("Counter" in kind.__name__) for name, (kind, *_) in families.items()}
     assert len(metrics) > 20
     assert metrics == set(re.findall(r"`(up_streamer_\w+)`", table))

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from history.file.retention import disk_limit
 from streamer import config as configs
-from streamer import paused as pauses
+from streamer.egress import paused as pauses
 from streamer.commands import cursors, terminal
 from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of

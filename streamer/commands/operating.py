@@ -14,7 +14,7 @@ import typer
 
 from storage import logs
 from streamer import config as configs
-from streamer import control
+from streamer.operating import control
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from uprotocol import uri as uris
@@ -86,7 +86,7 @@ def dead_letters(
 
     Example: [bold]up-streamer dead-letters --config vehicle.toml --limit 20[/]
     """
-    from streamer import dead_letter
+    from streamer.letters import dead_letter
 
     letters = dead_letter.open_read_only(at.path / "dead-letters.db").read(limit)
     rows = [letter.as_dict() for letter in letters]

@@ -17,7 +17,7 @@ from storage import logs
 from streamer import config as configs
 from streamer.commands import network, terminal
 from streamer.commands.options import AsJson, ConfigFile, Settings
-from streamer.notify import ServiceManager
+from streamer.operating.notify import ServiceManager
 
 if TYPE_CHECKING:
     from streamer.app import Streamer

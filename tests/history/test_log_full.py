@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
-from streamer import dead_letter
+from streamer.letters import dead_letter
 from tests.history.small_disk import mount, unmount
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload

@@ -19,7 +19,7 @@ from history.log.log import Log, Passed
 from storage.faults import disk_bytes
 from storage.reserve import Reserve
 from storage.runtime import REAL, Runtime
-from streamer import dead_letter
+from streamer.letters import dead_letter
 from tests.history.small_disk import RealSmallDisk, SmallDisk, mount, unmount
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload

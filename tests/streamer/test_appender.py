@@ -20,8 +20,8 @@ from history.log.log import Log
 from simulation.disk import DiskFaults, SimulatedDisk
 from simulation.loop import SimulatedWorker, VirtualLoop
 from storage.runtime import Runtime
-from streamer.flow import Appender, Flow
-from streamer.ingress import IdWindow
+from streamer.walk.flow import Appender, Flow
+from streamer.walk.ingress import IdWindow
 from tests.history.world import virtually
 from transports.arrivals import Arrivals
 from uprotocol import uri as uris

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer import blocked
-from streamer.blocked import Aside
-from streamer.egress import Pump
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.flow import Flow
-from streamer.paused import Paused
-from streamer.view import Decision, Leg, Target
+from streamer.egress import blocked
+from streamer.egress.blocked import Aside
+from streamer.egress.pump import Pump
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.flow import Flow
+from streamer.egress.paused import Paused
+from streamer.walk.view import Decision, Leg, Target
 from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage

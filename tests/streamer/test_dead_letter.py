@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from storage.runtime import Runtime
-from streamer import dead_letter
-from streamer.dead_letter import DeadLetters, Store
+from streamer.letters import dead_letter
+from streamer.letters.dead_letter import DeadLetters, Store
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import EncodedMessage, Stamp

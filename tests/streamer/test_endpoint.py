@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamer.endpoint import Endpoint
+from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder

@@ -16,7 +16,7 @@ from history.log.log import Log
 from history.reading.acceptor import Record
 from history.reading.client import HistoryClient
 from history.reading.subscriber import GaplessSubscriber
-from streamer.followed import _first_behind
+from streamer.following.followed import _first_behind
 from tests.streamer.conftest import MakeWorld
 from tests.streamer.test_following import DOOR, SPEED, SUBSCRIBED, Pair, Publish
 from tests.tiers import seeds

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer import express as expresses
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.express import Express
-from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
+from streamer.egress import express as expresses
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.egress.express import Express
+from streamer.quotas.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, Stamp

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from simulation.loop import VirtualLoop
 from storage.runtime import Used
-from streamer.flow import ACTIVE_S, HELD_S_MAX, LAG_RECORDS_MAX, LOOK_S, SHARE_RECORDS, Flow
+from streamer.walk.flow import ACTIVE_S, HELD_S_MAX, LAG_RECORDS_MAX, LOOK_S, SHARE_RECORDS, Flow
 from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.status import OK, UStatusError

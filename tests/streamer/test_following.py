@@ -16,8 +16,8 @@ import pytest
 
 from history.publisher import HistoryPublisher
 from streamer.config import FollowSection
-from streamer.followed import Followed
-from streamer.metrics import expose
+from streamer.following.followed import Followed
+from streamer.operating.metrics import expose
 from tests.streamer.conftest import Hearer, MakeWorld, World, endpoints, text
 from tests.tiers import seeds
 from transports.local import Faults

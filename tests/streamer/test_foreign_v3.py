@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer import holds
+from streamer.egress import holds
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from streamer.app import Streamer
 from streamer.config import loads
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.filters import ASKED_AT_ONCE, Filters
-from streamer.following import PUBLISHERS
-from streamer.ingress import Ingress
-from streamer.paused import Pause, Paused
-from streamer.rules import Rule, Rules
-from streamer.view import View
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.filters import ASKED_AT_ONCE, Filters
+from streamer.following.follows import PUBLISHERS
+from streamer.walk.ingress import Ingress
+from streamer.egress.paused import Pause, Paused
+from streamer.walk.rules import Rule, Rules
+from streamer.walk.view import View
 from tests.streamer.conftest import THREE, endpoints, publication
 from tests.tiers import examples
 from uprotocol import uri as uris

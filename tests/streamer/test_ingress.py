@@ -13,7 +13,7 @@ import pytest
 
 from history.file.store import Store
 from history.log.log import Log
-from streamer import flow as flows
+from streamer.walk import flow as flows
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

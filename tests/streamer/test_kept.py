@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
-from streamer import flow as flows
+from streamer.walk import flow as flows
 from streamer.commands import cursors
-from streamer.flow import Appender, Flow
+from streamer.walk.flow import Appender, Flow
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.config import Config, loads
-from streamer.names import CARRIED, Names
+from streamer.walk.names import CARRIED, Names
 from streamer.parts import endpoints_of
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from streamer.notify import ServiceManager
+from streamer.operating.notify import ServiceManager
 
 DEADLINE_S = 60
 CONFIG = """

@@ -18,15 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log, Passed
-from streamer import control
-from streamer import paused as pauses
-from streamer.control import ControlSocket, ask
-from streamer.egress import Pump
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.flow import Flow
-from streamer.paused import PAUSES_MAX, Pause, Paused
-from streamer.rules import Rule, Rules
-from streamer.view import View
+from streamer.operating import control
+from streamer.egress import paused as pauses
+from streamer.operating.control import ControlSocket, ask
+from streamer.egress.pump import Pump
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.flow import Flow
+from streamer.egress.paused import PAUSES_MAX, Pause, Paused
+from streamer.walk.rules import Rule, Rules
+from streamer.walk.view import View
 from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient

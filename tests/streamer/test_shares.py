@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer import shares
-from streamer.shares import PerMinute, Shares
+from streamer.quotas import shares
+from streamer.quotas.shares import PerMinute, Shares
 
 COUNT_MAX, BYTES_MAX = 8, 100
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer import networks
+from streamer.walk import networks
 from tests.streamer.conftest import text
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -272,7 +272,7 @@ async def test_who_subscribes_waits_for_a_network_that_has_just_gone_unless_othe
 def absent_s(world: Any, endpoint: str) -> float:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from streamer import metrics
+    from streamer.operating import metrics
 
     for family in text_string_to_metric_families(metrics.expose(world.streamer).decode()):
         for sample in family.samples:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamer.metrics import expose
+from streamer.operating.metrics import expose
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer import dead_letter
+from streamer.letters import dead_letter
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer import endpoint as endpoints_
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.ingress import IdWindow
-from streamer.paused import Paused
-from streamer.rules import Rule, Rules
-from streamer.view import View
+from streamer.walk import endpoint as endpoints_
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.ingress import IdWindow
+from streamer.egress.paused import Paused
+from streamer.walk.rules import Rule, Rules
+from streamer.walk.view import View
 from uprotocol import uri as uris
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError

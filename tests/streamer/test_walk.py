@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
-from streamer import dead_letter, metrics
-from streamer.rules import Rule
+from streamer.letters import dead_letter
+from streamer.operating import metrics
+from streamer.walk.rules import Rule
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer

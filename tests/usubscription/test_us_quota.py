@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamer.limits import Limits
+from streamer.quotas.limits import Limits
 from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.asking import Services

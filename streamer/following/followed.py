@@ -30,8 +30,8 @@ from history.log.log import Log
 from history.reading.acceptor import Accepted, Acceptor, Places, Record
 from history.reading.following import Following, Mode
 from history.records.chunk import Origin
-from streamer.access import Pattern
-from streamer.endpoint import Endpoint
+from streamer.walk.access import Pattern
+from streamer.walk.endpoint import Endpoint
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -52,7 +52,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
 if TYPE_CHECKING:
-    from streamer.following import Follows
+    from streamer.following.follows import Follows
 
 PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service; and one answer beside it
 # rung for so long without an answer: plain copies count again until the history answers

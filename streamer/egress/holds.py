@@ -30,8 +30,8 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 import structlog
 
 from history.log.log import CURSORS_MAX, Log
-from streamer.blocked import Item
-from streamer.view import Target
+from streamer.egress.blocked import Item
+from streamer.walk.view import Target
 from uprotocol.status import code_name
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus

@@ -19,9 +19,9 @@ from history.log.log import Log
 from history.reading.client import Frames, HistoryClient
 from history.service.pushing import window_bytes_of_each
 from storage.runtime import Runtime
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.hosted import HostedTransport
-from streamer.states import Condition
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.hosted import HostedTransport
+from streamer.operating.states import Condition
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication import InMemoryRpcClient
@@ -43,9 +43,9 @@ from usubscription_client.interest import Interest
 from usubscription_client.table import Topics
 
 if TYPE_CHECKING:
-    from streamer.ingress import Dispatch, Ingress
+    from streamer.walk.ingress import Dispatch, Ingress
 
-from streamer.followed import COVERED, Follow, Followed, family_of
+from streamer.following.followed import COVERED, Follow, Followed, family_of
 
 FOLLOWED_MAX: Final = 4_096  # services; a fleet behind one gateway, and its tasks and places
 # of one authority that are found by announcements: a vehicle has some publishers with a history of their own

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from streamer.endpoint import Endpoint, Endpoints
+from streamer.walk.endpoint import Endpoint, Endpoints
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris

@@ -22,7 +22,7 @@ from typing import Final, Generic, Self, TypeVar
 import structlog
 from aiohttp import web
 
-from streamer.admin import Answer
+from streamer.operating.admin import Answer
 from streamer.config import AdminSection
 from transports.certificates import KeptFiles, load_pair
 from uprotocol.status import UStatusError
@@ -42,7 +42,7 @@ T = TypeVar("T")
 List = Callable[[], Iterator[bytes] | None]  # in slices; None for who asks too often
 
 log = structlog.get_logger()
-_silent = logging.getLogger("streamer.http_port.nonsense")  # what aiohttp says of requests that are none
+_silent = logging.getLogger("streamer.operating.http_port.nonsense")  # what aiohttp says of requests that are none
 _silent.disabled = True
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from streamer.endpoint import Endpoint
+from streamer.walk.endpoint import Endpoint
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE, is_nobody_listening
 from uprotocol.v1.ustatus_pb2 import UStatus

@@ -17,16 +17,16 @@ from typing import Any, Final
 import structlog
 
 from history.log.log import Log, TopicsFullError
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.express import Express
-from streamer.filters import Filters
-from streamer.flow import Appender, Flow
-from streamer.following import PUBLISHERS, Follows
-from streamer.hosted import HostedTransport
-from streamer.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
-from streamer.names import may_carry_addresses
-from streamer.rules import Rules
-from streamer.view import Version, View
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.egress.express import Express
+from streamer.walk.filters import Filters
+from streamer.walk.flow import Appender, Flow
+from streamer.following.follows import PUBLISHERS, Follows
+from streamer.walk.hosted import HostedTransport
+from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
+from streamer.walk.names import may_carry_addresses
+from streamer.walk.rules import Rules
+from streamer.walk.view import Version, View
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from typing import Final
 
-from streamer.endpoint import Endpoint
+from streamer.walk.endpoint import Endpoint
 from transports.listeners import TtlCounts
 
 WINDOW_S: Final = 60.0

@@ -31,7 +31,7 @@ from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 from storage.statements import delete_rows, insert_rows
 from storage.worker import Answerer
-from streamer.shares import PERIOD_S, PerMinute, Shares
+from streamer.quotas.shares import PERIOD_S, PerMinute, Shares
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids

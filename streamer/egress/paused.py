@@ -17,7 +17,7 @@ import structlog
 from pydantic import TypeAdapter
 
 from storage.disk import REAL_DISK, Disk, read_json
-from streamer.endpoint import Endpoint, Endpoints
+from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode

@@ -19,10 +19,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from streamer.config import AdminSection
-from streamer.states import NOT_READY, READY
+from streamer.operating.states import NOT_READY, READY
 
 if TYPE_CHECKING:
-    from streamer.http_port import HttpPort
+    from streamer.operating.http_port import HttpPort
 
 VEHICLES_AT_ONCE: Final = 500  # written in one step, some milliseconds of the loop
 LINES_TOLD_MAX: Final = 300  # of problems, and of notes; all PAUSES_MAX patterns that may be paused fit
@@ -60,7 +60,7 @@ class Admin:
 
     async def open(self) -> None:
         """Raises UStatusError: UNAVAILABLE if the port can't be had, FAILED_PRECONDITION for a file of `guard`."""
-        from streamer.http_port import HttpPort  # aiohttp: 0.1 s and 11 MiB, for who has an admin port
+        from streamer.operating.http_port import HttpPort  # aiohttp: 0.1 s and 11 MiB, for who has an admin port
 
         answers = self._answers
         pages = {"/metrics": answers.metrics, "/healthz": answers.health, "/readyz": answers.ready}

@@ -15,9 +15,9 @@ from typing import Final
 
 from history.service import matches
 from history.service.matches import EVERYTHING, Sight
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.hosted import is_inside
-from streamer.rules import Rules
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.hosted import is_inside
+from streamer.walk.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.v1.uri_pb2 import UUri

@@ -20,8 +20,8 @@ from typing import Any, Final
 import structlog
 
 from storage.disk import REAL_DISK, InUseError
-from streamer import paused as pauses
-from streamer.paused import Pause, Paused
+from streamer.egress import paused as pauses
+from streamer.egress.paused import Pause, Paused
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.ustreamer.ids import LIST_PAUSED, PAUSE, RESUME

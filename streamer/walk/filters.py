@@ -17,8 +17,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from streamer.endpoint import Endpoint
-from streamer.following import PUBLISHERS
+from streamer.walk.endpoint import Endpoint
+from streamer.following.follows import PUBLISHERS
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.status import RETRYABLE, UStatusError
@@ -29,7 +29,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
 if TYPE_CHECKING:
-    from streamer.ingress import Dispatch
+    from streamer.walk.ingress import Dispatch
 
 LOOKED_AT_MAX: Final = 256  # topics in one step of the loop, some 3 ms
 ASKED_AT_ONCE: Final = 1_024  # filters for which a network is asked together, and as many more as one step finds
