@@ -37,7 +37,7 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription.database import Database
+from usubscription.store.database import Database
 from usubscription.state import Status
 
 AUTHORITY: Final = "scale"

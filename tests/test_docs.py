@@ -216,7 +216,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "(a sixteenth, at most # MiB)", MIB, ["history.file.retention:TRANSACTION_BYTES_MAX"]),
     ("usubscription", "the ids of the last # commands", 1, ["usubscription.handled:HANDLED_MAX"]),
-    ("usubscription", "at most # changes together", 1, ["usubscription.database:OUTBOX_CHANGES_MAX"]),
+    ("usubscription", "at most # changes together", 1, ["usubscription.store.database:OUTBOX_CHANGES_MAX"]),
     ("usubscription", "tried again after # s doubling to # s", 1_000, [
         "usubscription.telling:RETRY_FIRST_MS", "usubscription.telling:RETRY_MAX_MS",
     ]),
@@ -230,14 +230,14 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("usubscription", "(`STORE.partners`, at most #)", 1, ["usubscription.audit:PARTNERS_MAX"]),
     ("usubscription", "at most # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
     ("usubscription", "# subscriptions, # registrations for topics and # for everything, # changes not yet told", 1, [
-        "usubscription.database:SUBSCRIPTIONS_MAX", "usubscription.database:REGISTRATIONS_MAX",
-        "usubscription.database:REGISTERED_FOR_ALL_MAX", "usubscription.database:OUTBOX_CHANGES_MAX",
+        "usubscription.store.database:SUBSCRIPTIONS_MAX", "usubscription.store.database:REGISTRATIONS_MAX",
+        "usubscription.store.database:REGISTERED_FOR_ALL_MAX", "usubscription.store.database:OUTBOX_CHANGES_MAX",
     ]),
     ("usubscription", "The details of a subscription have at most # bytes, and each # of them", 1, [
-        "usubscription.database:DETAILS_BYTES_MAX", "usubscription.quota:UNIT_BYTES",
+        "usubscription.store.database:DETAILS_BYTES_MAX", "usubscription.quota:UNIT_BYTES",
     ]),
-    ("usubscription", "# requests waiting for the store", 1, ["usubscription.store:WAITING_MAX"]),
-    ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.store:SUBSCRIBERS_MAX"]),
+    ("usubscription", "# requests waiting for the store", 1, ["usubscription.store.store:WAITING_MAX"]),
+    ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.store.store:SUBSCRIBERS_MAX"]),
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
     ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.transport:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "connection that has lasted # s", 1, ["transports.mqtt5.link:STEADY_S"]),

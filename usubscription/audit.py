@@ -31,7 +31,7 @@ from uprotocol.core.usubscription.asking import end
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Event, Key, Link, Lost, Notified, Orphaned, Status
-from usubscription.store import Store
+from usubscription.store.store import Store
 
 AUDITS_AT_ONCE: Final = 16
 # services without links: if all of these are silent, those with links wait 100 s for their next turn

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Final
 
 from usubscription.state import Key
-from usubscription.tables import Tables
+from usubscription.store.tables import Tables
 
 HANDLED_MAX: Final = 32_768  # commands; a redelivery comes within the ttl of its request, some seconds to minutes
 OF_RESET: Final = 0  # of commands from before a Reset: none of them is the last one

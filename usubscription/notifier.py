@@ -26,10 +26,10 @@ from uprotocol.core.usubscription.asking import end
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
-from usubscription.database import Hold, Sent
-from usubscription.reader import StoredChange
+from usubscription.store.database import Hold, Sent
+from usubscription.store.reader import StoredChange
 from usubscription.requests import ResponseTracker, Tag
-from usubscription.store import Store
+from usubscription.store.store import Store
 from usubscription.telling import Part, Teller, Troubles
 
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; the others are read from the store when it is their turn

@@ -31,7 +31,7 @@ from usubscription.audit import Auditor, Partners
 from usubscription.notifier import Notifier
 from usubscription.places import Places
 from usubscription.state import Answered, Command, Event, Key, Link, Notified, Status, TimedOut, retry_delay_ms
-from usubscription.store import Store
+from usubscription.store.store import Store
 
 TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-max-timeout~1
 # a fleet that is away holds some for each of its services; beyond it commands wait out a back-off

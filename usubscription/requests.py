@@ -50,9 +50,9 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.database import Commanded, Outcome
+from usubscription.store.database import Commanded, Outcome
 from usubscription.quota import Caller, Quota, weight
-from usubscription.store import WAITING_MAX, Store
+from usubscription.store.store import WAITING_MAX, Store
 
 COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)
 RESPONSES_WAITING_MAX: Final = 20_000  # for the network to take them: as many as there may be requests before the store

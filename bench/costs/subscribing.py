@@ -17,7 +17,7 @@ from bench.processes import BenchError, Child
 from bench.subject import Scene
 from transports.mqtt5.broker import Broker
 from transports.ports import free_port
-from usubscription.database import Database
+from usubscription.store.database import Database
 from usubscription.state import Status
 
 KNOWN: Final = (5_000, 50_000)

@@ -24,7 +24,7 @@ from bench.lanes import Lane, Leg, lane
 from bench.measure import LEGS, Result, kinds
 from bench.measure import Figures as LaneFigures
 from bench.processes import BenchError, Child
-from usubscription.database import Database
+from usubscription.store.database import Database
 
 # -- the broker that is far away
 

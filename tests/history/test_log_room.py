@@ -25,7 +25,7 @@ from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.database import Database, Probe, Register
+from usubscription.store.database import Database, Probe, Register
 
 MIB = 1 << 20
 DISK_BYTES = 16 * MIB

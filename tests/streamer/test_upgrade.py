@@ -14,8 +14,8 @@ from streamer.letters import dead_letter
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.database import Database, Reset
-from usubscription.reader import Reader
+from usubscription.store.database import Database, Reset
+from usubscription.store.reader import Reader
 from usubscription.state import Subscribe
 from usubscription_client.saved_interest import SavedInterest
 

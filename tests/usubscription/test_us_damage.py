@@ -19,7 +19,7 @@ from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.core.usubscription.wire import CODECS
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.database import Database
+from usubscription.store.database import Database
 from usubscription.state import Subscribe
 
 TOPIC = uris.parse("//dev1/20/1/8001")

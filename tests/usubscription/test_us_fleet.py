@@ -17,7 +17,7 @@ from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription import places, remote
-from usubscription.reader import Reader
+from usubscription.store.reader import Reader
 from usubscription.state import Status
 
 VEHICLES, EACH = 40, 10

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from usubscription import store as stores
-from usubscription.database import Database, Outcome, Reset, StoreEvent
+from usubscription.store import store as stores
+from usubscription.store.database import Database, Outcome, Reset, StoreEvent
 from usubscription.state import Answered, Expire, Key, Lost, Status, Subscribe, Unsubscribe
-from usubscription.store import Index
+from usubscription.store.store import Index
 
 TOPICS: list[Key] = [("dev1", 0x20, 1, 0x8001), ("dev2", 0x20, 1, 0x8001)]  # the last one is remote
 CLIENTS: list[Key] = [("dev1", number, 1, 0) for number in (0x30, 0x10, 0x20)]

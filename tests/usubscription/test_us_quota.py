@@ -18,10 +18,10 @@ from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
+from usubscription.store.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
 from usubscription.quota import UNIT_BYTES, Quota
 from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
-from usubscription.store import WAITING_MAX
+from usubscription.store.store import WAITING_MAX
 from usubscription_client import Subscription
 
 WHOLE = 64  # a caller has 16 of them, another authority 8, the own one 48
@@ -129,7 +129,7 @@ def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> N
 
 
 def test_registrations_have_shares_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("usubscription.database.REGISTRATIONS_MAX", WHOLE)
+    monkeypatch.setattr("usubscription.store.database.REGISTRATIONS_MAX", WHOLE)
     db = store(tmp_path)
     done = db.apply([Register(("dev2", number, 1, 0), 3, topic(number)) for number in range(20)], 0)
     assert sum(isinstance(one, Outcome) for one in done) == 8

@@ -232,7 +232,7 @@ async def test_a_reset_names_the_topic_as_it_was_passed(world: Any) -> None:
 async def test_v3_fetch_subscribers_pages_in_the_order_in_which_they_came(
     world: Any, monkeypatch: Any, in_memory: int
 ) -> None:
-    monkeypatch.setattr("usubscription.store.SUBSCRIBERS_MAX", in_memory)
+    monkeypatch.setattr("usubscription.store.store.SUBSCRIBERS_MAX", in_memory)
     await world.service(page_entries_max=2)
     members = [await world.raw(ue_id=number) for number in (0x30, 0x10, 0x20, 0x15, 0x11)]
     for one in members:

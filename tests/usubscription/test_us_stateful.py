@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.tiers import examples, seeds
 from uprotocol.status import UStatusError
-from usubscription.database import Database, Outcome, Register, Reset, Sent
+from usubscription.store.database import Database, Outcome, Register, Reset, Sent
 from usubscription.state import (
     LINK_IGNORES,
     LINK_TRANSITIONS,

@@ -20,11 +20,11 @@ from storage.worker import Answerer
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription import database, schema
-from usubscription.database import Database, Hold, Outcome, Register, Unregister
+from usubscription.store import database, schema
+from usubscription.store.database import Database, Hold, Outcome, Register, Unregister
 from usubscription.state import Key, Status, Subscribe
-from usubscription.store import Store
-from usubscription.tables import Tables
+from usubscription.store.store import Store
+from usubscription.store.tables import Tables
 
 TOPIC: Key = ("dev1", 0x20, 1, 0x8001)
 FAR: Key = ("dev2", 0x20, 1, 0x8001)
@@ -215,8 +215,8 @@ def test_limits_answer_resource_exhausted_and_what_is_there_goes_on(tmp_path: Pa
 def test_registrations_have_a_limit_and_are_counted_across_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("usubscription.database.REGISTRATIONS_MAX", 2)
-    monkeypatch.setattr("usubscription.database.REGISTERED_FOR_ALL_MAX", 1)
+    monkeypatch.setattr("usubscription.store.database.REGISTRATIONS_MAX", 2)
+    monkeypatch.setattr("usubscription.store.database.REGISTERED_FOR_ALL_MAX", 1)
     clients: list[Key] = [("dev1", number, 1, 0) for number in range(1, 4)]
     db = Database(tmp_path / "store.db", "dev1")
     for expected in ([True, True, False], [True, True, False]):

@@ -9,7 +9,7 @@ import pytest
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.database import Database, Register
+from usubscription.store.database import Database, Register
 from usubscription.inspect import StoreView
 from usubscription.state import Key, Subscribe, TimedOut, Unsubscribe
 

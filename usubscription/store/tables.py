@@ -13,7 +13,7 @@ from typing import Any, Final
 from storage.file import SqliteFile
 from storage.statements import insert_rows
 from usubscription.quota import UNIT_BYTES
-from usubscription.reader import URI_IS, StoredChange, read_link, write_change
+from usubscription.store.reader import URI_IS, StoredChange, read_link, write_change
 from usubscription.state import Change, Key, Link, Record, Status
 
 HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
