@@ -79,22 +79,22 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 fuzz: $(STAMP)  # of compiled code it does not see what it has reached
-	@UP_STREAMER_COMPILED=0 $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
+	@UP_STREAMER_COMPILED=0 $(BIN)/python -m campaigns.fuzz --minutes $(MINUTES) $(ARGS)
 
 house: $(STAMP)  # lines, what stands twice, and how far three messages walk; --tree DIR counts another checkout
 	@UP_STREAMER_COMPILED=0 $(BIN)/python -m tools.house $(ARGS)
 
 simulate: core  # worlds, and the tests that run with many seeds; other seeds each time, unless START names the first
-	@$(BIN)/python -m simulation --seeds $(SEEDS) --start $(START) $(ARGS)
+	@$(BIN)/python -m campaigns.simulation --seeds $(SEEDS) --start $(START) $(ARGS)
 	@$(if $(ARGS),:,echo "tests with the seeds from $(START) on" && FIRST_SEED=$(START) $(BIN)/python $(PYTEST) -m seeded -q)
 
 bench: core
 	@$(BIN)/python -m tools.mosquitto
-	@$(BIN)/python -m bench $(ARGS)
+	@$(BIN)/python -m campaigns.bench $(ARGS)
 
 chaos: core
 	@$(BIN)/python -m tools.mosquitto || true  # without one, most of it is skipped and says so
-	@$(BIN)/python -m chaos $(ARGS)
+	@$(BIN)/python -m campaigns.chaos $(ARGS)
 
 attack: core
 	@$(BIN)/python -m tools.mosquitto

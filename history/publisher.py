@@ -70,7 +70,8 @@ class HistoryPublisher(Publisher):
     The transport is its owner's: open before, and closed after it. No transport hears itself, so who shares it can
     neither hear this publisher nor poll it.
 
-    `groups` of its own topics have epochs (history.epochs.groups.Group): their readers have all of one or none. By buckets
+    `groups` of its own topics have epochs (history.epochs.groups.Group): their readers have all of one or none. By
+    buckets
     they end by themselves, by progress with `progress`.
 
     `counts`, since the start: published; refused (publishes that have raised); sent, unsent (plain copies, and those

@@ -1,16 +1,11 @@
-"""uStreamer: one UMessage's walk, one file per hop.
+"""uStreamer: one UMessage's walk, one room per part of it.
 
-endpoint -> ingress -> flow -> log -> view -> egress -> endpoint      publishes and notifications
-               |
-               +----> express ------------------------> endpoint      requests and responses
-               +----> hosted                                          what is for a service inside this process
-
-following, followed     other histories into our log; handover: ours to who follows it, in place of the egress
-app, parts, networks    makes the parts, starts and stops them; opens the endpoints, and listens to what is needed
-rules, paused, view     who gets what; ledger, limits: how much of it
-names, priority_queue   what the endpoints are called outside; what waits to be sent
-holds, blocked          what an egress holds back; dead_letter, claims: what nobody has had
-config, control, admin, metrics, notify, commands/, demo/           for people
+walk/        endpoint -> ingress -> flow -> log -> view -> egress -> endpoint; requests, responses: egress/express
+egress/      sends what the view lets through to one peer: pump, holds, pauses, the express lane
+following/   other histories into our log, and ours to who follows it, in place of the egress
+letters/     dead letters        quotas/      how much of what each authority may have
+operating/   admin port, metrics, control topics, states      commands/, demo/, config.py     for people
+app.py       makes the parts, starts and stops them            parts.py
 """
 
 from transports import plugin as plugin  # first of all: the package tells whether `uprotocol` is ours

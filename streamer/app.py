@@ -29,31 +29,31 @@ from history.log.log import Log
 from history.service.gaps import Gaps
 from history.service.service import HistoryService
 from storage.runtime import REAL, Runtime
-from streamer.operating import metrics
 from streamer import parts
-from streamer.walk.access import Access
-from streamer.operating.admin import Admin
-from streamer.egress.claims import Claims, listed
-from streamer.operating.clocks import Clocks
 from streamer.config import Config, patterns
-from streamer.operating.control import Control, ControlSocket
-from streamer.letters.dead_letter import DeadLetters
-from streamer.egress.pump import Pump
-from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.egress.claims import Claims, listed
 from streamer.egress.express import Express
-from streamer.walk.flow import Flow
+from streamer.egress.holds import SHOWN_AFTER_S, Label
+from streamer.egress.paused import FILE, Paused
+from streamer.egress.pump import Pump
 from streamer.following.followed import Followed
 from streamer.following.follows import Follows
 from streamer.following.handover import HandOvers
-from streamer.egress.holds import SHOWN_AFTER_S, Label
-from streamer.walk.hosted import HostedTransport
-from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
+from streamer.letters.dead_letter import DeadLetters
+from streamer.operating import metrics
+from streamer.operating.admin import Admin
+from streamer.operating.clocks import Clocks
+from streamer.operating.control import Control, ControlSocket
+from streamer.operating.states import LOOK_S, STARTING, STREAMER, Condition, States, of_one_that_cant_start
 from streamer.quotas.ledger import Ledger, Pressure
 from streamer.quotas.limits import CALLERS_SHARE
+from streamer.walk.access import Access
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.flow import Flow
+from streamer.walk.hosted import HostedTransport
+from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.walk.networks import Networks
-from streamer.egress.paused import FILE, Paused
 from streamer.walk.rules import Rule, Rules
-from streamer.operating.states import LOOK_S, STARTING, STREAMER, Condition, States, of_one_that_cant_start
 from streamer.walk.view import View
 from transports.certificates import Expiries
 from uprotocol import uri as uris

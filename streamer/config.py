@@ -24,12 +24,12 @@ from pydantic_core import PydanticCustomError
 from history.epochs.keeper import GROUPS_MAX
 from history.file.writer import GATHER_MS
 from storage import logs
-from streamer.walk import names
-from streamer.walk.access import Pattern as AccessPattern
 from streamer.egress.holds import HELD_HOURS
+from streamer.egress.sends import SEND_MS_MAX
 from streamer.quotas.ledger import UNITS_PER_S
 from streamer.quotas.limits import MEMORY_MIB
-from streamer.egress.sends import SEND_MS_MAX
+from streamer.walk import names
+from streamer.walk.access import Pattern as AccessPattern
 from transports import plugin as plugins
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris

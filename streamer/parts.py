@@ -21,13 +21,13 @@ from history.log.log import Log
 from storage import reserve as reserves
 from storage.reserve import Reserve
 from storage.runtime import Runtime
-from streamer.walk.access import Entry, Pattern
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
-from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.following.followed import Follow
+from streamer.quotas.limits import Limits
+from streamer.walk.access import Entry, Pattern
+from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
-from streamer.quotas.limits import Limits
 from streamer.walk.rules import Rule
 from transports import plugin as plugins
 from transports.base import TransportSettings

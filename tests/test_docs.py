@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve()
 READINGS = ROOT / "docs" / "readings.md"
 SKIPPED = {READINGS, HERE, ROOT / "docs" / "spec-coverage.md"}  # the list itself, and what is made of other files
-FOLDERS = ("docs", "tests", "tools", "deploy", "examples", "bench", "chaos", "simulation", ".github")
+FOLDERS = ("docs", "tests", "tools", "deploy", "examples", "campaigns", ".github")
 TEXT = {".py", ".md", ".toml", ".proto", ".yml", ".conf", ".service"}
 NUMBER = re.compile(r"\b[A-Z]-[0-9]+\b")
 ROW = re.compile(r"^\| ([A-Z]-[0-9]+) \|.*\| ([^|]*) \|$", re.MULTILINE)
@@ -114,18 +114,23 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
     ("architecture", "takes up to # messages", 1, ["transports.zenoh.receiver:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.arrivals:BYTES_MAX"]),
-    ("benchmarks", "After the last one the subscriber listens on for # s", 1, ["bench.networks:QUIET_S"]),
-    ("benchmarks", "as take the lane some # s", 1, ["bench.measure:RUN_S"]),
-    ("benchmarks", "**At # messages/s**, for # s", 1, ["bench.measure:LATENCY_RATE", "bench.measure:LATENCY_S"]),
-    ("benchmarks", "up to # unacknowledged, since a client library", 1, ["bench.mqtt:WINDOW_MESSAGES_MAX"]),
-    ("benchmarks", "a streamer each, # s", 1, ["bench.costs.disk:SHORT_S"]),
+    ("benchmarks", "After the last one the subscriber listens on for # s", 1, ["campaigns.bench.networks:QUIET_S"]),
+    ("benchmarks", "as take the lane some # s", 1, ["campaigns.bench.measure:RUN_S"]),
+    ("benchmarks", "**At # messages/s**, for # s", 1, ["campaigns.bench.measure:LATENCY_RATE",
+        "campaigns.bench.measure:LATENCY_S"]),
+    ("benchmarks", "up to # unacknowledged, since a client library", 1, ["campaigns.bench.mqtt:WINDOW_MESSAGES_MAX"]),
+    ("benchmarks", "a streamer each, # s", 1, ["campaigns.bench.costs.disk:SHORT_S"]),
     ("benchmarks", "Up to # topics, or with `--seconds #` and more, each topic is published # times", 1, [
-        "bench.costs.topics:WARM_UP_TOPICS_MAX", "bench.costs.topics:LONG_S", "bench.costs.topics:WARM_UP_ROUNDS",
+        "campaigns.bench.costs.topics:WARM_UP_TOPICS_MAX", "campaigns.bench.costs.topics:LONG_S",
+        "campaigns.bench.costs.topics:WARM_UP_ROUNDS",
     ]),
-    ("benchmarks", "destination's broker # ms away each way (bench/far.py), #/s offered, `in_flight_max = #`", 1, [
-        "bench.costs.brokers:FAR_MS", "bench.costs.brokers:OFFERED_PER_S", "bench.costs.brokers:IN_FLIGHT_MAX",
+
+        ("benchmarks",
+        "destination's broker # ms away each way (campaigns/bench/far.py), #/s offered, `in_flight_max = #`", 1, [
+        "campaigns.bench.costs.brokers:FAR_MS", "campaigns.bench.costs.brokers:OFFERED_PER_S",
+        "campaigns.bench.costs.brokers:IN_FLIGHT_MAX",
     ]),
-    ("benchmarks", '"Flat" is # times', 1, ["bench.targets:FLAT"]),
+    ("benchmarks", '"Flat" is # times', 1, ["campaigns.bench.targets:FLAT"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.walk.flow:HOLD_S"]),
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
     ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
@@ -133,7 +138,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
     ]),
     ("following", "(# to # s, # s at first)", 1, [
-        "history.reading.following:QUIET_S_MIN", "history.reading.following:QUIET_S_MAX", "history.reading.following:QUIET_S_FIRST",
+        "history.reading.following:QUIET_S_MIN", "history.reading.following:QUIET_S_MAX",
+        "history.reading.following:QUIET_S_FIRST",
     ]),
     ("following", "long poll outstanding for up to # topics", 1, ["history.reading.feed:TOPICS_MAX"]),
     ("following", "at most # of them and some # MiB", 1, [
@@ -151,7 +157,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("following", "# random bytes, the name by which", 1, ["history.service.followers:FOLLOWER_BYTES"]),
     ("following", "at most # in one Command", 1, ["history.service.request:PATTERNS_MAX"]),
     ("following", "# s to # days; 0: # s. A poll", 1_000, [
-        "history.service.followers:LEASE_MS_MIN", "history.service.request:LEASE_MS_MAX/86400", "history.service.followers:LEASE_MS_DEFAULT",
+        "history.service.followers:LEASE_MS_MIN", "history.service.request:LEASE_MS_MAX/86400",
+        "history.service.followers:LEASE_MS_DEFAULT",
     ]),
     ("following", "What it waits is the service's (# s)", 1_000, ["history.service.pushing:PUSH_WAIT_MS"]),
     ("following", "at most # MiB, and # frames", 1, [
@@ -198,7 +205,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "# KiB of messages wait for it", KIB, ["history.reading.feed:FEED_BYTES_MAX"]),
     ("history", "a file above # MiB is not checked whole", MIB, ["history.file.rows:CHECK_BYTES_MAX"]),
     ("history", "Written every # chunks (or # MiB of them, or # rows of it)", 1, [
-        "history.file.load:CHECKPOINT_CHUNKS", "history.file.store:CHECKPOINT_BYTES/1048576", "history.file.store:CHECKPOINT_ROWS",
+        "history.file.load:CHECKPOINT_CHUNKS", "history.file.store:CHECKPOINT_BYTES/1048576",
+        "history.file.store:CHECKPOINT_ROWS",
     ]),
     ("history", "waits for others, at most # ms", 1, ["history.file.writer:GATHER_MS"]),
     ("history", "has brought, or # records", 1, ["history.file.writer:GATHER_RECORDS"]),
@@ -237,7 +245,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "usubscription.store.database:DETAILS_BYTES_MAX", "usubscription.quota:UNIT_BYTES",
     ]),
     ("usubscription", "# requests waiting for the store", 1, ["usubscription.store.store:WAITING_MAX"]),
-    ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.store.store:SUBSCRIBERS_MAX"]),
+    ("usubscription", "with up to # subscribers is answered from memory", 1,
+        ["usubscription.store.store:SUBSCRIBERS_MAX"]),
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
     ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.transport:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "connection that has lasted # s", 1, ["transports.mqtt5.link:STEADY_S"]),

@@ -3,10 +3,8 @@
 service.py    joins the parts: a request's way from its arrival to what follows its commit
 requests.py   where requests come in and responses leave
 state.py      decides: what becomes of a subscription (pure)
-store.py      threads around database.py: one transaction per batch
-              reader.py, schema.py, tables.py, quota.py, handled.py: what those need
-notifier.py   tells changes, in order; telling.py: their messages, and destinations that are away
-remote.py     the services of other authorities; places.py: how many are asked at once
-              audit.py: what do you have of ours?
+store/        the database, and the threads around it: one transaction per batch
+notifier.py   sends changes, in order; telling.py: their messages, and destinations that are away
+remote.py     the services of other authorities; audit.py: what do you have of ours?
 inspect.py    a look into a store from outside
 """

@@ -18,8 +18,8 @@ from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription.store.reader import Reader
 from usubscription.state import Command, Key, Link, Row
+from usubscription.store.reader import Reader
 
 WATCH_MS: Final = 200  # between looks whether the store has changed: one PRAGMA, so it costs nothing
 

@@ -26,9 +26,9 @@ from uprotocol.core.usubscription.asking import end
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
+from usubscription.requests import ResponseTracker, Tag
 from usubscription.store.database import Hold, Sent
 from usubscription.store.reader import StoredChange
-from usubscription.requests import ResponseTracker, Tag
 from usubscription.store.store import Store
 from usubscription.telling import Part, Teller, Troubles
 

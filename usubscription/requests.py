@@ -50,8 +50,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.store.database import Commanded, Outcome
 from usubscription.quota import Caller, Quota, weight
+from usubscription.store.database import Commanded, Outcome
 from usubscription.store.store import WAITING_MAX, Store
 
 COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)

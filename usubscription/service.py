@@ -41,12 +41,21 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription.store.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, Register, Reset, Settle, Unregister
 from usubscription.notifier import Notifier
-from usubscription.store.reader import Reader
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
 from usubscription.requests import DRAIN_MS_MAX, CommandEntry, Gate
 from usubscription.state import Change, Expire, Key, Row
+from usubscription.store.database import (
+    SUBSCRIPTIONS_MAX,
+    Database,
+    Outcome,
+    Probe,
+    Register,
+    Reset,
+    Settle,
+    Unregister,
+)
+from usubscription.store.reader import Reader
 from usubscription.store.store import LONG, Store
 
 PAGE_ENTRIES_MAX: Final = 20_000  # of a listing, and three quarters of what a message may have

@@ -29,9 +29,9 @@ from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription.state import Change, Key
 from usubscription.store.database import Released
 from usubscription.store.reader import StoredChange
-from usubscription.state import Change, Key
 from usubscription.store.store import Store
 
 RETRY_FIRST_MS: Final = 200  # before a destination is tried again; doubles up to ...

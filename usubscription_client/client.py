@@ -158,7 +158,8 @@ class USubscriptionClient:
     ) -> Status:
         """Subscribe to `topic`, until `expires_ms` (Unix ms) if given, and hear it with `listener`.
 
-        `since` (a sequence number, time or message id; history.reading.feed.Since) brings what was published after it, too: the
+        `since` (a sequence number, time or message id; history.reading.feed.Since) brings what was published after
+        it, too: the
         listener is then fed by the history alone. Raises UStatusError: what the service or the history answers,
         UNIMPLEMENTED for `since` without a history, ABORTED if an unsubscribe overtook this.
         """

@@ -452,7 +452,8 @@ class Log(Streams):
             self._storage.save(lambda writer: writer.save_damage(rows))
 
     def acknowledge_passing(self, after_ms: int) -> list[Damage]:
-        """What is of a kind in history.file.damage.PASSING, and was found `after_ms` ago or earlier, counts as acknowledged
+        """What is of a kind in history.file.damage.PASSING, and was found `after_ms` ago or earlier, counts as
+        acknowledged
         from now on: what that is. A time that lies so far ahead was of a wrong clock, and counts alike."""
         now_ms = self._now_ms()
         due = [one for one in self.damage if one.kind in kinds.PASSING and abs(now_ms - one.when_ms) >= after_ms]
@@ -466,7 +467,8 @@ class Log(Streams):
         return self._ledger.knows(incarnation)
 
     def note_loss(self, kind: str, detail: str) -> None:
-        """Something that is not of this log was lost (history.file.damage.OTHERS): kept with its damage, until a person has
+        """Something that is not of this log was lost (history.file.damage.OTHERS): kept with its damage, until a
+        person has
         acknowledged it."""
         assert kind in kinds.OTHERS, "the log finds its own damage by itself"
         if not self._note(kind, detail):

@@ -18,10 +18,10 @@ from pydantic import BaseModel
 
 from history.file.retention import disk_limit
 from streamer import config as configs
-from streamer.egress import paused as pauses
 from streamer.commands import cursors, terminal
 from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
+from streamer.egress import paused as pauses
 from transports import certificates
 from transports import plugin as plugins
 from transports.certificates import CertificateFile

@@ -24,13 +24,13 @@ from history.log.log import Log
 from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
-from streamer.egress import claims
-from streamer.operating import control
-from streamer.egress.claims import Listed
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
-from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX
+from streamer.egress import claims
+from streamer.egress.claims import Listed
 from streamer.egress.holds import HELD_PREFIX, PARKED_PREFIX
+from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX
+from streamer.operating import control
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode

@@ -14,9 +14,9 @@ import typer
 
 from storage import logs
 from streamer import config as configs
-from streamer.operating import control
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
+from streamer.operating import control
 from uprotocol import uri as uris
 from uprotocol.status import invalid
 

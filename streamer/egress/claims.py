@@ -18,11 +18,11 @@ import structlog
 
 from history.file.load import Cursor
 from history.log.log import Log
-from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX, Pump
-from streamer.walk.endpoint import Endpoint
-from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.egress.holds import HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
+from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX, Pump
+from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.operating.states import Condition
+from streamer.walk.endpoint import Endpoint
 
 SAVE_S: Final = 600.0  # between notes of absences on disk
 WARNING: Final = 0.9  # of the limit: from then on readiness says that the claim will end

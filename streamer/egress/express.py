@@ -26,12 +26,12 @@ import contextlib
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
-from streamer.letters.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
-from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.egress.flights import Flights
-from streamer.walk.hosted import HostedTransport
-from streamer.quotas.limits import SENDERS_SHARE
 from streamer.egress.priority_queue import PriorityQueue
+from streamer.letters.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
+from streamer.quotas.limits import SENDERS_SHARE
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.hosted import HostedTransport
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares

@@ -30,14 +30,14 @@ from history.records.chunk import Chunk, Scan
 from history.records.stream import is_publish
 from streamer.egress.blocked import Aside, Item, key_of
 from streamer.egress.blocked import Key as StreamKey
-from streamer.letters.dead_letter import DeadLetters
-from streamer.walk.endpoint import Endpoint
 from streamer.egress.flights import LAND_S, Flights
-from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.egress.holds import HELD_HOURS, AddressHold, AddressHolds, Kind, OwedTopics, TopicHold, TopicHolds
-from streamer.quotas.ledger import units_of
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.priority_queue import PriorityQueue
+from streamer.letters.dead_letter import DeadLetters
+from streamer.quotas.ledger import units_of
+from streamer.walk.endpoint import Endpoint
+from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.walk.view import Decision, Target, Version, View
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs

@@ -19,9 +19,9 @@ from history.log.log import Log
 from history.reading.client import Frames, HistoryClient
 from history.service.pushing import window_bytes_of_each
 from storage.runtime import Runtime
+from streamer.operating.states import Condition
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
-from streamer.operating.states import Condition
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication import InMemoryRpcClient

@@ -17,10 +17,10 @@ from typing import Final
 import structlog
 
 from history.log.log import Log
-from streamer.egress.pump import Pump
-from streamer.walk.endpoint import Endpoint
 from streamer.egress.paused import Paused
+from streamer.egress.pump import Pump
 from streamer.operating.states import Condition
+from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, HandOver, HeldTopic, Position
 from uprotocol.status import UStatusError, invalid

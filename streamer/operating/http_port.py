@@ -22,8 +22,8 @@ from typing import Final, Generic, Self, TypeVar
 import structlog
 from aiohttp import web
 
-from streamer.operating.admin import Answer
 from streamer.config import AdminSection
+from streamer.operating.admin import Answer
 from transports.certificates import KeptFiles, load_pair
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from streamer.operating import states
 from streamer.egress.holds import LABELS
+from streamer.operating import states
 
 if TYPE_CHECKING:
     from streamer.app import Streamer

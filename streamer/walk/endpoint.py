@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar, cast
 
 import structlog
 
-from streamer.walk.names import Names, Twins, untold
 from streamer.egress.sends import Sends
+from streamer.walk.names import Names, Twins, untold
 from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.cache import Cache

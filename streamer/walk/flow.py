@@ -20,9 +20,9 @@ Appender: a full disk may be a passing thing. What is held is not confirmed, so 
 its network waits. A network that delivers again what was not taken is refused at once instead.
 
 Order: batches enter the log in the order in which they were offered. From the failure of a transaction on the log
-refuses all that was handed to it before the loop learnt of that (history/file/writer.py). So an appender hands over nothing
-more while it waits for such a refusal: it holds, or refuses. What was refused comes again in the order of the network's
-queue, so nothing is appended until the first batch of that order is there.
+refuses all that was handed to it before the loop learnt of that (history/file/writer.py). So an appender hands over
+nothing more while it waits for such a refusal: it holds, or refuses. What was refused comes again in the order of the
+network's queue, so nothing is appended until the first batch of that order is there.
 """
 
 from __future__ import annotations

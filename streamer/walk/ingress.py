@@ -17,13 +17,13 @@ from typing import Any, Final
 import structlog
 
 from history.log.log import Log, TopicsFullError
-from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.egress.express import Express
+from streamer.following.follows import PUBLISHERS, Follows
+from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
+from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.filters import Filters
 from streamer.walk.flow import Appender, Flow
-from streamer.following.follows import PUBLISHERS, Follows
 from streamer.walk.hosted import HostedTransport
-from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
 from streamer.walk.names import may_carry_addresses
 from streamer.walk.rules import Rules
 from streamer.walk.view import Version, View

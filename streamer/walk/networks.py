@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import structlog
 
+from streamer.operating.states import OPENING, Condition
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.ingress import Ingress
-from streamer.operating.states import OPENING, Condition
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from usubscription_client.interest import Interest

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from history.log.log import Log
-from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.egress.paused import Paused
+from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import fleet, fleet_wire
-from bench.wire import split_packets
+from campaigns.bench import fleet, fleet_wire
+from campaigns.bench.wire import split_packets
 from transports.mqtt5.mapping import Mapping, Mode, Packet
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

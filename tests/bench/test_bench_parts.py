@@ -14,16 +14,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import __main__ as main
-from bench import curves, pictures, targets, wire
-from bench.costs import COSTS, elsewhere, slow
-from bench.costs.common import Figures, Setting, has_failed, points
-from bench.costs.subscribing import fill
-from bench.far import BYTES_MAX, Delay, Far
-from bench.lanes import Lane, Leg, lane
-from bench.measure import LEGS, Result, kinds
-from bench.measure import Figures as LaneFigures
-from bench.processes import BenchError, Child
+from campaigns.bench import __main__ as main
+from campaigns.bench import curves, pictures, targets, wire
+from campaigns.bench.costs import COSTS, elsewhere, slow
+from campaigns.bench.costs.common import Figures, Setting, has_failed, points
+from campaigns.bench.costs.subscribing import fill
+from campaigns.bench.far import BYTES_MAX, Delay, Far
+from campaigns.bench.lanes import Lane, Leg, lane
+from campaigns.bench.measure import LEGS, Result, kinds
+from campaigns.bench.measure import Figures as LaneFigures
+from campaigns.bench.processes import BenchError, Child
 from usubscription.store.database import Database
 
 # -- the broker that is far away
@@ -134,7 +134,8 @@ def test_a_program_that_takes_the_rust_streamers_place_is_a_lane(tmp_path: Path)
     pytest.importorskip("zenoh")
     binary = tmp_path / "stand-in"
     binary.write_text(
-        f'#!/bin/sh\ntest "$(basename $3)" = interest.json && exec \'{sys.executable}\' -m bench.bare "$1" "$2"\n'
+        '#!/bin/sh\ntest "$(basename $3)" = interest.json && '
+        f'exec \'{sys.executable}\' -m campaigns.bench.bare "$1" "$2"\n'
     )
     binary.chmod(0o755)
     with lane("rust", Leg("zenoh", "zenoh"), tmp_path / "lane", binary) as one:
@@ -243,7 +244,7 @@ def test_the_tables_are_drawn_with_and_without_figures() -> None:
 
 
 def test_a_measurement_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "bench.fleet", None)
+    monkeypatch.setitem(sys.modules, "campaigns.bench.fleet", None)
     with pytest.raises(BenchError, match=r"bench\.fleet is not there"):
         elsewhere.fleet(Setting(tmp_path, print))
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import bare, wire
-from bench.measure import LEGS
-from bench.networks import Address, Tally
-from bench.soak import slope
-from bench.subject import Scene, authority, write_config
+from campaigns.bench import bare, wire
+from campaigns.bench.measure import LEGS
+from campaigns.bench.networks import Address, Tally
+from campaigns.bench.soak import slope
+from campaigns.bench.subject import Scene, authority, write_config
 from streamer import config as configs
 from transports.dds import mapping as dds_mapping
 from transports.mqtt5 import mapping as mqtt_mapping
@@ -104,7 +104,9 @@ def test_zenoh_bytes_are_the_mappings() -> None:
 
 
 def test_dds_bytes_are_the_mappings() -> None:
-    dds_type = pytest.importorskip("bench.dds_type", reason="cyclonedds is not installed", exc_type=ImportError)
+    dds_type = pytest.importorskip(
+        "campaigns.bench.dds_type", reason="cyclonedds is not installed", exc_type=ImportError
+    )
     attributes = wire.Attributes()
     samples = [dds_type.UMessage(attributes.plain(number), payload) for number, payload in enumerate(PAYLOADS)]
     decoded = [dds_mapping.decode(sample.serialize()) for sample in samples]

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 
-from chaos import campaigns, damage, wire
-from chaos.campaigns import PLANS
-from chaos.ledger import Ledger, Verdict
-from chaos.machine import DIE, NAMESPACE, IoFault, no_namespace, no_preload
-from chaos.plan import DOWN, ROAD, USER, Places, Refusal, access_rules, cloud_config, vehicle_config
-from chaos.processes import Broker
+from campaigns.chaos import campaigns, damage, wire
+from campaigns.chaos.campaigns import PLANS
+from campaigns.chaos.ledger import Ledger, Verdict
+from campaigns.chaos.machine import DIE, NAMESPACE, IoFault, no_namespace, no_preload
+from campaigns.chaos.plan import DOWN, ROAD, USER, Places, Refusal, access_rules, cloud_config, vehicle_config
+from campaigns.chaos.processes import Broker
 from streamer.config import loads
 from tests.tiers import full
 from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode
@@ -427,7 +427,17 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["kill-record", "refused", "following-mqtt", "following-publisher"])
 def test_a_short_campaign_loses_nothing(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "chaos", "--only", name, "--seed", "1", "--json", str(tmp_path / "result.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "campaigns.chaos",
+        "--only",
+        name,
+        "--seed",
+        "1",
+        "--json",
+        str(tmp_path / "result.json"),
+    ]
     for minutes in ("0.1", "0.4", "1"):  # a busy machine gets to fewer faults
         done = subprocess.run([*command, "--minutes", minutes], capture_output=True, text=True, check=False)
         result = json.loads(done.stdout.splitlines()[-1])

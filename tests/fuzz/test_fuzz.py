@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import structlog
 
-from fuzz import __main__ as main
-from fuzz import engine, registry
-from fuzz.mutate import mutated
+from campaigns.fuzz import __main__ as main
+from campaigns.fuzz import engine, registry
+from campaigns.fuzz.mutate import mutated
 from history.records import chunk
 from tests.tiers import full
 from transports.dds import mapping as dds_mapping
@@ -45,7 +45,7 @@ def targets() -> Iterator[dict[str, registry.Target]]:
 def test_every_input_of_the_corpus(targets: dict[str, registry.Target]) -> None:
     """In a process of its own, which ends with its loops and folders."""
     done = subprocess.run(
-        [sys.executable, "-m", "fuzz", "--replay"],
+        [sys.executable, "-m", "campaigns.fuzz", "--replay"],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -73,7 +73,7 @@ def test_every_target_has_inputs_that_are_small_and_named_by_what_they_are(targe
 )
 def test_new_inputs(seconds: float, options: list[str], tmp_path: Path) -> None:
     """The quick one without feedback: atheris instruments each target for a second before its first input."""
-    command = [sys.executable, "-m", "fuzz", "--seconds", str(seconds), "--out", str(tmp_path), *options]
+    command = [sys.executable, "-m", "campaigns.fuzz", "--seconds", str(seconds), "--out", str(tmp_path), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     print(done.stdout)
     if done.returncode:

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from campaigns.simulation.loop import VirtualLoop
 from history.log.log import Log
 from history.reading.client import HistoryClient
 from history.service import followers as followers_module
-from simulation.loop import VirtualLoop
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import examples
 from uprotocol import uri as uris

@@ -10,13 +10,13 @@ from typing import Any, Final, Self, get_args
 
 import pytest
 
+from campaigns.simulation.loop import EPOCH_S
 from history.log.log import Log
 from history.reading.acceptor import Acceptor, Places
 from history.reading.client import Frames, HistoryClient
 from history.reading.following import Following, Mode
 from history.reading.subscriber import GaplessSubscriber
 from history.service.matches import Access, Sight
-from simulation.loop import EPOCH_S
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from tests.tiers import full, seeds
 from transports.local import LocalTransport

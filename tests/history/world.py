@@ -7,9 +7,9 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
+from campaigns.simulation.loop import VirtualLoop
 from history.log.log import Log
 from history.service.service import HistoryService
-from simulation.loop import VirtualLoop
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient

@@ -20,7 +20,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from chaos.processes import ChaosError
+from campaigns.chaos.processes import ChaosError
 from tests.security.attacks import ATTACKS, BY_NAME, NOT_YET, Attack
 from tests.security.honest import Honest
 from tests.security.stage import Stage

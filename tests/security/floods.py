@@ -17,8 +17,8 @@ import urllib.request
 from collections.abc import Iterator
 from functools import partial
 
-from chaos.judges import ZenohLink
-from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri, field, new_id
+from campaigns.chaos.judges import ZenohLink
+from campaigns.chaos.wire import NOTIFICATION, PUBLISH, Message, Uri, field, new_id
 from streamer.demo.processes import die_with_parent
 from tests.security.hostile import (
     FOREVER_MS,

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from chaos.processes import Gateway
+from campaigns.chaos.processes import Gateway
 
 SAMPLE_S: Final = 0.1
 RESET_PEAK: Final = "5"  # what clear_refs takes for "forget the peak", see proc(5)

@@ -1,4 +1,5 @@
-"""Honest traffic: what must go on as if nothing were. Plain paho and plain Zenoh, and messages that chaos/wire.py
+"""Honest traffic: what must go on as if nothing were. Plain paho and plain Zenoh, and messages that
+campaigns/chaos/wire.py
 writes by hand.
 
 vehicle -- numbered publishes --> cloud          cloud -- numbered publishes --> vehicle
@@ -14,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from chaos.judges import SUBSCRIBED, Caller, MqttLink, ZenohLink, subscribe
-from chaos.processes import ChaosError
-from chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Message, Uri, field, new_id
+from campaigns.chaos.judges import SUBSCRIBED, Caller, MqttLink, ZenohLink, subscribe
+from campaigns.chaos.processes import ChaosError
+from campaigns.chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Message, Uri, field, new_id
 from tests.security.stage import APP, CLOUD, ENTITY, LATE, RESOURCE, Stage
 
 SETTLE_S_MAX: Final = 60.0

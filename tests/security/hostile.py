@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from chaos.judges import Caller, MqttLink, mqtt_caller
-from chaos.wire import REQUEST, Message, Uri, new_id
+from campaigns.chaos.judges import Caller, MqttLink, mqtt_caller
+from campaigns.chaos.wire import REQUEST, Message, Uri, new_id
 from tests.security.raw import RawMqtt
 
 MARK: Final = b"SECRET-OF-A-PAYLOAD"  # no log line may show it

@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from chaos.judges import MqttLink, ZenohLink, zenoh_caller
-from chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Message, Uri, field, new_id, parse
+from campaigns.chaos.judges import MqttLink, ZenohLink, zenoh_caller
+from campaigns.chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Message, Uri, field, new_id, parse
 from tests.security.hostile import MARK, ME, Places, Told, attacker, begin, caller, code, made_up, paced
 from tests.security.raw import RawMqtt, properties, publish, user
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from chaos.wire import CE_NAMES, Message, id_text
+from campaigns.chaos.wire import CE_NAMES, Message, id_text
 
 CONNECT, PUBLISH, PUBACK, SUBSCRIBE = 0x10, 0x30, 0x40, 0x82
 RECEIVED_BYTES: Final = 1 << 20

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from chaos.processes import Broker, Gateway
-from chaos.wire import Uri
+from campaigns.chaos.processes import Broker, Gateway
+from campaigns.chaos.wire import Uri
 from transports.ports import free_port
 
 CLOUD, VEHICLE = "cloud", "vehicle1"

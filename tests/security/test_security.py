@@ -13,8 +13,8 @@ import pytest
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from chaos import wire
-from chaos.processes import MOSQUITTO
+from campaigns.chaos import wire
+from campaigns.chaos.processes import MOSQUITTO
 from tests.security import raw
 from tests.security.attackers import ATTACKERS
 from tests.security.attacks import ATTACKS, NOT_YET, Attack

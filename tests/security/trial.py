@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from chaos.processes import ChaosError
+from campaigns.chaos.processes import ChaosError
 from streamer.demo.processes import die_with_parent
 from tests.security.attacks import Attack
 from tests.security.gauges import Gauges, memory_mib

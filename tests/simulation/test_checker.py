@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from simulation.checker import Checker, Sent
-from simulation.loop import TURNS_MAX, DeadlockError, VirtualLoop
+from campaigns.simulation.checker import Checker, Sent
+from campaigns.simulation.loop import TURNS_MAX, DeadlockError, VirtualLoop
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.ucode_pb2 import UCode

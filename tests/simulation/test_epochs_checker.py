@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from campaigns.simulation.epochs import EpochReader, EpochsChecker
 from history.epochs.assembling import Assembled
 from history.epochs.frontier import Epoch
 from history.reading.acceptor import Record
-from simulation.epochs import EpochReader, EpochsChecker
 from uprotocol import uri as uris
 
 TOPIC = uris.parse("//vin1/8006/1/8001")

@@ -21,7 +21,7 @@ TIMEOUT_S = 180
 def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "simulation", *arguments],
+        [sys.executable, "-m", "campaigns.simulation", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -39,7 +39,7 @@ def test_no_seed_of_the_fixed_list_finds_a_fault(start: int, count: int) -> None
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     failed = [f"seed {one['seed']}: {one['violations'][0]}" for one in found["failed"]]
-    assert not failed, "\n".join([*failed, "see python -m simulation --seed SEED -v"])
+    assert not failed, "\n".join([*failed, "see python -m campaigns.simulation --seed SEED -v"])
     assert found["seeds"] == count
 
 
@@ -53,7 +53,7 @@ def test_whoever_reads_epochs_has_all_of_one_or_none(start: int, count: int) -> 
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     failed = [f"seed {one['seed']}: {one['violations'][0]}" for one in found["failed"]]
-    assert not failed, "\n".join([*failed, f"see python -m simulation --seed SEED --kinds {kinds} -v"])
+    assert not failed, "\n".join([*failed, f"see python -m campaigns.simulation --seed SEED --kinds {kinds} -v"])
     assert found["epochs"] > 10 * count, "that were seen whole"
 
 

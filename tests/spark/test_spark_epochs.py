@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
+from campaigns.simulation.loop import VirtualLoop
 from history.epochs.assembling import BEGUN, BEGUN_THERE, GROUPS_MAX, MISSED, ODD, REST, UNTOLD
 from history.epochs.frontier import Epoch
 from history.reading.client import HistoryClient
-from simulation.loop import VirtualLoop
 from spark_ingest import epochs, offsets, source
 from spark_ingest.client import History, Options
 from spark_ingest.epochs import Between, Choice, Gates, Told

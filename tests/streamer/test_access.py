@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from history.log.log import Log
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from history.service.matches import Match
-from streamer.walk.access import Access, Entry, Pattern
 from streamer.config import loads
+from streamer.walk.access import Access, Entry, Pattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.rules import Rule, Rules
 from tests.tiers import examples

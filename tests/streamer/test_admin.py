@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from streamer.config import AdminSection
 from streamer.operating import admin as admins
 from streamer.operating import http_port as ports
-from streamer.config import AdminSection
 from streamer.operating.states import of_one_that_cant_start
 from tests.certificates import DAY, TestAuthority
 from uprotocol.status import UStatusError

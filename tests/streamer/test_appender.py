@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import pytest
 
+from campaigns.simulation.disk import DiskFaults, SimulatedDisk
+from campaigns.simulation.loop import SimulatedWorker, VirtualLoop
 from history.log import log as log_module
 from history.log.log import Log
-from simulation.disk import DiskFaults, SimulatedDisk
-from simulation.loop import SimulatedWorker, VirtualLoop
 from storage.runtime import Runtime
 from streamer.walk.flow import Appender, Flow
 from streamer.walk.ingress import IdWindow

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from history.log.log import Log
 from streamer.egress import blocked
 from streamer.egress.blocked import Aside
+from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
-from streamer.egress.paused import Paused
 from streamer.walk.view import Decision, Leg, Target
 from tests.tiers import examples
 from uprotocol import uri as uris

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.egress import express as expresses
-from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.egress.express import Express
 from streamer.quotas.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
+from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, Stamp

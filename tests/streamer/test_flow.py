@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from simulation.loop import VirtualLoop
+from campaigns.simulation.loop import VirtualLoop
 from storage.runtime import Used
 from streamer.walk.flow import ACTIVE_S, HELD_S_MAX, LAG_RECORDS_MAX, LOOK_S, SHARE_RECORDS, Flow
 from tests.tiers import examples

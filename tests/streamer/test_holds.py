@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import pump as egress, holds
+from streamer.egress import holds
+from streamer.egress import pump as egress
 from streamer.egress.holds import AddressHolds
 from tests.streamer.conftest import Hearer, MakeWorld, World
 from uprotocol import uri as uris

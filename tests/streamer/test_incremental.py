@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from streamer.app import Streamer
 from streamer.config import loads
+from streamer.egress.paused import Pause, Paused
+from streamer.following.follows import PUBLISHERS
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.filters import ASKED_AT_ONCE, Filters
-from streamer.following.follows import PUBLISHERS
 from streamer.walk.ingress import Ingress
-from streamer.egress.paused import Pause, Paused
 from streamer.walk.rules import Rule, Rules
 from streamer.walk.view import View
 from tests.streamer.conftest import THREE, endpoints, publication

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
-from streamer.walk import flow as flows
 from streamer.commands import cursors
+from streamer.walk import flow as flows
 from streamer.walk.flow import Appender, Flow
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage

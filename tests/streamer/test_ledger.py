@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.operating import admin, control, metrics
 from streamer.egress.express import ANSWERS_MAX
+from streamer.operating import admin, control, metrics
 from streamer.quotas.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, Ledger, Pressure, units_of
 from uprotocol import uri as uris
 from uprotocol.communication.shares import CALLERS_SHARE

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.config import Config, loads
-from streamer.walk.names import CARRIED, Names
 from streamer.parts import endpoints_of
+from streamer.walk.names import CARRIED, Names
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2

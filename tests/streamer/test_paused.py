@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log, Passed
-from streamer.operating import control
 from streamer.egress import paused as pauses
-from streamer.operating.control import ControlSocket, ask
+from streamer.egress.paused import PAUSES_MAX, Pause, Paused
 from streamer.egress.pump import Pump
+from streamer.operating import control
+from streamer.operating.control import ControlSocket, ask
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
-from streamer.egress.paused import PAUSES_MAX, Pause, Paused
 from streamer.walk.rules import Rule, Rules
 from streamer.walk.view import View
 from transports.base import stopped

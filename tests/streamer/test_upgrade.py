@@ -14,9 +14,9 @@ from streamer.letters import dead_letter
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.state import Subscribe
 from usubscription.store.database import Database, Reset
 from usubscription.store.reader import Reader
-from usubscription.state import Subscribe
 from usubscription_client.saved_interest import SavedInterest
 
 OldData = Callable[[str], Path]

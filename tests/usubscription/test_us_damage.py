@@ -19,8 +19,8 @@ from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.core.usubscription.wire import CODECS
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.store.database import Database
 from usubscription.state import Subscribe
+from usubscription.store.database import Database
 
 TOPIC = uris.parse("//dev1/20/1/8001")
 FAR = uris.parse("//dev2/20/1/8001")

@@ -17,8 +17,8 @@ from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription import places, remote
-from usubscription.store.reader import Reader
 from usubscription.state import Status
+from usubscription.store.reader import Reader
 
 VEHICLES, EACH = 40, 10
 TOPICS = [uris.uri(f"vin{vehicle}", 0x20, 1, 0x8000 + n) for vehicle in range(VEHICLES) for n in range(EACH)]

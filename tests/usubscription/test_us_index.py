@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from usubscription.state import Answered, Expire, Key, Lost, Status, Subscribe, Unsubscribe
 from usubscription.store import store as stores
 from usubscription.store.database import Database, Outcome, Reset, StoreEvent
-from usubscription.state import Answered, Expire, Key, Lost, Status, Subscribe, Unsubscribe
 from usubscription.store.store import Index
 
 TOPICS: list[Key] = [("dev1", 0x20, 1, 0x8001), ("dev2", 0x20, 1, 0x8001)]  # the last one is remote

@@ -20,8 +20,8 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription import handled
-from usubscription.store.database import Commanded, Database, Outcome, Reset
 from usubscription.state import Key, Subscribe, Unsubscribe
+from usubscription.store.database import Commanded, Database, Outcome, Reset
 
 TOPIC = uris.parse("//dev1/20/1/8001")
 SUBSCRIBE, UNSUBSCRIBE = 1, 2

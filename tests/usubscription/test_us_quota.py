@@ -18,9 +18,9 @@ from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.store.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
 from usubscription.quota import UNIT_BYTES, Quota
 from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
+from usubscription.store.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
 from usubscription.store.store import WAITING_MAX
 from usubscription_client import Subscription
 

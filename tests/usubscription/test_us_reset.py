@@ -15,8 +15,8 @@ from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.store.database import Commanded, Database, Register, Reset
 from usubscription.state import Command, Key, Status, Subscribe
+from usubscription.store.database import Commanded, Database, Register, Reset
 
 TOPIC = uris.parse("//dev1/20/1/8001")
 OTHER = uris.parse("//dev1/20/1/8002")

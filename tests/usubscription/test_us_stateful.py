@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.tiers import examples, seeds
 from uprotocol.status import UStatusError
-from usubscription.store.database import Database, Outcome, Register, Reset, Sent
 from usubscription.state import (
     LINK_IGNORES,
     LINK_TRANSITIONS,
@@ -40,6 +39,7 @@ from usubscription.state import (
     retry_delay_ms,
     step,
 )
+from usubscription.store.database import Database, Outcome, Register, Reset, Sent
 
 OWN = "own"
 LOCAL_TOPICS: list[Key] = [(OWN, 1, 1, 0x8000)]

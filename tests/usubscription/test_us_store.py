@@ -20,9 +20,9 @@ from storage.worker import Answerer
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.state import Key, Status, Subscribe
 from usubscription.store import database, schema
 from usubscription.store.database import Database, Hold, Outcome, Register, Unregister
-from usubscription.state import Key, Status, Subscribe
 from usubscription.store.store import Store
 from usubscription.store.tables import Tables
 

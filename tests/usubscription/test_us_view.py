@@ -9,9 +9,9 @@ import pytest
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.store.database import Database, Register
 from usubscription.inspect import StoreView
 from usubscription.state import Key, Subscribe, TimedOut, Unsubscribe
+from usubscription.store.database import Database, Register
 
 LOCAL: Key = ("dev1", 0x20, 1, 0x8001)
 FAR: Key = ("dev2", 0x20, 1, 0x8001)

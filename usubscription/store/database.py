@@ -29,12 +29,12 @@ from storage.reserve import with_room
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.store import schema
 from usubscription import state
 from usubscription.handled import Handled
 from usubscription.quota import UNIT_BYTES, Quota, caller, weight
-from usubscription.store.reader import Reader, StoredChange
 from usubscription.state import Change, Event, Key, Link, Status, Subscribe, Unsubscribe
+from usubscription.store import schema
+from usubscription.store.reader import Reader, StoredChange
 from usubscription.store.tables import UNSEEN, StoredRecords, Tables
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 from storage.disk import REAL_DISK, Disk
 from storage.faults import DamagedError
 from uprotocol import uri as uris
-from usubscription.store.schema import PRAGMAS, STORE
 from usubscription.state import Change, Command, Key, Link, Row, Status
+from usubscription.store.schema import PRAGMAS, STORE
 
 
 class StoredChange(NamedTuple):

@@ -21,10 +21,10 @@ from storage.runtime import REAL, Runtime
 from storage.worker import WAITING_MAX, Answerer, Reply, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.state import Key, Status
 from usubscription.store.database import Database, Outcome, StoreEvent
 from usubscription.store.reader import Reader
 from usubscription.store.schema import STORE
-from usubscription.state import Key, Status
 
 READ_BATCH_MAX: Final = 8  # of questions: each answer may be a page of 768 KiB, and they lie in memory together
 # from one commit to the next while requests keep coming: the more share a commit, the less each costs

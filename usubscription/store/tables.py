@@ -13,8 +13,8 @@ from typing import Any, Final
 from storage.file import SqliteFile
 from storage.statements import insert_rows
 from usubscription.quota import UNIT_BYTES
-from usubscription.store.reader import URI_IS, StoredChange, read_link, write_change
 from usubscription.state import Change, Key, Link, Record, Status
+from usubscription.store.reader import URI_IS, StoredChange, read_link, write_change
 
 HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
 HELD_WEIGHT: Final = f"1 + length(change) / {HELD_UNIT_CHARACTERS}"  # in SQL

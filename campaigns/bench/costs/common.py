@@ -1,0 +1,69 @@
+"""What the measurements of costs share: their setting, points along an axis, and what the admin port says."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from campaigns.bench.processes import BenchError
+
+PACE_PER_S: Final = 4_000  # what a gateway sends off the vehicle, and a fleet in the issue's rows
+ADMIN_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where to write, whom to tell; `seconds` of each run instead of the measurement's own, short ones."""
+
+    directory: Path
+    say: Callable[[str], None]
+    seconds: float | None = None
+
+    def seconds_or(self, short: float) -> float:
+        return self.seconds or short
+
+
+Figures = dict[str, Any]
+
+
+def points(xs: Iterable[Any], setting: Setting, work: Callable[[Any, Path], Figures]) -> Figures:
+    """What `work` makes of each x, in a directory of its own. One that fails is told as such, and the others go on."""
+    found: Figures = {}
+    for x in xs:
+        name = f"{x:,}" if isinstance(x, int) else str(x)
+        try:
+            found[str(x)] = work(x, setting.directory / str(x))
+        except BenchError as error:
+            found[str(x)] = {"failed": str(error)}
+            setting.say(f"error: {name}: {error}")
+        else:
+            setting.say(f"{name}: " + ", ".join(f"{key} {_told(value)}" for key, value in found[str(x)].items()))
+    return found
+
+
+def _told(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+BROKEN: Final = ("failed", "lost", "doubled", "duplicates", "disordered")  # figures that must be nothing
+
+
+def has_failed(figures: Any) -> bool:
+    """Whether any point of it has, or has lost, doubled or disordered a message."""
+    if isinstance(figures, dict):
+        return any(figures.get(name) for name in BROKEN) or any(has_failed(one) for one in figures.values())
+    return False
+
+
+def metrics(port: int) -> dict[str, float]:
+    """What the streamer's admin port says, by name and labels as they stand there. Raises BenchError."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ADMIN_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+    except OSError as error:
+        raise BenchError(f"the admin port does not answer: {error}") from None
+    lines = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}

@@ -1,0 +1,120 @@
+"""The streamer under test: its configuration for one leg, and its process.
+
+interest: the topics are wanted by a subscriber beyond each destination
+endpoints: in (device1) -> out (device2), out3 (device3), ...      a rule to each
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from campaigns.bench import networks, wire
+from campaigns.bench.networks import Address
+from campaigns.bench.processes import READY_TIMEOUT_S, Child
+from uprotocol import uri as uris
+
+READY_WORD = "ready"  # in the line on stdout by which `up-streamer run` says that it forwards
+MEMORY_MIB: Final = 8_192  # limits.memory_mib where a leg has more topics than the default lets one authority have
+TOPICS_OF_DEFAULT_MAX: Final = 4_000
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What differs between the legs; `sections` are further keys of the configuration file, by section."""
+
+    volatile: bool = False
+    topics: int = 1
+    # of the interest: True names each topic, False has one pattern for all of them
+    exact: bool = True
+    embedded: bool = False  # a uSubscription inside, instead of a file
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    out_settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of the destinations' transports
+    start_timeout_s: float = READY_TIMEOUT_S
+
+
+def authority(number: int) -> str:
+    """Of the destination `number`, from 0."""
+    return wire.EGRESS_AUTHORITY if number == 0 else f"device{number + 2}"
+
+
+def settings(address: Address) -> dict[str, object]:
+    """A transport's settings in the configuration file: where its network is."""
+    if address.network == "zenoh":
+        return {"listen": [f"tcp/127.0.0.1:{address.number}"]}
+    if address.network == "mqtt":
+        return {"host": "127.0.0.1", "port": address.number}
+    return {"domain_id": address.number, "cyclone_xml": networks.DDS_LOOPBACK}
+
+
+def keys(head: str, values: Mapping[str, Any]) -> str:
+    """A table of the file; JSON's texts, numbers and lists are TOML's."""
+    return "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
+
+
+def endpoint(
+    name: str,
+    authority: str,
+    address: Address,
+    usubscription: str,
+    more: Mapping[str, Any],
+    followed_by: str | None = None,
+) -> str:
+    """`more`: further settings of its transport; `followed_by`: the streamer that follows, if one does."""
+    transport = address.network.replace("mqtt", "mqtt5")
+    by = {} if followed_by is None else {"followed_by": followed_by}
+    values = {"name": name, "transport": transport, "authorities": [authority], "usubscription": usubscription, **by}
+    return "\n".join([keys("[[endpoint]]", values), keys("[endpoint.settings]", {**settings(address), **more})])
+
+
+def write_interest(path: Path, scene: Scene, destinations: int = 1) -> Path:
+    """The subscriptions as the JSON file that the Rust streamer reads, too."""
+    topics = map(wire.topic, range(scene.topics)) if scene.exact else [wire.EVERY_TOPIC]
+    subscribers = [
+        uris.format(uris.uri(authority(number), wire.SUBSCRIBER.ue_id, 1, 0)) for number in range(destinations)
+    ]
+    path.write_text(json.dumps({uris.format(topic): subscribers for topic in topics}))
+    return path
+
+
+def write_config(directory: Path, source: Address, *destinations: Address, scene: Scene) -> Path:
+    """The TOML file for a streamer that forwards the topics from `source` to all `destinations`."""
+    outs = ["out", *(f"out{number + 2}" for number in range(1, len(destinations)))]
+    mode = "embedded" if scene.embedded else "none"
+    tables: dict[str, dict[str, Any]] = {
+        "streamer": {
+            "authority": wire.INGRESS_AUTHORITY,
+            "data_dir": str(directory / "data"),
+            "log_level": "warning",
+        },
+        "history": {"volatile": [uris.format(uris.ANY)]} if scene.volatile else {},
+        "limits": {"memory_mib": MEMORY_MIB} if scene.topics > TOPICS_OF_DEFAULT_MAX else {},
+        "usubscription": {},
+    }
+    if not scene.embedded:
+        path = write_interest(directory / "interest.json", scene, len(destinations))
+        tables["usubscription"] = {"static_file": str(path)}
+    for name, values in scene.sections.items():
+        tables[name] = {**tables.get(name, {}), **values}
+    texts = [keys(f"[{name}]", values) for name, values in tables.items() if values]
+    texts.append(endpoint("in", wire.INGRESS_AUTHORITY, source, mode, {}))
+    for number, (name, address) in enumerate(zip(outs, destinations, strict=True)):
+        texts.append(endpoint(name, authority(number), address, "none", scene.out_settings))
+        texts.append(f"[[rule]]\nfrom = 'in'\nto = '{name}'")
+    config = directory / "up-streamer.toml"
+    config.write_text("\n\n".join(texts) + "\n")
+    return config
+
+
+def start(directory: Path, source: Address, *destinations: Address, scene: Scene, log_dir: Path) -> Child:
+    """A streamer that is ready to forward. Raises BenchError with the end of its log."""
+    config = write_config(directory, source, *destinations, scene=scene)
+    child = Child.module("streamer", "streamer.commands.cli", "run", "--config", config, log_dir=log_dir)
+    try:
+        return child.wait_for(READY_WORD, scene.start_timeout_s)
+    except BaseException:
+        child.close()
+        raise

@@ -1,0 +1,423 @@
+"""What callers of the core services bring: payloads of requests, answers and changes, and whole requests.
+
+payload -> service -> a response that can be read, with a code but INTERNAL    answer -> client -> what it may believe
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from campaigns.fuzz.registry import refusing, target
+from campaigns.fuzz.shapes import Dice, made
+from history.epochs.assembling import Assembler
+from history.epochs.frontier import Epoch
+from history.epochs.groups import Group
+from history.epochs.keeper import Keeper
+from history.log.log import Log
+from history.reading.acceptor import Acceptor, Record
+from history.service.service import HistoryService
+from spark_ingest import offsets
+from streamer.egress.paused import Paused
+from streamer.operating.control import Control, ControlSocket
+from streamer.walk.endpoint import Endpoint, Endpoints
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.ids import (
+    BEGINNINGS,
+    DESCRIBE,
+    ENTITY,
+    FRONTIERS,
+    LIST_PAUSED,
+    PAUSE,
+    POLL,
+    PROGRESS,
+    RESUME,
+    VERSION,
+    at,
+)
+from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as ustreamer
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.wire import CODECS, V3_CODEC, V4_CODEC, Subscription
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import OK, UStatusError
+from uprotocol.transport import LocalUriProvider, UListener, UTransport
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription.state import Change
+from usubscription_client import table
+
+OWN: Final = "vin"
+CALLER: Final = uris.uri("cloud", 0x20, 1, 0)
+CALL_TTL_MS: Final = 200  # so short that no poll waits for what might come
+ANSWER_S: Final = 20.0
+
+_FORMATS: Final = (
+    UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF,
+    UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY,
+    UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED,
+    UPayloadFormat.UPAYLOAD_FORMAT_RAW,
+)
+
+
+class Network(UTransport):
+    """One host's: what it is asked, and what it answers."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[int, UListener] = {}
+        self.answers: asyncio.Queue[UMessage] = asyncio.Queue()
+
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        assert sink_filter is not None
+        self.listeners[sink_filter.resource_id] = listener
+
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        assert sink_filter is not None
+        del self.listeners[sink_filter.resource_id]
+
+    async def send(self, message: UMessage) -> None:
+        self.answers.put_nowait(message)
+
+    async def send_batch(self, messages: Any) -> list[UStatus]:
+        for message in messages:
+            self.answers.put_nowait(message)
+        return [OK] * len(messages)
+
+    async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
+        raise UStatusError(UCode.UNIMPLEMENTED, "nothing is pulled here")
+
+    async def ask(self, request: UMessage) -> UMessage:
+        self.listeners[request.attributes.sink.resource_id].on_receive(request)
+        async with asyncio.timeout(ANSWER_S):
+            return await self.answers.get()
+
+
+@cache
+def loop() -> asyncio.AbstractEventLoop:
+    """One for all inputs of a process: making one for each would be most of the work."""
+    return asyncio.new_event_loop()
+
+
+@contextlib.contextmanager
+def stopped_clock() -> Iterator[None]:
+    """No request expires because the machine is slow."""
+    now_ns, ids = uuids.now_ms() * 1_000_000, uuids.UUIDGenerator()
+    with uuids.simulated(lambda: now_ns, ids):
+        yield
+
+
+def payload_of(dice: Dice, *types: type[Message]) -> UPayload:
+    """As it came, or of some shape."""
+    choice = dice.octet()
+    format = _FORMATS[choice >> 1 & 3] if choice & 8 else _FORMATS[0]
+    type = types[(choice >> 4) % len(types)]
+    if choice & 1:
+        message = made(type, dice)
+        return UPayload.pack_to_any(message) if format == _FORMATS[1] else UPayload(message.SerializeToString(), format)
+    return UPayload(dice.rest(), format)
+
+
+def request_of(payload: UPayload, method: UUri) -> UMessage:
+    return UMessageBuilder.request(CALLER, method, CALL_TTL_MS).build_from_upayload(payload)
+
+
+def call(network: Network, method: int, payload: UPayload, response: type[Message]) -> Message | UStatus:
+    """The answer, which may be any but INTERNAL: that would be a fault of ours."""
+    with stopped_clock():
+        request = request_of(payload, at(OWN, method))
+        answer = loop().run_until_complete(network.ask(request))
+    code = answer.attributes.commstatus
+    assert answer.attributes.reqid == request.attributes.id
+    assert network.answers.empty(), "one answer to one request"
+    if code:
+        status = UStatus.FromString(answer.payload)
+        assert status.code == code
+        assert code != UCode.INTERNAL, status.message
+        return status
+    return response.FromString(answer.payload)
+
+
+# core.ustreamer
+
+
+@cache
+def history() -> Network:
+    """A history of some records on three topics."""
+
+    async def start() -> Network:
+        log = await Log.open(None, name="fuzz", retention_bytes=1 << 20)
+        for number in range(12):
+            topic = uris.uri("vin", 0x10, 1, 0x8000 + number % 3)
+            message = UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"x" * number, 5))
+            await log.append([log.stream_id(topic, None)], [message])
+        groups = [Group("lap", [uris.pattern(CALLER.authority_name)], None, timeout_ms=1 << 40)]
+        keeper = Keeper(at(OWN, FRONTIERS), groups, [log], uuids.now_ms)
+        await keeper.open()
+        network = Network()
+        await HistoryService(network, LocalUriProvider(OWN, 0, 1), [log], keeper=keeper).start()
+        return network
+
+    return loop().run_until_complete(start())
+
+
+@target
+def history_poll(data: bytes) -> None:
+    answer = call(history(), POLL, payload_of(Dice(data), ustreamer.PollRequest), ustreamer.PollResponse)
+    if isinstance(answer, ustreamer.PollResponse):
+        for batch in answer.batches:
+            columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
+            assert len({len(column) for column in columns}) == 1, "every column has one entry for each record"
+
+
+@target
+def history_describe(data: bytes) -> None:
+    call(history(), DESCRIBE, payload_of(Dice(data), ustreamer.DescribeRequest), ustreamer.DescribeResponse)
+
+
+@target
+def history_progress(data: bytes) -> None:
+    answer = call(history(), PROGRESS, payload_of(Dice(data), ustreamer.ProgressRequest), ustreamer.ProgressResponse)
+    if isinstance(answer, ustreamer.ProgressResponse):
+        assert not answer.active, "nothing was published"
+
+
+@target
+def epochs_assembled(data: bytes) -> None:
+    """What is told of epochs, in any order: nobody gets a record twice, and what is whole has an end that was told."""
+    dice, assembler = Dice(data), Assembler(filter=Dice(data).one_of(("atomic", "all")), timeout_s=5)
+    handed = Counter[int]()
+    for seq in range(1, 2 + dice.octet() % 64):
+        kind, log = dice.octet(), bytes([dice.octet() & 1]) * 16
+        if kind & 3 == 0:
+            length = 1 + (kind >> 2 & 1)
+            epoch = Epoch(dice.one_of(("a", "b")), tuple(dice.octet() % 4 for _ in range(length)))
+            record = Record(log, seq, 0, 0, _publication(CALLER, UPayload(b"x", _FORMATS[0])), None, epoch)
+        else:
+            type = ustreamer.Beginning if kind & 3 == 1 else ustreamer.Frontier
+            told = UPayload.pack(made(type, dice)) if kind & 4 else UPayload(dice.some(), _FORMATS[0])
+            record = Record(log, seq, 0, 0, _publication(at(OWN, BEGINNINGS if kind & 3 == 1 else FRONTIERS), told))
+        if kind & 0x30 == 0:
+            assembler.lose()
+        if kind & 0xC0 == 0:
+            assembler.begin([record] if record.epoch is None else [], seq)
+        ready = assembler.take([record], seq) + assembler.overdue(seq)
+        handed.update(one.seq for epoch in ready for one in epoch.records)
+        safe = assembler.safe({log: seq}, ready)
+        Assembler().restore(json.loads(json.dumps(assembler.save(safe, ready))))
+        assembler.forget(safe)
+    assert all(count == 1 for count in handed.values())
+
+
+def _publication(source: UUri, payload: UPayload) -> UMessage:
+    message = UMessage(payload=payload.data)
+    message.attributes.source.CopyFrom(source)
+    return message
+
+
+@target
+def history_answers(data: bytes) -> None:
+    """What a history answers to those who read it: each record once, in order, whatever it says."""
+    acceptor, payload = Acceptor(), payload_of(Dice(data), ustreamer.PollResponse, ustreamer.DescribeResponse)
+    with refusing(UCode.INVALID_ARGUMENT):
+        response = payload.unpack(ustreamer.PollResponse)
+        for _ in range(2):
+            accepted = acceptor.accept(response)
+            seen = [
+                (one.incarnation, one.message.attributes.source.SerializeToString(), one.seq)
+                for one in accepted.records
+            ]
+            assert len(set(seen)) == len(seen), "a record was taken twice"
+            assert len(accepted.records) <= sum(len(batch.seq) for batch in response.batches)
+            accepted.places.request()
+    with refusing(UCode.INVALID_ARGUMENT):
+        described = payload.unpack(ustreamer.DescribeResponse)
+        logs = offsets.logs_of(described.logs)
+        for where in (offsets.EARLIEST, offsets.LATEST):
+            start = offsets.starting(where, logs)
+            offsets.advance(start.seqs, logs, 1_000)
+            offsets.lost(start, logs)
+
+
+class _Kept(Paused):
+    """In memory: no file is written for each input."""
+
+    async def _change(self, pauses: Any) -> None:
+        self._count(pauses)
+
+
+@cache
+def paused() -> _Kept:
+    endpoints = Endpoints([Endpoint(name, [name], Network()) for name in ("cloud", "ecu1")])
+    return _Kept(Path("nowhere"), endpoints, OWN)
+
+
+@cache
+def control() -> Network:
+    network = Network()
+    service = Control(network, LocalUriProvider(OWN, ENTITY, VERSION), paused(), [uris.ANY], 1_000)
+    loop().run_until_complete(service.start())
+    return network
+
+
+@target
+def control_calls(data: bytes) -> None:
+    """Pause, Resume, ListPaused."""
+    dice = Dice(data)
+    method, request, response = dice.one_of(
+        (
+            (PAUSE, ustreamer.PauseRequest, ustreamer.PauseResponse),
+            (RESUME, ustreamer.ResumeRequest, ustreamer.ResumeResponse),
+            (LIST_PAUSED, ustreamer.ListPausedRequest, ustreamer.ListPausedResponse),
+        )
+    )
+    call(control(), method, payload_of(dice, request), response)
+
+
+@target
+def control_line(data: bytes) -> None:
+    """What the command line says to the socket."""
+    answer = loop().run_until_complete(ControlSocket(Path("nowhere"), paused(), lambda name: name)._answer(data))
+    assert "code" in answer or answer.keys() in ({"ended", "paused"}, {"owner"}, {"vehicles"})
+    assert answer.get("code") != UCode.INTERNAL
+
+
+@target
+def request_arrives(data: bytes) -> None:
+    """A whole request, valid or not: it is answered, or counted."""
+    dice = Dice(data)
+    attributes = made(UAttributes, dice)
+    network = history()
+    listener = network.listeners[DESCRIBE if attributes.sink.resource_id == DESCRIBE else POLL]
+    message = UMessage(attributes=attributes, payload=dice.some())
+    attributes.ttl = min(attributes.ttl, CALL_TTL_MS)
+    message.attributes.ttl = attributes.ttl
+
+    async def run() -> None:
+        listener.on_receive(message)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    with stopped_clock():
+        loop().run_until_complete(run())
+    while not network.answers.empty():
+        assert network.answers.get_nowait().attributes.commstatus != UCode.INTERNAL
+
+
+# core.usubscription
+
+_V3_REQUESTS: Final = (
+    (v3.SubscriptionRequest, V3_CODEC.read_subscribe),
+    (v3.UnsubscribeRequest, V3_CODEC.read_unsubscribe),
+    (v3.FetchSubscriptionsRequest, V3_CODEC.read_fetch),
+    (v3.FetchSubscribersRequest, V3_CODEC.read_fetch_subscribers),
+    (v3.NotificationsRequest, V3_CODEC.read_registration),
+)
+_V4_REQUESTS: Final = (
+    (v4.SubscribeRequest, V4_CODEC.read_subscribe),
+    (v4.UnsubscribeRequest, V4_CODEC.read_unsubscribe),
+    (v4.FetchSubscriptionsRequest, V4_CODEC.read_fetch),
+    (v4.NotificationsRequest, V4_CODEC.read_registration),
+)
+
+
+def _requests(dice: Dice, requests: tuple[tuple[type[Message], Callable[..., Any]], ...], major: int) -> None:
+    type, read = requests[dice.octet() % len(requests)]
+    request = request_of(payload_of(dice, type), uris.uri(OWN, 0, major, 1))
+    with refusing(UCode.INVALID_ARGUMENT):
+        asked = read(request, OWN)
+        parts = asked if isinstance(asked, tuple) else (asked,)
+        for part in parts:
+            topic = getattr(part, "topic", None)
+            if isinstance(topic, tuple):
+                uris.validate(
+                    UUri(authority_name=topic[0], ue_id=topic[1], ue_version_major=topic[2], resource_id=topic[3])
+                )
+                assert topic[0], "a topic that is kept names its authority"
+    with refusing(UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED):
+        CODECS[major].check_reset(request)
+
+
+@target
+def usubscription_requests_v3(data: bytes) -> None:
+    _requests(Dice(data), _V3_REQUESTS, 3)
+
+
+@target
+def usubscription_requests_v4(data: bytes) -> None:
+    _requests(Dice(data), _V4_REQUESTS, 4)
+
+
+@target
+def usubscription_changes(data: bytes) -> None:
+    """Updates that another service tells: read by the service, and written by it again."""
+    dice = Dice(data)
+    major = 3 + dice.octet() % 2
+    payload = payload_of(dice, v3.Update if major == 3 else v4.Subscription)
+    codec = CODECS[major]
+    with refusing(UCode.INVALID_ARGUMENT):
+        told = codec.read_change(payload, strict=True)
+        if told.topic.resource_id:
+            topic, subscriber = uris.key(told.topic), uris.key(told.subscriber)
+            change = Change(
+                topic,
+                subscriber,
+                told.status,
+                major,
+                expires_ms=told.expires_ms,
+                sample_period_ms=told.sample_period_ms,
+            )
+            again = codec.read_change(UPayload.pack(codec.change(change)), strict=True)
+            assert (uris.key(again.topic), uris.key(again.subscriber)) == (topic, subscriber)
+            assert again[2:] == told[2:], "it reads otherwise when it is told on"
+
+
+@target
+def usubscription_answers(data: bytes) -> None:
+    """What a service answers and tells to clients: streamers, applications, and other services."""
+    dice = Dice(data)
+    major = 3 + dice.octet() % 2
+    types: tuple[type[Message], ...] = (
+        (v3.SubscriptionResponse, v3.FetchSubscriptionsResponse, v3.Update, v3.FetchSubscribersResponse)
+        if major == 3
+        else (v4.SubscribeResponse, v4.FetchSubscriptionsResponse, v4.Subscription)
+    )
+    payload, codec = payload_of(dice, *types), CODECS[major]
+    with refusing(UCode.INTERNAL):
+        codec.read_status(payload)
+    with refusing(UCode.DATA_LOSS):
+        codec.read_subscriptions(payload, strict=True)
+    with refusing(UCode.INVALID_ARGUMENT):
+        believed(*codec.read_subscriptions(payload)[0])
+    with refusing(UCode.INVALID_ARGUMENT):
+        change = codec.read_change(payload)
+        believed(*([change] if change.topic.resource_id else []))
+    with refusing(UCode.INVALID_ARGUMENT):
+        for subscriber in V3_CODEC.read_subscribers(payload)[0]:
+            uris.validate(subscriber)
+
+
+def believed(*subscriptions: Subscription) -> None:
+    """A streamer listens to the topics that somebody wants, and sends to subscribers: none of them may be nonsense."""
+    source = table.InterestTable()
+    source.replace(subscriptions)
+    for topic in source.topics():
+        uris.validate(topic)
+        assert uris.is_topic(topic) or topic.resource_id == uris.WILDCARD_RESOURCE, "no message has that source"
+        for authority in source.wants(topic):
+            uris.validate_authority(authority)

@@ -1,0 +1,321 @@
+"""Epochs in a world: who opens and closes them, who reads them, and what must hold of what was read.
+
+Laps ---Progress---> V keeps "laps"      a Publisher ---> V keeps "signals", by bucket       (the log is the truth)
+                     '--> EpochReader (comes, is killed, comes back, with a cursor or without) --> EpochsChecker
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from campaigns.simulation.apps import RETRY_S, Publisher
+from history.epochs.assembling import REST, Assembled, Assembler
+from history.epochs.frontier import Epoch, Time, is_ahead, precedes
+from history.log.log import Log
+from history.reading.acceptor import Record
+from history.reading.client import Frames, HistoryClient
+from history.reading.following import Mode
+from history.reading.subscriber import GaplessSubscriber
+from transports.local import LocalTransport
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.core.ustreamer.ids import is_frontiers
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, LogicalTime, PollRequest, ProgressRequest
+from uprotocol.encoded import decoded
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+SIGNALS: Final = ("//vin1/8005/1/8001", "//vin1/8005/1/8002")
+LAPS: Final = ("//vin1/8006/1/8001", "//vin1/8006/1/8002")
+PROGRESS: Final = "//vin1/4/1/4"
+SERVICES: Final = {"V": "//vin1/4/1/0", "C": "//hub/4/1/0"}  # of the gateways whose epochs are read,
+OUTSIDE: Final = {"V": "vehicle", "C": "cloud"}  # and the network whose names they have
+MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
+
+Place = tuple[bytes, int]  # incarnation, seq
+
+
+def sections(dice: random.Random) -> list[dict[str, Any]]:
+    """Of a gateway's configuration."""
+    timeout_ms = dice.choice((1_500, 4_000, 10_000))
+    bucket = {"width_ms": dice.choice((200, 500, 1_000)), "lateness_ms": dice.choice((0, 0, 100, 400))}
+    return [
+        {"name": "signals", "topics": list(SIGNALS), "timeout_ms": timeout_ms, **bucket},
+        {"name": "laps", "topics": list(LAPS), "by": "progress", "timeout_ms": timeout_ms},
+    ]
+
+
+class Laps(Publisher):
+    """Opens an epoch, publishes, and closes it with the last id and the count of each topic. Sometimes it forgets to
+    close, and sometimes it says more than ever comes."""
+
+    def __init__(self, world: Any, transport: LocalTransport, dice: random.Random) -> None:
+        super().__init__(world, transport, "laps", [uris.parse(one) for one in LAPS], [], 0.0)
+        self._dice, self._lap = dice, 0
+        self.said: dict[Time, int] = {}  # how many messages each has, from when its end is said
+
+    async def run(self, messages: int, pause_s: float) -> None:
+        left = messages
+        while left > 0:
+            count = min(left, 1 + self._dice.randrange(5))
+            left -= count
+            await self.lap(count, pause_s, fate=self._dice.choice(("closed", "closed", "closed", "left", "short")))
+
+    async def lap(self, count: int, pause_s: float, fate: str = "closed") -> None:
+        self._lap += 1
+        time, sent = (self._lap,), dict[bytes, tuple[bytes, int]]()
+        if not await self._say(time, 1, {}):
+            return
+        for _ in range(count):
+            await asyncio.sleep(self._dice.random() * pause_s)
+            topic = self._dice.choice(self._topics)
+            message = await self.publish(topic)
+            if message is not None:
+                key, id = topic.SerializeToString(), uuids.to_bytes(message.attributes.id)
+                sent[key] = (id, sent.get(key, (b"", 0))[1] + 1)
+        if fate == "short":
+            sent = {key: (id, number + 1) for key, (id, number) in sent.items()}
+        if fate != "left":
+            self.said[time] = sum(number for _, number in sent.values())
+            await self._say(time, -1, sent)
+
+    async def _say(self, time: Time, change: int, sent: dict[bytes, tuple[bytes, int]]) -> bool:
+        asked = ProgressRequest(group="laps")
+        said = asked.changes.add(time=LogicalTime(numbers=time), change=change)
+        for topic, (id, count) in sent.items():
+            said.last.add(topic=UUri.FromString(topic), id=id, count=count)
+        async with InMemoryRpcClient(self._transport, self._transport.local) as rpc:
+            for _ in range(3):
+                try:
+                    await rpc.invoke_method(uris.parse(PROGRESS), UPayload.pack(asked), CallOptions(timeout_ms=2_000))
+                    return True
+                except UStatusError as error:
+                    self._world.note("progress", time, change, repr(error))
+                    await asyncio.sleep(RETRY_S)
+        return False
+
+
+class EpochReader:
+    """Reads epochs of the gateway `machine`, now and then in a new life. `cursor`: None: each life begins with what
+    comes. `topics` are as they are inside the vehicle."""
+
+    def __init__(
+        self,
+        world: Any,
+        name: str,
+        transport: LocalTransport,
+        topics: Sequence[str],
+        cursor: Path | None,
+        seed: int,
+        machine: str = "V",
+    ) -> None:
+        self._world, self.name, self._transport, self._cursor = world, name, transport, cursor
+        self.topics, self.machine = [uris.parse(one) for one in topics], machine
+        self._dice = random.Random(seed)
+        self.lives: list[list[Assembled]] = []
+        self.kept: list[int] = []  # by life, how many are behind its cursor
+        self.gaps = 0
+        self.before_tear: set[Epoch] = set()  # what it had when the end of a log was torn off
+        self.since_s = 0.0  # when this life began
+
+    async def run(self) -> None:
+        """Until the world heals it is killed and comes back; from then on it lives."""
+        await asyncio.sleep(self._dice.random() ** 2 * 6)
+        while not self._world.given_up:
+            life = asyncio.create_task(self._live())
+            try:
+                await asyncio.wait({life}, timeout=None if self._world.healed else 0.5 + self._dice.random() * 8)
+            finally:
+                life.cancel()
+                await asyncio.gather(life, return_exceptions=True)
+            await asyncio.sleep(self._dice.random() * 2)
+
+    async def _live(self) -> None:
+        try:
+            await self._read()
+        except UStatusError as error:
+            self._world.note("epoch reader", self.name, repr(error))
+
+    async def _read(self) -> None:
+        dice, life = self._dice, list[Assembled]()
+        self.lives.append(life)
+        self.kept.append(0)
+        self.since_s = self._world.loop.now
+        topics = [self._world.named(OUTSIDE[self.machine], one) for one in self.topics]
+        start = PollRequest(earliest=True) if self._cursor is not None else PollRequest(latest=True)
+        async with InMemoryRpcClient(self._transport, self._transport.local) as rpc:
+            frames = Frames(self._transport, self._transport.local)
+            client = HistoryClient(rpc, uris.parse(SERVICES[self.machine]), timeout_ms=3_000, frames=frames)
+            async with GaplessSubscriber(
+                client,
+                topics,
+                start=start,
+                assembler=Assembler(topics),
+                cursor_path=self._cursor,
+                mode=dice.choice(MODES),
+                wait_ms_max=2_000,
+                on_gap=self._gap,
+                rng=dice,
+                random_bytes=dice.randbytes,
+            ) as reader:
+                async for one in reader.epochs():
+                    self._world.note("epoch", self.name, one.epoch, len(one.records), one.incomplete)
+                    life.append(one)
+                    if self._cursor is not None:
+                        await reader.commit()
+                        self.kept[-1] = len(life)
+
+    def _gap(self, _: Any) -> None:
+        self.gaps += 1
+
+
+class EpochsChecker:
+    """In the end, with what the log holds then."""
+
+    def __init__(self, world: Any) -> None:
+        self._world, self.readers = world, list[EpochReader]()
+        self.truth: dict[Epoch, dict[Place, UUri]] = defaultdict(dict)
+        self._oldest: dict[bytes, int] = {}
+        self.newest_healed: dict[bytes, int] = {}  # what begins behind these has to be seen by everybody
+        self.checked = self.whole = 0
+
+    def _fail(self, kind: str, text: str) -> None:
+        self._world.checker.fail(kind, text)
+
+    def torn(self) -> None:
+        """The end of a log was torn off, and the frontiers in it are lost. So the log may append more records to an
+        epoch that had ended. A reader that had this epoch before does not see them if it starts again behind them."""
+        for reader in self.readers:
+            reader.before_tear.update(one.epoch for life in reader.lives for one in life if one.epoch is not None)
+
+    async def learn(self, logs: Sequence[Log]) -> None:
+        self.truth.clear()
+        for log in logs:
+            after, told = 0, list[tuple[int, UMessage]]()
+            while chunks := await log.read(after):
+                for chunk in chunks:
+                    for place, message in enumerate(map(decoded, chunk.messages)):
+                        seq = chunk.seqs[place]
+                        self._oldest.setdefault(log.incarnation, seq)
+                        epoch = chunk.epochs[place] if chunk.epochs else None
+                        if epoch is not None:
+                            self.truth[epoch][log.incarnation, seq] = message.attributes.source
+                        elif is_frontiers(message.attributes.source):
+                            told.append((seq, message))
+                after = chunks[-1].last_seq
+            if not self._is_torn:
+                self._look_at_frontiers(told)
+
+    @property
+    def _is_torn(self) -> bool:
+        is_torn: bool = self._world.machines["V"].torn or self._world.checker.allowed_gaps
+        return is_torn
+
+    def _is_disturbed(self, reader: EpochReader) -> bool:
+        """The log that it reads went back."""
+        return self._is_torn or bool(self._world.machines[reader.machine].torn)
+
+    def _look_at_frontiers(self, told: Sequence[tuple[int, UMessage]]) -> None:
+        """In one log: they go on, whatever befell who keeps them."""
+        before: dict[str, Any] = {}
+        for seq, message in told:
+            for group in Frontier.FromString(message.payload).groups:
+                old, before[group.group] = before.get(group.group), group
+                if old is None:
+                    continue
+                if group.number <= old.number or group.version < old.version:
+                    what = f"{old.number} (version {old.version}) then {group.number} (version {group.version})"
+                    self._fail("a frontier that goes back", f"{group.group}, seq {seq}: {what}")
+                lower = [tuple(one.numbers) for one in old.lower]
+                back = [one for one in group.lower if lower and not is_ahead(lower, tuple(one.numbers))]
+                if back:
+                    self._fail("a frontier that goes back", f"{group.group}, seq {seq}: {back} is not after {lower}")
+
+    def owed(self, reader: EpochReader) -> set[Epoch]:
+        """What it has to have seen: all of it came while the reader lived."""
+        found = set[Epoch]()
+        if reader.machine != "V" and not self._world.machines[reader.machine].config["follow"]:
+            return found
+        for epoch, records in self.truth.items():
+            is_new = all(seq > self.newest_healed.get(log, 0) for log, seq in records)
+            if is_new and self._of(reader, epoch):
+                found.add(epoch)
+        return found - {one.epoch for one in reader.lives[-1] if one.epoch is not None} if reader.lives else found
+
+    def _of(self, reader: EpochReader, epoch: Epoch) -> set[Place]:
+        records = self.truth.get(epoch, {})
+        return {place for place, source in records.items() if any(uris.matches(one, source) for one in reader.topics)}
+
+    def finish(self) -> None:
+        for reader in self.readers:
+            kept, records = set[Epoch](), set[Place]()
+            for life, count in zip(reader.lives, reader.kept, strict=True):
+                self._look_at(reader, life)
+                again = [one.epoch for one in life if one.epoch in kept and one.incomplete != REST]
+                again += [one.epoch for one in life if one.epoch is not None and _places(one) & records]
+                if again and not self._is_disturbed(reader):
+                    self._fail("an epoch twice", f"{reader.name} has {again[0]} again, which is behind its cursor")
+                kept.update(one.epoch for one in life[:count] if one.epoch is not None)
+                records.update(*(_places(one) for one in life[:count] if one.epoch is not None))
+            self._look_at_counts(reader)
+            for epoch in sorted(self.owed(reader)):
+                self._fail("an epoch that is lost", f"{reader.name} never had {epoch}, which began while it read")
+
+    def _look_at(self, reader: EpochReader, life: Sequence[Assembled]) -> None:
+        seen = list[Epoch]()
+        for one in life:
+            if one.epoch is None:
+                continue
+            has = list(map(_place, one.records))
+            if self._is_disturbed(reader):
+                pass
+            elif len(set(has)) < len(has) or (one.epoch in seen and one.incomplete != REST):
+                self._fail("an epoch twice", f"{reader.name}: {one.epoch}")
+            after = [last for last in seen if last.group == one.epoch.group and precedes(one.epoch.time, last.time)]
+            if after and one.epoch not in seen and not self._is_disturbed(reader):
+                self._fail("epochs out of order", f"{reader.name}: {one.epoch} after {after[0]}")
+            seen.append(one.epoch)
+            self.checked += 1
+            if one.is_complete:
+                self.whole += 1
+                self._is_whole(reader, one.epoch, set(has))
+
+    def _look_at_counts(self, reader: EpochReader) -> None:
+        """What is complete has as many as its publisher said."""
+        if not {uris.key(uris.parse(one)) for one in LAPS} <= {uris.key(one) for one in reader.topics}:
+            return
+        for one in (one for life in reader.lives for one in life):
+            said = self._world.laps.said.get(one.epoch.time, 0) if one.epoch and one.epoch.group == "laps" else 0
+            if one.is_complete and len(one.records) < said:
+                what = f"{reader.name}: {one.epoch} as complete with {len(one.records)} of {said} messages"
+                self._fail("a part of an epoch", what)
+
+    def _is_whole(self, reader: EpochReader, epoch: Epoch, has: set[Place]) -> None:
+        lacks = self._of(reader, epoch) - has
+        more = {(log, seq) for log, seq in has if seq >= self._oldest.get(log, 1 << 64)} - self._of(reader, epoch)
+        if self._is_torn:  # what was read once is not there any more, and other records may be in its place
+            more.clear()
+            told = {one.epoch for life in reader.lives for one in life if one.incomplete == REST}
+            lacks = set() if epoch in told | reader.before_tear else lacks
+        if lacks or more:
+            seqs = sorted(seq for _, seq in lacks), sorted(seq for _, seq in more)
+            self._fail("a part of an epoch", f"{reader.name}: {epoch} as complete, without {seqs[0]}, with {seqs[1]}")
+
+
+def _places(one: Assembled) -> set[Place]:
+    return set(map(_place, one.records))
+
+
+def _place(record: Record) -> Place:
+    """Where it was appended first."""
+    if record.origin is None:
+        return record.incarnation, record.seq
+    return record.origin.incarnation, record.origin.seq

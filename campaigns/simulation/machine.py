@@ -1,0 +1,454 @@
+"""A computer with a gateway, or a publisher that keeps its own history, on it: its files outlive the processes that run
+on it, one after the other.
+
+Machine.start -> GatewayProcess: Streamer.create, run -> ready -> stop (clean) | kill (between two steps) | died (error)
+                       '-> taps: what was appended under which seq and from where, which errors were logged
+Keeper.start --> KeeperProcess: HistoryPublisher, what is due -> the same
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from campaigns.simulation.disk import SimulatedDisk
+from campaigns.simulation.loop import PROCESS, Process, SimulatedWorker
+from campaigns.simulation.network import KEEPER
+from history.file.writer import Followed as Notes
+from history.log.log import Log
+from history.publisher import HistoryPublisher
+from storage.runtime import Runtime, Used
+from streamer.app import Streamer
+from streamer.config import Config
+from streamer.following.followed import Followed
+from transports.local import LocalConfig, LocalTransport
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.encoded import decoded
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+if TYPE_CHECKING:
+    from campaigns.simulation.checker import Checker
+
+STOP_S_MAX: Final = 60.0  # after it a gateway that was asked to stop has a task that never ends
+LATE_OPEN_SHARE: Final = 0.2  # of the networks that a process opens: they take up to ...
+# ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready is
+# on each network, which the checker counts on
+LATE_OPEN_S_MAX: Final = 2.4
+RESTART_S: Final = 1.0  # after which a supervisor starts anew what has died by itself
+
+
+def named(task: asyncio.Task[Any]) -> str:
+    return (
+        f"{task.get_coro().__qualname__} ({task.get_name() if not task.get_name().startswith('Task-') else 'no name'})"  # type: ignore[union-attr]
+    )
+
+
+def runtime_of(world: Any, disk: SimulatedDisk, dice: random.Random) -> Runtime:
+    return Runtime(
+        disk=disk,
+        worker=SimulatedWorker,  # type: ignore[arg-type]
+        monotonic=world.loop.time,
+        busy_s=lambda: 0.0,
+        used=lambda: Used(0.0, 0.0, 0.0),
+        random_bytes=dice.randbytes,
+        rng=random.Random(dice.getrandbits(64)),
+    )
+
+
+class MachineProcess(Process):
+    """One life of what runs on a machine."""
+
+    streamer: Streamer | None = None
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        super().__init__(f"{machine.name}#{number}", self._killed)
+        self.machine = machine
+        world = machine.world
+        self.dice = random.Random(world.dice.getrandbits(64))
+        self.disk = SimulatedDisk(self.dice, lambda what: world.note("disk", machine.name, what))
+        self.disk.faults, self.disk.victim = machine.disk_faults, machine.disk_victim
+        self.ids = uuids.UUIDGenerator(world.wall_ms, self.dice.randbytes)
+        self.ready = False
+        self.stopping = False
+        self.torn = False
+        self.task: asyncio.Task[None] | None = None
+        self.tear_on_kill = ""
+
+    def start(self) -> None:
+        context = contextvars.copy_context()
+        context.run(PROCESS.set, self)
+        self.task = self.machine.world.loop.create_task(self._live(), name=self.name, context=context)
+
+    async def _live(self) -> None:
+        try:
+            await self._serve(runtime_of(self.machine.world, self.disk, self.dice))
+        except Exception as error:
+            if self.alive:
+                self.machine.died(self, error)
+        else:
+            self.machine.ended(self)
+
+    async def _serve(self, runtime: Runtime) -> None:
+        raise NotImplementedError
+
+    def ask_to_stop(self) -> bool:
+        """False if it is not there yet: nobody would hear the signal, so that just ends it."""
+        raise NotImplementedError
+
+    def transports(self) -> list[LocalTransport]:
+        raise NotImplementedError
+
+    def _became_ready(self) -> None:
+        if self.alive and not self.stopping:
+            self.ready = True
+            self.machine.became_ready(self)
+
+    def _tap(self, log: Log, on_append: Callable[[Sequence[Any]], Callable[[], None]] | None = None) -> None:
+        """Learn which record has which seq and origin, once it is committed. `on_append` hears of what comes, and what
+        it answers is called after the commit."""
+        append, checker, machine = log.append, self.machine.world.checker, self.machine
+
+        def tapped(streams: list[int], messages: Sequence[Any], notes: Notes | None = None) -> asyncio.Future[int]:
+            committed = on_append(messages) if on_append is not None else lambda: None
+            future = append(streams, messages, notes)
+
+            def done(future: asyncio.Future[int]) -> None:
+                if not future.cancelled() and future.exception() is None:
+                    for place, message in enumerate(messages):
+                        origin = notes.origins[place] if notes is not None else None
+                        seq = future.result() + place
+                        checker.appended(machine.name, log.incarnation, log.durable, seq, message, origin)
+                    committed()
+
+            future.add_done_callback(done)
+            return future
+
+        log.append = tapped  # type: ignore[method-assign]
+
+    def _killed(self) -> None:
+        self.torn = self.disk.power_lost(tear=self.tear_on_kill)
+        for transport in self.transports():
+            transport.abandon()
+        self.machine.killed(self)
+
+
+class GatewayProcess(MachineProcess):
+    """One life of a gateway."""
+
+    async def _serve(self, runtime: Runtime) -> None:
+        config = Config.model_validate(self.machine.config)
+        self.streamer = streamer = await Streamer.create(config, runtime)
+        for log in streamer.logs:
+            self._tap(log)
+        self._tap_letters(streamer)
+        self._tap_gaps(streamer)
+        if "late_open" not in self.machine.world.without:
+            self._open_late(random.Random(f"{self.machine.world.seed} {self.name}"))  # no draw of the others' dice
+        waiting = asyncio.ensure_future(streamer.ready.wait())
+        waiting.add_done_callback(lambda done: None if done.cancelled() else self._became_ready())
+        try:
+            await streamer.run()
+        finally:
+            waiting.cancel()
+
+    def _open_late(self, dice: random.Random) -> None:
+        """Some networks hang for a while."""
+        for transport in self.transports():
+            if dice.random() < LATE_OPEN_SHARE:
+                waits_s = dice.random() ** 2 * LATE_OPEN_S_MAX, dice.random() ** 2 * LATE_OPEN_S_MAX
+                transport.open = _late(transport.open, *waits_s)  # type: ignore[method-assign]
+
+    def ask_to_stop(self) -> bool:
+        if self.streamer is None:
+            return False
+        self.streamer.stop()
+        return True
+
+    def transports(self) -> list[LocalTransport]:
+        endpoints = self.streamer.endpoints if self.streamer is not None else ()
+        return [one.transport for one in endpoints if isinstance(one.transport, LocalTransport)]
+
+    def _tap_letters(self, streamer: Streamer) -> None:
+        """Only so that nobody waits for what has been told; whether it was stored is looked up in the end."""
+        add, checker = streamer.dead_letters.add, self.machine.world.checker
+
+        def tapped(message: UMessage, *others: Any, **options: Any) -> None:
+            checker.told_dead(message)
+            add(message, *others, **options)
+
+        streamer.dead_letters.add = tapped  # type: ignore[method-assign]
+
+    def _tap_gaps(self, streamer: Streamer) -> None:
+        """Of histories that are followed."""
+        on_gap, checker, name = streamer.follows.on_gap, self.machine.world.checker, self.machine.name
+
+        def tapped(followed: Followed, gap: Gap) -> None:
+            checker.followed_gap(name, gap)
+            on_gap(followed, gap)
+
+        streamer.follows.on_gap = tapped
+
+
+def _late(open: Callable[[], Awaitable[None]], before_s: float, after_s: float) -> Callable[[], Awaitable[None]]:
+    async def opens_late() -> None:
+        await asyncio.sleep(before_s)
+        await open()
+        await asyncio.sleep(after_s)
+
+    return opens_late
+
+
+class KeeperProcess(MachineProcess):
+    """One life of a publisher that keeps its own history."""
+
+    def __init__(self, machine: Keeper, number: int) -> None:
+        super().__init__(machine, number)
+        self._due = machine.due
+        self._stop = asyncio.Event()
+        self.came = asyncio.Event()
+        network = machine.world.networks["vehicle"]
+        self._local = LocalUriProvider("vin1", KEEPER, 1)
+        self._transport = _PlainTransport(LocalConfig(network=network.name), self._local, network)
+        self._transport.checker = machine.world.checker
+
+    async def _serve(self, runtime: Runtime) -> None:
+        world, options = self.machine.world, self.machine.config
+        await self._transport.open()
+        path = self.machine.folder / "door.db"
+        async with _Kept(self._transport, self._local, path, runtime=runtime, **options).tapped(self._tap_kept) as kept:
+            self._became_ready()
+            while not self._stop.is_set():
+                self.came.clear()
+                while self._due and not self._stop.is_set():
+                    await self._publish(kept, self._due.popleft())
+                await self.came.wait()
+        world.note("closed", self.name, dict(kept.counts))
+        await self._transport.close()
+
+    async def _publish(self, kept: HistoryPublisher, resource: int) -> None:
+        self.machine.count += 1  # type: ignore[attr-defined]
+        text = f"{self.machine.name} {self.machine.count}".encode()  # type: ignore[attr-defined]
+        try:
+            await kept.publish(resource, UPayload(text, UPayloadFormat.UPAYLOAD_FORMAT_TEXT))
+        except UStatusError as error:
+            self.machine.world.note("keeper", repr(error))
+
+    def _tap_kept(self, log: Log) -> None:
+        checker, is_followed = self.machine.world.checker, self.machine.world.keeper_is_followed
+
+        def on_append(messages: Sequence[Any]) -> Callable[[], None]:
+            sents = [checker.publishes(decoded(message), is_kept=is_followed()) for message in messages]
+
+            def committed() -> None:
+                for sent in sents:
+                    if sent.is_kept:  # else the plain copy is all there is: it counts from when the network has it
+                        sent.acknowledged()
+
+            return committed
+
+        self._tap(log, on_append)
+
+    def ask_to_stop(self) -> bool:
+        self._stop.set()
+        self.came.set()
+        return self.ready
+
+    def transports(self) -> list[LocalTransport]:
+        return [self._transport]
+
+
+class _PlainTransport(LocalTransport):
+    checker: Checker
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        statuses = await super().send_batch(messages)
+        for message, status in zip(messages, statuses, strict=True):
+            sent = self.checker.sent.get(uuids.to_bytes(message.attributes.id))
+            if sent is not None and not sent.is_kept and status.code == UCode.OK and sent.acknowledged_at is None:
+                sent.acknowledged()
+        return statuses
+
+
+class _Kept(HistoryPublisher):
+    def tapped(self, tap: Callable[[Log], None]) -> _Kept:
+        self._tap = tap
+        return self
+
+    async def _open_log(self) -> Log:
+        kept = await super()._open_log()
+        self._tap(kept)
+        return kept
+
+
+class Machine:
+    """See above. `config` is what the next process gets."""
+
+    def __init__(self, world: Any, name: str, folder: Path, config: dict[str, Any]) -> None:
+        from campaigns.simulation.disk import DiskFaults
+
+        self.world, self.name, self.folder, self.config = world, name, folder, config
+        folder.mkdir(parents=True)
+        self.disk_faults = DiskFaults()
+        self.disk_victim = "history"
+        self.process: MachineProcess | None = None
+        self.processes: list[MachineProcess] = []
+        self.wanted = False  # running is wanted
+        self.torn = False  # a write-ahead log of it was cut once
+        self.had_disk_faults = False
+        # a process of it has ended as it should, so that the tables are in the files themselves
+        self.was_closed = False
+        self.on_ready: list[Callable[[], None]] = []
+
+    @property
+    def streamer(self) -> Streamer | None:
+        return self.process.streamer if self.process is not None else None
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None
+
+    @property
+    def ready(self) -> bool:
+        return self.process is not None and self.process.ready
+
+    def make_process(self) -> MachineProcess:
+        return GatewayProcess(self, len(self.processes))
+
+    def start(self, config: dict[str, Any] | None = None) -> MachineProcess:
+        assert self.process is None, f"{self.name} runs already"
+        if config is not None:
+            self.config = config
+        self.wanted = True
+        self.process = process = self.make_process()
+        self.processes.append(process)
+        self.world.note("start", self.name)
+        self.world.checker.starts(self)
+        process.start()
+        return process
+
+    def set_disk(self, faults: Any, victim: str) -> None:
+        self.disk_faults, self.disk_victim = faults, victim
+        if self.process is not None:
+            self.process.disk.faults, self.process.disk.victim = faults, victim
+
+    def kill(self, *, tear: str = "") -> None:
+        if self.process is not None:
+            self.process.tear_on_kill = tear
+            self.process.kill()
+
+    def kill_after(self, steps: int, *, tear: str = "") -> None:
+        if self.process is not None:
+            self.process.tear_on_kill = tear
+            self.process.kill_at = self.process.steps + steps
+
+    async def stop(self) -> None:
+        """SIGTERM, and wait for the end."""
+        process = self.process
+        self.wanted = False
+        if process is None or process.task is None:
+            return
+        self.world.note("stop", self.name)
+        self.world.checker.disturbed(self.name)
+        process.stopping = True
+        if not process.ask_to_stop():  # it is still opening its files: there is no handler yet, so the signal ends it
+            process.kill()
+            return
+        done, _ = await asyncio.wait({process.task}, timeout=STOP_S_MAX)
+        if not done and process.alive:
+            stuck = [named(task) for task in process.tasks if not task.done()]
+            self.world.checker.fail("a task that never ends", f"{self.name} does not stop: {stuck[:5]}")
+            process.kill()
+
+    # -- what a process tells
+
+    def became_ready(self, process: MachineProcess) -> None:
+        self.world.note("ready", self.name)
+        self.world.checker.ready(self)
+        for callback in self.on_ready:
+            callback()
+
+    def ended(self, process: MachineProcess) -> None:
+        """A clean end: nothing of it may still live."""
+        self.process = None
+        self.was_closed = True
+        self.world.note("ended", self.name)
+        self.world.loop.call_soon(self._look_for_leftovers, process, context=self.world.context)
+
+    def _look_for_leftovers(self, process: MachineProcess) -> None:
+        left = [task for task in process.tasks if not task.done()]
+        if left:
+            self.world.loop.call_later(1.0, self._tell_leftovers, process, left, context=self.world.context)
+
+    def _tell_leftovers(self, process: MachineProcess, left: list[asyncio.Task[Any]]) -> None:
+        left = [task for task in left if not task.done()]
+        process.alive = False
+        if left:
+            self.world.checker.fail(
+                "a task that never ends", f"{self.name} has stopped, and there is still {named(left[0])}"
+            )
+
+    def killed(self, process: MachineProcess) -> None:
+        self.torn = self.torn or process.torn
+        if self.process is process:
+            self.process = None
+        self.world.note("killed", self.name, "torn" if process.torn else "", process.steps)
+        self.world.checker.disturbed(self.name)
+
+    def died(self, process: MachineProcess, error: Exception) -> None:
+        """By itself: a supervisor starts it anew."""
+        self.process = None
+        process.alive = False
+        self.world.note("died", self.name, repr(error))
+        self.world.checker.died(self, error)
+        for transport in process.transports():
+            transport.abandon()
+        process.disk.power_lost()
+        if self.wanted:
+            self.world.loop.call_later(RESTART_S, self._again, context=self.world.context)
+
+    def _again(self) -> None:
+        if self.wanted and self.process is None:
+            self.start()
+
+
+class Keeper(Machine):
+    """With a publisher that keeps its own history; `due` are the resources on which it has to publish, `config` the
+    options of its HistoryPublisher."""
+
+    def __init__(self, world: Any, name: str, folder: Path, config: dict[str, Any]) -> None:
+        super().__init__(world, name, folder, config)
+        self.due: deque[int] = deque()
+        self.count = 0
+
+    def make_process(self) -> MachineProcess:
+        return KeeperProcess(self, len(self.processes))
+
+    def lose_disk(self) -> None:
+        for path in self.folder.glob("door.db*"):
+            path.unlink()
+
+    def publish(self, topic: UUri) -> None:
+        self.world.note("due", uris.format(topic))
+        self.due.append(topic.resource_id)
+        if isinstance(self.process, KeeperProcess):
+            self.process.came.set()
+
+    async def run(self, topics: Sequence[UUri], messages: int, pause_s: float) -> None:
+        dice = self.world.dice
+        for _ in range(messages):
+            await asyncio.sleep(dice.random() * pause_s)
+            self.publish(dice.choice(topics))

@@ -1,0 +1,708 @@
+"""What befalls a world: drawn from its seed, one thing after the other, some of them at the same time.
+
+background: publishers, wishes       foreground: `actions` things that go wrong, with pauses between       then `heal`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from campaigns.simulation.disk import DiskFaults
+from campaigns.simulation.epochs import SIGNALS
+from campaigns.simulation.network import CALM, Weather
+from transports.local import Faults
+from uprotocol import uri as uris
+from uprotocol.status import RETRYABLE, UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+if TYPE_CHECKING:
+    from campaigns.simulation.machine import Machine
+    from campaigns.simulation.world import World
+
+HOUR_MS: Final = 3_600_000
+HANG_S_MAX: Final = 20.0  # until something was sent, and the transport that does not return was opened again
+NEVER: Final = (UCode.OK, UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED)
+SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEVER)
+"""Everything that does not say no for good."""
+REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK and code not in RETRYABLE)
+"""Of one message, while those behind it are taken: what may be tried again ends a batch (Faults.fail_send)."""
+
+BURSTING: Final = ("vin", "mcu", "hub")  # publishers; of the others the epochs say what is to come
+
+KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young", "pause_undecided"})
+"""What is left out by default; `--without ''` lets all of it happen.
+
+late_error: a COMMIT that fails though it has happened. The log takes back what it refused; the subscription store does
+not yet.
+tear_young: a log is lost whose tables are in its write-ahead log alone. That is told (damage, readiness, the topic of
+gaps), but a reader that had not begun can't know of a log that it never heard of, and the checker wants a gap there,
+too.
+pause_undecided: a topic is paused while a service of version 3 has not answered about it. It has one cursor, for who
+was served meanwhile and for who was not: after a restart those who were get it from there, twice, and from before their
+subscription.
+"""
+
+Action = Callable[[], Awaitable[None]]
+
+
+class Plan:
+    def __init__(self, world: World) -> None:
+        self._world, self._dice = world, world.dice
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._base: dict[str, dict[str, Any]] = {}
+        self.newest_at_heal: dict[str, int] = {}  # durable seq of each machine when it got its own configuration back
+
+    @property
+    def _v(self) -> Machine:
+        return self._world.machines["V"]
+
+    def _spawn(self, work: Any) -> None:
+        self.tasks.append(self._world.loop.create_task(work))
+
+    async def run(self) -> None:
+        from campaigns.simulation.world import KEPT_STATIC, KEPT_WISHED
+
+        dice, world = self._dice, self._world
+        history: dict[str, Any] = self._v.config["history"]
+        if dice.random() < 0.5 and "record" not in world.without:
+            history["record"] = ["//vin1/8001/1/FFFF"]
+        if dice.random() < 0.5:
+            history["retention_hours"] = 24.0
+        if dice.random() < (0.3 if world.follows else 0.1):
+            history["volatile"] = ["//vin1/8001/1/8002"]
+            world.checker.volatile = [uris.parse("//vin1/8001/1/8002")]
+        if world.epochs is not None and world.epoch_dice.random() < 0.4:  # an epoch is over in both logs
+            history["volatile"] = [*history.get("volatile", ()), SIGNALS[1]]
+            world.checker.volatile = [*world.checker.volatile, uris.parse(SIGNALS[1])]
+        self._base = {name: copy.deepcopy(machine.config) for name, machine in world.machines.items()}
+        world.note("kind", world.kind, history)
+        for machine in world.all_machines:
+            machine.start()
+        if world.follows:
+            world.tasks.append(world.loop.create_task(world.watch()))
+        if "record" in history and dice.random() < 0.5:
+            await world.add_reader([uris.parse("//vin1/8001/1/8001"), uris.parse("//vin1/8001/1/8003")])
+        if dice.random() < 0.8:
+            await world.until(lambda: all(machine.ready for machine in world.machines.values()), 30.0)
+        length_s = 1 + dice.random() * 8
+        for publisher in world.publishers:
+            count = 5 + dice.randrange(30)
+            self._spawn(publisher.run(count, 2 * length_s / count))
+        if world.keeper is not None:
+            topics = [uris.parse(one) for one in (*KEPT_STATIC, *KEPT_WISHED)]
+            count = 5 + dice.randrange(30)
+            self._spawn(world.keeper.run(topics, count, 2 * length_s / count))
+        for hearer in world.subscribers:
+            self._spawn(self._wishes(hearer, length_s))
+        actions = self._follow_actions() if world.follows else self._actions()
+        for _ in range(1 + dice.randrange(5)):
+            await asyncio.sleep(dice.random() * length_s / 3)
+            action = dice.choices([action for _, action in actions], [weight for weight, _ in actions])[0]
+            world.note("action", action.__name__)
+            await action()
+        await asyncio.sleep(dice.random())
+
+    def _actions(self) -> list[tuple[float, Action]]:
+        found: list[tuple[float, Action]] = [
+            (3, self._weather),
+            (2, self._partition),
+            (1, self._break_network),
+            (1, self._hang),
+            (3, self._kill),
+            (3, self._restart),
+            (1, self._power_cut),
+            (1, self._bad_disk),
+            (0.5, self._tear),
+            (1, self._clock),
+            (1.5, self._long_absence),
+            (1.5, self._rename),
+            (1, self._rule_gone),
+            (1, self._record_or_not),
+            (2.5, self._access_rule),
+            (2, self._nobody_listens),
+        ]
+        if self._world.kind != "foreign" or "pause_undecided" not in self._world.without:
+            found.append((1.5, self._pause))
+        if self._world.kind != "static":
+            found.append((3, self._shortage))
+        if self._world.kind == "foreign":
+            found += [(4, self._silence), (1, self._foreign_wish)]
+        return self._allowed(found)
+
+    def _follow_actions(self) -> list[tuple[float, Action]]:
+        found: list[tuple[float, Action]] = [
+            (3, self._bad_link),
+            (3, self._cuts),
+            (1, self._weather),
+            (1, self._partition),
+            (1, self._break_network),
+            (1, self._hang),
+            (4, self._kill),
+            (2, self._kill_both),
+            (2, self._restart),
+            (1, self._power_cut),
+            (1, self._bad_disk),
+            (1, self._origin_gone_and_bad_disk),
+            (0.5, self._tear),
+            (1, self._clock),
+            (1, self._long_absence),
+            (2, self._follow_not),
+            (2, self._followed_by_nobody),
+            (1, self._follow_otherwise),
+            (1, self._rule_gone),
+            (1, self._record_or_not),
+            (2, self._access_rule),
+            (1, self._nobody_listens),
+            (1, self._shortage),
+        ]
+        if self._world.keeper is not None:
+            found += [(4, self._kill_keeper), (3, self._bad_copies)]
+        return self._allowed(found)
+
+    def _allowed(self, found: list[tuple[float, Action]]) -> list[tuple[float, Action]]:
+        return [(weight, action) for weight, action in found if action.__name__.strip("_") not in self._world.without]
+
+    # -- background
+
+    async def _wishes(self, hearer: str, length_s: float) -> None:
+        subscriber, topics, _ = self._world.subscribers[hearer]
+        for topic in topics:
+            await subscriber.wish(topic, True)
+        for _ in range(self._dice.randrange(4)):
+            await asyncio.sleep(self._dice.random() * length_s / 2)
+            topic = self._dice.choice(topics)
+            if self._dice.random() < 0.5 and "hurry" not in self._world.without:
+                await subscriber.hurry(topic, self._dice.random() < 0.7)
+            else:
+                want = self._world.checker.wants[hearer, uris.key(topic)]
+                await subscriber.wish(topic, not want.wanted)
+
+    # -- things that go wrong
+
+    def _machine(self) -> Machine:
+        return self._dice.choice(list(self._world.machines.values()))
+
+    async def _some(self, most_s: float) -> None:
+        await asyncio.sleep(self._dice.random() ** 2 * most_s)
+
+    async def _weather(self) -> None:
+        dice, world = self._dice, self._world
+        name = dice.choice(list(world.networks))
+        faults = Faults(
+            fail_send=dice.choice((0.0, 0.1, 0.4)),
+            unsure_send=dice.choice((0.0, 0.0, 0.1)),
+            duplicate=dice.choice((0.0, 0.0, 0.1)),
+            delay_ms_max=dice.choice((0, 0, 5, 50)),
+        )
+        weather = Weather(faults)
+        if dice.random() < 0.25:
+            weather = Weather(faults, refuse=0.1, codes=(dice.choice(REFUSALS), dice.choice(REFUSALS)))
+        if name == "mcu" and dice.random() < 0.3:
+            weather = Weather(faults, lose=0.1)
+        world.checker.disturbed_from(f"weather {name}")
+        world.networks[name].set_weather(weather)
+        await self._some(3.0)
+        self._calm(name)
+
+    def _calm(self, name: str) -> None:
+        self._world.networks[name].set_weather(CALM)
+        self._world.checker.disturbed_until(f"weather {name}")
+
+    async def _partition(self) -> None:
+        """One gateway loses one network."""
+        machine = self._machine()
+        streamer = machine.streamer
+        if streamer is None:
+            return
+        endpoint = self._dice.choice(list(streamer.endpoints))
+        transport: Any = endpoint.transport
+        why = f"partition {machine.name} {endpoint.name}"
+        self._world.checker.disturbed_from(why)
+        transport.disconnect()
+        await self._some(8.0)
+        transport.reconnect()
+        self._world.checker.disturbed_until(why)
+
+    async def _hang(self) -> None:
+        """A gateway's transport does not return from sending until it is closed and opened again; meanwhile it misses
+        what others send, as in a partition."""
+        machine = self._machine()
+        if machine.streamer is None:
+            return
+        endpoint = self._dice.choice(list(machine.streamer.endpoints))
+        transport: Any = endpoint.transport
+        why = f"hang {machine.name} {endpoint.name}"
+        self._world.checker.disturbed_from(why)
+        transport.hangs = self._dice.choice(("before", "after"))
+        await self._world.until(lambda: not (machine.ready and transport.hangs), HANG_S_MAX)
+        transport.hangs = ""  # nothing was sent
+        await self._world.until(lambda: not machine.ready or endpoint.sends.is_idle, HANG_S_MAX)
+        self._world.checker.disturbed_until(why)
+
+    async def _break_network(self) -> None:
+        name = self._dice.choice(list(self._world.networks))
+        network = self._world.networks[name]
+        self._world.checker.disturbed_from(f"break {name}")
+        network.break_()
+        await self._some(5.0)
+        network.heal()
+        self._world.checker.disturbed_until(f"break {name}")
+
+    async def _kill(self) -> None:
+        machine = self._machine()
+        if self._dice.random() < 0.3:
+            machine.kill()
+        else:
+            machine.kill_after(self._dice.randrange(600))
+            await self._world.until(lambda: not machine.running, 5.0, 0.05)
+            machine.kill()
+        await self._some(6.0)
+        self._start(machine)
+        if self._dice.random() < 0.3:  # before it is ready, too
+            machine.kill_after(self._dice.randrange(1200))
+            await self._world.until(lambda: machine.ready or not machine.running, 8.0, 0.05)
+            if not machine.running:
+                await self._some(1.0)
+                self._start(machine)
+
+    async def _restart(
+        self, config: dict[str, Any] | None = None, machine: Machine | None = None, away_s: float = 4.0
+    ) -> None:
+        machine = machine or self._machine()
+        await machine.stop()
+        await self._some(away_s)
+        self._start(machine, config)
+
+    def _start(self, machine: Machine, config: dict[str, Any] | None = None) -> None:
+        if not machine.running:
+            machine.start(config)
+
+    async def _power_cut(self) -> None:
+        """At a COMMIT: it has happened, and nobody was told."""
+        machine = self._machine()
+        process = machine.process
+        if process is None:
+            return
+        machine.had_disk_faults = True
+        process.disk.victim = self._dice.choice(("history", "usubscription", "dead-letters", ""))
+        process.disk.power_cut = process.kill
+        await self._world.until(lambda: not process.alive, 4.0, 0.05)
+        process.disk.power_cut = None
+        machine.kill()
+        await self._some(2.0)
+        self._start(machine)
+
+    async def _bad_disk(self) -> None:
+        dice, machine = self._dice, self._machine()
+        machine.had_disk_faults = True
+        late = dice.choice((0.0, 0.0, 0.2))
+        if "late_error" in self._world.without:
+            late = 0.0
+        faults = DiskFaults(dice.choice((0.0, 0.2, 1.0)), dice.choice((0.0, 0.1)), late)
+        self._world.checker.disturbed_from(f"disk {machine.name}")
+        machine.set_disk(faults, dice.choice(("history", "history", "usubscription")))
+        if dice.random() < 0.5:
+            await self._burst(0.3)
+        await self._some(3.0)
+        if dice.random() < 0.3:
+            machine.kill()
+        self._good_disk(machine)
+        await self._some(1.0)
+        self._start(machine)
+
+    async def _burst(self, most_s: float) -> None:
+        """More than one message on its way to a log at any time, from several networks."""
+        dice = self._dice
+        publishers = [one for one in self._world.publishers if one.name in BURSTING]
+        seconds = dice.random() * most_s
+        for publisher in dice.sample(publishers, 1 + dice.randrange(min(3, len(publishers)))):
+            self._spawn(publisher.burst(random.Random(dice.getrandbits(32)), seconds))
+        await asyncio.sleep(seconds)
+
+    def _good_disk(self, machine: Machine) -> None:
+        machine.set_disk(DiskFaults(), "")
+        self._world.checker.disturbed_until(f"disk {machine.name}")
+
+    async def _tear(self) -> None:
+        """A kill after which the write-ahead log of the history is found cut."""
+        machine = self._machine() if self._world.follows else self._v
+        self._world.checker.allowed_gaps = True
+        machine.had_disk_faults = True
+        machine.kill(tear="" if not machine.was_closed and "tear_young" in self._world.without else "history")
+        self._world.checker.torn(machine.name)
+        if self._world.epochs is not None:
+            self._world.epochs.torn()
+        await self._some(2.0)
+        self._start(machine)
+
+    async def _clock(self) -> None:
+        jump = self._dice.choice((-2 * HOUR_MS, -1_000, 1_000, HOUR_MS, 3 * HOUR_MS))
+        self._world.note("clock", jump)
+        self._world.offset_ms += jump
+
+    async def _long_absence(self) -> None:
+        """The cloud is away from the vehicle, or the vehicle's gateway is off, while hours or days pass on the wall."""
+        dice, world = self._dice, self._world
+        world.checker.disturbed_from("absence")
+        streamer = self._v.streamer
+        off = dice.random() < 0.3
+        transport: Any = None
+        if off:
+            await self._v.stop()
+        elif streamer is not None:
+            transport = list(streamer.endpoints)[2].transport
+            transport.disconnect()
+        await asyncio.sleep(0.5 + 2.5 * dice.random())  # something comes that waits for it
+        hours = dice.choice((5, 30, 73, 120))
+        world.note("absence", hours)
+        world.offset_ms += hours * HOUR_MS
+        await asyncio.sleep(3.5)  # retention has its turn
+        if transport is not None:
+            transport.reconnect()
+        if off:
+            self._start(self._v)
+        world.checker.disturbed_until("absence")
+
+    async def _rename(self) -> None:
+        """The cloud's endpoint has another name for a while."""
+        config = copy.deepcopy(self._v.config)
+        name = "cloud2" if config["endpoint"][2]["name"] == "cloud" else "cloud"
+        config["endpoint"][2]["name"] = name
+        for rule in config.get("rule", []):
+            for side in ("from", "to"):
+                if rule[side] in ("cloud", "cloud2"):
+                    rule[side] = name
+        await self._with_config(config, era=True)
+
+    async def _rule_gone(self) -> None:
+        config = copy.deepcopy(self._v.config)
+        if "rule" in config:
+            del config["rule"]
+        else:
+            names = [one["name"] for one in config["endpoint"]]
+            gone = self._dice.choice([("vehicle", names[2]), ("vehicle", "mcu"), ("mcu", names[2])])
+            config["rule"] = [{"from": a, "to": b} for a in names for b in names if a != b and (a, b) != gone]
+        await self._with_config(config)
+
+    async def _record_or_not(self) -> None:
+        config = copy.deepcopy(self._v.config)
+        if config["history"].pop("record", None) is None:
+            config["history"]["record"] = ["//vin1/8001/1/FFFF"]
+        await self._with_config(config)
+
+    async def _pause(self) -> None:
+        """Something is not dispatched to the cloud for a while, perhaps over another life of the gateway."""
+        dice, streamer = self._dice, self._v.streamer
+        if streamer is None:
+            return
+        topic, peer = (
+            uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"))),
+            list(streamer.endpoints)[2].name,
+        )
+        self._world.checker.disturbed_from("pause")
+        with contextlib.suppress(UStatusError):  # it was killed meanwhile
+            await streamer.paused.pause(topic, peer)
+        await self._some(4.0)
+        match dice.randrange(4):
+            case 0:
+                self._v.kill()
+                await self._some(2.0)
+                self._start(self._v)
+            case 1:
+                await self._restart(machine=self._v)
+            case 2:
+                await self._partition()
+        if dice.random() < 0.7:  # else it is resumed in the end
+            await self._resume_all(self._v)
+
+    async def _resume_all(self, machine: Machine) -> None:
+        for _ in range(20):
+            streamer = machine.streamer
+            if streamer is not None and not len(streamer.paused):
+                break
+            with contextlib.suppress(UStatusError):
+                for pause in list(streamer.paused) if streamer is not None else ():
+                    await streamer.paused.resume(uris.parse(pause.topic), pause.peer)
+            await asyncio.sleep(0.5)
+        self._world.checker.disturbed_until("pause")
+
+    async def _access_rule(self) -> None:
+        """A network refuses what gateways send to some addresses, for a while, in which something else may happen."""
+        dice, world = self._dice, self._world
+        name = dice.choice([one for one in world.networks if one != "vehicle"])
+        network, why = world.networks[name], f"access rule {name}"
+        addresses = [f"*vin1*/8001/1/{dice.choice(('8001', '8003', '*'))}", "*vin1*/8001/1/*", "*vin1*/8004/1/*"]
+        address = dice.choice(addresses)
+        world.note("refuses", name, address)
+        world.checker.disturbed_from(why)
+        network.refuse(address)
+        await self._meanwhile()
+        network.allow(address)
+        if dice.random() < 0.3:
+            await self._meanwhile()
+        world.checker.disturbed_until(why)
+
+    async def _nobody_listens(self) -> None:
+        """Who has subscribed does not listen for a while, as an application that is restarted."""
+        dice, world = self._dice, self._world
+        alone = [one for one in ("mcu", "hub", "cloud") if one in world.hearers]
+        if world.has_hub:
+            alone.remove("cloud")  # gateways listen there, too, and who is away misses what is sent to them
+        name = dice.choice(alone)
+        if self._v.config["history"].get("volatile"):
+            return  # of which nothing waits
+        transport, hearer, topics = world.hearers[name]
+        quiet = await world.until(
+            lambda: not transport.arrivals.waiting and not world.networks[name].has_late, 3.0, 0.01
+        )
+        if not quiet:
+            return  # what has been sent would find nobody
+        why = f"nobody on {name}"
+        world.note("nobody listens on", name)
+        world.checker.disturbed_from(why)
+        for topic in topics:
+            await transport.unregister_listener(topic, hearer)
+        await self._meanwhile()
+        for topic in topics:
+            await transport.register_listener(topic, hearer)
+        world.checker.disturbed_until(why)
+
+    async def _meanwhile(self) -> None:
+        """Some seconds, and perhaps something that befalls a gateway in them."""
+        await self._some(4.0)
+        match self._dice.randrange(7):
+            case 0:
+                self._v.kill()
+                await self._some(2.0)
+                self._start(self._v)
+            case 1:
+                await self._restart()
+            case 2:
+                await self._partition()
+            case 3 if self._world.kind != "foreign" or "pause_undecided" not in self._world.without:
+                await self._pause()
+            case 4:
+                await self._burst(0.3)
+        await self._some(3.0)
+
+    async def _with_config(self, config: dict[str, Any], *, era: bool = False) -> None:
+        if self._dice.random() < 0.4 and self._v.streamer is not None:  # with a backlog
+            transport: Any = list(self._v.streamer.endpoints)[2].transport
+            transport.disconnect()
+            await self._some(2.0)
+        await self._v.stop()
+        if era:
+            self._another_era()
+        await self._some(2.0)
+        self._start(self._v, config)
+
+    def _another_era(self) -> None:
+        """Another name is another peer, with a cursor of its own: each in order, though not one after the other."""
+        self._world.checker.era += 1
+        self._world.checker.disturbed_from("rename")
+
+    async def _shortage(self) -> None:
+        """Whoever serves subscriptions is short of something for a while."""
+        codes = tuple(self._dice.choice(SHORTAGES) for _ in range(2))
+        network = self._world.networks["cloud"]
+        network.set_weather(Weather(short=self._dice.choice((0.5, 1.0)), short_codes=codes))
+        self._wish_otherwise()
+        await self._some(4.0)
+        self._calm("cloud")
+
+    def _wish_otherwise(self) -> None:
+        for hearer, (subscriber, topics, _) in self._world.subscribers.items():
+            if self._dice.random() < 0.7:
+                topic = self._dice.choice(topics)
+                want = self._world.checker.wants.get((hearer, uris.key(topic)))
+                self._spawn(subscriber.wish(topic, want is None or not want.wanted))
+
+    async def _silence(self) -> None:
+        """The foreign service says nothing for a while."""
+        assert self._world.foreign is not None
+        self._world.foreign.speaking.clear()
+        if self._dice.random() < 0.4:
+            await self._restart(machine=self._v, away_s=1.0)
+        await asyncio.sleep(1 + self._dice.random() * 12)
+        self._world.foreign.speaking.set()
+
+    async def _foreign_wish(self) -> None:
+        from campaigns.simulation.world import SINK, WISHED_VIN
+
+        world = self._world
+        assert world.foreign is not None
+        topic = uris.parse(self._dice.choice(WISHED_VIN))
+        want = world.checker.wants.get(("L", uris.key(topic)))
+        if want is not None and want.wanted:
+            world.checker.unwant("L", uris.key(topic))
+            self._spawn(world.foreign.set(topic, uris.parse(SINK), False))
+        else:
+            self._spawn(self._foreign_subscribes(topic, SINK))
+
+    async def _foreign_subscribes(self, topic: Any, sink: str) -> None:
+        world = self._world
+        assert world.foreign is not None
+        key = uris.key(topic)
+        world.checker.want("L", key, world.hops("L", key), confirmed=False)
+        await world.foreign.set(topic, uris.parse(sink), True)
+
+        def known() -> bool:
+            streamer = self._v.streamer
+            return self._v.ready and streamer is not None and "hub" in streamer.interest.wants(topic)
+
+        if await world.until(known, 60.0):
+            world.checker.want("L", key, world.hops("L", key), confirmed=True)
+
+    # -- things that go wrong between who follows and who is followed
+
+    async def _bad_link(self) -> None:
+        """What is said over the cloud gets lost, comes twice, or late and behind what was said after it."""
+        late = self._dice.choice((0.0, 0.1, 0.4))
+        await self._unsound("cloud", late, wishes=self._dice.random() < 0.5)
+
+    async def _bad_copies(self) -> None:
+        """The same where the publisher is that keeps its history; late only once its plain copies are of no use."""
+        late = self._dice.choice((0.0, 0.1, 0.4)) if self._world.keeper_is_followed() else 0.0
+        await self._unsound("vehicle", late)
+
+    async def _unsound(self, name: str, late: float, *, wishes: bool = False) -> None:
+        weather = Weather(lose_followed=self._dice.choice((0.0, 0.1, 0.4)), late_followed=late)
+        if wishes:
+            self._wish_otherwise()
+            await self._some(1.0)
+        self._world.checker.disturbed_from(f"weather {name}")
+        self._world.networks[name].set_weather(weather)
+        for _ in range(2):
+            if wishes:
+                self._wish_otherwise()
+            await self._some(4.0)
+        self._calm(name)
+
+    async def _cuts(self) -> None:
+        """One side of the link is cut off, again and again."""
+        name = self._dice.choice(("V", "C"))
+        self._world.checker.disturbed_from(f"partition {name} cloud")
+        for _ in range(1 + self._dice.randrange(12)):
+            streamer = self._world.machines[name].streamer
+            if streamer is not None:
+                transport: Any = next(one.transport for one in streamer.endpoints if one.name == "cloud")
+                transport.disconnect()
+                await self._some(0.5)
+                transport.reconnect()
+            await self._some(0.5)
+        self._world.checker.disturbed_until(f"partition {name} cloud")
+
+    async def _kill_both(self) -> None:
+        machines = self._world.machines.values()
+        for machine in machines:
+            machine.kill_after(self._dice.randrange(600))
+        await self._world.until(lambda: not any(machine.running for machine in machines), 3.0, 0.05)
+        for machine in machines:
+            machine.kill()
+        for machine in machines:
+            await self._some(3.0)
+            self._start(machine)
+
+    async def _kill_keeper(self) -> None:
+        keeper = self._world.keeper
+        assert keeper is not None
+        if self._dice.random() < 0.3:
+            await keeper.stop()
+        else:
+            keeper.kill_after(self._dice.randrange(200))
+            await self._world.until(lambda: not keeper.running, 3.0, 0.05)
+            keeper.kill()
+        if self._dice.random() < 0.2:  # its flash is another one: what nobody had followed is lost, and that is told
+            self._world.checker.allowed_gaps = True
+            keeper.lose_disk()
+        await self._some(4.0)
+        self._start(keeper)
+
+    async def _origin_gone_and_bad_disk(self) -> None:
+        """Conversations end while what they brought is on its way to a disk that may refuse it."""
+        dice, world = self._dice, self._world
+        follower, origin = world.machines["C"], self._v
+        if world.keeper is not None and dice.random() < 0.7:
+            follower, origin = self._v, world.keeper
+        follower.had_disk_faults = True
+        world.checker.disturbed_from(f"disk {follower.name}")
+        for _ in range(1 + dice.randrange(4)):
+            follower.set_disk(DiskFaults(dice.choice((0.3, 1.0)), 0.0, 0.0), "history")
+            await self._some(0.5)
+            origin.kill()
+            self._start(origin)
+            await self._some(1.0)
+            follower.set_disk(DiskFaults(), "")
+            await self._some(1.0)
+        self._good_disk(follower)
+
+    async def _follow_not(self) -> None:
+        """The hub follows nobody for a while, or no more."""
+        hub = self._world.machines["C"]
+        if self._dice.random() < 0.3:
+            self._base["C"]["follow"] = []
+        await self._for_a_while(hub, hub.config | {"follow": []})
+
+    async def _followed_by_nobody(self) -> None:
+        """The vehicle's gateway names no follower for a while."""
+        config = copy.deepcopy(self._v.config)
+        config["endpoint"][2].pop("followed_by", None)
+        await self._for_a_while(self._v, config)
+
+    async def _for_a_while(self, machine: Machine, config: dict[str, Any]) -> None:
+        before = machine.config
+        await self._restart(config, machine)
+        await self._some(8.0)
+        if (
+            self._dice.random() < 0.7 and machine.config != self._base[machine.name]
+        ):  # else it ends with everything else
+            await self._restart(before, machine, 2.0)
+
+    async def _follow_otherwise(self) -> None:
+        """In another way, or something else as well."""
+        hub, dice = self._world.machines["C"], self._dice
+        topics = dice.choice(([], ["//vin1/8001/1/8002"]))
+        named = [uris.format(self._world.named("cloud", uris.parse(one))).removeprefix("up:") for one in topics]
+        follow = [
+            one | {"mode": dice.choice(("auto", "poll", "push")), "topics": named} for one in hub.config["follow"]
+        ]
+        await self._restart(hub.config | {"follow": follow}, hub, 2.0)
+
+    # -- and back to normal
+
+    async def heal(self) -> None:
+        world = self._world
+        world.note("heal")
+        for name in world.networks:
+            self._calm(name)
+        if world.foreign is not None:
+            world.foreign.speaking.set()
+        for network in world.networks.values():
+            network.allow()
+            network.heal()
+        if world.keeper is not None:
+            if world.keeper.process is not None:
+                world.keeper.process.kill_at = None
+            self._start(world.keeper)
+        for machine in world.machines.values():
+            self._good_disk(machine)
+            self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
+            if machine.process is not None:
+                machine.process.kill_at = None
+            base = self._base[machine.name]
+            if machine.config != base:
+                renamed = [one["name"] for one in machine.config["endpoint"]] != [
+                    one["name"] for one in base["endpoint"]
+                ]
+                await machine.stop()
+                if renamed:
+                    self._another_era()
+                self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
+                self._start(machine, base)
+            self._start(machine)
+        await self._resume_all(self._v)

@@ -1,0 +1,821 @@
+"""One seed, one world: gateways, those who live on their networks, and what befalls them.
+
+      A, P  vehicle ---+              +--- cloud   L, Foreign (kind "foreign")
+                       V (gateway) ---+      |
+   M, P, S  mcu -------+                     C (gateway, kind "chain") --- hub   H, P
+             '--- a uSubscription service without a gateway, for S
+
+kind "epochs": one of the others, and V keeps the epochs of two groups, for who reads them by epoch (epochs.py)
+
+kind "follow": as "chain", but C follows V over the cloud, and V follows C in some    "keeper": V follows K on the
+vehicle's network as well, a publisher that keeps its own history
+
+plan (drawn from the seed): weather, partitions, kills, restarts, other configurations, clocks, disks, wishes
+    -> everything heals -> what is owed must have come, or been told -> everything stops -> nothing may be left
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import hashlib
+import json
+import logging
+import random
+import shutil
+import sqlite3
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from campaigns.simulation.apps import (
+    SUBSCRIBE,
+    Foreign,
+    Hearer,
+    HistoryReader,
+    Publisher,
+    Subscriber,
+    is_application,
+    node,
+)
+from campaigns.simulation.checker import Checker, FollowedLog, Hop, Key
+from campaigns.simulation.disk import SimulatedDisk
+from campaigns.simulation.epochs import LAPS, SIGNALS, EpochReader, EpochsChecker, Laps, sections
+from campaigns.simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
+from campaigns.simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
+from campaigns.simulation.network import USUBSCRIPTION, SimulatedNetwork
+from campaigns.simulation.plan import Plan
+from history.log import streams
+from history.reading.following import Mode
+from transports import plugin as plugins
+from transports.local import LocalTransport
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.usubscription.wire import CODECS
+from uprotocol.encoded import decoded
+from uprotocol.status import FINAL, code_name
+from uprotocol.transport import UListener
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
+from usubscription.service import USubscriptionService
+from usubscription_client import Status
+
+FAR_ANSWER_S: Final = 0.1  # of the cloud's network, in every other world: pumps have several batches under way there
+OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks off the vehicle
+SUFFIX, SUFFIX_SHARE = "x1", 0.3
+KINDS: Final = ("static", "static", "chain", "foreign")
+FOLLOW_KINDS: Final = ("follow", "keeper")
+FOLLOW_SHARE: Final = 0.4
+LATE_SHARE: Final = 0.5  # of worlds, whose loop is busy: a turn of it finds together what is due within ...
+LATE_S_MAX: Final = (0.001, 0.005, 0.02)  # ... one of these
+EPOCHS: Final = "epochs"  # may be in a world of any kind
+EPOCHS_SHARE: Final = 0.2
+MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
+HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
+SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
+WATCH_S: Final = 0.2
+PUSHED_S_MAX: Final = 2.0  # what was sent before a hand-over has arrived by then
+EPOCHS_S: Final = 45.0  # what was open is over, and every reader is back
+SEND_MS_MAX: Final = 2_000  # a transport that does not return for so long is opened again
+QUIET_S: Final = 3.0  # after all is there, for what should not come any more
+FORGET_AFTER_S: Final = 0.5  # a topic without records
+STEPS_MAX: Final = 3_000_000
+REFUSED_FOR_GOOD: Final = frozenset(f"refused {code_name(code)}" for code in FINAL)  # as networks report it
+SHM: Final = Path("/dev/shm")
+
+AUTHORITIES: Final = {"vehicle": "vin1", "mcu": "mcu1", "cloud": "hub", "hub": "hub"}
+STATIC: Final = {  # topic -> where somebody hears it by the static file
+    "//vin1/8001/1/8001": ("cloud", "mcu"),
+    "//vin1/8001/1/8002": ("cloud",),
+    "//mcu1/8002/1/8001": ("cloud", "vehicle"),
+}
+HEARERS: Final = {"vehicle": "A", "mcu": "M", "cloud": "L", "hub": "H"}
+WISHED_VIN: Final = ("//vin1/8001/1/8003", "//vin1/8001/1/8004")
+WISHED_HUB: Final = ("//hub/8003/1/8001", "//hub/8003/1/8002")
+LONE: Final = ("//mcu1/8002/1/8009", "//mcu1/8002/1/800A")  # nobody publishes these: only who subscribed to them counts
+SINK: Final = "//hub/9001/1/0"
+KEPT_STATIC: Final = {"//vin1/8004/1/8001": ("hub", "mcu"), "//vin1/8004/1/8002": ("hub",)}
+KEPT_WISHED: Final = ("//vin1/8004/1/8003",)
+KEPT_YEARS_MS: Final = 10 * 365 * 86_400_000  # nobody holds its retention by age: clocks leap, and that is no hole
+EXCUSES: Final = frozenset({"C", "weather hub", "break hub", "disk C", "partition C hub", "hang C hub", "rename"})
+"""What may give who is behind the follower something twice: what befalls the follower, and the network there."""
+
+plugins.names = functools.cache(plugins.names)  # type: ignore[assignment]  # else each start of a gateway reads all of site-packages
+
+
+def _wall_ns() -> int:
+    world = World.current
+    return world.wall_ms() * 1_000_000 if world is not None else 0
+
+
+class World:
+    current: World | None = None
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        verbose: bool = False,
+        out: Any = None,
+        without: frozenset[str] = frozenset(),
+        kinds: Sequence[str] = (),
+    ) -> None:
+        """`without` names what must not befall this world (see plan.py), to look behind a fault that is known. `kinds`:
+        it is one of these; none: of any kind."""
+        self.seed, self._verbose, self._out, self.without = seed, verbose, out or sys.stdout, without
+        self.loop = VirtualLoop(seed)
+        self.dice = random.Random(seed)
+        self.checker = Checker(self)
+        self.context = contextvars.copy_context()
+        self.offset_ms = 0
+        self.ids = uuids.UUIDGenerator(self.wall_ms, random.Random(seed ^ 0x5EED).randbytes)
+        self.networks: dict[str, SimulatedNetwork] = {}
+        self.machines: dict[str, Machine] = {}  # with gateways
+        self.keeper: Keeper | None = None
+        self.given_up = False
+        self.publishers: list[Publisher] = []
+        # by hearer, with the topics and the machine of its service
+        self.subscribers: dict[str, tuple[Subscriber, list[UUri], str]] = {}
+        # by network: the end, its listener, and to what it listens
+        self.hearers: dict[str, tuple[LocalTransport, Hearer, list[UUri]]] = {}
+        self.foreign: Foreign | None = None
+        self.lone: USubscriptionService | None = None
+        self.reader: HistoryReader | None = None
+        self.notes = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=SHM if SHM.is_dir() else None))
+        own = random.Random(seed ^ 0xF0110)  # so that worlds of the other kinds are what they were
+        kind, follow_kind = self.dice.choice(KINDS), own.choice(FOLLOW_KINDS)
+        self.kind = follow_kind if own.random() < FOLLOW_SHARE else kind
+        bases = [one for one in kinds if one != EPOCHS]
+        if bases and self.kind not in bases:
+            self.kind = next((one for one in (kind, follow_kind) if one in bases), None) or own.choice(sorted(bases))
+        self.epoch_dice = random.Random(seed ^ 0xE90C5)  # no draw of the others' dice
+        by_chance = self.epoch_dice.random() < EPOCHS_SHARE and EPOCHS not in without
+        self.epochs = EpochsChecker(self) if by_chance or EPOCHS in kinds else None
+        self.healed = False
+        self.follows = self.kind in FOLLOW_KINDS
+        self.has_hub = self.follows or self.kind == "chain"  # a gateway behind the cloud, and a network behind that
+        self.tasks: list[asyncio.Task[Any]] = []
+        # no draw of the others' dice
+        has_suffix = random.Random(seed ^ 0x5FF1).random() < SUFFIX_SHARE and "suffix" not in without
+        self.suffix = SUFFIX if has_suffix else ""  # behind the vehicle's names, out there
+        own_pace = random.Random(seed ^ 0x10AD)  # no draw of the others' dice
+        if own_pace.random() < LATE_SHARE and "late" not in without:
+            self.loop.late_s_max = own_pace.choice(LATE_S_MAX)
+        self._keeper_was_followed = False
+        self.handed_over_since: float | None = None  # publishes to the cloud, by a process of V that lives
+        if self.follows:
+            self._draw_following()
+        else:
+            self.static, self.wished_vin = STATIC, WISHED_VIN
+
+    def _draw_following(self) -> None:
+        dice = self.dice
+        self.mode: Mode = dice.choice(MODES)
+        self.is_fleet, self.is_mutual = dice.random() < 0.3, dice.random() < 0.35
+        of_fleet = {"//mcu1/8002/1/8001"} if self.is_fleet and not self.suffix else set()  # what it may not speak for
+        self.static = {
+            topic: tuple("hub" if one == "cloud" else one for one in places if one != "cloud" or topic not in of_fleet)
+            for topic, places in STATIC.items()
+        }
+        self.wished_vin = WISHED_VIN
+        if self.kind == "keeper":
+            self.static |= KEPT_STATIC
+            self.wished_vin += KEPT_WISHED
+        named = ["//vin1/8001/1/8001"], ["//vin1/8001/1/FFFF", "//vin1/8004/1/8002"]
+        self.followed_topics: list[str] = dice.choice(([], [], *named))
+
+    # -- time, notes
+
+    def wall_ms(self) -> int:
+        return int((EPOCH_S + self.loop.now) * 1000) + self.offset_ms
+
+    def note(self, *what: Any) -> None:
+        self.notes += 1
+        text = f"{self.loop.now:12.6f} {' '.join(map(str, what))}".replace(str(self.folder), "")
+        self._digest.update(text.encode())
+        if self._verbose:
+            print(text, file=self._out)
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    # -- names, which the checker knows as they are inside the vehicle
+
+    def named(self, network: str, uri: UUri) -> UUri:
+        """As who is on that network writes it."""
+        if not self.suffix or network not in OUTSIDE or uri.authority_name not in ("vin1", "mcu1"):
+            return uri
+        return uris.uri(f"{uri.authority_name}.{self.suffix}", uri.ue_id, uri.ue_version_major, uri.resource_id)
+
+    def inside(self, uri: UUri) -> UUri:
+        if not self.suffix or uri.authority_name not in (f"vin1.{self.suffix}", f"mcu1.{self.suffix}"):
+            return uri
+        return uris.uri(uri.authority_name.partition(".")[0], uri.ue_id, uri.ue_version_major, uri.resource_id)
+
+    # -- the geography, for the checker
+
+    def hops(self, hearer: str, topic: Key) -> tuple[Hop, ...]:
+        if hearer == "S":
+            return ()
+        origin = {"vin1": "vehicle", "mcu1": "mcu", "hub": "hub" if self.has_hub else "cloud"}[topic[0]]
+        target = next(network for network, name in HEARERS.items() if name == hearer)
+        if target == "hub":
+            return (("V", origin, "cloud"), ("C", "cloud", "hub"))
+        if origin == "hub":
+            return (("C", "hub", "cloud"), ("V", "cloud", target))
+        return (("V", origin, target),)
+
+    def passes(self, machine: Machine) -> set[tuple[str, str]]:
+        endpoints = machine.config.get("endpoint", ())
+        roles = {one["name"]: one["settings"]["network"].split("/")[1] for one in endpoints}
+        if "rule" in machine.config:
+            return {(roles[rule["from"]], roles[rule["to"]]) for rule in machine.config["rule"]}
+        return {(a, b) for a in roles.values() for b in roles.values() if a != b}
+
+    def recorded(self, machine: Machine) -> list[UUri]:
+        return [uris.parse(text) for text in machine.config.get("history", {}).get("record", [])]
+
+    def disk_troubled(self, name: str) -> bool:
+        machine = self.machines.get(name, self.keeper)
+        assert machine is not None
+        return bool(machine.disk_faults) or machine.torn or machine.had_disk_faults
+
+    @property
+    def all_machines(self) -> list[Machine]:
+        return [*self.machines.values(), *([self.keeper] if self.keeper is not None else [])]
+
+    def excuses(self, hearer: str, why: str) -> bool:
+        """Whether what happened may give a hearer something twice."""
+        return not self.follows or hearer != "H" or why in EXCUSES
+
+    def keeper_is_followed(self) -> bool:
+        """What it keeps from now on can't get lost any more."""
+        if not self._keeper_was_followed:
+            streamer = self.machines["V"].streamer
+            all = streamer.follows if streamer is not None else ()
+            self._keeper_was_followed = any(not one.is_gateway and one.counts["stored"] for one in all)
+        return self._keeper_was_followed
+
+    # -- making it
+
+    async def build(self) -> None:
+        for name in ("vehicle", "mcu", "cloud", "hub") if self.has_hub else ("vehicle", "mcu", "cloud"):
+            self.networks[name] = SimulatedNetwork(f"{self.seed}/{name}", self.dice.getrandbits(32), self._on_the_way)
+        self.networks["cloud"].answer_s = FAR_ANSWER_S * (self.seed % 2)
+        self.machines["V"] = Machine(self, "V", self.folder / "V", self.vehicle_config())
+        if self.has_hub:
+            self.machines["C"] = Machine(self, "C", self.folder / "C", self.hub_config())
+        if self.kind == "keeper":
+            options = {"announce_s": self.dice.choice((1.0, 5.0)), "retention_ms": KEPT_YEARS_MS}
+            self.keeper = Keeper(self, "K", self.folder / "K", options)
+        static: dict[str, list[str]] = {}
+        for topic, places in self.static.items():
+            static[topic] = [f"//{AUTHORITIES[place]}/9001/1/0" for place in places]
+        (self.folder / "static.json").write_text(json.dumps(static))
+        if self.follows:
+            there = {self._text(topic): [SINK] for topic, places in self.static.items() if "hub" in places}
+            (self.folder / "static-hub.json").write_text(json.dumps(there))
+        await self._populate()
+        for machine in self.machines.values():
+            machine.on_ready.append(lambda: self._static(confirmed=self._all_started()))
+        self._static(confirmed=False)
+
+    def _all_started(self) -> bool:
+        """Whoever is the follower must have been there once, with its listeners."""
+        return self.machines["V"].ready and (not self.follows or self.machines["C"].ready)
+
+    def _text(self, topic: str) -> str:
+        """As who is on the cloud writes it."""
+        return uris.format(self.named("cloud", uris.parse(topic))).removeprefix("up:")
+
+    def vehicle_config(self) -> dict[str, Any]:
+        def endpoint(network: str, mode: str, name: str = "") -> dict[str, Any]:
+            settings = {"network": f"{self.seed}/{network}", "session": f"V-{network}"}
+            return {
+                "name": name or network,
+                "transport": "local",
+                "authorities": [AUTHORITIES[network]],
+                "usubscription": mode,
+                "settings": settings,
+            }
+
+        remote = "none" if self.kind == "static" else "remote"
+        follow = {"endpoint": "cloud", "service": "//hub/4/1/0", "mode": self.mode} if self.follows else {}
+        followed_by = {"followed_by": "//hub/4/1/0"} if self.follows else {}
+        epochs = {"epochs": sections(self.epoch_dice)} if self.epochs is not None else {}
+        return epochs | {
+            "follow": [follow] if self.follows and self.is_mutual else [],
+            "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
+            "endpoint": [
+                endpoint("vehicle", "embedded"),
+                endpoint("mcu", "none"),
+                endpoint("cloud", remote) | {"suffix": self.suffix} | followed_by,
+            ],
+            "history": {"reserve_mib": 1},
+            "usubscription": {"static_file": str(self.folder / "static.json")},
+            "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
+        }
+
+    def hub_config(self) -> dict[str, Any]:
+        def endpoint(name: str, authorities: list[str], mode: str) -> dict[str, Any]:
+            settings = {"network": f"{self.seed}/{name}", "session": f"C-{name}"}
+            return {
+                "name": name,
+                "transport": "local",
+                "authorities": authorities,
+                "usubscription": mode,
+                "settings": settings,
+            }
+
+        vehicles = [self.named("cloud", uris.uri(name)).authority_name for name in ("vin1", "mcu1")]
+        cloud, following = endpoint("cloud", vehicles, "none"), {}
+        if self.follows:
+            service = f"//{'*' if self.is_fleet else vehicles[0]}/4/1/0"
+            of_epochs = (*SIGNALS, *LAPS) if self.epochs is not None else ()
+            topics = [self._text(topic) for topic in (*self.followed_topics, *of_epochs)]
+            following["follow"] = [{"endpoint": "cloud", "service": service, "mode": self.mode, "topics": topics}]
+            following["usubscription"] = {"static_file": str(self.folder / "static-hub.json")}  # type: ignore[assignment]
+            if self.is_mutual:
+                cloud["followed_by"] = f"//{vehicles[0]}/4/1/0"
+        return following | {
+            "streamer": {"authority": "hub", "data_dir": str(self.folder / "C")},
+            "endpoint": [endpoint("hub", ["hub"], "embedded"), cloud],
+            "history": {"reserve_mib": 1},
+            "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
+        }
+
+    async def _populate(self) -> None:
+        ttl_share = self.dice.choice((0.0, 0.0, 0.1))
+        sinks = [uris.parse(SINK)]
+        vehicle = await node(self, "vehicle", "vin1", 0x8001)
+        vin_topics = ["//vin1/8001/1/8001", "//vin1/8001/1/8002", *WISHED_VIN]
+        self.publishers.append(
+            Publisher(self, vehicle, "vin", [uris.parse(one) for one in vin_topics], sinks, ttl_share)
+        )
+        mcu = await node(self, "mcu", "mcu1", 0x8002)
+        self.publishers.append(Publisher(self, mcu, "mcu", [uris.parse("//mcu1/8002/1/8001")], sinks, ttl_share))
+        if self.kind != "static":
+            hub = await node(self, "hub" if self.has_hub else "cloud", "hub", 0x8003)
+            self.publishers.append(Publisher(self, hub, "hub", [uris.parse(one) for one in WISHED_HUB], [], ttl_share))
+        for network in self.networks:
+            await self._hearer(network)
+        self.checker.sinks[uris.key(uris.parse(SINK))] = "L"
+        await self._subscribe()
+        await self._lone_service()
+        if self.epochs is not None:
+            await self._populate_epochs(self.epochs)
+
+    async def _populate_epochs(self, epochs: EpochsChecker) -> None:
+        signals = await node(self, "vehicle", "vin1", 0x8005)
+        self.publishers.append(Publisher(self, signals, "signals", [uris.parse(one) for one in SIGNALS], [], 0.0))
+        self.laps = Laps(self, await node(self, "vehicle", "vin1", 0x8006), self.epoch_dice)
+        self.publishers.append(self.laps)
+        for place in range(3):
+            transport = await node(self, "vehicle", "vin1", 0x9300 + place)
+            topics = self.epoch_dice.choice(([*SIGNALS, *LAPS], SIGNALS, [*LAPS, SIGNALS[0]]))
+            cursor = self.folder / f"epochs-{place}.json" if place < 2 else None
+            seed = self.epoch_dice.getrandbits(32)
+            reader = EpochReader(self, f"reader {place}", transport, topics, cursor, seed)
+            epochs.readers.append(reader)
+        for place in range(2) if self.follows else ():
+            transport = await node(self, "hub", "hub", 0x9310 + place)
+            cursor = self.folder / f"epochs-hub-{place}.json" if place < 1 else None
+            topics, seed = self.epoch_dice.choice(([*SIGNALS, *LAPS], SIGNALS)), self.epoch_dice.getrandbits(32)
+            epochs.readers.append(EpochReader(self, f"hub reader {place}", transport, topics, cursor, seed, "C"))
+        self.tasks += [self.loop.create_task(reader.run()) for reader in epochs.readers]
+
+    async def _hearer(self, network: str) -> None:
+        transport = await node(self, network, AUTHORITIES[network], 0x9001)
+        hearer = Hearer(self, HEARERS[network])
+        topics = [topic for topic, places in self.static.items() if network in places]
+        if network in ("cloud", "hub"):
+            topics += [] if network == "cloud" and self.has_hub else self.wished_vin
+        if network == "vehicle" and self.kind != "static":
+            topics += WISHED_HUB
+        named = [self.named(network, uris.parse(topic)) for topic in topics]
+        for one in named:
+            await transport.register_listener(one, hearer)
+        self.hearers[network] = transport, hearer, named
+        if network == "cloud":
+            await transport.register_listener(uris.ANY, hearer, uris.parse(SINK))
+        if network == "cloud" and self.follows:
+            for topic in (*self.static, *self.wished_vin):
+                await transport.register_listener(self.named(network, uris.parse(topic)), Spy(self))
+
+    async def _subscribe(self) -> None:
+        """Who makes wishes, with which service."""
+        version = self.dice.choice((3, 4))
+        if self.kind == "static":
+            await self._subscriber("L", "cloud", "vin1", version, WISHED_VIN, "V")
+        elif self.has_hub:
+            await self._subscriber("H", "hub", "hub", version, self.wished_vin, "C")
+            await self._subscriber("A", "vehicle", "vin1", self.dice.choice((3, 4)), WISHED_HUB, "V")
+        else:
+            transport = await node(self, "cloud", "hub", 0, 3)
+            self.foreign = Foreign(self, transport, "hub")
+            await self.foreign.open()
+            await self._subscriber("A", "vehicle", "vin1", 3, WISHED_HUB, "V")
+            for topic in WISHED_VIN:
+                if self.dice.random() < 0.7:
+                    await self.foreign.set(uris.parse(topic), uris.parse(SINK), True)
+                    self.tasks.append(self.loop.create_task(self.foreign_is_sure(uris.parse(topic))))
+
+    async def _lone_service(self) -> None:
+        """One that listens to the network itself, as `python -m usubscription` does, and is never killed."""
+        transport = await node(self, "mcu", "mcu1", 0)
+        (self.folder / "lone").mkdir()
+        disk = SimulatedDisk(random.Random(self.seed), lambda what: None)
+        runtime = runtime_of(self, disk, random.Random(self.seed))
+        self.lone = USubscriptionService(transport, "mcu1", self.folder / "lone" / "usubscription.db", runtime=runtime)
+        await self.lone.start()
+        await self._subscriber("S", "mcu", "mcu1", self.dice.choice((3, 4)), LONE, "")
+
+    async def _subscriber(
+        self, hearer: str, network: str, authority: str, version: int, topics: tuple[str, ...], machine: str
+    ) -> None:
+        transport = await node(self, network, AUTHORITIES[network], 0x9101)
+        service = self.named(network, uris.uri(authority)).authority_name
+        subscriber = Subscriber(self, transport, hearer, service, version, network)
+        await subscriber.open()
+        self.subscribers[hearer] = (subscriber, [uris.parse(topic) for topic in topics], machine)
+
+    async def add_reader(self, topics: list[UUri]) -> None:
+        transport = await node(self, "vehicle", "vin1", 0x9200)
+        self.checker.reader_topics = topics
+        service, modes = uris.parse("//vin1/4/1/0"), MODES if self.follows else ()
+        self.reader = HistoryReader(self, transport, service, topics, self.folder / "reader.json", modes)
+        self.tasks.append(self.loop.create_task(self.reader.run()))
+
+    # -- when something is sure
+
+    def _static(self, *, confirmed: bool) -> None:
+        for topic, places in self.static.items():
+            for place in places:
+                key = uris.key(uris.parse(topic))
+                self.checker.want(HEARERS[place], key, self.hops(HEARERS[place], key), confirmed=confirmed)
+
+    async def foreign_is_sure(self, topic: UUri) -> None:
+        """A service that can't list has been understood: from here on nothing that it was told of may be missed."""
+        key = uris.key(topic)
+        want = self.checker.want("L", key, self.hops("L", key), confirmed=False)
+        while want.wanted and not self.given_up:
+            streamer = self.machines["V"].streamer
+            if (
+                self.machines["V"].ready
+                and streamer is not None
+                and streamer.interest.healthy
+                and not streamer.interest.can_list
+            ):
+                self.checker.want("L", key, self.hops("L", key), confirmed=True)
+                return
+            await asyncio.sleep(0.2)
+
+    def _on_the_way(self, what: str, message: UMessage, member: LocalTransport) -> None:
+        self.note("on the way", what, message.payload[:20] if message.attributes.source.ue_id >= 0x8000 else "")
+        if what == "lost":  # where nobody follows, it is for good
+            is_for_good = member in (
+                *self.networks["mcu"].members,
+                *(self.networks["hub"].members if self.has_hub else ()),
+            )
+            self.checker.lost(uuids.to_bytes(message.attributes.id), is_for_good=is_for_good)
+        if what.startswith("refused"):
+            self.checker.refused_alone(uuids.to_bytes(message.attributes.id))
+        if what in REFUSED_FOR_GOOD and is_remote_subscribe(message):
+            _, topic = CODECS[message.attributes.sink.ue_version_major].read_subscribe(message, "")
+            self.checker.no_for_good(uris.key(self.inside(topic)))
+
+    async def watch(self) -> None:
+        """What must hold at every moment, of services and who follows."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            handed_over = False
+            for machine in self.machines.values():
+                streamer = machine.streamer
+                if streamer is None or not machine.ready:
+                    continue
+                handed_over = handed_over or (machine.name == "V" and "cloud" in streamer.handovers.followed)
+                for follower in streamer.history.followers:
+                    waiting = sum(not poll.is_pushed and not poll.is_cut for poll in follower.polls)
+                    if waiting > 1:
+                        self.checker.fail("more than one poll", f"{machine.name} holds {waiting} polls of {follower}")
+            if not handed_over:
+                self.handed_over_since = None
+            elif self.handed_over_since is None:
+                self.handed_over_since = self.loop.now
+
+    # -- running it
+
+    def run(self) -> None:
+        """The whole life. Violations are in the checker."""
+        asyncio.set_event_loop(self.loop)
+        World.current = self
+        try:
+            with uuids.simulated(_wall_ns, self._new_id), _captured(self), _forgetful():
+                try:
+                    self.loop.run_until_complete(self._live())
+                except DeadlockError as error:
+                    self.checker.fail("a task that never ends", str(error))
+                for machine in self.all_machines:
+                    for process in machine.processes:
+                        process.disk.power_lost()
+        finally:
+            processes: list[Process] = [process for machine in self.all_machines for process in machine.processes]
+            with _captured(self):
+                self.loop.finish(processes)
+            World.current = None
+            asyncio.set_event_loop(None)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _new_id(self) -> UUID:
+        process = PROCESS.get()
+        return process.ids() if isinstance(process, MachineProcess) else self.ids()
+
+    async def _live(self) -> None:
+        await self.build()
+        plan = Plan(self)
+        await plan.run()
+        await self._end(plan)
+
+    async def until(self, condition: Callable[[], bool], seconds: float, step_s: float = 0.25) -> bool:
+        end = self.loop.now + seconds
+        while not condition():
+            if self.loop.now >= end or self.checker.violations:
+                return False
+            await asyncio.sleep(step_s)
+        return True
+
+    async def _end(self, plan: Plan) -> None:
+        checker = self.checker
+        await plan.heal()
+        self.healed = True
+        if not await self.until(self._all_ready, HEAL_S_MAX) and not checker.violations:
+            for machine in self.machines.values():
+                problems = problems_of(machine)
+                if problems:
+                    checker.fail("not ready", f"{machine.name} is not ready again: {problems}")
+        if not await self.until(lambda: all(task.done() for task in plan.tasks), HEAL_S_MAX) and not checker.violations:
+            left = [named(task) for task in plan.tasks if not task.done()]
+            checker.fail("a task that never ends", f"somebody outside waits for ever: {left[:3]}")
+        await self._check_subscriptions()
+        if self.follows:
+            await self._check_following()
+        self._look_at_unclaimed(plan)
+        if self.epochs is not None:
+            await self._mark_epochs(self.epochs)
+        for publisher in self.publishers:
+            for topic in publisher._topics:
+                await publisher.publish(topic)
+        if self.epochs is not None:
+            await self.laps.lap(3, 0.1)
+        if self.keeper is not None:
+            for text in (*KEPT_STATIC, *KEPT_WISHED):
+                self.keeper.publish(uris.parse(text))
+        await self.until(lambda: checker.outstanding == 0, SETTLE_S_MAX)
+        await asyncio.sleep(QUIET_S)
+        if self.epochs is not None:
+            await self._check_epochs(self.epochs)
+        if self.follows:
+            await self._check_followed()
+        self.given_up = True
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for machine in self.all_machines:
+            await machine.stop()
+        assert self.lone is not None
+        await self.lone.stop()
+        await asyncio.sleep(2.0)
+        checker.forgive(self._dead_letters())
+        checker.finish()
+
+    async def _mark_epochs(self, epochs: EpochsChecker) -> None:
+        """Everybody reads, and what was open is over: what comes now is owed to all of them."""
+        await asyncio.sleep(EPOCHS_S)
+        streamer = self.machines["V"].streamer
+        if streamer is not None:
+            epochs.newest_healed = {one.incarnation: one.newest_seq for one in streamer.logs if one.newest_seq}
+
+    async def _check_epochs(self, epochs: EpochsChecker) -> None:
+        await asyncio.sleep(EPOCHS_S)  # nobody closes the last bucket: it times out
+        streamer = self.machines["V"].streamer
+        if streamer is not None:
+            await epochs.learn(list(streamer.logs))
+            await self.until(lambda: not any(map(epochs.owed, epochs.readers)), EPOCHS_S)
+            epochs.finish()
+
+    def _look_at_unclaimed(self, plan: Plan) -> None:
+        for machine in self.machines.values():
+            if machine.streamer is not None:
+                newest = plan.newest_at_heal.get(machine.name, 0)
+                for waits in machine.streamer.claims.unclaimed:
+                    self.checker.unclaimed.append((machine.name, min(waits.cursors.values()), newest))
+
+    def _all_ready(self) -> bool:
+        return all(machine.ready and not problems_of(machine) for machine in self.machines.values())
+
+    def _dead_letters(self) -> list[tuple[bytes, str]]:
+        found = []
+        for machine in self.machines.values():
+            with contextlib.suppress(sqlite3.Error):
+                db = sqlite3.connect(machine.folder / "dead-letters.db")
+                for endpoint, message in db.execute("SELECT endpoint, message FROM letter"):
+                    found.append((uuids.to_bytes(UMessage.FromString(message).attributes.id), endpoint))
+                db.close()
+        return found
+
+    # -- what is followed, in the end
+
+    def _unfollowed(self) -> list[str]:
+        """Why what is to be followed is not, or not up to its end."""
+        found = []
+        for machine in self.machines.values():
+            streamer = machine.streamer
+            if streamer is None:
+                return [f"{machine.name} does not run"]
+            is_follower = bool(machine.config["follow"])
+            if is_follower and not any(one.is_gateway and one.state == "handed_over" for one in streamer.follows):
+                found.append(f"{machine.name} follows {list(streamer.follows)}")
+            of_publishers = [one for one in streamer.follows if not one.is_gateway and one.connected]
+            if self.keeper is not None and machine.name == "V" and not of_publishers:
+                found.append(f"V does not follow the publisher: {list(streamer.follows)}")
+            for name, log, records in streamer.handovers.backlog():
+                if records > 0:
+                    found.append(f"{machine.name} holds {records} records of {log} for {name}")
+            left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its lives before
+            readers = self.epochs.readers if self.epochs is not None else ()
+            most += 2 * sum(reader.machine == machine.name for reader in readers)
+            if left > most:
+                found.append(f"{machine.name} knows {left} followers")
+        return found
+
+    async def _check_following(self) -> None:
+        if not await self.until(lambda: not self._unfollowed(), SETTLE_S_MAX, 1.0) and not self.checker.violations:
+            self.checker.fail("never settles", "; ".join(self._unfollowed()))
+
+    async def _check_followed(self) -> None:
+        """In the logs themselves, as nobody is killed any more."""
+        for machine in self.machines.values():
+            if machine.streamer is None:
+                continue
+            log, after = machine.streamer.logs.durable, 0
+            followed = FollowedLog(self.checker, machine.name)
+            while chunks := await log.read(after):
+                for chunk in chunks:
+                    for message, origin in zip(chunk.messages, chunk.origins or repeat(None), strict=False):
+                        followed.take(log.incarnation, decoded(message), origin)
+                after = chunks[-1].last_seq
+
+    # -- the subscriptions in the end
+
+    async def _check_subscriptions(self) -> None:
+        wrong: list[tuple[str, str]] = []
+        end = self.loop.now + SETTLE_S_MAX
+        while not self.checker.violations:
+            wrong = await self._wrong_subscriptions()
+            if not wrong or self.loop.now >= end:
+                break
+            if self.loop.now > end - SETTLE_S_MAX + 90 and any(kind != "never settles" for kind, _ in wrong):
+                break  # what is lost does not come back by waiting
+            await asyncio.sleep(1.0)
+        for kind, text in wrong:
+            self.checker.fail(kind, text)
+
+    async def _wrong_subscriptions(self) -> list[tuple[str, str]]:
+        wrong = []
+        for hearer, (subscriber, topics, name) in self.subscribers.items():
+            streamer = self.machines[name].streamer if name else None
+            service = streamer.usubscription if streamer is not None else self.lone if not name else None
+            if service is None:
+                return [("not ready", f"{name} does not run")]
+            rows, authority = await service.subscriptions(), service.authority
+            states = {row.topic: Status(row.status) for row in rows if row.subscriber == uris.key(subscriber.uri)}
+            for topic in topics:
+                want = self.checker.wants.get((hearer, uris.key(topic)))
+                if want is not None and want.unsure:
+                    continue
+                state = states.get(uris.key(self.named("hub", topic) if name == "C" else topic))
+                wanted = want is not None and want.wanted and not want.refused
+                if wanted and state is None:
+                    wrong.append(
+                        (
+                            "a subscription that nobody ended",
+                            f"{hearer} wants {uris.format(topic)}, and the service of {authority} does not know it",
+                        )
+                    )
+                elif not wanted and state is not None:
+                    wrong.append(
+                        (
+                            "a subscription that nobody made",
+                            f"the service of {authority} has {state!s} for {hearer} of {uris.format(topic)}",
+                        )
+                    )
+                elif wanted and state is not Status.SUBSCRIBED:
+                    wrong.append(
+                        (
+                            "never settles",
+                            f"{hearer} wants {uris.format(topic)}, and it is still {state!s} at {authority}",
+                        )
+                    )
+                elif wanted and want is not None and want.confirmed_at is None:
+                    want.confirmed_at = self.loop.now
+                if self.foreign is not None and name and not wrong:
+                    known = any(key[1] == 0 for key in self.foreign.subscribers.get(uris.key(topic), {}))
+                    if known != wanted:
+                        wrong.append(
+                            (
+                                "never settles",
+                                f"the service of the other side has {known} for {uris.format(topic)}, not {wanted}",
+                            )
+                        )
+        return wrong
+
+
+def is_remote_subscribe(message: UMessage) -> bool:
+    """From one uSubscription to another."""
+    attributes = message.attributes
+    is_asked = attributes.type == attrs.REQUEST and attributes.sink.ue_id == attributes.source.ue_id == USUBSCRIPTION
+    return is_asked and attributes.sink.resource_id == SUBSCRIBE
+
+
+def problems_of(machine: Machine) -> list[str]:
+    """What keeps it from being ready, but for what only a person can end: the cursor of a name that it had for a
+    while."""
+    if machine.streamer is None:
+        return ["it does not run"]
+    return [
+        problem
+        for problem in machine.streamer.problems()
+        if "is not configured" not in problem and "acknowledge" not in problem
+    ]
+
+
+class Spy(UListener):
+    """On the way between two gateways, one of which follows: no publish may be pushed there."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def on_receive(self, message: UMessage) -> None:
+        world, since = self._world, self._world.handed_over_since
+        streamer = world.machines["V"].streamer
+        if streamer is None or not all(pump.is_followed for pump in streamer.pumps if pump.peer.name == "cloud"):
+            return  # an end is under way: one log after the other is pushed again
+        if is_application(message) and since is not None and world.loop.now - since > PUSHED_S_MAX:
+            world.checker.fail("pushed, though it is followed", f"{message.payload!r}, handed over at {since:.3f} s")
+
+
+@contextlib.contextmanager
+def _forgetful() -> Iterator[None]:
+    """Topics whose records are gone are forgotten soon: a world is over in minutes."""
+    before, streams.FORGET_AFTER_S = streams.FORGET_AFTER_S, FORGET_AFTER_S
+    try:
+        yield
+    finally:
+        streams.FORGET_AFTER_S = before
+
+
+@contextlib.contextmanager
+def _captured(world: World) -> Any:
+    """What gateways log is material for the checker."""
+
+    def capture(_: Any, method: str, event: dict[str, Any]) -> Any:
+        process = PROCESS.get()
+        if event.get("exc_info"):
+            error = sys.exc_info()[1]
+            event["exception"] = repr(error)
+        if isinstance(process, MachineProcess) and process.alive:
+            world.note(
+                "log",
+                process.machine.name,
+                method,
+                event.get("event"),
+                *(f"{k}={v}" for k, v in event.items() if k not in ("event", "exc_info")),
+            )
+            world.checker.logged(process.machine.name, event)
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(
+        processors=[capture],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+Step = Callable[[], Awaitable[None]]
