@@ -1,7 +1,7 @@
 """The compiled core: some modules as machine code, made from this same Python (hatch_build.py, `make`).
 
-    import history.chunk -> built for this Python, and from these very sources?
-                            yes, all of them -> _compiled/cpython-311-x86_64-linux-gnu/history.chunk....so
+    import history.records.chunk -> built for this Python, and from these very sources?
+                            yes, all of them -> _compiled/cpython-311-x86_64-linux-gnu/history.records.chunk....so
                             else             -> history/records/chunk.py, as ever
 
 All or none: compiled modules call each other without asking Python. What was built from other sources, of which one

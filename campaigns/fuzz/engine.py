@@ -124,7 +124,7 @@ def hunt(
     command = [
         sys.executable,
         "-m",
-        "fuzz",
+        "campaigns.fuzz",
         "--nursery",
         engine,
         "--seconds",

@@ -48,7 +48,7 @@ def target(run: Run) -> Run:
 def load() -> dict[str, Target]:
     """Every target there is."""
     for module in ("wires", "services", "files"):
-        importlib.import_module(f"fuzz.{module}")
+        importlib.import_module(f"campaigns.fuzz.{module}")
     return TARGETS
 
 

@@ -245,7 +245,7 @@ def test_the_tables_are_drawn_with_and_without_figures() -> None:
 
 def test_a_measurement_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "campaigns.bench.fleet", None)
-    with pytest.raises(BenchError, match=r"bench\.fleet is not there"):
+    with pytest.raises(BenchError, match=r"campaigns\.bench\.fleet is not there"):
         elsewhere.fleet(Setting(tmp_path, print))
 
 

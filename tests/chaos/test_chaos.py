@@ -337,7 +337,7 @@ def test_who_follows_is_named_by_who_is_followed(name: str, tmp_path: Path) -> N
 
 DATAGRAMS = """
 import socket
-from chaos.proxy import Datagrams
+from campaigns.chaos.proxy import Datagrams
 link, here = Datagrams(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 server = socket.create_server(("127.0.0.1", 0))
 here.bind(("127.0.0.1", 0))

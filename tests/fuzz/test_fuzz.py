@@ -124,7 +124,7 @@ def test_what_a_hunt_finds_is_kept(engine_name: str, tmp_path: Path) -> None:
 
 FINDS = """
 from pathlib import Path
-from fuzz import engine, registry
+from campaigns.fuzz import engine, registry
 
 def mark(data):
     assert data[:1] != bytes([128]), "a find"

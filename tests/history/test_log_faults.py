@@ -51,7 +51,7 @@ async def read_all(log: Log, after: int = 0) -> list[int]:
 
 APPENDER = """
 import asyncio, sys
-from history.log import Log, Passed
+from history.log.log import Log, Passed
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 
@@ -382,7 +382,7 @@ async def test_a_log_that_nobody_appends_to_heals_alone(tmp_path: Path, monkeypa
 
 FULL = """
 import asyncio, resource, signal, sys
-from history.log import Log, Passed
+from history.log.log import Log, Passed
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError

@@ -172,7 +172,7 @@ def test_a_directory_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
 READ_ONLY = """
 import os, sys
 from uprotocol.status import UStatusError
-from usubscription.database import Database
+from usubscription.store.database import Database
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)

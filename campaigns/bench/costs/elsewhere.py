@@ -16,7 +16,7 @@ def _measure(module: str) -> Any:
     try:
         return importlib.import_module(module).measure
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.startswith("bench"):
+        if error.name is not None and error.name.startswith("campaigns"):
             raise BenchError(f"{error.name} is not there") from None
         raise BenchError(f"{error.name} is not installed") from None
 
