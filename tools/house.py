@@ -1,37 +1,33 @@
-"""The house, counted: lines, what is written more than once, and how far three messages walk.
+"""The product, counted: lines, classes, names and code that stand twice, import circles, and how far messages walk.
 
 python -m tools.house [--tree DIR] [--walks] [--names]
 
-tree -> lines of each package (generated code aside), lines over 120 columns, runs of ten lines that stand in two places
-     -> a streamer in this process, its clients in another one -> one message of each kind, traced, some times over
-        publish    Zenoh -> log -> MQTT, until its subscriber has it
-        subscribe  from MQTT to the embedded uSubscription, a new topic, until it is answered and the change is told
-        poll       of the history, from MQTT, records at hand, until they are there
+tree -> lines of each package (generated code aside), lines over 120 columns
+     -> runs of ten lines that stand in two files
+     -> names of classes and type aliases that stand in two files
+     -> classes of more than CLASS_LINES_MAX lines
+     -> circles of imports, counting imports inside functions and those for types alone
+--walks: the functions and files that one message enters (tools/walks.py)
 
-Counted are the functions and files of the product, in all threads, that every one of the runs has entered: whatever a
-timer does meanwhile falls out. A function is what `def` makes; what it holds (comprehensions, lambdas) is a part of it.
+tests/test_house.py holds the ceilings.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import io
-import json
 import logging
 import sys
-import tempfile
-import threading
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Final
 
 import structlog
-
-from transports.ports import free_port
 
 PRODUCT: Final = (
     "uprotocol",
@@ -46,22 +42,18 @@ PRODUCT: Final = (
 )
 COLUMNS_MAX: Final = 120
 SHARED_LINES: Final = 10
-RUNS: Final = 7
-SETTLE_S: Final = 0.03  # until a publish is confirmed, and a change told; the timers behind that fall out
-WAIT_S: Final = 30.0
+CLASS_LINES_MAX: Final = 350
 LAYOUT: Final = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.COMMENT}
 
 
-# Lines
-
-
 def sources(tree: Path) -> Iterator[Path]:
+    """The hand-written files of the product."""
     for package in PRODUCT:
         yield from (path for path in sorted((tree / package).rglob("*.py")) if not path.stem.endswith("_pb2"))
 
 
 def code_lines(text: str) -> int:
-    """Without blank lines, comments, and strings that stand alone (docstrings)."""
+    """Lines without blank lines, comments and strings that stand alone (docstrings)."""
     lines: set[int] = set()
     begins = True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -75,8 +67,13 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
+def line_count(tree: Path) -> int:
+    """Lines of the product, with blank lines and comments."""
+    return sum(path.read_text().count("\n") for path in sources(tree))
+
+
 def shared_runs(tree: Path) -> list[str]:
-    """Where SHARED_LINES lines of code in a row (blank lines, comments and imports aside) stand word for word twice."""
+    """Places where SHARED_LINES lines in a row (no blank lines, comments, imports) stand twice, word for word."""
     places: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for path in sources(tree):
         numbered = [
@@ -87,14 +84,88 @@ def shared_runs(tree: Path) -> list[str]:
         for begin in range(len(numbered) - SHARED_LINES + 1):
             run = tuple(line for _, line in numbered[begin : begin + SHARED_LINES])
             places[run].append(f"{path.relative_to(tree)}:{numbered[begin][0]}")
-    shown: dict[tuple[str, ...], str] = {}  # by files: a longer run is told once
+    shown: dict[tuple[str, ...], str] = {}  # by files: a longer run is shown once
     for where in places.values():
         if len(where) > 1:
             shown.setdefault(tuple(place.rsplit(":", 1)[0] for place in where), " ~ ".join(where))
     return list(shown.values())
 
 
-def show_lines(tree: Path) -> None:
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _names(module: ast.Module) -> Iterator[str]:
+    """Classes, nested ones too, and type aliases of the module's own level."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for statement in module.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() | ast.BinOp() | ast.Name()) if (
+                name.lstrip("_")[:1].isupper() and not name.isupper()
+            ):
+                yield name
+
+
+def names_twice(tree: Path) -> dict[str, list[str]]:
+    """Names of classes and type aliases that stand in more than one file: name -> files."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sources(tree):
+        for name in sorted(set(_names(_parsed(path)))):
+            found[name].append(str(path.relative_to(tree)))
+    return {name: files for name, files in sorted(found.items()) if len(files) > 1}
+
+
+def long_classes(tree: Path) -> dict[str, int]:
+    """Classes of more than CLASS_LINES_MAX lines: `file:class` -> lines."""
+    found: dict[str, int] = {}
+    for path in sources(tree):
+        for node in ast.walk(_parsed(path)):
+            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                if lines > CLASS_LINES_MAX:
+                    found[f"{path.relative_to(tree)}:{node.name}"] = lines
+    return found
+
+
+def _imported(module: ast.Module, files: Mapping[str, Path]) -> Iterator[str]:
+    """Modules of `files` that are imported anywhere: of `from a import b` a.b where that is a module, else a."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from names & files.keys()
+            if names - files.keys() and node.module in files:
+                yield node.module
+
+
+def circles(tree: Path) -> list[list[str]]:
+    """Sets of modules that import each other in a circle, by whatever way."""
+    files = {
+        ".".join(path.relative_to(tree).with_suffix("").parts).removesuffix(".__init__"): path for path in sources(tree)
+    }
+    edges = {name: set(_imported(_parsed(path), files)) - {name} for name, path in files.items()}
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for other in edges[waiting.pop()] - seen:
+                seen.add(other)
+                waiting.append(other)
+        return seen
+
+    reach = {name: reachable(name) for name in files}
+    found = {
+        tuple(sorted(other for other in reach[name] if name in reach[other])) for name in files if name in reach[name]
+    }
+    return [list(one) for one in sorted(found)]
+
+
+def show(tree: Path) -> None:
     total: Counter[str] = Counter()
     print(f"{'package':<22}{'files':>6}{'lines':>8}{'code':>8}{'over 120':>10}")
     for package in PRODUCT:
@@ -108,223 +179,31 @@ def show_lines(tree: Path) -> None:
         total.update(row)
         print(f"{package:<22}{row['files']:>6}{row['lines']:>8}{row['code']:>8}{row['over 120']:>10}")
     print(f"{'all':<22}{total['files']:>6}{total['lines']:>8}{total['code']:>8}{total['over 120']:>10}")
-    runs = shared_runs(tree)
-    print(f"places that share {SHARED_LINES} lines: {len(runs)}", *runs, sep="\n  ")
+    _show_list(f"places that share {SHARED_LINES} lines", shared_runs(tree))
+    _show_list("names in two or more files", [f"{name}: {', '.join(at)}" for name, at in names_twice(tree).items()])
+    long = sorted(long_classes(tree).items(), key=lambda item: -item[1])
+    _show_list(f"classes above {CLASS_LINES_MAX} lines", [f"{lines} {name}" for name, lines in long])
+    _show_list("circles of imports", [" <-> ".join(one) for one in circles(tree)])
 
 
-# Walks
-
-
-class Tracer:
-    """Which functions of `tree` are entered while it is armed, in all threads that were made after `install`."""
-
-    def __init__(self, tree: Path) -> None:
-        self._prefixes = tuple(f"{tree / package}/" for package in PRODUCT)
-        self._ours: dict[CodeType, bool] = {}
-        self._seen: Counter[CodeType] = Counter()
-        self.armed = False
-
-    def install(self) -> None:
-        threading.setprofile(self._on_event)
-        sys.setprofile(self._on_event)
-
-    def _on_event(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if not self.armed or event != "call":
-            return
-        code = frame.f_code
-        ours = self._ours.get(code)
-        if ours is None:
-            named = not code.co_name.startswith("<")
-            ours = self._ours[code] = named and code.co_filename.startswith(self._prefixes)
-        if ours:
-            self._seen[code] += 1
-
-    def take(self) -> Counter[CodeType]:
-        self.armed = False
-        seen, self._seen = self._seen, Counter()
-        return seen
-
-
-CONFIG: Final = """
-[streamer]
-authority = "device"
-data_dir = "{data_dir}"
-log_level = "error"
-
-[[endpoint]]
-name = "vehicle"
-transport = "zenoh"
-authorities = ["device"]
-settings = {{ listen = ["tcp/127.0.0.1:{zenoh_port}"] }}
-
-[[endpoint]]
-name = "cloud"
-transport = "mqtt5"
-authorities = ["cloud"]
-usubscription = "none"
-settings = {{ host = "127.0.0.1", port = {mqtt_port} }}
-
-[[rule]]
-from = "vehicle"
-to = "cloud"
-
-[[rule]]
-from = "cloud"
-to = "vehicle"
-"""
-
-
-async def walks(tree: Path, names: bool) -> None:
-    from streamer.app import Streamer
-    from streamer.config import loads
-    from transports.mqtt5.broker import Broker
-
-    with tempfile.TemporaryDirectory() as folder, Broker() as broker:
-        tracer = Tracer(tree)
-        tracer.install()
-        port = free_port()
-        config = loads(CONFIG.format(data_dir=folder, zenoh_port=port, mqtt_port=broker.port))
-        streamer = await Streamer.create(config)
-        running = asyncio.ensure_future(streamer.run())
-        await asyncio.wait_for(streamer.ready.wait(), WAIT_S)
-        client = await asyncio.create_subprocess_exec(
-            *(sys.executable, __file__, "--tree", str(tree), "--client", str(port), str(broker.port)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        for walk in ("publish", "subscribe", "poll"):
-            await _ask(client, walk)  # warm
-            await _ask(client, walk)
-            seen = []
-            for _ in range(RUNS):
-                await asyncio.sleep(0.4)  # until timers of the run before have gone off
-                tracer.armed = True
-                await _ask(client, walk)
-                if walk != "poll":
-                    await asyncio.sleep(SETTLE_S)
-                seen.append(tracer.take())
-            _show_walk(tree, walk, seen, names)
-        assert client.stdin is not None
-        client.stdin.close()
-        await client.wait()
-        streamer.stop()
-        await running
-
-
-def _show_walk(tree: Path, walk: str, seen: list[Counter[CodeType]], names: bool) -> None:
-    common = set.intersection(*(set(one) for one in seen))
-    calls = {code: sorted(one[code] for one in seen)[len(seen) // 2] for code in common}
-    files = Counter(str(Path(code.co_filename).relative_to(tree)) for code in common)
-    print(f"{walk:<10} {sum(calls.values()):>5} calls {len(common):>5} functions {len(files):>4} files")
-    if names:
-        for file in sorted(files):
-            inside = sorted(
-                (code.co_firstlineno, code.co_qualname) for code in common if code.co_filename == str(tree / file)
-            )
-            print(f"    {file}: {', '.join(name for _, name in inside)}")
-
-
-async def _ask(client: asyncio.subprocess.Process, walk: str) -> None:
-    assert client.stdin is not None
-    assert client.stdout is not None
-    client.stdin.write(f"{walk}\n".encode())
-    async with asyncio.timeout(WAIT_S):
-        answer = json.loads(await client.stdout.readline() or b'"ended"')
-    if answer != "done":
-        raise SystemExit(f"the client was to {walk}, and says: {answer}")
-
-
-async def client(zenoh_port: int, mqtt_port: int) -> None:
-    """The other process: does what the lines on stdin say, and answers each."""
-    from transports import plugin as plugins
-    from uprotocol import uri as uris
-    from uprotocol.communication import CallOptions, InMemoryRpcClient
-    from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest
-    from uprotocol.core.usubscription.v3.usubscription_pb2 import SubscriptionRequest
-    from uprotocol.message import UMessageBuilder, UPayload
-    from uprotocol.status import UStatusError
-    from uprotocol.transport import LocalUriProvider
-    from uprotocol.v1.uattributes_pb2 import UPayloadFormat
-
-    here, there = LocalUriProvider("device", 0x8001, 1), LocalUriProvider("cloud", 0x8002, 1)
-    zenoh = plugins.create("zenoh", {"connect": [f"tcp/127.0.0.1:{zenoh_port}"]}, here)
-    mqtt = plugins.create("mqtt5", {"host": "127.0.0.1", "port": mqtt_port}, there)
-    heard = asyncio.Event()
-
-    class Hearer:
-        def on_receive(self, message: Any) -> None:
-            heard.set()
-
-    topic, number = uris.uri("device", 0x8001, 1, 0x8000), 0x8001
-
-    async with zenoh, mqtt:
-        rpc = InMemoryRpcClient(mqtt, there)
-        await rpc.open()
-
-        async def subscribe(to: Any) -> None:
-            request = SubscriptionRequest(topic=to)
-            request.subscriber.uri.CopyFrom(there.get_source())
-            await rpc.invoke_method(uris.uri("device", 0, 3, 1), UPayload.pack(request), CallOptions(5_000))
-
-        async def publish() -> None:
-            heard.clear()
-            await zenoh.send(
-                UMessageBuilder.publish(topic).build_from_upayload(
-                    UPayload(b"x" * 256, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
-                )
-            )
-            await heard.wait()
-
-        async def subscribe_anew() -> None:
-            nonlocal number
-            number += 1
-            await subscribe(uris.uri("device", 0x8001, 1, number))
-
-        async def poll() -> None:
-            request = PollRequest(earliest=True)
-            request.topics.append(topic)
-            await rpc.invoke_method(uris.uri("device", 4, 1, 2), UPayload.pack(request), CallOptions(5_000))
-
-        await mqtt.register_listener(topic, Hearer())
-        for _ in range(50):  # the services answer UNAVAILABLE until the gateway listens
-            try:
-                await subscribe(topic)
-                break
-            except UStatusError:
-                await asyncio.sleep(0.2)
-        todo: dict[str, Callable[[], Awaitable[None]]] = {
-            "publish": publish,
-            "subscribe": subscribe_anew,
-            "poll": poll,
-        }
-        lines = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-        while line := await lines.readline():
-            try:
-                async with asyncio.timeout(WAIT_S / 2):
-                    await todo[line.decode().strip()]()
-                answer = "done"
-            except Exception as error:
-                answer = repr(error)
-            print(json.dumps(answer), flush=True)
+def _show_list(title: str, rows: list[str]) -> None:
+    print(f"{title}: {len(rows)}", *rows, sep="\n  ")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="another checkout than this one")
-    parser.add_argument("--walks", action="store_true", help="trace the three walks, too (needs mosquitto)")
+    parser.add_argument("--walks", action="store_true", help="trace the walks of messages, too (needs mosquitto)")
     parser.add_argument("--names", action="store_true", help="with --walks: name the functions")
-    parser.add_argument("--client", nargs=2, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
     sys.path.insert(0, str(tree))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    if arguments.client:
-        asyncio.run(client(*arguments.client))
-        return
-    show_lines(tree)
+    show(tree)
     if arguments.walks:
-        asyncio.run(walks(tree, arguments.names))
+        from tools.walks import show_walks, walks
+
+        show_walks(asyncio.run(walks(tree)), arguments.names)
 
 
 if __name__ == "__main__":

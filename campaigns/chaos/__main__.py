@@ -85,7 +85,7 @@ def _one(name: str, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
         *(machine.NAMESPACE if campaigns.is_apart(name) else ()),
         sys.executable,
         "-m",
-        "chaos",
+        "campaigns.chaos",
         "--campaign",
         name,
         "--seed",
