@@ -58,7 +58,7 @@ from streamer.walk.view import View
 from transports.certificates import Expiries
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.cache import make_room
+from uprotocol.cache import raise_streams_max
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
@@ -107,7 +107,7 @@ class Streamer:
 
         self.config, self.logs, self.keeper, self._runtime = config, logs, keeper, runtime
         self.limits = parts.limits_of(config)
-        make_room(self.limits.streams_cached_max)
+        raise_streams_max(self.limits.streams_cached_max)
         self.endpoints = endpoints
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]

@@ -17,8 +17,9 @@ from itertools import product
 from typing import Final
 
 from uprotocol import attributes as attrs
+from uprotocol import cache as caches
 from uprotocol import uri as uris
-from uprotocol.cache import Cache, streams_max
+from uprotocol.cache import Cache
 from uprotocol.status import UStatusError
 from uprotocol.transport import UListener, validate_filters
 from uprotocol.uri import Key
@@ -116,7 +117,7 @@ class Routes:
             return known
         if packed in self._routes:
             return None
-        if len(self._routes) >= streams_max():
+        if len(self._routes) >= caches.streams_max:
             self._start_anew()
         try:
             attrs.validate_route(attributes.type, source, sink)

@@ -8,29 +8,28 @@ compiled               whether the hot modules, of all packages, are imported as
 import os
 from typing import Final
 
-# whose `uprotocol` this is; up-python has one, too, and transports/__init__.py tells them apart
+# identifies this package: up-python also installs a package `uprotocol`, and transports/__init__.py checks which it is
 OF: Final = "up-streamer"
 
 
 def _refuse_a_mixture(folder: str = os.path.dirname(os.path.dirname(__file__))) -> None:
-    """up-python in the same folder is mixed into this package: its folders uri, uuid and transport hide our modules of
-    those names."""
+    """Raises ImportError if up-python is installed in the same folder: its packages uri, uuid and transport hide our
+    modules of the same names."""
     try:
         mixed = any(name.startswith("up_python-") and name.endswith(".dist-info") for name in os.listdir(folder))
     except OSError:
-        return  # from an archive, say: nothing was installed over it
+        return  # imported from an archive, for example: nothing can be installed over it
     if mixed:
         raise ImportError(
-            f"up-python and up-streamer are both installed in {folder}, and each brings a package 'uprotocol': use a "
-            "virtual environment "
-            "for each. To mend this one: pip uninstall up-python up-streamer, then install up-streamer again "
-            "(README.md)"
+            f"up-python and up-streamer are both installed in {folder}, and each has a package 'uprotocol': use a "
+            "virtual environment for each. To repair this one: pip uninstall up-python up-streamer, then install "
+            "up-streamer again (README.md)"
         )
 
 
 _refuse_a_mixture()
 
-from uprotocol import compiled  # noqa: E402 - not beside a stranger's modules
+from uprotocol import compiled  # noqa: E402 - only after the check above
 
-# for people; decided before any module is imported that may be compiled
+# a description for people; decided before the first import of a module that may be compiled
 CORE: Final = compiled.use(os.environ.get(compiled.SWITCH, ""))

@@ -1,7 +1,7 @@
-"""UAttributes: what each message type must, may and must not carry (spec basics/uattributes.adoc), as one table.
+"""UAttributes: what each message type must, may and must not have (spec basics/uattributes.adoc), as one table.
 
-validate(attributes)  =  validate_route(type, source, sink)   depends on the addresses alone, so callers may cache it
-                      +  validate_rest(attributes)            id, priority, ttl, ...: differs from message to message
+validate(attributes)  =  validate_route(type, source, sink)   depends only on the addresses, so callers may cache it
+                      +  validate_rest(attributes)            id, priority, ttl, ...: differs for each message
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REQUEST: Final = UMessageType.UMESSAGE_TYPE_REQUEST
 RESPONSE: Final = UMessageType.UMESSAGE_TYPE_RESPONSE
 NOTIFICATION: Final = UMessageType.UMESSAGE_TYPE_NOTIFICATION
 
-# by name, because an enum's attribute is looked up in Python at each use, and this is the hot path
+# a constant, because Python looks up an enum's attribute at each use, and this is the hot path
 _CS4: Final = UPriority.UPRIORITY_CS4
 PRIORITY_DEFAULT: Final = int(UPriority.UPRIORITY_CS1)
 PRIORITY_MAX: Final = int(UPriority.UPRIORITY_CS6)
-ROUTES_KNOWN_MAX: Final = 8_192  # valid (type, source, sink) that need no second look; some 2 MB when full
+ROUTES_KNOWN_MAX: Final = 8_192  # valid (type, source, sink) in the cache; some 2 MB when full
 
 _RPC: Final = frozenset((REQUEST, RESPONSE))
 _Reserved = Literal["permission_level", "token", "reqid", "commstatus"]
@@ -43,7 +43,7 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a
 class _Rule(NamedTuple):
     name: str
     source: tuple[str, Callable[[UUri], bool]]
-    sink: tuple[str, Callable[[UUri], bool]] | None  # None: only the streamer's sink of a publish
+    sink: tuple[str, Callable[[UUri], bool]] | None  # None: no sink, except the streamer's sink of a publish
 
 
 _TOPIC = ("a topic (8000 to FFFE)", uris.is_topic)
@@ -58,27 +58,21 @@ RULES: Final[dict[int, _Rule]] = {
 }
 
 
-def priority(attributes: UAttributes) -> int:
-    """The priority class (CS0 is 1), CS1 where none is set (dsn~up-attributes-priority~1); one of a later specification
-    counts as the highest that we know."""
-    return min(attributes.priority or PRIORITY_DEFAULT, PRIORITY_MAX)
-
-
 def is_expired(attributes: UAttributes, now_ms: int) -> bool:
-    """Strictly after id time + ttl; a ttl of 0 never expires (dsn~up-attributes-ttl-timeout~1,
-    dsn~up-attributes-ttl~1)."""
+    """True if `now_ms` is later than the time in the id plus the ttl; with a ttl of 0 the message never expires
+    (dsn~up-attributes-ttl-timeout~1, dsn~up-attributes-ttl~1)."""
     ttl = attributes.ttl
     return ttl > 0 and now_ms > (attributes.id.msb >> 16) + ttl
 
 
 def expires_ms(attributes: UAttributes) -> int | None:
-    """Last Unix millisecond of its life; None: it never expires."""
+    """The last Unix millisecond in which the message is valid; None: it never expires."""
     ttl = attributes.ttl
     return (attributes.id.msb >> 16) + ttl if ttl else None
 
 
 def is_streamer_sink(sink: UUri) -> bool:
-    """The sink that only a streamer gives a publish: a named authority, all else wildcard
+    """True for the sink that only a streamer sets in a publish: a named authority, everything else a wildcard
     (dsn~up-attributes-publish-sink~2)."""
     return (
         sink.authority_name not in ("", uris.WILDCARD_AUTHORITY)
@@ -93,13 +87,13 @@ def streamer_sink(authority: str) -> UUri:
 
 
 def lacks_authority(attributes: UAttributes) -> bool:
-    """True if source or sink names no authority: the host is meant that the sender is on (spec basics/uri.adoc)."""
+    """True if source or sink has no authority. An empty authority means the sender's host (spec basics/uri.adoc)."""
     return not attributes.source.authority_name or (not attributes.sink.authority_name and attributes.HasField("sink"))
 
 
 def complete(attributes: UAttributes, source_authority: str, sink_authority: str | None = None) -> None:
-    """Fill in what authorities are missing. Both mean the sender's host; a network that names the two apart gives the
-    sink's, too."""
+    """Fill in missing authorities with the sender's. `sink_authority`: the value for the sink, if the network has
+    different names for the two."""
     if attributes.HasField("source") and not attributes.source.authority_name:
         attributes.source.authority_name = source_authority
     if attributes.HasField("sink") and not attributes.sink.authority_name:
@@ -107,7 +101,7 @@ def complete(attributes: UAttributes, source_authority: str, sink_authority: str
 
 
 def completed(message: UMessage, authority: str) -> UMessage:
-    """`message` itself, or a copy with `authority`, the sender's own, where source or sink has none."""
+    """Returns `message` itself, or a copy in which `authority` (the sender's) fills in a missing one."""
     if not lacks_authority(message.attributes):
         return message
     copy = UMessage()
@@ -117,7 +111,7 @@ def completed(message: UMessage, authority: str) -> UMessage:
 
 
 def validate(attributes: UAttributes) -> None:
-    """Hold `attributes` to the table of its type. Raises UStatusError(INVALID_ARGUMENT) naming the first offence."""
+    """Check `attributes` against the rules of their type. Raises UStatusError(INVALID_ARGUMENT) for the first error."""
     _validate_route_once(
         attributes.type,
         attributes.source.SerializeToString() if attributes.HasField("source") else None,
@@ -128,14 +122,14 @@ def validate(attributes: UAttributes) -> None:
 
 @functools.lru_cache(maxsize=ROUTES_KNOWN_MAX)
 def _validate_route_once(type: int, source: bytes | None, sink: bytes | None) -> None:
-    """Valid addresses are remembered; what raises is not, so that junk can't fill the cache."""
+    """Only valid addresses are cached: what raises can't fill the cache."""
     validate_route(
         type, None if source is None else UUri.FromString(source), None if sink is None else UUri.FromString(sink)
     )
 
 
 def validate_route(type: int, source: UUri | None, sink: UUri | None) -> None:
-    """The part that depends on type and addresses only."""
+    """Check what depends only on the type and the addresses. Raises UStatusError(INVALID_ARGUMENT)."""
     rule = RULES.get(type)
     if rule is None:
         raise invalid(f"expected a message type of 1 to 4, got {type}")
@@ -153,45 +147,44 @@ def validate_route(type: int, source: UUri | None, sink: UUri | None) -> None:
 def _validate_address(
     type_name: str, part: str, address: UUri | None, expected: tuple[str, Callable[[UUri], bool]]
 ) -> None:
-    words, holds = expected
+    description, is_allowed = expected
     if address is None:
-        raise invalid(f"a {type_name} needs a {part} whose resource is {words}, got none")
+        raise invalid(f"a {type_name} needs a {part} whose resource is {description}, got none")
     uris.validate(address)
-    if not holds(address):
-        raise invalid(f"the {part} of a {type_name} has a resource that is {words}, got {uris.format(address)}")
+    if not is_allowed(address):
+        raise invalid(f"the {part} of a {type_name} has a resource that is {description}, got {uris.format(address)}")
     if uris.has_wildcard(address):
         raise invalid(f"the {part} of a {type_name} names one resource, but {uris.format(address)} has wildcards")
 
 
 def validate_rest(attributes: UAttributes) -> None:
-    """The part that differs from message to message. Each field is read once: this runs for every message."""
+    """Check what differs for each message. Raises UStatusError(INVALID_ARGUMENT)."""
     if not uuids.is_message_id(attributes.id):
         given = uuids.format(attributes.id) if attributes.HasField("id") else "none"
         raise invalid(f"a message has an id, which is a UUID of version 7 with a time until the year 9999, got {given}")
-    if not has_valid_traceparent(attributes):
+    if attributes.traceparent and not has_valid_traceparent(attributes):
         raise invalid(
             f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {attributes.traceparent!r}"
         )
-    if attributes.priority < 0 or attributes.payload_format < 0:  # what a later specification adds is not negative
+    if attributes.priority < 0 or attributes.payload_format < 0:  # values of a later specification are positive
         raise invalid(
             f"priority and payload format are 0 or more, got {attributes.priority} and {attributes.payload_format}"
         )
     type = attributes.type
     has = attributes.HasField
-    # what the specification has for another type alone (A-55)
+    # attributes that the specification defines for another type only (A-55)
     if (type != RESPONSE and (has("reqid") or has("commstatus"))) or (
         type != REQUEST and (has("permission_level") or has("token"))
     ):
         name, only = next((name, only) for name, only in _ONLY_OF.items() if only != type and has(name))
-        what = f"{name} is an attribute of a {RULES[only].name} alone, and this message, of type {type}, has it set"
-        raise invalid(what)
+        raise invalid(f"only a {RULES[only].name} has the attribute {name}, but this message has type {type}")
     if type in _RPC:
         _validate_rpc(attributes, type)
 
 
 def has_valid_traceparent(attributes: UAttributes) -> bool:
-    """None counts as valid (dsn~up-attributes-traceparent~1). One that isn't is an error to a sender; what arrives is
-    taken without it."""
+    """True without a traceparent, too (dsn~up-attributes-traceparent~1). A sender gets an error for an invalid one; a
+    receiver removes it from the message."""
     traceparent = attributes.traceparent
     return not traceparent or _TRACEPARENT.fullmatch(traceparent) is not None
 
@@ -212,6 +205,6 @@ def _validate_rpc(attributes: UAttributes, type: int) -> None:
 
 
 def validate_payload(attributes: UAttributes, has_payload: bool) -> None:
-    """dsn~up-attributes-payload-format~1."""
+    """Raises INVALID_ARGUMENT for a payload format without payload (dsn~up-attributes-payload-format~1)."""
     if not has_payload and attributes.payload_format:
         raise invalid(f"a message without payload has no payload format, got {attributes.payload_format}")

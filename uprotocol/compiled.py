@@ -1,11 +1,11 @@
-"""The compiled core: some modules as machine code, made from this same Python (hatch_build.py, `make`).
+"""The compiled core: some modules as machine code, compiled from the same Python sources (hatch_build.py, `make`).
 
     import history.records.chunk -> built for this Python, and from these very sources?
                             yes, all of them -> _compiled/cpython-311-x86_64-linux-gnu/history.records.chunk....so
                             else             -> history/records/chunk.py, as ever
 
-All or none: compiled modules call each other without asking Python. What was built from other sources, of which one
-line may have been changed since, is never used. `up-streamer --version` says which it is, and why.
+Either all modules are compiled or none is: compiled modules call each other directly. If any source differs from what
+was compiled, the compiled core is not used. `up-streamer --version` says which one is used, and why.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Final
 
-SWITCH: Final = "UP_STREAMER_COMPILED"  # in the environment. 0: the Python; 1: the compiled core, or no start at all
-SUFFIX: Final = EXTENSION_SUFFIXES[0]  # .cpython-311-x86_64-linux-gnu.so: of which Python and machine
+SWITCH: Final = "UP_STREAMER_COMPILED"  # environment variable. 0: interpreted; 1: compiled, or fail
+SUFFIX: Final = EXTENSION_SUFFIXES[0]  # of this Python and machine, such as .cpython-311-x86_64-linux-gnu.so
 ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER: Final = os.path.join(ROOT, "uprotocol", "_compiled", SUFFIX.split(".")[1])
 MANIFEST: Final = "core.json"  # {"library": NAME, "modules": [NAME, ...], "files": [PATH, ...], "fingerprint": HEX}
 
 
 class Interpreted(Exception):
-    """The compiled core is not used, and why."""
+    """The compiled core can't be used; the text says why."""
 
 
 def fingerprint(root: str, files: Iterable[str]) -> str:
-    """Of the sources at `files` below `root`, their names and their bytes. Raises OSError."""
+    """SHA-256 (hex) of the names and contents of `files` below `root`. Raises OSError."""
     digest = hashlib.sha256()
     for name in files:
         with open(os.path.join(root, name), "rb") as file:
@@ -45,7 +45,7 @@ def fingerprint(root: str, files: Iterable[str]) -> str:
 
 
 class Finder(MetaPathFinder):
-    """Leads the import of `names` to their files in `folder`."""
+    """Imports the modules `names` from their compiled files in `folder`."""
 
     def __init__(self, folder: str, names: Iterable[str]) -> None:
         self._folder, self._names = folder, frozenset(names)
@@ -55,25 +55,22 @@ class Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._names:
             return None
-        place = os.path.join(self._folder, fullname + SUFFIX)
-        return spec_from_file_location(fullname, place, loader=ExtensionFileLoader(fullname, place))
+        file = os.path.join(self._folder, fullname + SUFFIX)
+        return spec_from_file_location(fullname, file, loader=ExtensionFileLoader(fullname, file))
 
 
 def fitting(root: str, folder: str) -> tuple[str, tuple[str, ...]]:
-    """The library in `folder` and its modules, if they were built from the sources below `root`.
-
-    Raises Interpreted.
-    """
+    """Returns the library in `folder` and its modules. Raises Interpreted if the sources below `root` differ."""
     try:
         with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
             manifest = json.load(file)
-        is_theirs = fingerprint(root, manifest["files"]) == manifest["fingerprint"]
+        is_current = fingerprint(root, manifest["files"]) == manifest["fingerprint"]
         library, modules = str(manifest["library"]), tuple(map(str, manifest["modules"]))
     except FileNotFoundError:
         raise Interpreted("not built for this Python") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise Interpreted(f"what was built can't be read: {error!r}") from None
-    if not is_theirs:
+    if not is_current:
         raise Interpreted("built from other sources: make")
     return library, modules
 
@@ -81,22 +78,22 @@ def fitting(root: str, folder: str) -> tuple[str, tuple[str, ...]]:
 def _install(root: str, folder: str) -> tuple[str, ...]:
     library, modules = fitting(root, folder)
     early = [name for name in modules if name in sys.modules]
-    if early:  # half a core would be worse than none
+    if early:  # never mix compiled and interpreted modules
         raise Interpreted(f"{early[0]} was imported before uprotocol")
     finder = Finder(folder, (library, *modules))
     sys.meta_path.insert(0, finder)
     try:
         importlib.import_module(library)
-    except ImportError as error:  # made for another libc, say
+    except ImportError as error:  # compiled for another libc, for example
         sys.meta_path.remove(finder)
         raise Interpreted(f"it can't be loaded: {error}") from None
     return modules
 
 
 def use(wish: str, root: str = ROOT, folder: str = FOLDER) -> str:
-    """From here on import the compiled core, unless `wish` is "0"; for people: whether that is so.
+    """Import the compiled core from now on, unless `wish` is "0". Returns a description of what is used, and why.
 
-    Raises ImportError if `wish` is "1" and there is none.
+    Raises ImportError if `wish` is "1" and there is no usable compiled core.
     """
     try:
         if wish == "0":
@@ -104,5 +101,5 @@ def use(wish: str, root: str = ROOT, folder: str = FOLDER) -> str:
         return f"compiled core ({len(_install(root, folder))} modules)"
     except Interpreted as error:
         if wish == "1":
-            raise ImportError(f"{SWITCH}=1, and there is no compiled core to be used: {error}") from None
+            raise ImportError(f"{SWITCH}=1, but the compiled core can't be used: {error}") from None
         return f"interpreted ({error})"

@@ -1,13 +1,13 @@
-"""A message as it crosses a dispatcher: addressed, counted, stored and sent on without being parsed.
+"""A message that is routed, counted, stored and forwarded without being parsed.
 
-encoded UAttributes = 0A 12 09 msb 11 lsb | suffix         EncodedMessage(encoded, payload, Stamp)
-                      the id: 20 bytes    | all the rest   .attributes and .decoded() parse it when somebody looks
+encoded UAttributes = 0A 12 09 msb 11 lsb | suffix            EncodedMessage(encoded, payload, Stamp)
+                      the id: 20 bytes    | everything else   .attributes and .decoded() parse it on demand
 
-Messages of one stream share the suffix, and with it the Stamp: what is known of one (valid, its route, its priority)
-is known of all. Parsing, validating and building a UMessage costs some 5 us; looking up its stamp costs 0.1 us.
+Messages of one stream have the same suffix, and so share one Stamp: its results (valid, route, priority) are computed
+once and looked up afterwards. Parsing, validating and building a UMessage costs some 5 us; the look-up costs 0.1 us.
 
-Inside the dispatcher every message is an EncodedMessage. What a transport brings as UMessages becomes one at the border
-(uprotocol.transport.EncodedListener); a transport without Capability.ENCODED is sent UMessages again.
+Inside the dispatcher every message is an EncodedMessage. uprotocol.transport.EncodedListener converts the UMessages of
+a transport; a transport without Capability.ENCODED gets UMessages again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from uprotocol.v1.uri_pb2 import UUri
 _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
 _ID_SIZE: Final = 20
 _ID: Final = struct.Struct("<3sQBQ")
-_FAR_OFF: Final = uuids.MSB_MAX >> 56  # the first byte of a time that may be none: from September 9983 on
-SHARED_BYTES_MAX: Final = 512  # of attributes that others may share: two addresses have some 300 at most
+_FAR_OFF: Final = uuids.MSB_MAX >> 56  # first byte of a time that may be invalid: from September 9983 on
+SHARED_BYTES_MAX: Final = 512  # attributes of a shared stamp: two addresses have some 300 bytes at most
 _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 
 
 def suffix(encoded: bytes) -> bytes | None:
-    """What follows the id in serialised UAttributes; None if they don't begin with an id that is a UUID of version 7.
+    """Returns what follows the id in serialised UAttributes; None if they don't begin with a UUID of version 7.
 
-    None as well for a time of the last years before 10000: whether that is a date yet is for `validate` to say (A-54).
-    To remember what follows it for other messages, ask `shared_suffix`.
+    Also None for a time from September 9983 on: `validate` has to decide whether that is valid (A-54). Use
+    `shared_suffix` before storing the result for other messages.
     """
     if (
         len(encoded) < _ID_SIZE
@@ -49,10 +49,9 @@ def suffix(encoded: bytes) -> bytes | None:
 
 
 def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
-    """The suffix of `encoded`, which are `attributes`, if other messages may have it; else None.
+    """Returns the suffix of `encoded` (the serialised `attributes`) if other messages may have it; else None.
 
-    To protobuf a second id behind the first one counts, or half of it. Whoever reads by hand would take the message for
-    another one.
+    None also if the suffix contains a second id, or half of one: protobuf would merge it into the first.
     """
     found = suffix(encoded)
     if found is None or not is_shared(attributes) or UAttributes.FromString(found).HasField("id"):
@@ -61,33 +60,35 @@ def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
 
 
 class Stamp:
-    """All attributes of a message but its id. Compared by identity: whoever makes stamps keeps one for each suffix.
+    """All attributes of a message except its id. Stamps are compared by identity, so there is one for each suffix.
 
-    It holds bytes and numbers, and no protobuf message: one that is kept keeps the whole message alive that it was part
-    of, payload included.
+    It holds bytes and numbers but no protobuf message, which would keep the whole message alive with its payload.
+
+    `priority`: the class (CS0 is 1), CS1 if none is set (dsn~up-attributes-priority~1); a higher one of a later
+    specification counts as CS6.
     """
 
     __slots__ = ("address", "is_shared", "payload_format", "priority", "suffix", "ttl", "type")
 
     def __init__(self, attributes: UAttributes, suffix: bytes | None = None) -> None:
-        """`suffix`, if the caller has it: what follows the id in the serialised `attributes`."""
+        """`suffix`: what follows the id in the serialised `attributes`, if the caller has it."""
         self.suffix = _without_id(attributes) if suffix is None else suffix
         self.type = attributes.type
-        address = UAttributes(type=attributes.type)  # what decides where a message goes, as a key
+        address = UAttributes(type=attributes.type)  # what routing depends on, as a key
         if attributes.HasField("source"):
             address.source.CopyFrom(attributes.source)
         if attributes.HasField("sink"):
             address.sink.CopyFrom(attributes.sink)
-        address.DiscardUnknownFields()  # they decide nothing, and may be large
+        address.DiscardUnknownFields()  # routing ignores them, and they may be large
         self.address = address.SerializeToString()
-        self.priority = attrs.priority(attributes)
+        self.priority = min(attributes.priority or attrs.PRIORITY_DEFAULT, attrs.PRIORITY_MAX)
         self.ttl: int = attributes.ttl  # milliseconds; 0: never expires
         self.payload_format: int = attributes.payload_format
         self.is_shared = is_shared(attributes)
 
     @property
     def attributes(self) -> UAttributes:
-        """Parsed anew each time; without an id."""
+        """The attributes without id; parsed at each access."""
         return UAttributes.FromString(self.suffix)
 
 
@@ -99,16 +100,16 @@ def _without_id(attributes: UAttributes) -> bytes:
 
 
 def is_shared(attributes: UAttributes) -> bool:
-    """False if something else than the id is of this message alone, or if it is larger than any that is valid, by
-    fields that nobody knows: its stamp is not worth remembering."""
+    """False if the stamp should not be stored: another attribute than the id is individual to the message, or unknown
+    fields make the attributes larger than SHARED_BYTES_MAX."""
     is_single = attributes.traceparent or attributes.token or attributes.HasField("reqid")
     return not is_single and attributes.ByteSize() <= SHARED_BYTES_MAX
 
 
 class EncodedMessage:
-    """Reads like a valid UMessage whose payload is there if it has bytes or a format. Never changed once made.
+    """Reads like a valid UMessage that has a payload if there are payload bytes or a payload format. Immutable.
 
-    `encoded` are the serialised UAttributes, which begin with a valid id; `stamp` is what follows it.
+    `encoded` are the serialised UAttributes, which begin with a valid id; `stamp` has the rest of them.
     """
 
     __slots__ = ("_decoded", "encoded", "payload", "stamp")
@@ -119,14 +120,14 @@ class EncodedMessage:
 
     @classmethod
     def of(cls, message: UMessage, *, keep: bool = False) -> EncodedMessage:
-        """`message`, which must not change afterwards. Streams that share a suffix get the same stamp each time.
+        """Convert `message`, which must not change afterwards. Messages with the same suffix get the same stamp.
 
-        `keep` it with all that it has, also what only protobuf reads in it.
+        `keep`: keep the UMessage itself, since it may contain what only protobuf can read.
         """
         attributes = message.attributes
         encoded = attributes.SerializeToString()
         is_plain = encoded.startswith(_BEGIN) and encoded[11:12] == b"\x11"
-        if not is_plain:  # no valid id, or one with fields that we don't know
+        if not is_plain:  # no valid id, or one with unknown fields
             encoded = _ID.pack(_BEGIN, attributes.id.msb, 0x11, attributes.id.lsb) + _without_id(attributes)
         rest, payload = encoded[_ID_SIZE:], message.payload
         stamp = _STAMPS.get(rest)
@@ -143,11 +144,6 @@ class EncodedMessage:
         return f"EncodedMessage(id={self.id_bytes.hex()}, payload={len(self.payload)} bytes)"
 
     @property
-    def id_key(self) -> bytes:
-        """The id as encoded, 18 bytes: equal to `UUID.SerializeToString()`."""
-        return self.encoded[2:_ID_SIZE]
-
-    @property
     def id_bytes(self) -> bytes:
         """The id, 16 bytes, big endian."""
         encoded = self.encoded
@@ -160,11 +156,12 @@ class EncodedMessage:
 
     @property
     def expires_ms(self) -> int | None:
-        """Last Unix millisecond of its life; None: it never expires."""
+        """The last Unix millisecond in which the message is valid; None: it never expires."""
         return self.created_ms + self.stamp.ttl if self.stamp.ttl else None
 
     def is_expired(self, now_ms: int) -> bool:
-        return self.stamp.ttl > 0 and now_ms > self.created_ms + self.stamp.ttl
+        ttl = self.stamp.ttl
+        return ttl > 0 and now_ms > int.from_bytes(self.encoded[5:11], "little") + ttl
 
     @property
     def attributes(self) -> UAttributes:
@@ -179,19 +176,22 @@ class EncodedMessage:
         return len(self.encoded) + len(self.payload) + 8
 
     def SerializeToString(self) -> bytes:
-        if self._decoded is not None:  # it may have what only protobuf reads in it
+        if self._decoded is not None:  # it may contain what only protobuf can read
             return self._decoded.SerializeToString()
         encoded, payload = self.encoded, self.payload
-        if payload or self.stamp.payload_format:
-            return b"\x0a%b%b\x12%b%b" % (_varint(len(encoded)), encoded, _varint(len(payload)), payload)
-        return b"\x0a%b%b" % (_varint(len(encoded)), encoded)
+        size, count = len(encoded), len(_VARINTS)
+        head = _VARINTS[size] if size < count else _varint(size)
+        if not payload and not self.stamp.payload_format:
+            return b"\x0a%b%b" % (head, encoded)
+        size = len(payload)
+        return b"\x0a%b%b\x12%b%b" % (head, encoded, _VARINTS[size] if size < count else _varint(size), payload)
 
     def decoded(self) -> UMessage:
-        """The UMessage; parsed once."""
+        """Returns the UMessage; it is parsed once."""
         if self._decoded is None:
             message = UMessage()
             message.attributes.ParseFromString(self.encoded)
-            if self.HasField("payload"):
+            if self.payload or self.stamp.payload_format:
                 message.payload = self.payload
             self._decoded = message
         return self._decoded
@@ -201,28 +201,28 @@ _STAMPS: Final[Cache[bytes, Stamp]] = Cache()  # of `EncodedMessage.of`
 
 
 Carried = UMessage | EncodedMessage
-"""What transports with Capability.ENCODED are sent, and logs keep: they read alike."""
+"""What transports with Capability.ENCODED and logs accept; both read alike."""
 
 
 def decoded(message: Carried) -> UMessage:
     return message.decoded() if type(message) is EncodedMessage else message  # type: ignore[return-value]
 
 
-READDRESSED_MAX: Final = 256  # stamps of one address: it may have as many as there are priorities and lifetimes
+READDRESSED_MAX: Final = 256  # stamps of one address, which differ in priority and ttl
 
 
 class Readdressed:
-    """Gives messages other addresses without parsing each: what follows the id is worked out once for each stamp."""
+    """Changes the addresses of messages; the new attributes are computed once for each stamp."""
 
     __slots__ = ("_sink", "_source", "_stamps")
 
     def __init__(self, source: UUri, sink: UUri | None) -> None:
-        """`sink` None: they have none afterwards."""
+        """`sink` None: remove the sink."""
         self._source, self._sink = source, sink
         self._stamps: Cache[Stamp, Stamp] = Cache(READDRESSED_MAX)
 
     def of(self, message: EncodedMessage) -> EncodedMessage:
-        """A copy of `message`, which keeps its id."""
+        """Returns a copy of `message` with the new addresses and the same id."""
         stamp = self._stamps.get(message.stamp)
         if stamp is None:
             attributes = message.stamp.attributes
@@ -233,7 +233,7 @@ class Readdressed:
         return EncodedMessage(message.encoded[:_ID_SIZE] + stamp.suffix, message.payload, stamp)
 
     def put(self, attributes: UAttributes) -> None:
-        """The addresses into `attributes`."""
+        """Write the new addresses into `attributes`."""
         attributes.source.CopyFrom(self._source)
         if self._sink is None:
             attributes.ClearField("sink")
@@ -242,7 +242,7 @@ class Readdressed:
 
 
 class Stamps:
-    """Reads serialised UMessages back; one stamp for each suffix. A cache: it starts anew when it is full."""
+    """Reads serialised UMessages, with one stamp for each suffix. The stamps are in a Cache."""
 
     def __init__(self) -> None:
         self._known: Cache[bytes, Stamp] = Cache()
@@ -272,7 +272,7 @@ class Stamps:
 
 
 def _field(data: bytes, at: int, tag: int) -> tuple[int, int]:
-    """Where the content of the length-delimited field `tag` at `at` begins and ends; (0, 0) if there is none."""
+    """Returns begin and end of the content of the length-delimited field `tag` at `at`; (0, 0) if there is none."""
     try:
         if data[at] != tag:
             return 0, 0
@@ -294,8 +294,6 @@ def _field(data: bytes, at: int, tag: int) -> tuple[int, int]:
 
 
 def _varint(value: int) -> bytes:
-    if value < len(_VARINTS):
-        return _VARINTS[value]
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -304,4 +302,4 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-_VARINTS: Final = [bytes([n]) if n < 0x80 else bytes([n & 0x7F | 0x80, n >> 7]) for n in range(1 << 14)]
+_VARINTS: Final = [_varint(value) for value in range(1 << 14)]

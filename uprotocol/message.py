@@ -33,19 +33,19 @@ _UINT32_MAX = 0xFFFF_FFFF
 
 @dataclass(frozen=True, slots=True)
 class UPayload:
-    """Bytes and how to read them."""
+    """Bytes and their format."""
 
     data: bytes = b""
     format: UPayloadFormat.ValueType = UNSPECIFIED
 
     @classmethod
     def pack(cls, message: Message) -> UPayload:
-        """`message` as plain protobuf: the reader knows the type."""
+        """`message` as plain protobuf: the receiver has to know the type."""
         return cls(message.SerializeToString(), PROTOBUF)
 
     @classmethod
     def pack_to_any(cls, message: Message) -> UPayload:
-        """`message` in a google.protobuf.Any: the payload says its type."""
+        """`message` in a google.protobuf.Any, which names the type."""
         wrapped = Any()
         wrapped.Pack(message)
         return cls(wrapped.SerializeToString(), PROTOBUF_WRAPPED_IN_ANY)
@@ -55,9 +55,9 @@ class UPayload:
         return cls(message.payload, message.attributes.payload_format)
 
     def unpack(self, type: type[M]) -> M:
-        """The protobuf message of `type` in this payload; no payload is an empty message.
+        """Parse the payload as a protobuf message of `type`; an empty payload is an empty message.
 
-        Raises UStatusError(INVALID_ARGUMENT) if the format is not protobuf, the bytes don't parse, or the Any holds
+        Raises UStatusError(INVALID_ARGUMENT) if the format is not protobuf, the bytes can't be parsed, or the Any has
         another type.
         """
         made = type()
@@ -77,7 +77,8 @@ class UPayload:
 
 
 def validate(message: UMessage) -> None:
-    """Attributes valid for their type, and no payload format without payload. Raises UStatusError(INVALID_ARGUMENT)."""
+    """Check the attributes, and that there is no payload format without payload. Raises
+    UStatusError(INVALID_ARGUMENT)."""
     attrs.validate(message.attributes)
     attrs.validate_payload(message.attributes, message.HasField("payload"))
 
@@ -87,7 +88,7 @@ def is_expired(message: UMessage, now_ms: int | None = None) -> bool:
 
 
 class UMessageBuilder:
-    """Builds one message; `build*` validates it, so a message that exists is a valid one."""
+    """Builds one message. `build`, `build_from_upayload` and `pack` validate it, so every built message is valid."""
 
     new_id: Callable[[], UUID] = staticmethod(uuids.new)
 
@@ -165,11 +166,11 @@ class UMessageBuilder:
         return message
 
     def pack(self, payload: Message) -> UMessage:
-        """`payload` as plain protobuf."""
+        """Build the message with `payload` as plain protobuf."""
         return self.build_from_upayload(UPayload.pack(payload))
 
 
 def error_response(request: UAttributes, status: UStatus) -> UMessage:
-    """The response that tells the originator why: a UStatus, and its code as commstatus
+    """The response that reports an error to the caller: a UStatus as payload, and its code as commstatus
     (dsn~service-error-model-error-response~1)."""
     return UMessageBuilder.response_for_request(request).with_commstatus(status.code).pack(status)

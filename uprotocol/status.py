@@ -1,6 +1,6 @@
 """UStatus as an exception, and the codes as one enum.
 
-world's error -> UStatusError(code, message) -> UStatus on the wire     (service error model, spec section 4)
+error of a library or the system -> UStatusError(code, message) -> UStatus on the wire   (error model, spec section 4)
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 OK: Final = UStatus(code=UCode.OK)
 
 RETRYABLE: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED})
-"""Codes after which the same message may be sent again; nothing else ever is."""
+"""Codes after which the same message may be sent again. After any other code it is never sent again."""
 
 FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
-"""Codes that are a "no" for good: whoever must get something done asks again after any other, those of a later
-specification included."""
+"""Codes of a permanent refusal. A request that must succeed is repeated after any other code, including codes of a
+later specification."""
 
 _NOT_FOUND: Final = Any()
 _NOT_FOUND.Pack(UStatus(code=UCode.NOT_FOUND))
 
 
 def nobody_listens(message: str) -> UStatus:
-    """For a message of which the network says that nobody is there to take it (MQTT: No matching subscribers).
+    """The status of a message for which the network has no receiver (MQTT: No matching subscribers).
 
-    UNAVAILABLE, since a receiver may come back, with a detail of code NOT_FOUND: the network itself is well. Of a
-    request the caller is told at once; a publish can wait until somebody listens (`is_nobody_listening`).
+    UNAVAILABLE, since a receiver may come back, with a detail of code NOT_FOUND, since the network itself works. The
+    caller of a request gets it at once; a publish can wait for a receiver (`is_nobody_listening`).
     """
     return UStatus(code=UCode.UNAVAILABLE, message=message, details=[_NOT_FOUND])
 
 
 def is_nobody_listening(status: UStatus) -> bool:
-    """True for a status that `nobody_listens` has made."""
+    """True for a status of `nobody_listens`."""
     return status.code == UCode.UNAVAILABLE and _NOT_FOUND in status.details
 
 
@@ -44,15 +44,15 @@ T = TypeVar("T")
 
 
 class Settled(NamedTuple, Generic[T]):
-    """What has become of a batch; each with its status if that is not OK."""
+    """The result of a batch: its items, with their status if that is not OK."""
 
     sent: list[T]
-    again: list[tuple[T, UStatus]]  # may be tried again
-    refused: list[tuple[T, UStatus]]  # never will be taken
+    again: list[tuple[T, UStatus]]  # may be sent again
+    refused: list[tuple[T, UStatus]]  # permanently
 
 
 def settle(items: Sequence[T], statuses: Sequence[UStatus]) -> Settled[T]:
-    """Sort the `items` that were sent by what they were answered."""
+    """Sort `items` by their `statuses`."""
     if len(items) == len(statuses) == statuses.count(OK):
         return Settled(list(items), [], [])
     settled: Settled[T] = Settled([], [], [])
@@ -99,10 +99,10 @@ class UStatusError(Exception):
 
 
 def code_name(code: int) -> str:
-    """`INVALID_ARGUMENT` for 3; the number itself for a code of a later specification."""
+    """Returns the name, such as `INVALID_ARGUMENT` for 3, or the number for a code of a later specification."""
     return UCode.Name(UCode.ValueType(code)) if code in UCode.values() else str(code)
 
 
 def invalid(message: str) -> UStatusError:
-    """An INVALID_ARGUMENT error, the commonest one."""
+    """Returns an INVALID_ARGUMENT error."""
     return UStatusError(UCode.INVALID_ARGUMENT, message)

@@ -1,7 +1,7 @@
-"""uP-L1: what a transport offers (spec up-l1/README.adoc). Everything above speaks to this, and to nothing else.
+"""uP-L1: the interface of a transport (spec up-l1/README.adoc). All layers above use only this interface.
 
-send_batch ->  network  -> on_receive_batch            push, with "ack last": the network is told that a message was
-                        -> receive                     taken only after the listener's awaitable has completed
+send_batch ->  network  -> on_receive_batch            push, with "ack last": a message is acknowledged to the network
+                        -> receive                     only after the listener's awaitable has completed
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-MESSAGE_BYTES_MAX: Final = 1 << 20  # of a payload, unless the owner of a transport says otherwise
-# what a network may carry beside it: attributes, properties, and the columns of a page of history
+MESSAGE_BYTES_MAX: Final = 1 << 20  # payload bytes; the default of UTransport.message_bytes_max
+# bytes that a network may carry beside the payload: attributes, properties, and the columns of a page of history
 ENVELOPE_BYTES_MAX: Final = 64 << 10
 
 
 class Capability(enum.Flag):
-    """What a transport declares. What it does not declare answers its documented error, and the conformance suite
-    checks that."""
+    """What a transport can do. An operation that it does not declare fails with the documented error; the conformance
+    suite checks that."""
 
     NONE = 0
     PUSH = enum.auto()  # register_listener, unregister_listener; else UNIMPLEMENTED
     PULL = enum.auto()  # receive; else UNIMPLEMENTED
-    # the network keeps a message until the listener's awaitable completed, and delivers it again otherwise
+    # the network keeps a message until the listener's awaitable has completed; else it delivers the message again
     ACK = enum.auto()
-    PERSISTENT_SESSION = enum.auto()  # what arrives while we are away is delivered when we are back
+    PERSISTENT_SESSION = enum.auto()  # messages that arrive while we are away are delivered after the reconnect
     WILDCARD_SOURCE = enum.auto()  # (FFFF, none) and other source patterns without sink; else INVALID_ARGUMENT
-    # else a publish needs the streamer's sink (MQTT off-vehicle); without it INVALID_ARGUMENT
+    # without it a publish needs the streamer's sink (MQTT off-vehicle), or fails with INVALID_ARGUMENT
     PUBLISH_WITHOUT_SINK = enum.auto()
-    # `send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them
+    # `send_batch` also accepts EncodedMessages (uprotocol.encoded) and sends them without parsing
     ENCODED = enum.auto()
-    # `send_batch` says of a publish that nobody listens at its address (see UTransport.tells_absence)
+    # `send_batch` reports that nobody listens at the address of a publish (see UTransport.tells_absence)
     ABSENCE = enum.auto()
 
 
@@ -48,8 +48,8 @@ class Capability(enum.Flag):
 class UListener(Protocol):
     """Receives messages on the event loop, in arrival order.
 
-    A listener that also has `on_receive_batch(messages: Sequence[UMessage])` gets all that arrived together in one call
-    of it instead. Either may return an awaitable: the message counts as taken when it completes.
+    If a listener also has `on_receive_batch(messages: Sequence[UMessage])`, that is called instead, with all messages
+    that arrived together. Either may return an awaitable: the message counts as received when it completes.
     """
 
     def on_receive(self, message: UMessage) -> Awaitable[None] | None: ...
@@ -57,15 +57,15 @@ class UListener(Protocol):
 
 @runtime_checkable
 class UBatchListener(Protocol):
-    """What a listener may have beside `on_receive`."""
+    """The optional batch method of a listener."""
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
 
 
 class EncodedListener(abc.ABC):
-    """A listener that wants EncodedMessages, all that arrived together in one call.
+    """A listener that gets EncodedMessages, with all that arrived together in one call.
 
-    To a transport that has UMessages it is a listener like any other (UBatchListener).
+    For a transport without EncodedMessages it is a UBatchListener like any other.
     """
 
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class EncodedListener(abc.ABC):
 
 
 class LocalUriProvider:
-    """Who we are: own authority, entity and version (dsn~localuriprovider-declaration~1)."""
+    """The own authority, entity and version (dsn~localuriprovider-declaration~1)."""
 
     def __init__(self, authority: str, ue_id: int, version: int) -> None:
         self._source = uris.uri(authority, ue_id, version, uris.RESOURCE_REPLY)
@@ -90,7 +90,7 @@ class LocalUriProvider:
         return self._source.authority_name
 
     def get_source(self) -> UUri:
-        """Own address, resource 0: where replies and notifications go."""
+        """The own address, with resource 0: the sink of responses and notifications."""
         return self.get_resource(uris.RESOURCE_REPLY)
 
     def get_resource(self, resource_id: int) -> UUri:
@@ -109,68 +109,68 @@ HeardCallback = Callable[[Sequence[str] | None], None]
 class UTransport(abc.ABC):
     """A network that carries UMessages. All methods run on one event loop, and none blocks it.
 
-    Errors are UStatusError, and nothing else: whatever a library or the system raises is translated at the edge.
-    UNAVAILABLE and DEADLINE_EXCEEDED may be tried again; anything else never is. Only a cancellation goes through as it
-    is, and after one in `open` the transport is closed.
+    Every error is a UStatusError: a transport translates what libraries and the system raise. After UNAVAILABLE and
+    DEADLINE_EXCEEDED the caller may try again, after other codes it must not. A cancellation is passed on unchanged; if
+    `open` is cancelled, the transport is closed.
     """
 
     capabilities: Capability = Capability.NONE
     only_listens: bool = False
-    """Others come to it, and it goes to nobody: that nobody is there just now is no trouble."""
+    """True if peers connect to this transport and it connects to none: then having no peer is not an error."""
     message_bytes_max: int = MESSAGE_BYTES_MAX
-    """Set by the owner before `open`. What has more than ENVELOPE_BYTES_MAX beyond it, attributes and payload together,
-    is not taken from the network: the peer is told where the protocol can, and it is counted as dropped ("too_large").
-    Sent, it answers INVALID_ARGUMENT."""
+    """Set by the owner before `open`. A message whose attributes and payload together exceed this limit plus
+    ENVELOPE_BYTES_MAX is not accepted from the network: it is counted as dropped ("too_large"), and the peer gets an
+    error if the protocol allows it. `send_batch` answers INVALID_ARGUMENT for it."""
 
     @property
     def wire_bytes_max(self) -> int:
-        """Of one message as a network carries it, attributes and payload together."""
+        """The maximal bytes of one message in the network, attributes and payload together."""
         return self.message_bytes_max + ENVELOPE_BYTES_MAX
 
     in_flight_messages: int = 0
-    """So many messages may be unanswered before there is any use in waiting for the network; it may change at any time.
-    0: whoever sends waits for the answers to one batch before it sends the next. Else several calls of `send_batch` may
-    be under way: they leave in the order of the calls, and after a failure nothing of the calls behind it is begun, nor
-    of a new one, until the call that failed has been answered."""
+    """How many messages a sender may have in flight (sent but not answered). It may change at any time.
+    0: a sender waits for the answers to one batch before it sends the next. Otherwise several calls of `send_batch` may
+    run at once: their messages are sent in the order of the calls. After a failure the transport sends no message of a
+    later call until the failed call has returned."""
 
     refused: dict[str, int] | None = None
-    """Set by the owner: source authorities, as the network names them, whose messages are not taken for now. A
-    transport that can tell an authority without reading the message counts it here, and acknowledges it; one that can't
-    leaves it to its listeners. Requests are taken all the same: their callers are told."""
+    """Set by the owner: source authorities (by their names in the network) whose messages are discarded for now, with
+    a count for each. A transport that knows the authority without parsing the message counts the message here and
+    acknowledges it; another one leaves that to its listeners. Requests are delivered all the same, so that their
+    callers get an error."""
 
     tells_absence: bool = False
-    """Set by the owner, at any time. With Capability.ABSENCE a publish at whose address nobody listens, as far as the
-    network knows, then answers `status.nobody_listens`: nobody has got it, and the owner sends it again later. After
-    such an answer the messages of the same call with the same address are answered the same. False: it answers OK, as
-    without the capability. An address of which the network knows nothing yet counts as listened to."""
+    """Set by the owner, at any time. If True, a transport with Capability.ABSENCE answers `status.nobody_listens` for a
+    publish if the network knows that nobody listens at its address: nobody received it, and the owner sends it again
+    later. The following messages of the same call with the same address get the same answer. If False, it answers OK,
+    as without the capability. As long as the network does not know, somebody is assumed to listen."""
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
-        """The name by which the network routes a message with these addresses: what an access rule there allows or
-        refuses, and what a listener there listens to (MQTT: the topic). `send_batch` answers PERMISSION_DENIED or
-        UNAUTHENTICATED where the network refuses it: all messages with that address would be answered the same. At most
-        1,024 characters; pure."""
+        """The name by which the network routes a message with these addresses (MQTT: the topic). Access rules and
+        listeners of the network refer to it. If the network refuses an address, `send_batch` answers PERMISSION_DENIED
+        or UNAUTHENTICATED for all messages with it. At most 1,024 characters; pure."""
         return uris.format(source) if sink is None else f"{uris.format(source)} {uris.format(sink)}"
 
     def on_heard(self, callback: HeardCallback) -> None:
-        """`callback(addresses)` on the event loop when somebody listens at addresses (`address_of`) that were answered
-        `nobody_listens` before; None: at any of them, perhaps. A network without such an event never calls: the owner
-        tries again by itself."""
+        """Call `callback(addresses)` on the event loop when somebody starts to listen at addresses (`address_of`) for
+        which `send_batch` answered `nobody_listens`; None: possibly at any of them. A network without such an event
+        never calls: the owner then has to try again by itself."""
 
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it
-        refuses us.
+        refuses the connection.
 
-        It may also return before there is a connection, and connect by itself later. After a failure it may be called
-        again, and nothing is left of the one that failed. On one that is open, or being opened, it changes nothing.
+        It may also return before there is a connection, and connect later by itself. After a failure it may be called
+        again; the failed call leaves nothing behind. If the transport is open or being opened, it changes nothing.
         """
 
     async def close(self) -> None:
-        """Drain and disconnect: what `send_batch` answered OK has left, or the log says otherwise. Raises nothing; may
-        be called twice.
+        """Drain and disconnect: messages for which `send_batch` answered OK are sent, or their loss is logged. Raises
+        nothing; may be called twice.
 
-        A call of `send_batch` that is under way ends, UNAVAILABLE for what is not answered. `open` may be called after
-        it: whoever registered listeners registers them again then, which changes nothing where the transport still has
-        them.
+        A running call of `send_batch` ends, with UNAVAILABLE for each message that is not answered yet. `open` may be
+        called again afterwards: then the owners of listeners register them again, which changes nothing if the
+        transport still has them.
         """
 
     async def __aenter__(self) -> Self:
@@ -182,70 +182,70 @@ class UTransport(abc.ABC):
 
     @property
     def connected(self) -> bool:
-        """False before `open`, after `close`, and while the network is known to be away. One that can't know says True
-        once it is open."""
+        """False before `open`, after `close`, and while the network is known to be away. A transport that can't know
+        returns True while it is open."""
         return True
 
     @property
     def away_because(self) -> str:
-        """Why `connected` is False, in a plain sentence: what the network or its broker said last. "" while there is a
-        connection, and if nobody knows. It may change while the network is away."""
+        """Why `connected` is False, as a sentence: the last error of the network or its broker. "" while there is a
+        connection, or if the reason is unknown. It may change while the network is away."""
         return ""
 
     def on_connection(self, callback: ConnectionCallback) -> None:
-        """`callback(connected)` once for each change of `connected`, which says the same by then; on the event loop.
+        """Call `callback(connected)` on the event loop once after each change of `connected`.
 
-        The first connection is told like any other, whether it comes within `open` or later; so is the end by `close`.
-        A callback that is added while there is a connection hears of the next change: ask `connected`. What a callback
-        raises harms nobody.
+        The first connection is reported like any other, whether it is made within `open` or later; so is the end by
+        `close`. A callback that is added later gets the next change; read `connected` for the current value. An
+        exception of a callback has no effect on others.
         """
 
     def on_loss(self, callback: LossCallback) -> None:
-        """`callback(text, messages)` when messages for us were lost in the network, on the event loop; called before
-        `open`.
+        """Call `callback(text, messages)` on the event loop when messages for us were lost in the network. To be called
+        before `open`.
 
-        `text` is one line: what happened, and where. `messages` is how many at most; None if nobody can know. Each loss
-        is told once. A network that loses nothing, or that can't tell, never calls.
+        `text` is one line: what happened, and where. `messages` is the maximal number of lost messages; None if it is
+        unknown. Each loss is reported once. A network that loses nothing, or can't detect it, never calls.
         """
 
     def remember_in(self, file: str) -> None:
-        """Keep in `file` what the next process must know to tell of losses, and to end subscriptions that it does not
-        want any more; read what the last one has left. Called before `open`.
+        """Use `file` to keep what the next process needs to report losses and to end subscriptions that are no longer
+        wanted, and read what the previous process stored there. To be called before `open`.
 
-        The folder of `file` is there. Without this call only losses within one process are told. Who has nothing to
-        remember makes no file.
+        The folder of `file` exists. Without this call only losses within one process are reported. A transport that has
+        nothing to store creates no file.
         """
 
     def all_registered(self) -> None:
-        """The owner has registered all listeners that an earlier process of his had and that he still wants: what a
-        session brings for others need not wait for a listener. On the event loop, while it is open; may be called
-        again. Who is not told gives listeners a while."""
+        """The owner calls this when it has registered all listeners of an earlier process that it still wants. From
+        then on messages of a persistent session without a listener need not wait for one; without this call they wait
+        for some time. On the event loop, while the transport is open; may be called again."""
 
     @property
     def troubles(self) -> list[str]:
-        """What is wrong now though the network is there, in plain sentences that name the culprit; past losses are
-        `on_loss`'s."""
+        """Current problems while the network is available, as sentences that name the cause. Past losses are reported
+        by `on_loss`."""
         return []
 
     @property
     def notes(self) -> list[str]:
-        """What a person may want to know though nothing is wrong: a limit of the network that is lower than what the
-        settings ask for, for instance."""
+        """Information for the operator that is not a problem, for example a limit of the network that is lower than the
+        configured value."""
         return []
 
     @abc.abstractmethod
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Send in order, also in the order of the calls; one status for each message, OK when the network has taken it
-        (MQTT: PUBACK).
+        """Send in order, also in the order of the calls. Returns one status for each message: OK when the network has
+        accepted it (MQTT: PUBACK).
 
-        An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After
-        a failure of the network (UNAVAILABLE) nothing behind it with the same source, sink and priority is tried, so
-        that a later try keeps the order. The rest may be tried, where it is one receiver that does not take what is
-        sent to it. A request that nobody is there to take answers `status.nobody_listens`, where the network can tell:
-        UNAVAILABLE too, but of that request alone. So does a publish, if the owner has asked for it (`tells_absence`).
+        The status is INVALID_ARGUMENT for an invalid message and DEADLINE_EXCEEDED for an expired one; neither stops
+        the others. After a failure of the network (UNAVAILABLE) no later message with the same source, sink and
+        priority is sent, so that a retry keeps the order. The others may be sent, if only one receiver failed. If the
+        network knows that a request has no receiver, its status is `status.nobody_listens`: UNAVAILABLE as well, but of
+        that request only. The same holds for a publish if the owner has set `tells_absence`.
 
-        What the network refuses for its address (an access rule, a name that it does not allow) answers
-        PERMISSION_DENIED or UNAUTHENTICATED; messages with other addresses go on.
+        If the network refuses an address (an access rule, a forbidden name), the status is PERMISSION_DENIED or
+        UNAUTHENTICATED; messages with other addresses are sent.
         """
 
     async def send(self, message: UMessage) -> None:
@@ -255,16 +255,16 @@ class UTransport(abc.ABC):
             raise UStatusError.from_status(status)
 
     async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
-        """The oldest message that matches and has not expired. Raises NOT_FOUND, or UNIMPLEMENTED without
+        """Returns the oldest message that matches and has not expired. Raises NOT_FOUND, or UNIMPLEMENTED without
         Capability.PULL."""
         raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by push only: use register_listener")
 
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        """Deliver what matches to `listener`. Without `sink_filter` only messages without sink match.
+        """Deliver messages that match to `listener`. Without `sink_filter` only messages without sink match.
 
-        Doing it again changes nothing. Raises UNIMPLEMENTED without Capability.PUSH, INVALID_ARGUMENT for a pair of
+        Repeating it changes nothing. Raises UNIMPLEMENTED without Capability.PUSH, INVALID_ARGUMENT for a pair of
         filters that the specification does not list, RESOURCE_EXHAUSTED at a limit.
         """
         raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by pull only: use receive")
@@ -272,8 +272,8 @@ class UTransport(abc.ABC):
     async def register_listeners(
         self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:
-        """register_listener for each (source filter, sink filter); one status for each. What is not OK is not
-        registered. All are asked for at the same time: give some hundred at once."""
+        """Call register_listener for each (source filter, sink filter), all at the same time: pass some hundred at
+        most. Returns one status for each; a pair whose status is not OK is not registered."""
 
         async def register(source_filter: UUri, sink_filter: UUri | None) -> UStatus:
             try:
@@ -285,12 +285,12 @@ class UTransport(abc.ABC):
         return list(await asyncio.gather(*(register(*pair) for pair in filters)))
 
     def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
-        """Before `open`: register_listener for each (source filter, sink filter), so that the network is asked within
-        `open`, before anybody can send to us. One status for each; no I/O.
+        """Register `listener` for each (source filter, sink filter) before `open`, so that `open` subscribes in the
+        network before anybody can send to us. Returns one status for each; does no I/O.
 
-        What is OK is registered, and is unregistered as usual once the transport is open. To register it again then
-        changes nothing, and answers what the network said. Who can't do it answers UNAVAILABLE, as here, and is asked
-        after `open`.
+        A pair with status OK is registered, and is unregistered as usual while the transport is open. Registering it
+        again after `open` changes nothing, and returns the answer of the network. A transport that can't do this
+        answers UNAVAILABLE, like this default: register the listeners after `open`.
         """
         why = f"{type(self).__name__} takes listeners only while it is open: register them after open"
         return [UStatus(code=UCode.UNAVAILABLE, message=why)] * len(filters)
@@ -298,20 +298,21 @@ class UTransport(abc.ABC):
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        """End what register_listener began. Raises UNIMPLEMENTED, INVALID_ARGUMENT, or NOT_FOUND if there is no such
+        """Undo register_listener. Raises UNIMPLEMENTED, INVALID_ARGUMENT, or NOT_FOUND if there is no such
         registration."""
         raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by pull only: use receive")
 
 
 _T, _M, _R, _W = "topic", "method", "reply", "wildcard"
 VALID_FILTER_PAIRS: Final = frozenset({(_T, None), (_W, None), (_T, _R), (_R, _M), (_M, _R), (_W, _R), (_W, _W)})
-"""Kinds of (source, sink) resource that may be listened to (spec up-l1, valid filter pairs)."""
+"""Valid kinds of the resources of (source filter, sink filter) (spec up-l1, valid filter pairs)."""
 
 
 def _kind(uri: UUri) -> str:
-    if uri.resource_id == uris.WILDCARD_RESOURCE:
+    resource = uri.resource_id
+    if resource == uris.WILDCARD_RESOURCE:
         return _W
-    return _R if uris.is_reply(uri) else _M if uris.is_method(uri) else _T
+    return _R if resource == uris.RESOURCE_REPLY else _M if resource <= uris.RESOURCE_METHOD_MAX else _T
 
 
 def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:

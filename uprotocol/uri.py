@@ -32,14 +32,15 @@ RESOURCE_TOPIC_MAX: Final = 0xFFFE
 _NAME = re.compile(r"[a-z0-9\-._~]+")
 _IP_FUTURE = re.compile(r"v[0-9a-f]+\.[a-z0-9\-._~!$&'()*+,;=:]+", re.IGNORECASE | re.ASCII)  # RFC 3986, section 3.2.2
 _DIGITS = re.compile(r"[0-9A-Fa-f]+")
-_SEGMENTS = (("ue_id", 8), ("ue_version_major", 2), ("resource_id", 4))  # and their digits at most
+_SEGMENTS = (("ue_id", 8), ("ue_version_major", 2), ("resource_id", 4))  # with the maximal number of digits
 
 
 def uri(authority: str = "", ue_id: int = 0, version: int = 1, resource: int = 0) -> UUri:
     """A validated UUri. Raises UStatusError(INVALID_ARGUMENT)."""
     if not 0 <= ue_id <= WILDCARD_ENTITY:
         raise invalid(f"ue_id is 32 bits wide, got {ue_id:#x}")
-    _validate(authority, version, resource)
+    validate_authority(authority)
+    _validate_numbers(version, resource)
     return UUri(authority_name=authority, ue_id=ue_id, ue_version_major=version, resource_id=resource)
 
 
@@ -49,19 +50,19 @@ def pattern(
     version: int = WILDCARD_VERSION,
     resource: int = WILDCARD_RESOURCE,
 ) -> UUri:
-    """A UUri whose unnamed parts are wildcards."""
+    """A UUri; every part that is not given is a wildcard."""
     return uri(authority, ue_id, version, resource)
 
 
 def parse(text: str) -> UUri:
-    """The UUri that `text` writes: `up://authority/ue_id/version/resource`, with or without `up:` and authority.
+    """Parse `up://authority/ue_id/version/resource`; `up:` and the authority may be missing.
 
-    `up:///1/1/8000` is read as having no authority; what stands in brackets becomes lower-case, as RFC 3986 compares
-    hosts. Raises UStatusError(INVALID_ARGUMENT) with the reason (req~uri-serialization~1).
+    `up:///1/1/8000` has no authority. An IP-literal in brackets becomes lower-case, as RFC 3986 compares hosts. Raises
+    UStatusError(INVALID_ARGUMENT) with the reason (req~uri-serialization~1).
     """
     rest = text[3:] if text[:3].lower() == "up:" else text
     if "?" in rest or "#" in rest:
-        raise invalid(f"a uProtocol URI has neither query nor fragment, but {text!r} does")
+        raise invalid(f"a uProtocol URI has neither query nor fragment, got {text!r}")
     authority = ""
     if rest.startswith("//"):
         authority, slash, path = rest[2:].partition("/")
@@ -74,28 +75,29 @@ def parse(text: str) -> UUri:
         raise invalid(f"expected three path segments (ue_id, version, resource), got {len(segments)} in {text!r}")
     numbers = []
     for segment, (name, digits_max) in zip(segments, _SEGMENTS, strict=True):
-        # int(s, 16) alone would take '+1', '0x1', '1_0'
+        # int(s, 16) alone would accept '+1', '0x1', '1_0'
         if len(segment) > digits_max or not _DIGITS.fullmatch(segment):
             raise invalid(f"{name} {segment!r} in {text!r} is not a hexadecimal number of at most {digits_max} digits")
         numbers.append(int(segment, 16))
-    return uri(authority, *numbers)  # which looks at the authority first: protobuf takes no half of a surrogate pair
+    return uri(authority, *numbers)  # validates the authority first: protobuf refuses half of a surrogate pair
 
 
 def format(uri: UUri) -> str:
-    """`up://authority/UE_ID/VERSION/RESOURCE`, upper-case hex without leading zeros; `up:/...` where there is no
+    """Returns `up://authority/UE_ID/VERSION/RESOURCE`, in upper-case hex without leading zeros; `up:/...` without
     authority."""
     authority = f"//{uri.authority_name}" if uri.authority_name else ""
     return f"up:{authority}/{uri.ue_id:X}/{uri.ue_version_major:X}/{uri.resource_id:X}"
 
 
 def validate(uri: UUri) -> None:
-    """Hold every number to its width and the authority to its grammar; wildcards are allowed. Raises
+    """Check the width of every number and the grammar of the authority; wildcards are allowed. Raises
     INVALID_ARGUMENT."""
-    _validate(uri.authority_name, uri.ue_version_major, uri.resource_id)
+    validate_authority(uri.authority_name)
+    if uri.ue_version_major > 0xFF or uri.resource_id > 0xFFFF:
+        _validate_numbers(uri.ue_version_major, uri.resource_id)
 
 
-def _validate(authority: str, version: int, resource: int) -> None:
-    validate_authority(authority)
+def _validate_numbers(version: int, resource: int) -> None:
     if not 0 <= version <= 0xFF:
         raise invalid(f"ue_version_major is 8 bits wide, got {version:#x}")
     if not 0 <= resource <= 0xFFFF:
@@ -104,8 +106,8 @@ def _validate(authority: str, version: int, resource: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def validate_authority(authority: str) -> None:
-    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IP-literal in brackets
-    (dsn~uri-host-only~2)."""
+    """Valid are: empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, an IP-literal in
+    brackets (dsn~uri-host-only~2). Raises INVALID_ARGUMENT."""
     if authority in ("", WILDCARD_AUTHORITY):
         return
     if len(authority) > AUTHORITY_LENGTH_MAX:
@@ -114,28 +116,27 @@ def validate_authority(authority: str) -> None:
         _validate_ip_literal(authority)
     elif not _NAME.fullmatch(authority):
         raise invalid(
-            f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no "
-            "port, no user)"
+            f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no port, no user)"
         )
 
 
 def _validate_ip_literal(authority: str) -> None:
-    """IP-literal of RFC 3986: an IPv6 address, or one of a version to come, as in `[v1.fe80::a+en1]`."""
+    """IP-literal of RFC 3986: an IPv6 address, or an address of a future version, such as `[v1.fe80::a+en1]`."""
     if is_ip_future(authority):
         return
     try:
         ipaddress.IPv6Address(authority[1:-1])
     except ValueError as error:
         raise invalid(
-            f"authority {authority!r} is neither an IPv6 address ({error}) nor one of a later version, like [v1.x]"
+            f"authority {authority!r} is neither an IPv6 address ({error}) nor one of a future version, like [v1.x]"
         ) from None
-    if "%" in authority:  # the library takes zones, RFC 3986 does not
-        raise invalid(f"authority {authority!r} names a zone, which means nothing on another device")
+    if "%" in authority:  # the library accepts zones, RFC 3986 does not
+        raise invalid(f"authority {authority!r} has a zone, which is only meaningful on its own device: remove it")
 
 
 def is_ip_future(authority: str) -> bool:
-    """True for IPvFuture of RFC 3986 in its brackets. It may have characters that mean something to a network: `* + $ !
-    ( )`."""
+    """True for an IPvFuture of RFC 3986 in brackets. It may contain `* + $ ! ( )`, which are special characters in some
+    networks."""
     return (
         authority[:1] == "["
         and authority[-1:] == "]"
@@ -144,8 +145,8 @@ def is_ip_future(authority: str) -> bool:
 
 
 def owners(authority: str) -> Iterator[str]:
-    """Who may own `authority`, the nearest first: itself, `*.b.c` and `*.c` for a.b.c, `*`. Nobody owns "", which names
-    no host."""
+    """The patterns that match `authority`, the most specific first: for a.b.c these are a.b.c, `*.b.c`, `*.c` and `*`.
+    Nothing matches "", which names no host."""
     if not authority:
         return
     yield authority
@@ -157,8 +158,15 @@ def owners(authority: str) -> Iterator[str]:
 
 
 def is_one_of(authority: str, patterns: Container[str]) -> bool:
-    """True if `patterns` (names, families, `*`) have an owner of `authority`."""
-    return any(owner in patterns for owner in owners(authority))
+    """True if one of `patterns` (names, families, `*`) matches `authority`."""
+    if not authority or authority in patterns or WILDCARD_AUTHORITY in patterns:
+        return bool(authority)
+    _, dot, rest = authority.partition(".")
+    while dot:
+        if f"*.{rest}" in patterns:
+            return True
+        _, dot, rest = rest.partition(".")
+    return False
 
 
 def is_pattern(authority: str) -> bool:
@@ -167,12 +175,12 @@ def is_pattern(authority: str) -> bool:
 
 
 def is_family(authority: str) -> bool:
-    """True for `*.vin123`: every authority that ends so. It says who owns what; a UUri has no such wildcard."""
+    """True for a pattern like `*.vin123`: all authorities with this ending. A UUri can't contain such a pattern."""
     return authority.startswith("*.")
 
 
 def matches(pattern: UUri, candidate: UUri) -> bool:
-    """dsn~uri-pattern-matching~2: only the pattern's wildcards count; instance 0 is a value, not a wildcard."""
+    """dsn~uri-pattern-matching~2: only wildcards of `pattern` count; instance 0 is a value, not a wildcard."""
     resource = pattern.resource_id
     if resource != WILDCARD_RESOURCE and resource != candidate.resource_id:
         return False
@@ -188,7 +196,7 @@ def matches(pattern: UUri, candidate: UUri) -> bool:
 
 
 def meets(one: UUri, other: UUri) -> bool:
-    """There may be a UUri that both patterns match."""
+    """True if a UUri can exist that both patterns match."""
     parts = (
         (one.authority_name, other.authority_name, WILDCARD_AUTHORITY),
         (one.ue_id & 0xFFFF, other.ue_id & 0xFFFF, WILDCARD_ENTITY_TYPE),
@@ -212,7 +220,7 @@ def is_reply(uri: UUri) -> bool:
 
 
 def has_wildcard(uri: UUri) -> bool:
-    """True iff any part is a wildcard: such a UUri is a pattern and names nothing."""
+    """True if any part is a wildcard: then the UUri is a pattern."""
     return (
         uri.authority_name == WILDCARD_AUTHORITY
         or uri.ue_id & 0xFFFF == WILDCARD_ENTITY_TYPE
@@ -223,7 +231,7 @@ def has_wildcard(uri: UUri) -> bool:
 
 
 def with_authority(uri: UUri, authority: str) -> UUri:
-    """`uri` itself, or a copy with `authority` where it has none (A-15: an empty authority is the local one)."""
+    """Returns `uri` itself, or a copy with `authority` if it has none (A-15: an empty authority is the local one)."""
     if uri.authority_name:
         return uri
     completed = UUri()
@@ -233,28 +241,28 @@ def with_authority(uri: UUri, authority: str) -> UUri:
 
 
 def of_authority(pattern: UUri, authority: str) -> UUri:
-    """The same, on `authority` alone."""
+    """Returns a copy of `pattern` with `authority`."""
     return uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
 
 
 Key = tuple[str, int, int, int]
-"""A UUri as `key` gives it."""
+"""A UUri as a hashable tuple: authority, ue_id, version, resource."""
 
 
 def key(uri: UUri) -> Key:
-    """A hashable identity."""
+    """Returns `uri` as a hashable tuple."""
     return (uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id)
 
 
 Shape = tuple[bool, int, int, int]
-"""Which parts of a pattern are wildcards: the authority; and as bits, all of which are set in a wildcard, of the other
-three numbers of a key."""
+"""The wildcards of a pattern: whether the authority is one, and bit masks of the wildcards in the three numbers of its
+key (in a wildcard all bits are set)."""
 
 EXACT: Final[Shape] = (False, 0, 0, 0)
 
 
 def shape(key: Key) -> Shape:
-    """EXACT: it is no pattern."""
+    """Returns the wildcards of `key`; EXACT if it has none."""
     authority, ue_id, version, resource = key
     entity = WILDCARD_ENTITY_TYPE if ue_id & 0xFFFF == WILDCARD_ENTITY_TYPE else 0
     if ue_id >> 16 == WILDCARD_ENTITY_INSTANCE:
@@ -268,8 +276,8 @@ def shape(key: Key) -> Shape:
 
 
 def masked(key: Key, shape: Shape) -> Key:
-    """The only pattern of that shape that matches what has this `key`. So of many patterns in a dict those that match
-    are found by one look-up for each shape that they have."""
+    """The only pattern of this `shape` that matches `key`. So the matching patterns in a dict are found with one
+    look-up for each shape."""
     authority, ue_id, version, resource = key
     any_authority, entity, any_version, any_resource = shape
     return (
@@ -281,4 +289,4 @@ def masked(key: Key, shape: Shape) -> Key:
 
 
 ANY: Final = pattern()
-"""`//*/FFFFFFFF/FF/FFFF`; shared, so never change it."""
+"""`//*/FFFFFFFF/FF/FFFF`. Shared: do not change it."""

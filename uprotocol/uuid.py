@@ -1,6 +1,6 @@
-"""UUID version 7 (RFC 9562, spec basics/uuid.adoc): make, parse, format, read the time.
+"""UUID version 7 (RFC 9562, spec basics/uuid.adoc): create, parse, format, read the time.
 
-The state is one counter, so ids of one process are unique and never go back, even if the clock does.
+The ids of one process are unique and always increase, even if the clock goes back.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final
 from uprotocol.status import invalid
 from uprotocol.v1.uuid_pb2 import UUID
 
-RANDOM_BLOCK_BYTES: Final = 2_048  # of 256 ids
+RANDOM_BLOCK_BYTES: Final = 2_048  # for 256 ids
 # version 7, variant 10
 _TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-7[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}")
 _LOW = 0xFFFF_FFFF_FFFF_FFFF
 _VERSION = 0x7000
 _VARIANT, _VARIANT_MASK = 0x8000_0000_0000_0000, 0xC000_0000_0000_0000
-TIME_MS_MAX: Final = 253_402_300_799_999  # the end of 9999: no calendar, and no protobuf Timestamp, goes further
+TIME_MS_MAX: Final = 253_402_300_799_999  # the end of the year 9999, the limit of calendars and of protobuf Timestamps
 MSB_MAX: Final = TIME_MS_MAX << 16 | 0xFFFF
 
 
@@ -30,13 +30,13 @@ _time_ns: Callable[[], int] = time.time_ns
 
 
 def now_ms() -> int:
-    """Unix milliseconds; the one clock of ids, ttl and append times."""
+    """Unix milliseconds; the clock of ids, ttl and append times."""
     return _time_ns() // 1_000_000
 
 
 class _Pool:
-    """os.urandom, drawn in blocks: a system call for each id would cost more than all the rest of it. A forked child
-    draws its own."""
+    """os.urandom, read in blocks: a system call for each id would cost more than everything else. A forked child reads
+    a block of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,10 +61,9 @@ _pool = _Pool()
 
 
 class UUIDGenerator:
-    """Ids that rise within a process: 48 bits of time, a 12-bit counter, 62 random bits (RFC 9562 section 6.2, method
-    1).
+    """Increasing ids: 48 bits of time, a 12-bit counter, 62 random bits (RFC 9562 section 6.2, method 1).
 
-    More than 4,096 ids in a millisecond borrow from the next one, as the RFC allows.
+    After 4,096 ids in a millisecond it uses the next millisecond, as the RFC allows.
     """
 
     def __init__(self, clock_ms: Callable[[], int] = now_ms, random_bytes: Callable[[int], bytes] = _pool) -> None:
@@ -84,14 +83,14 @@ _generate: Callable[[], UUID] = UUIDGenerator()
 
 
 def new() -> UUID:
-    """A new id of this process."""
+    """Returns a new id."""
     return _generate()
 
 
 @contextlib.contextmanager
 def simulated(time_ns: Callable[[], int], generate: Callable[[], UUID]) -> Iterator[None]:
-    """Within, `now_ms` and `new` of this process ask these instead: the seam for a simulation that replays a run from
-    its seed."""
+    """Replace the clock and the generator of this process while the context is active, so that a simulation can repeat
+    a run from its seed."""
     global _time_ns, _generate
     before = _time_ns, _generate
     _time_ns, _generate = time_ns, generate
@@ -106,8 +105,8 @@ def is_v7(id: UUID) -> bool:
 
 
 def is_message_id(id: UUID) -> bool:
-    """True for a UUID of version 7 whose time is a date: 48 bits reach to the year 10889, where no ttl ever ends
-    (A-54)."""
+    """True for a UUID of version 7 whose time is not later than the year 9999. 48 bits would allow times until the year
+    10889, which never expire (A-54)."""
     msb = id.msb
     return msb & 0xF000 == 0x7000 and msb <= MSB_MAX and id.lsb >> 62 == 0b10
 
@@ -123,8 +122,7 @@ def format(id: UUID) -> str:
 
 
 def parse(text: str) -> UUID:
-    """The id that `text` writes, in either case. Raises UStatusError(INVALID_ARGUMENT) if it is not a UUID of version
-    7."""
+    """Parse a UUID in upper or lower case. Raises UStatusError(INVALID_ARGUMENT) if it is not of version 7."""
     if not _TEXT.fullmatch(text):
         raise invalid(f"expected a UUID of version 7 like 01234567-89ab-7cde-8f01-23456789abcd, got {text!r}")
     number = int(text.replace("-", ""), 16)
@@ -137,7 +135,7 @@ def to_bytes(id: UUID) -> bytes:
 
 
 def from_bytes(data: bytes) -> UUID:
-    """Raises UStatusError(INVALID_ARGUMENT) if `data` is not 16 bytes that make a UUID of version 7."""
+    """Raises UStatusError(INVALID_ARGUMENT) if `data` is not a UUID of version 7 with 16 bytes."""
     if len(data) != 16:
         raise invalid(f"a UUID has 16 bytes, got {len(data)}")
     id = UUID(msb=int.from_bytes(data[:8], "big"), lsb=int.from_bytes(data[8:], "big"))

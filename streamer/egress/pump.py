@@ -41,8 +41,8 @@ from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.walk.view import Decision, Target, Version, View
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
+from uprotocol import cache as caches
 from uprotocol import uuid as uuids
-from uprotocol.cache import streams_max
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
@@ -614,7 +614,7 @@ class Pump:
         """What is new in `chunk`, and wanted, to the queue. False if more of its topics would have to be held than
         may be."""
         plans = self._plans
-        if len(plans) > streams_max():
+        if len(plans) > caches.streams_max:
             plans.clear()  # here, before those of this chunk are made: all of them are needed at once
         for stream in chunk.stream_set.difference(plans):
             plans[stream] = self._plan(stream)

@@ -721,7 +721,7 @@ class Followed:
             if verdict.reason:
                 self.endpoint.dropped[verdict.reason] += 1
             return None
-        key = message.id_key + verdict.source
+        key = message.id_bytes + verdict.source
         if not dispatch.window.take(key):
             self.counts["duplicate"] += 1
             return None
@@ -733,7 +733,7 @@ class Followed:
         self, source: UUri, message: EncodedMessage, origin: Origin, epoch: Epoch | None
     ) -> _Sorted | None:
         """Epochs and what tells of them, in one log: only there it is known what came first."""
-        key = message.id_key + source.SerializeToString()
+        key = message.id_bytes + source.SerializeToString()
         if epoch is None and not self._follows.dispatch.window.take(key):
             self.counts["duplicate"] += 1
             return None

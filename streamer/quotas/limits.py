@@ -39,7 +39,7 @@ class Limits:
 
     @property
     def streams_cached_max(self) -> int:
-        """Streams of which each cache knows something (uprotocol.cache.make_room)."""
+        """Streams of which each cache knows something (uprotocol.cache.raise_streams_max)."""
         return max(STREAMS_MAX, self.topics_max // CACHED_SHARE)
 
     @property

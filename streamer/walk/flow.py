@@ -289,7 +289,7 @@ class Appender:
         awaited = self._awaited
         if awaited is None:
             return False
-        is_it = any(message.id_key == awaited.id for message in offered.batch)
+        is_it = any(message.id_bytes == awaited.id for message in offered.batch)
         if not is_it and asyncio.get_running_loop().time() < awaited.until:
             return True
         self._awaited = None
@@ -301,7 +301,7 @@ class Appender:
         offered.answer.set_exception(error)
         if self._redelivers and (self._awaited is None or offered.number < self._awaited.number):
             until = asyncio.get_running_loop().time() + REDELIVERY_S
-            self._awaited = _Awaited(offered.number, offered.batch[0].id_key, until)
+            self._awaited = _Awaited(offered.number, offered.batch[0].id_bytes, until)
         self._on_refused(offered.batch)
 
     # What the log refuses for a moment

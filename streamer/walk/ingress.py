@@ -29,8 +29,8 @@ from streamer.walk.rules import Rules
 from streamer.walk.view import Version, View
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
+from uprotocol import cache as caches
 from uprotocol import uri as uris
-from uprotocol.cache import streams_max
 from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION, tells_of_epochs
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
@@ -204,7 +204,7 @@ class Ingress(EncodedListener):
             if log is None and peer is None and not verdict.is_hosted:
                 self._drop(verdict, message)
                 continue
-            key = message.id_key + verdict.source
+            key = message.id_bytes + verdict.source
             if not take(key):
                 duplicates += 1
                 continue
@@ -266,7 +266,7 @@ class Ingress(EncodedListener):
         self.endpoint.dropped["refused"] += len(batch)
         for message in batch:
             source = to_uri(uris.key(message.stamp.attributes.source)).SerializeToString()  # as in the verdict
-            key = message.id_key + source
+            key = message.id_bytes + source
             self._dispatch.window.forget(key)
             if self._redelivers and len(self._missing) < MISSING_MAX:
                 self._missing.add(key)
@@ -382,7 +382,7 @@ class Ingress(EncodedListener):
         if self._names is not None and may_carry_addresses(attributes):
             verdict.inside = functools.partial(self._names.arrived, readdressed)
         address = message.stamp.address
-        if len(self._verdicts) >= streams_max():
+        if len(self._verdicts) >= caches.streams_max:
             self.forget_verdicts()
         self._verdicts[address] = verdict
         if sink is None:

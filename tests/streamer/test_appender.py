@@ -109,12 +109,12 @@ class Network:
     def _not_taken(self, batch: Any) -> None:
         self.refused += len(batch)
         for one in batch:
-            self._window.forget(one.id_key)
+            self._window.forget(one.id_bytes)
 
     def _deliver(self, batch: list[EncodedMessage]) -> Coroutine[Any, Any, None] | None:
         if self.refused > self._refused_max:
             return None
-        new = [one for one in batch if self._window.take(one.id_key)]
+        new = [one for one in batch if self._window.take(one.id_bytes)]
         if new:
             future = self.appender.append([self._gateway.stream] * len(new), new)
             self._in_flight.add(future)

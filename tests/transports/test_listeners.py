@@ -228,7 +228,7 @@ def test_a_message_with_two_ids_is_what_protobuf_says_and_never_the_pattern_of_o
         table.deliver_encoded([(None, b"1", encoded)])
         ids.append(message.attributes.id)
     assert [decoded(one).attributes.id for one in raw.messages] == ids
-    assert [one.id_key for one in raw.messages] == [id.SerializeToString() for id in ids]
+    assert [one.id_bytes for one in raw.messages] == [uuids.to_bytes(id) for id in ids]
     assert all(len(one.encoded) < len(encoded) for one in raw.messages), "the second id is not carried on"
 
 

@@ -71,7 +71,7 @@ def test_whatever_was_seen_before_a_message_reaches_the_filters_that_match(steps
     table = ListenerTable(LOCAL)
     known: dict[Any, tuple[Filter, Hears]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "_streams_max", routes_max)
+        patch.setattr(cache, "streams_max", routes_max)
         patch.setattr(routes, "RENEWED_MAX", routes_max)
         for what, subject in steps:
             match what:

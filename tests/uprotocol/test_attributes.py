@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import Stamp
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPayloadFormat, UPriority
@@ -367,9 +368,9 @@ def test_no_payload_no_format() -> None:
 @spec("local~upriority-explicit")
 def test_an_unset_priority_is_cs1() -> None:
     attributes = publish()
-    assert attrs.priority(attributes) == UPriority.UPRIORITY_CS1
+    assert Stamp(attributes).priority == UPriority.UPRIORITY_CS1
     attributes.priority = UPriority.UPRIORITY_CS0
-    assert attrs.priority(attributes) == UPriority.UPRIORITY_CS0
+    assert Stamp(attributes).priority == UPriority.UPRIORITY_CS0
 
 
 @spec("dsn~up-attributes-ttl-timeout~1")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uprotocol import cache
-from uprotocol.cache import Cache, make_room, streams_max
+from uprotocol.cache import Cache, raise_streams_max
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 9)))
@@ -26,12 +26,12 @@ def test_what_is_there_already_is_replaced_and_clears_nothing() -> None:
 
 def test_there_is_room_for_the_streams_that_most_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that are there already have it, too."""
-    monkeypatch.setattr(cache, "_streams_max", 2)
+    monkeypatch.setattr(cache, "streams_max", 2)
     of_streams, small = Cache[int, int](), Cache[int, int](1)
-    make_room(5)
-    make_room(3)
+    raise_streams_max(5)
+    raise_streams_max(3)
     for number in range(5):
         of_streams[number] = small[number] = number
-    assert (streams_max(), len(of_streams), len(small)) == (5, 5, 1)
+    assert (cache.streams_max, len(of_streams), len(small)) == (5, 5, 1)
     of_streams[5] = 5
     assert of_streams == {5: 5}

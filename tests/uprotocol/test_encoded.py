@@ -46,10 +46,9 @@ def test_it_reads_like_the_message(
     assert encoded.HasField("payload") == same.HasField("payload")
     assert encoded.payload == message.payload
     assert encoded.attributes == message.attributes
-    assert encoded.id_key == message.attributes.id.SerializeToString()
     assert encoded.id_bytes == uuids.to_bytes(message.attributes.id)
     assert encoded.created_ms == uuids.time_ms(message.attributes.id)
-    assert encoded.stamp.priority == attrs.priority(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
+    assert encoded.stamp.priority == (priority or UPriority.UPRIORITY_CS1)
     assert encoded.is_expired(encoded.created_ms + ttl + 1) == (ttl > 0)
     assert not encoded.is_expired(encoded.created_ms + ttl)
 
@@ -99,7 +98,7 @@ def test_messages_of_a_stream_share_the_suffix() -> None:
 
 
 def test_an_unknown_priority_is_the_highest() -> None:
-    assert attrs.priority(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
+    assert Stamp(UAttributes(priority=99)).priority == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

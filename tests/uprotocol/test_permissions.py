@@ -14,7 +14,7 @@ from uprotocol.v1.uattributes_pb2 import UAttributes
 spec = pytest.mark.spec
 
 
-def service(level: int | None, *, methods: dict[str, int | None], topics: dict[int, int | None]) -> ServiceDescriptor:
+def service(level: int | None, *, methods: dict[str, int | None]) -> ServiceDescriptor:
     """A service as a .proto would declare it."""
     file = descriptor_pb2.FileDescriptorProto(name="levels.proto", package="levels")
     file.message_type.add(name="Empty")
@@ -25,11 +25,6 @@ def service(level: int | None, *, methods: dict[str, int | None], topics: dict[i
         method = declared.method.add(name=name, input_type=".levels.Empty", output_type=".levels.Empty")
         if of_method is not None:
             method.options.Extensions[options.method_permission_level] = of_method
-    for id, of_topic in topics.items():
-        topic = options.UServiceTopic(id=id)
-        if of_topic is not None:
-            topic.permission_level = of_topic
-        declared.options.Extensions[options.publish_topic].append(topic)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return pool.FindServiceByName("levels.Service")
@@ -43,10 +38,8 @@ def test_a_request_claims_a_level_or_the_default() -> None:
 
 @spec("local~cap-missing")
 def test_without_any_declaration_the_level_is_n() -> None:
-    bare = service(None, methods={"Get": None}, topics={0x8000: None})
+    bare = service(None, methods={"Get": None})
     assert permissions.declared(bare.methods_by_name["Get"]) == permissions.LEVEL_MAX
-    assert permissions.declared_for_topic(bare, 0x8000) == permissions.LEVEL_MAX
-    assert permissions.declared_for_topic(bare, 0x8001) == permissions.LEVEL_MAX
     assert (
         permissions.declared(v3_pb2.DESCRIPTOR.services_by_name["uSubscription"].methods_by_name["Subscribe"])
         == permissions.LEVEL_MAX
@@ -55,8 +48,6 @@ def test_without_any_declaration_the_level_is_n() -> None:
 
 @spec("local~cap-level")
 def test_the_nearest_declaration_counts() -> None:
-    declared = service(2, methods={"Get": None, "Set": 0}, topics={0x8000: None, 0x8001: 5})
+    declared = service(2, methods={"Get": None, "Set": 0})
     assert permissions.declared(declared.methods_by_name["Get"]) == 2
     assert permissions.declared(declared.methods_by_name["Set"]) == 0
-    assert permissions.declared_for_topic(declared, 0x8000) == 2
-    assert permissions.declared_for_topic(declared, 0x8001) == 5

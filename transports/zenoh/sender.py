@@ -33,7 +33,7 @@ import zenoh
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
 from transports.zenoh.presence import NOBODY, UNASKED, Presence, Unasked, Watch
-from uprotocol.cache import Cache, streams_max
+from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UMessageType
@@ -283,7 +283,7 @@ class ZenohSender:
         return plan
 
     def _route(self, key: _Key, is_publish: bool) -> _Route:
-        if len(self._routes) >= streams_max():
+        if len(self._routes) >= caches.streams_max:
             self._routes.clear()
             self._plans.clear()
         route = self._routes[key] = _Route(self.session, key, asks=is_publish and self._tells_absence)

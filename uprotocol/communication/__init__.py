@@ -1,11 +1,11 @@
 """uP-L2: publish, subscribe, notify, call and serve, over any UTransport (spec up-l2/api.adoc).
 
-api.py         what each role offers: Publisher Notifier Subscriber RpcClient RpcServer, and CallOptions
+api.py         the interfaces: Publisher Notifier Subscriber RpcClient RpcServer, and CallOptions
 pubsub.py      SimplePublisher   SimpleNotifier   InMemorySubscriber
 rpc_client.py  InMemoryRpcClient     request -> waits by its id -> response
 rpc_server.py  InMemoryRpcServer     request -> handler -> response, many at once, bounded
-responses.py   Responses             the outbox of whoever serves
-shares.py      Shares, Turns         room that callers share, a part for each; whose request is worked on next
+responses.py   Responses             the queue of responses to the network
+shares.py      Shares, Turns         capacity that callers share with a limit for each; which request is next
 
 None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1,
 dsn~communication-layer-impl-error-handling~1).

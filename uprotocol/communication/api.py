@@ -1,8 +1,8 @@
-"""What an application may ask of uProtocol, whatever carries it (dsn~communication-layer-api-declaration~1).
+"""The interfaces of uP-L2 for applications, independent of the transport (dsn~communication-layer-api-declaration~1).
 
-Publisher ---- publish ---->  Subscriber        one topic, anybody who subscribed
+Publisher ---- publish ---->  Subscriber              one topic, all subscribers
 Notifier ----- notify ----->  NotificationListener    one topic, one destination
-RpcClient ---- request ---->  RpcServer         one method; the response comes back by itself
+RpcClient ---- request ---->  RpcServer               one method; the response is the result of the call
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-# of a call that names none: longer than a broker's reconnect takes, short enough for a person who waits
+# the default of a call: longer than a reconnect of a broker takes, short enough for a waiting person
 TIMEOUT_MS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How one call travels.
+    """The options of one call.
 
-    `timeout_ms` is the request's ttl and what the caller waits at most; `priority` is CS4 or higher; `token` is opaque
-    (TAP); `permission_level` is what the caller claims to have (CAP); `traceparent` is of the W3C Trace Context.
+    `timeout_ms` is the ttl of the request and the maximal wait of the caller; `priority` is CS4 or higher; `token` is
+    opaque (TAP); `permission_level` is the level that the caller claims (CAP); `traceparent` as in the W3C Trace
+    Context.
     """
 
     timeout_ms: int = TIMEOUT_MS
@@ -42,16 +43,15 @@ class CallOptions:
 DEFAULT_OPTIONS: Final = CallOptions()
 
 RequestHandler = Callable[[UMessage], "UPayload | Message | Awaitable[UPayload | Message | None] | None"]
-"""Gets the whole request: `request.attributes.source` is the caller, `.token` and `.permission_level` are what it
-claims."""
+"""Gets the whole request: `request.attributes.source` is the caller; `.token` and `.permission_level` are its claims."""
 
 RequestCheck = Callable[[UMessage], None]
-"""Refuses a request by raising UStatusError (PERMISSION_DENIED, UNAUTHENTICATED). The specification leaves enforcement
-to such hooks."""
+"""Raises UStatusError (PERMISSION_DENIED, UNAUTHENTICATED) to refuse a request. The specification leaves enforcement to
+such hooks."""
 
 
 class MessageOptions(TypedDict, total=False):
-    """How one message travels; what is not given, or None, is as the specification has it."""
+    """The options of one message. If an option is missing or None, the default of the specification applies."""
 
     priority: UPriority.ValueType | None
     ttl_ms: int | None
@@ -63,14 +63,14 @@ class Publisher(abc.ABC):
     async def publish(
         self, resource_id: int, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
-        """Publish on own topic `resource_id` (8000 to FFFE). Returns when the network has taken it.
+        """Publish to own topic `resource_id` (8000 to FFFE). Returns when the network has accepted the message.
 
-        Raises UStatusError: INVALID_ARGUMENT for what can't be a message, else what the transport says.
+        Raises UStatusError: INVALID_ARGUMENT for an invalid message, or the error of the transport.
         """
 
 
 class NotificationListener(UListener, Protocol):
-    """A UListener that gets notifications only."""
+    """A UListener that gets only notifications."""
 
 
 class Notifier(abc.ABC):
@@ -78,11 +78,12 @@ class Notifier(abc.ABC):
     async def notify(
         self, resource_id: int, destination: UUri, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
-        """Tell `destination` (resource 0) something from own topic `resource_id`. Raises as `Publisher.publish`."""
+        """Send a notification of own topic `resource_id` to `destination` (resource 0). Raises as
+        `Publisher.publish`."""
 
     @abc.abstractmethod
     async def register_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
-        """Hear the notifications that `topic` (which may have wildcards but for its resource) sends to us. Raises
+        """Deliver notifications of `topic` to us. `topic` may have wildcards, except for its resource. Raises
         UStatusError."""
 
     @abc.abstractmethod
@@ -91,7 +92,7 @@ class Notifier(abc.ABC):
 
 
 class SubscriptionService(Protocol):
-    """The local uSubscription, as far as a subscriber needs it."""
+    """The part of the local uSubscription that a Subscriber uses."""
 
     async def subscribe(self, topic: UUri, **options: Any) -> Any: ...
 
@@ -99,20 +100,20 @@ class SubscriptionService(Protocol):
 
 
 class Subscriber(abc.ABC):
-    """A subscription lives in uSubscription and outlives this process; a listener does not, so subscribe again after a
-    restart."""
+    """A subscription is stored in uSubscription and outlives this process. A listener does not, so subscribe again
+    after a restart."""
 
     @abc.abstractmethod
     async def subscribe(self, topic: UUri, listener: UListener, **options: Any) -> Any:
-        """Subscribe and hear. `options` are those of the subscription service (expiry, sample period); its answer is
-        returned.
+        """Subscribe to `topic` and register `listener`. `options` are passed to the subscription service (expiry, sample
+        period). Returns the answer of the service.
 
         Raises UStatusError; then nothing is registered.
         """
 
     @abc.abstractmethod
     async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
-        """Stop `listener` (None: all that this object knows); with the last one the subscription ends. Raises
+        """Unregister `listener` (None: all listeners of this object); with the last one the subscription ends. Raises
         UStatusError."""
 
 
@@ -121,7 +122,7 @@ class RpcClient(abc.ABC):
     async def invoke_method(
         self, method: UUri, payload: UPayload | None = None, options: CallOptions = DEFAULT_OPTIONS
     ) -> UPayload:
-        """The payload of the response. Raises UStatusError with the commstatus of the response, or
+        """Returns the payload of the response. Raises UStatusError with the commstatus of the response, or
         DEADLINE_EXCEEDED."""
 
 

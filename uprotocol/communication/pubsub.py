@@ -1,7 +1,7 @@
 """Publish, notify, subscribe, over any UTransport.
 
 publish(0x8001, payload) -> UMessage -> transport
-subscribe(topic, listener): register the listener -> ask uSubscription -> or unregister again
+subscribe(topic, listener): register the listener -> ask uSubscription -> after a failure unregister the listener
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _finish(builder: UMessageBuilder, payload: UPayload | None, options: Message
 
 
 class SimplePublisher(Publisher):
-    """Publishes what it is given, at once."""
+    """Sends each publish at once."""
 
     def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
         self._transport, self._local = transport, local
@@ -50,7 +50,7 @@ class SimplePublisher(Publisher):
 
 
 class SimpleNotifier(Notifier):
-    """Notifies at once; hears what is sent to its own address."""
+    """Sends each notification at once; receives notifications to its own address."""
 
     def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
         self._transport, self._local = transport, local
@@ -63,7 +63,7 @@ class SimpleNotifier(Notifier):
         await self._transport.send(_finish(builder, payload, options))
 
     async def register_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
-        _require_topic(topic)  # with a wildcard resource the pair (FFFF, 0) would bring responses as well
+        _require_topic(topic)  # with a wildcard resource the pair (FFFF, 0) would match responses, too
         await self._transport.register_listener(topic, listener, self._local.get_source())
 
     async def unregister_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
@@ -72,7 +72,7 @@ class SimpleNotifier(Notifier):
 
 
 class InMemorySubscriber(Subscriber):
-    """Knows its listeners in memory only; the subscriptions themselves are the service's."""
+    """Keeps its listeners in memory; the service stores the subscriptions."""
 
     def __init__(self, transport: UTransport, local: LocalUriProvider, usubscription: SubscriptionService) -> None:
         self._transport, self._local, self._usubscription = transport, local, usubscription
@@ -88,12 +88,12 @@ class InMemorySubscriber(Subscriber):
         if not known:
             listeners.append(listener)
         try:
-            # first: no message may fall between the answer and the listener
+            # before the request, so that no message after the answer is missed
             await self._transport.register_listener(topic, listener)
             return await self._usubscription.subscribe(topic, **options)
         except BaseException:
             if not known:
-                with contextlib.suppress(UStatusError):  # the first failure is the one to tell
+                with contextlib.suppress(UStatusError):  # the caller gets the first failure
                     await self._forget(topic, listener)
             raise
 
@@ -105,7 +105,7 @@ class InMemorySubscriber(Subscriber):
             what = f"this listener is not subscribed to {uris.format(topic)}: give none to end the subscription"
             raise UStatusError(UCode.NOT_FOUND, what)
         if len(leaving) == len(listeners):
-            # first: if it fails nothing has changed, and it may be tried again
+            # before the listeners are removed: after a failure nothing has changed, and the caller may try again
             await self._usubscription.unsubscribe(topic)
         for one in leaving:
             await self._forget(topic, one)
@@ -117,7 +117,7 @@ class InMemorySubscriber(Subscriber):
         try:
             await self._transport.unregister_listener(topic, listener)
         except UStatusError as error:
-            if error.code != UCode.NOT_FOUND:  # never registered, or gone with the transport: what was wanted holds
+            if error.code != UCode.NOT_FOUND:  # never registered, or removed when the transport was closed
                 raise
 
     def _complete(self, topic: UUri) -> UUri:

@@ -1,10 +1,9 @@
-"""Responses on their way to the network: a bounded number of messages and bytes, callers in turn.
+"""The queue of responses to the network: bounded in messages and bytes, in turn by caller.
 
 post(response)          -> waiting, by caller -> one send_batch after the other, some of each caller -> the network
-refuse(request, error) -'                        '-> not taken: counted, and the caller's own timer tells it
+refuse(request, error) -'                        '-> failed: counted; the caller gets DEADLINE_EXCEEDED from its timer
 
-A caller that asks without end, or takes no answers, fills its own share: whatever the others are owed has room beside
-it.
+A caller that sends requests without end, or accepts no responses, fills only its own share of the queue.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-RESPONSES_WAITING_MAX: Final = 4_096  # for the network to take them: the refusals of a burst must find room too
-RESPONSES_BYTES_MAX: Final = 32 << 20  # of them in all: what long answers to a network that takes none may cost
-RESPONSES_BATCH_MAX: Final = 512  # beyond it the cost per message no longer falls
-BATCH_BYTES_MAX: Final = 4 << 20  # of one batch: the next callers' turn comes soon
-RESPONSE_MEMORY_BYTES: Final = 1_024  # what a response costs beside its payload
-METHODS_MAX: Final = 1_000  # that are remembered though they are not served any more
+RESPONSES_WAITING_MAX: Final = 4_096  # waiting responses: enough for the refusals of a burst, too
+RESPONSES_BYTES_MAX: Final = 32 << 20  # memory of all waiting responses while the network accepts none
+RESPONSES_BATCH_MAX: Final = 512  # a larger batch does not lower the cost per message
+BATCH_BYTES_MAX: Final = 4 << 20  # of one batch, so that the next callers have their turn soon
+RESPONSE_MEMORY_BYTES: Final = 1_024  # memory of a response beside its payload
+METHODS_MAX: Final = 1_000  # methods that are remembered after they are unregistered
 
 log = structlog.get_logger()
 
 
 class Responses:
-    """The outbox of whoever serves methods. A caller here is an authority: uEntities are made up at no cost.
+    """The queue of responses of one server. Here a caller is an authority, since a sender can invent uEntities.
 
-    `dropped` counts what did not leave, by reason; its owner may count more there.
+    `dropped` counts responses that were not sent, by reason; its owner may add other counts.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class Responses:
         share: int = CALLERS_SHARE,
     ) -> None:
         self._transport, self._batch_max = transport, batch_max
-        # by caller; what is being sent counts until the network has taken it
-        self._room = Shares[str](waiting_max, bytes_max, share)
-        self._waiting: dict[str, deque[UMessage]] = {}  # by caller, in the order in which it is their turn
+        # by caller; a response counts until the network has accepted it
+        self._shares = Shares[str](waiting_max, bytes_max, share)
+        self._waiting: dict[str, deque[UMessage]] = {}  # by caller, in the order of their turns
         self._sender: asyncio.Task[None] | None = None
-        self._on_taken: Callable[[], None] | None = None
-        self._is_failing = False  # the last batch was not sent, which has been told
+        self._on_sent: Callable[[], None] | None = None
+        self._is_failing = False  # the last batch was not sent, and that is logged
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -68,49 +67,49 @@ class Responses:
 
     @property
     def bytes(self) -> int:
-        """Of all that the network has not taken."""
-        return self._room.bytes
+        """The bytes of all responses that the network has not accepted yet."""
+        return self._shares.bytes
 
-    def has_room(self, caller: str, bytes: int, promised: int = 0, promised_to_all: int = 0) -> bool:
-        """True if a response of so many bytes would be taken beside all that waits, and what is promised to it and to
-        all."""
-        return self._room.full(caller, bytes, promised, promised_to_all) is None
+    def has_capacity(self, caller: str, bytes: int, promised: int = 0, promised_to_all: int = 0) -> bool:
+        """True if a response of `bytes` fits beside all that wait, and beside the bytes promised to this caller and to
+        all callers."""
+        return self._shares.full(caller, bytes, promised, promised_to_all) is None
 
-    def on_taken(self, callback: Callable[[], None]) -> None:
-        """Call it whenever there may be room that there was not before."""
-        self._on_taken = callback
+    def on_sent(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after each batch, when capacity may have become free."""
+        self._on_sent = callback
 
     def post(self, response: UMessage) -> None:
-        """Raises nothing: what finds no room is dropped, and counted."""
-        caller, bytes = response.attributes.sink.authority_name, _bytes(response)
-        if not self.has_room(caller, bytes):
+        """Queue `response`; without capacity it is dropped and counted. Raises nothing."""
+        caller, bytes = response.attributes.sink.authority_name, len(response.payload) + RESPONSE_MEMORY_BYTES
+        if self._shares.full(caller, bytes) is not None:
             self.dropped["responses_full"] += 1
             return
-        self._room.add(caller, 1, bytes)
+        self._shares.add(caller, 1, bytes)
         self._waiting.setdefault(caller, deque()).append(response)
         if self._sender is None:
             self._sender = asyncio.ensure_future(self._send())
 
     def refuse(self, request: UAttributes, error: BaseException) -> None:
-        """Answer with the code of a UStatusError; anything else is a fault of ours: INTERNAL
+        """Answer with the status of a UStatusError; any other exception is a bug of the handler and answers INTERNAL
         (dsn~service-error-model-error-response~1)."""
         if isinstance(error, UStatusError):
             status = error.status
         else:
             log.error("a request handler failed", method=uris.format(request.sink), exc_info=error)
             status = UStatus(code=UCode.INTERNAL, message="the service failed to handle the request; its log says why")
-        if not self.has_room(request.source.authority_name, RESPONSE_MEMORY_BYTES):  # asked before it costs anything
+        if not self.has_capacity(request.source.authority_name, RESPONSE_MEMORY_BYTES):  # before the response is built
             self.dropped["responses_full"] += 1
             return
         try:
             response = error_response(request, status)
-        except UStatusError:  # so malformed that no valid response to it exists
+        except UStatusError:  # no valid response to this malformed request exists
             self.dropped["unanswerable"] += 1
         else:
             self.post(response)
 
     async def drain(self, ms_max: int) -> None:
-        """Wait until the network has taken them, at most `ms_max`; the rest is dropped and counted."""
+        """Wait at most `ms_max` until the network has accepted all responses; the rest is dropped and counted."""
         if self._sender is not None:
             _, late = await asyncio.wait({self._sender}, timeout=ms_max / 1000)
             for task in late:
@@ -122,7 +121,7 @@ class Responses:
         self._settle(rest)
 
     async def _send(self) -> None:
-        """Until nothing waits."""
+        """Send batches until nothing waits."""
         try:
             while self._waiting:
                 batch = self._next_batch()
@@ -133,7 +132,7 @@ class Responses:
                 except asyncio.CancelledError:
                     self.dropped["response_not_sent"] += len(batch)
                     raise
-                except Exception as error:  # a fault of the transport must not end the answers
+                except Exception as error:  # a bug of the transport must not stop later responses
                     statuses = [UStatus(code=UCode.INTERNAL, message=repr(error))] * len(batch)
                 finally:
                     self._settle(batch)
@@ -148,28 +147,30 @@ class Responses:
             self._sender = None
 
     def _next_batch(self) -> list[UMessage]:
-        """One of each caller in turn, as many as fit: at least one."""
+        """Returns at least one response; callers take turns."""
         batch: list[UMessage] = []
         bytes = 0
         while self._waiting and len(batch) < self._batch_max and bytes < BATCH_BYTES_MAX:
             caller, waiting = next(iter(self._waiting.items()))
             batch.append(waiting.popleft())
-            bytes += _bytes(batch[-1])
+            bytes += len(batch[-1].payload) + RESPONSE_MEMORY_BYTES
             del self._waiting[caller]
             if waiting:
                 self._waiting[caller] = waiting  # behind the others
         return batch
 
-    def _settle(self, gone: list[UMessage]) -> None:
-        for response in gone:
-            self._room.add(response.attributes.sink.authority_name, -1, -_bytes(response))
-        if gone and self._on_taken is not None:
-            self._on_taken()
+    def _settle(self, responses: list[UMessage]) -> None:
+        """Free the capacity of `responses`."""
+        for response in responses:
+            bytes = len(response.payload) + RESPONSE_MEMORY_BYTES
+            self._shares.add(response.attributes.sink.authority_name, -1, -bytes)
+        if responses and self._on_sent is not None:
+            self._on_sent()
 
 
 def response_to(request: UAttributes, payload: UPayload | None) -> UMessage:
-    """Addresses swapped, reqid, priority and ttl copied (spec section 3.5,
-    dsn~service-error-model-success-response~1). Valid if the request is: nothing is checked again."""
+    """The response to `request`: addresses swapped, reqid, priority and ttl copied (spec section 3.5,
+    dsn~service-error-model-success-response~1). It is valid if the request is, so it is not validated."""
     attributes = UAttributes(
         type=attrs.RESPONSE,
         id=UMessageBuilder.new_id(),
@@ -185,30 +186,30 @@ def response_to(request: UAttributes, payload: UPayload | None) -> UMessage:
 
 
 class Unserved(Responses):
-    """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later
-    or elsewhere.
+    """Answers requests for methods that are not served: UNIMPLEMENTED, or UNAVAILABLE if the method may be served later
+    or by another process.
 
-    `is_settled`: set by the owner once all is served that ever will be, and taken back when it stops. Until then nobody
-    is told that a method does not exist: who hears that gives up for good.
+    `is_settled`: the owner sets it when all its methods are served, and resets it when it stops. Until then no request
+    is answered UNIMPLEMENTED, since a caller then gives up permanently.
     """
 
     def __init__(self, transport: UTransport) -> None:
         super().__init__(transport)
-        self._served: set[tuple[int, int, int]] = set()  # also what is served no more
+        self._served: set[tuple[int, int, int]] = set()  # includes methods that are no longer served
         self.is_settled = False
 
     def served(self, method: UUri) -> None:
-        """Somebody serves it from now on."""
+        """`method` is served from now on."""
         if len(self._served) < METHODS_MAX:
             self._served.add(_method(method))
 
     def answer(self, request: UAttributes) -> None:
-        """Anything but a request that is alive is left alone."""
+        """Answer `request`, unless it has expired or is not a request."""
         if request.type != attrs.REQUEST or attrs.is_expired(request, uuids.now_ms()):
             return
         what = uris.format(request.sink)
         if not self.is_settled or _method(request.sink) in self._served:
-            error = UStatusError(UCode.UNAVAILABLE, f"{what} is not served just now: try again later")
+            error = UStatusError(UCode.UNAVAILABLE, f"{what} is not served now: try again later")
         else:
             error = UStatusError(UCode.UNIMPLEMENTED, f"there is no method {what}")
         self.refuse(request, error)
@@ -216,7 +217,3 @@ class Unserved(Responses):
 
 def _method(sink: UUri) -> tuple[int, int, int]:
     return sink.ue_id, sink.ue_version_major, sink.resource_id
-
-
-def _bytes(response: UMessage) -> int:
-    return len(response.payload) + RESPONSE_MEMORY_BYTES

@@ -1,9 +1,9 @@
-"""Calls: a request goes out, its response finds back by the request's id.
+"""Calls: the response to a request is found by the request's id.
 
 invoke_method -> pending[id] -> request -> ... -> response -> pending.pop(reqid) -> caller
-                      |            |  with all that are made on this turn of the loop: one send_batch
-                      |            own timer, from ttl
-                      '-> DEADLINE_EXCEEDED; a response that comes later is counted
+                      |            |  all requests of one turn of the event loop: one send_batch
+                      |            a timer for each, from its ttl
+                      '-> DEADLINE_EXCEEDED; a later response is counted
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CALLS_PENDING_MAX: Final = 10_000  # ten seconds of a thousand calls a second; s
 
 
 class InMemoryRpcClient(RpcClient):
-    """One listener for all responses to the own address; calls run side by side.
+    """One listener for all responses to the own address; calls run concurrently.
 
-    `dropped` counts responses that nobody waits for (late_response) and what isn't a response at all (not_a_response:
-    the one valid filter for responses from everywhere brings notifications too).
+    `dropped` counts responses without a waiting call (late_response) and other messages (not_a_response: the only
+    valid filter for responses from everywhere also matches notifications).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class InMemoryRpcClient(RpcClient):
         self._transport, self._local = transport, local
         self._calls_pending_max = calls_pending_max
         self._pending: dict[tuple[int, int], asyncio.Future[UMessage]] = {}
-        self._leaving = _Leaving(transport)
+        self._outgoing = _Outgoing(transport)
         self._open = False
         self.dropped: Counter[str] = Counter()
 
@@ -49,22 +49,21 @@ class InMemoryRpcClient(RpcClient):
         return f"InMemoryRpcClient({self._local}, pending={len(self._pending)})"
 
     async def open(self) -> None:
-        """Begin to listen. May be called twice. Raises what the transport says."""
+        """Register the listener. May be called twice. Raises the errors of the transport."""
         await self._transport.register_listener(uris.ANY, self, self._local.get_source())
         self._open = True
 
     async def close(self) -> None:
-        """Stop listening; calls that still wait end with CANCELLED. May be called twice."""
+        """Unregister the listener; waiting calls end with CANCELLED. May be called twice."""
         if not self._open:
             return
         self._open = False
         for call in self._pending.values():
             if not call.done():
                 call.set_exception(UStatusError(UCode.CANCELLED, "the RPC client was closed while the call waited"))
-        # the transport may have been closed before us, and its listeners with it
-        with contextlib.suppress(UStatusError):
+        with contextlib.suppress(UStatusError):  # a transport that was closed earlier has no listeners
             await self._transport.unregister_listener(uris.ANY, self, self._local.get_source())
-        await self._leaving.close()
+        await self._outgoing.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -76,14 +75,14 @@ class InMemoryRpcClient(RpcClient):
     async def invoke_method(
         self, method: UUri, payload: UPayload | None = None, options: CallOptions = DEFAULT_OPTIONS
     ) -> UPayload:
-        """The payload of the response (dsn~service-error-model-failed-rpc~1).
+        """Returns the payload of the response (dsn~service-error-model-failed-rpc~1).
 
         Raises UStatusError: DEADLINE_EXCEEDED after `options.timeout_ms`, the response's commstatus with the message
         and details of its UStatus, RESOURCE_EXHAUSTED at the limit of pending calls, INVALID_ARGUMENT, CANCELLED, or
-        what the transport says.
+        the error of the transport.
         """
         if not self._open:
-            what = "the RPC client is not open, so no response could be heard: await open() first"
+            what = "the RPC client is not open, so it can receive no response: await open() first"
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
         if len(self._pending) >= self._calls_pending_max:
             what = f"{self._calls_pending_max} calls are pending, which is the limit: try later"
@@ -94,7 +93,7 @@ class InMemoryRpcClient(RpcClient):
         timer = asyncio.timeout(options.timeout_ms / 1000)
         try:
             async with timer:
-                await self._leaving.put(request)
+                await self._outgoing.put(request)
                 response = await call
         except TimeoutError:
             if not timer.expired():
@@ -104,7 +103,7 @@ class InMemoryRpcClient(RpcClient):
         finally:
             del self._pending[key]
             if call.done() and not call.cancelled():
-                call.exception()  # seen, though close() may have set it while the send had failed already
+                call.exception()  # mark as retrieved: close() may have set it after the send failed
         return _result(response)
 
     def _request(self, method: UUri, payload: UPayload | None, options: CallOptions) -> UMessage:
@@ -127,7 +126,7 @@ class InMemoryRpcClient(RpcClient):
         call = self._pending.get((attributes.reqid.msb, attributes.reqid.lsb))
         if call is None or call.done():
             self.dropped["late_response"] += 1
-        else:  # whatever its ttl: some networks count it down on the way
+        else:  # the ttl is ignored: some networks reduce it during the transfer
             call.set_result(message)
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
@@ -135,20 +134,20 @@ class InMemoryRpcClient(RpcClient):
             self.on_receive(message)
 
 
-_Leaver = tuple[UMessage, "asyncio.Future[None]"]
+_OutgoingRequest = tuple[UMessage, "asyncio.Future[None]"]
 
 
-class _Leaving:
-    """Requests on their way to the network: those of one turn of the loop together, in order."""
+class _Outgoing:
+    """Sends requests in order; all of one turn of the event loop in one batch."""
 
     def __init__(self, transport: UTransport) -> None:
         self._transport = transport
-        self._waiting: list[_Leaver] = []
-        self._sending: dict[asyncio.Task[None], list[_Leaver]] = {}
+        self._waiting: list[_OutgoingRequest] = []
+        self._sending: dict[asyncio.Task[None], list[_OutgoingRequest]] = {}
 
     def put(self, request: UMessage) -> asyncio.Future[None]:
-        """Done when the network has taken it; fails with its UStatusError. One that is cancelled before does not
-        leave."""
+        """The future completes when the network has accepted the request, or fails with the UStatusError. If it is
+        cancelled before, the request is not sent."""
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._go)
@@ -162,7 +161,7 @@ class _Leaving:
             self._sending[task] = batch
             task.add_done_callback(self._sending.pop)
 
-    async def _send(self, batch: list[_Leaver]) -> None:
+    async def _send(self, batch: list[_OutgoingRequest]) -> None:
         errors: list[Exception | None]
         try:
             statuses = await self._transport.send_batch([request for request, _ in batch])
@@ -178,7 +177,7 @@ class _Leaving:
                 taken.set_exception(failed)
 
     async def close(self) -> None:
-        """Nobody waits any more for the network to take them."""
+        """End all waiting with CANCELLED."""
         sending = list(self._sending)
         for _, taken in [*self._waiting, *(one for batch in self._sending.values() for one in batch)]:
             if not taken.done():
@@ -189,7 +188,8 @@ class _Leaving:
 
 
 def _result(response: UMessage) -> UPayload:
-    """Its payload, or the error that it tells. The commstatus wins over another code in the payload."""
+    """Returns the payload of `response`, or raises its error. The commstatus has precedence over a code in the
+    payload."""
     code = response.attributes.commstatus
     payload = UPayload.of(response)
     if not code:  # unset is OK, and OK is 0

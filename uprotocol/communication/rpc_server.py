@@ -1,8 +1,8 @@
-"""Serves own methods: each request to its handler, each result back as the response.
+"""Serves own methods: passes each request to its handler, and returns the result as the response.
 
-request -> room? -> check -> handler -> result -> responses -> transport    sync: at once; async: a task, side by side
-             |                  '-> UStatusError -> its code and a UStatus
-             '-> expired: dropped; too many at once, in all or of one authority: RESOURCE_EXHAUSTED
+request -> capacity? -> check -> handler -> result -> responses -> transport   sync: at once; async: concurrent tasks
+             |                      '-> UStatusError -> its code and a UStatus
+             '-> expired: dropped; too many at once, in total or from one authority: RESOURCE_EXHAUSTED
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-# a long poll holds one for as long as it waits; beyond a thousand the caller should go elsewhere
-REQUESTS_RUNNING_MAX: Final = 1_000
-REQUESTS_BYTES_MAX: Final = 32 << 20  # of the payloads of those: a thousand of the longest would be a gigabyte
-DRAIN_MS_MAX: Final = 5_000  # close() gives running handlers this long; a caller's own timer has rarely more left
+REQUESTS_RUNNING_MAX: Final = 1_000  # a long poll counts for as long as it waits
+REQUESTS_BYTES_MAX: Final = 32 << 20  # payloads of the running requests: 1,000 of maximal length would be a gigabyte
+DRAIN_MS_MAX: Final = 5_000  # how long close() waits for running handlers; most callers time out earlier
 
 _CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
 Result = UPayload | Message | None
 
 
 class InMemoryRpcServer(RpcServer):
-    """Handlers run on the event loop; an async one is a task that this server owns.
+    """Handlers run on the event loop; an async handler runs in a task of this server.
 
-    A handler answers with a UPayload, a protobuf message, or None (an empty payload). It may raise UStatusError, which
-    the caller gets; anything else it raises is logged, and the caller gets INTERNAL. `check`, if given, sees every
-    request first and may refuse it. That a request is valid is for the transport to see to, and is not looked at again:
-    beside a transport that delivers anything, let `check` be `uprotocol.message.validate`. One authority has at most
-    one part in `share` of what may run, and of the responses that wait for the network. `dropped` counts requests that
-    are expired, or refused and unanswerable, and responses that the network did not take.
+    A handler returns a UPayload, a protobuf message, or None (an empty payload). If it raises UStatusError, the caller
+    gets that error; any other exception is logged, and the caller gets INTERNAL. `check` is called first for every
+    request and may refuse it. The transport has validated the request; if it does not, pass
+    `uprotocol.message.validate` as `check`. One authority may use 1/`share` of the running requests and of the waiting
+    responses. `dropped` counts expired requests, refused requests that can't be answered, and responses that the
+    network did not accept.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class InMemoryRpcServer(RpcServer):
         self._drain_ms_max = drain_ms_max
         self._methods: dict[int, RequestHandler] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._room = Shares[str](requests_running_max, requests_bytes_max, share)  # of those that run, by authority
+        self._shares = Shares[str](requests_running_max, requests_bytes_max, share)  # running requests, by authority
         self.responses = Responses(transport, bytes_max=responses_bytes_max, share=share)
         self.dropped = self.responses.dropped
 
@@ -75,10 +74,10 @@ class InMemoryRpcServer(RpcServer):
         return f"InMemoryRpcServer({self._local}, {counts})"
 
     async def register_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
-        """Serve own method `resource_id`. Doing it again changes nothing.
+        """Serve own method `resource_id`. Repeating it changes nothing.
 
-        Raises INVALID_ARGUMENT outside of 1 to 7FFF, ALREADY_EXISTS if another handler serves it, or what the transport
-        says.
+        Raises INVALID_ARGUMENT outside of 1 to 7FFF, ALREADY_EXISTS if another handler serves it, or the error of the
+        transport.
         """
         sink = self._local.get_resource(resource_id)
         if not uris.is_method(sink):
@@ -97,21 +96,20 @@ class InMemoryRpcServer(RpcServer):
             raise
 
     async def unregister_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
-        """Take no more requests for `resource_id`; those that run are still answered. Raises NOT_FOUND."""
+        """Accept no more requests for `resource_id`; running ones are still answered. Raises NOT_FOUND."""
         if resource_id not in self._methods or self._methods[resource_id] != handler:
             raise UStatusError(UCode.NOT_FOUND, f"this handler does not serve method {resource_id:X}")
         del self._methods[resource_id]
         await self._transport.unregister_listener(_CALLERS, self, self._local.get_resource(resource_id))
 
     async def close(self) -> None:
-        """Take no more requests, let the running ones finish (those beyond `drain_ms_max` are answered UNAVAILABLE),
-        send what is ready.
+        """Accept no more requests, wait for the running ones (at most `drain_ms_max`, then they are answered
+        UNAVAILABLE), and send the waiting responses.
 
-        May be called twice. The transport stays open: it is its owner's.
+        May be called twice. The transport stays open: its owner closes it.
         """
         for resource_id, handler in list(self._methods.items()):
-            # the transport may have been closed before us, and its listeners with it
-            with contextlib.suppress(UStatusError):
+            with contextlib.suppress(UStatusError):  # a transport that was closed earlier has no listeners
                 await self.unregister_request_handler(resource_id, handler)
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=self._drain_ms_max / 1000)
@@ -135,26 +133,26 @@ class InMemoryRpcServer(RpcServer):
                 self.responses.refuse(request.attributes, error)
 
     def _handle(self, request: UMessage) -> None:
-        """Raises what the caller is told."""
+        """Raises the error that the caller gets."""
         attributes = request.attributes
         caller, bytes = attributes.source.authority_name, len(request.payload)
-        full = self._room.full(caller, bytes)
+        full = self._shares.full(caller, bytes)
         if full is not None:
             raise _too_much(full, caller)
         if self._check is not None:
             self._check(request)
         handler = self._methods.get(attributes.sink.resource_id)
         if handler is None:
-            raise UStatusError(UCode.UNAVAILABLE, "this method is not served any more")
+            raise UStatusError(UCode.UNAVAILABLE, "this method is no longer served")
         result = handler(request)
         if not inspect.isawaitable(result):
             self._answer(attributes, result)
             return
         task = asyncio.ensure_future(self._run(attributes, result))
         self._running.add(task)
-        self._room.add(caller, 1, bytes)
+        self._shares.add(caller, 1, bytes)
         task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: self._room.add(caller, -1, -bytes))
+        task.add_done_callback(lambda _: self._shares.add(caller, -1, -bytes))
 
     async def _run(self, request: UAttributes, pending: Awaitable[Result]) -> None:
         try:
