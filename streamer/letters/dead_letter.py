@@ -31,9 +31,10 @@ from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 from storage.statements import delete_rows, insert_rows
 from storage.worker import Answerer
-from streamer.quotas.shares import PERIOD_S, PerMinute, Shares
+from streamer.letters.rate import PERIOD_S, PerMinute
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.communication.shares import FairQueue
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import Carried, EncodedMessage, decoded
@@ -141,7 +142,7 @@ class Store:
         """
         self.path, self.moved_to = path, Path()
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
-        self._letters: Shares[int] | None = None  # their numbers, by source authority; None: to be counted
+        self._letters: FairQueue[int] | None = None  # their numbers, by source authority; None: to be counted
         with_room(disk.reserve, path, lambda: self._open_or_close(read_only=read_only))
 
     def _open_or_close(self, *, read_only: bool) -> None:
@@ -205,7 +206,7 @@ class Store:
             known.add(_authority_of(letter[-1]), number, len(letter[-1]))
         gone = set()
         while known.is_over:
-            gone.add(known.give_way())
+            gone.add(known.drop())
         with transaction(db):
             # first: its pages are used again
             delete_rows(db, "delete from letter where number", list(gone))
@@ -229,9 +230,9 @@ class Store:
         self._file.close()
 
 
-def _counted(db: sqlite3.Connection) -> Shares[int]:
+def _counted(db: sqlite3.Connection) -> FairQueue[int]:
     """Whose letters there are. Raises sqlite3.Error."""
-    letters: Shares[int] = Shares(STORED_MAX, STORED_BYTES_MAX)
+    letters: FairQueue[int] = FairQueue(STORED_MAX, STORED_BYTES_MAX)
     for number, data in db.execute("select number, coalesce(cast(message as blob), x'') from letter order by number"):
         letters.add(_authority_of(data), number, len(data))
     return letters
@@ -308,7 +309,7 @@ class DeadLetters:
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
         self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
-        self._queue: Shares[Letter] = Shares(QUEUED_MAX, bytes_max)
+        self._queue: FairQueue[Letter] = FairQueue(QUEUED_MAX, bytes_max)
         self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
         self._limits_told_at = -PERIOD_S
         self._limited: dict[str, str] = {}  # what that line said
@@ -347,7 +348,7 @@ class DeadLetters:
             return
         size, kind = size_of(message), _VARIABLE.sub("#", reason[:REASON_CHARACTERS_MAX])
         granted = self._rate.happened((source.authority_name, code, kind), size)
-        if not granted.told:
+        if not granted.stored:
             self.limited += 1
             told = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
             if told != self._limited or self._limits_told_at + PERIOD_S <= self._monotonic():
@@ -364,7 +365,7 @@ class DeadLetters:
         letter = Letter(self._now_ms(), code, reason, endpoint, message, is_withheld)
         self._queue.add(source.authority_name, letter, size)
         while self._queue.is_over and len(self._queue) > 1:
-            self._queue.give_way()
+            self._queue.drop()
             self.lost += 1
         self._arrived.set()
 

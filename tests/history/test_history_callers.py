@@ -277,7 +277,7 @@ async def test_answers_that_a_network_does_not_take_cost_their_caller_its_share_
     responses = world.service._server.responses
     await until(lambda: sent)
     honest = asyncio.ensure_future(one.invoke_method(method, UPayload.pack(PollRequest(max_records=1)), options))
-    await until(lambda: responses._room.pieces_of("one"))  # read and ready though the other's answers go nowhere
+    await until(lambda: responses._shares.pieces_of("one"))  # read and ready though the other's answers go nowhere
     assert responses.bytes <= 2 << 20
     assert world.service.counts["records"] < 3_000
     stuck.set()

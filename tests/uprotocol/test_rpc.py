@@ -437,7 +437,7 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
 
     taken: list[int] = []
     responses = outbox.Responses(Network.on(LocalNetwork(), SERVICE), waiting_max=16, bytes_max=40_000, batch_max=2)
-    responses.on_taken(lambda: taken.append(len(responses)))
+    responses.on_sent(lambda: taken.append(len(responses)))
     for _ in range(6):
         responses.post(response("many", 1))
     assert (len(responses), dict(responses.dropped)) == (4, {"responses_full": 2})
@@ -450,7 +450,7 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
     responses.post(response("one", 1))
     await until(lambda: sent)
     assert [message.attributes.sink.authority_name for message in sent[0]] == ["many", "large"]
-    assert not responses.has_room("large", 1)  # what is on its way counts until the network has taken it
+    assert not responses.has_capacity("large", 1)  # what is on its way counts until the network has taken it
     gate.set()
     await responses.drain(10_000)
     assert [message.attributes.sink.authority_name for batch in sent[1:] for message in batch] == [
@@ -460,7 +460,7 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
         "many",
     ]
     assert (responses.bytes, taken[-1]) == (0, 0)
-    assert responses.has_room("large", 9_000)
+    assert responses.has_capacity("large", 9_000)
 
 
 @spec("dsn~up-attributes-ttl-timeout~1")

@@ -1,17 +1,19 @@
-"""Room that many callers share: all together have the whole of it, and each at most its part, in pieces and in bytes.
+"""Capacity that many owners share: a limit for all together, and a smaller one for each, in pieces and in bytes.
 
-Shares   full(who, bytes) -> None, or the limit that is reached           add(who, 1, bytes), later add(who, -1, -bytes)
-Turns    turn(who): wait -- a seat is free, it has one left, room for one more answer --> work
-             its room is given back <- ended <- the answer is on its way, or there is none <- its seat is given back <-'
+Shares      full(who, bytes) -> None, or the limit that is reached       add(who, 1, bytes), later add(who, -1, -bytes)
+FairQueue   add(owner, item, size) -> is_over? -> drop: the oldest item of the largest owner     take: owners in turn
+Turns       turn(who): wait -- a seat is free, who has one left, capacity for one more answer --> work
+            the capacity is free again <- ended <- the answer is queued, or there is none <- the seat is free <-'
 
-So a caller that asks without end fills its own part: the others have room beside it.
+So an owner that sends without end fills only its own share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+import heapq
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -20,88 +22,149 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of each limit: three others must be able to work beside it
 UNLIMITED: Final = 1 << 62
+STALE_MAX: Final = 1_024  # outdated entries of the heap of a FairQueue, beside two for each owner
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 class Full(NamedTuple):
-    """Which limit leaves no room for one more."""
+    """The limit that is reached."""
 
     limit: int
     is_of_bytes: bool  # else of pieces
-    is_of_one: bool  # of each caller; else of all together
+    is_of_one: bool  # of each owner; else of all together
 
 
 class Shares(Generic[K]):
-    """How much each caller has of what there is for all. One piece has room wherever there is none yet, whatever its
-    size."""
+    """How much of a common capacity each owner uses. If there is no piece yet, one piece of any size fits."""
 
     def __init__(self, pieces_max: int = UNLIMITED, bytes_max: int = UNLIMITED, share: int = CALLERS_SHARE) -> None:
-        """A caller has at most one part in `share` of each limit, and at least one piece."""
+        """An owner may use 1/`share` of each limit, and at least one piece."""
         self.pieces_max, self.bytes_max = pieces_max, bytes_max
         self.each_pieces_max, self.each_bytes_max = max(1, pieces_max // share), bytes_max // share
         self.pieces = self.bytes = 0
-        self._used: dict[K, tuple[int, int]] = {}  # pieces and bytes, of those that have any
+        self.used: dict[K, tuple[int, int]] = {}  # pieces and bytes by owner, without owners that have none
 
     def __repr__(self) -> str:
-        return f"Shares({self.pieces} pieces of {self.bytes} bytes, {len(self._used)} callers)"
+        return f"Shares({self.pieces} pieces of {self.bytes} bytes, {len(self.used)} owners)"
 
     def full(self, who: K, bytes: int = 0, promised: int = 0, promised_to_all: int = 0) -> Full | None:
-        """None if one more piece of so many bytes has room beside what is there, and the bytes that are promised to
-        `who`, and to all."""
-        pieces, mine = self._used.get(who, (0, 0))
+        """None if one more piece of `bytes` fits beside what is used, and beside the bytes that are promised to `who`
+        and to all."""
+        pieces, own_bytes = self.used.get(who, (0, 0))
         if self.pieces >= self.pieces_max:
             return Full(self.pieces_max, is_of_bytes=False, is_of_one=False)
         if (self.pieces or promised_to_all) and self.bytes + promised_to_all + bytes > self.bytes_max:
             return Full(self.bytes_max, is_of_bytes=True, is_of_one=False)
         if pieces >= self.each_pieces_max:
             return Full(self.each_pieces_max, is_of_bytes=False, is_of_one=True)
-        if (pieces or promised) and mine + promised + bytes > self.each_bytes_max:
+        if (pieces or promised) and own_bytes + promised + bytes > self.each_bytes_max:
             return Full(self.each_bytes_max, is_of_bytes=True, is_of_one=True)
         return None
 
     def add(self, who: K, pieces: int, bytes: int = 0) -> None:
-        """Below zero: they are gone."""
-        has, mine = self._used.get(who, (0, 0))
+        """Count what `who` uses more; negative numbers: less."""
+        own_pieces, own_bytes = self.used.get(who, (0, 0))
         self.pieces += pieces
         self.bytes += bytes
-        if has + pieces:
-            self._used[who] = (has + pieces, mine + bytes)
+        if own_pieces + pieces:
+            self.used[who] = (own_pieces + pieces, own_bytes + bytes)
         else:
-            self._used.pop(who, None)
+            self.used.pop(who, None)
 
     def pieces_of(self, who: K) -> int:
-        return self._used.get(who, (0, 0))[0]
+        return self.used.get(who, (0, 0))[0]
 
     def most(self) -> K:
-        """Who has most pieces; there must be somebody."""
-        return max(self._used, key=self.pieces_of)
+        """Returns the owner with the most pieces; there must be one."""
+        return max(self.used, key=self.pieces_of)
+
+
+class FairQueue(Generic[T]):
+    """Items of many owners, bounded in number and in bytes: while `is_over`, the caller has to `drop` items.
+
+    One owner alone may use the whole capacity; if it sends too much, only its own items are dropped.
+    """
+
+    def __init__(self, count_max: int, bytes_max: int) -> None:
+        self.used = Shares[str](count_max, bytes_max, share=1)
+        self._items: OrderedDict[str, deque[tuple[T, int]]] = OrderedDict()  # by owner, in the order of their turns
+        # a heap with at least one entry for each owner that is not less than its weight
+        self._heaviest: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return self.used.pieces
+
+    def __repr__(self) -> str:
+        return f"FairQueue({self.used!r})"
+
+    @property
+    def is_over(self) -> bool:
+        return self.used.pieces > self.used.pieces_max or self.used.bytes > self.used.bytes_max
+
+    def add(self, owner: str, item: T, size: int) -> None:
+        self._items.setdefault(owner, deque()).append((item, size))
+        self.used.add(owner, 1, size)
+        heapq.heappush(self._heaviest, (-self._weight(owner), owner))
+        if len(self._heaviest) > 2 * len(self._items) + STALE_MAX:
+            self._heaviest = [(-self._weight(name), name) for name in self._items]
+            heapq.heapify(self._heaviest)
+
+    def drop(self) -> T:
+        """Remove and return the oldest item of the owner that uses the largest part of a limit."""
+        while True:
+            weight, owner = self._heaviest[0]
+            if owner not in self._items:
+                heapq.heappop(self._heaviest)
+            elif -self._weight(owner) == weight:
+                return self._pop(owner)[0]
+            else:
+                heapq.heapreplace(self._heaviest, (-self._weight(owner), owner))
+
+    def take(self) -> tuple[T, int]:
+        """Remove and return the oldest item of the next owner, and its size."""
+        owner = next(iter(self._items))
+        self._items.move_to_end(owner)
+        return self._pop(owner)
+
+    def _pop(self, owner: str) -> tuple[T, int]:
+        item, size = self._items[owner].popleft()
+        self.used.add(owner, -1, -size)
+        if not self._items[owner]:
+            del self._items[owner]
+        return item, size
+
+    def _weight(self, owner: str) -> float:
+        count, bytes = self.used.used[owner]
+        return max(bytes / self.used.bytes_max, count / self.used.pieces_max)
 
 
 class Turns:
-    """Whose request is worked on next: callers in turn, and none whose answers the network has not taken.
+    """Which request is handled next: callers take turns, and a caller waits while the network does not accept its
+    answers.
 
-    `has_room(caller, bytes, promised, promised_to_all)`: whether an answer of so many bytes can wait on the way to the
-    network beside those that are promised to this caller, and to all.
+    `has_capacity(caller, bytes, promised, promised_to_all)`: whether an answer of `bytes` can be queued beside the
+    bytes that are promised to this caller and to all.
     """
 
     def __init__(
         self,
         reply_bytes: int,
-        has_room: Callable[[str, int, int, int], bool],
+        has_capacity: Callable[[str, int, int, int], bool],
         seats_max: int,
         share: int = CALLERS_SHARE,
     ) -> None:
-        self._reply_bytes, self._has_room = reply_bytes, has_room
+        self._reply_bytes, self._has_capacity = reply_bytes, has_capacity
         self._seats = Shares[str](seats_max, share=share)
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, in the order in which it is their turn
-        self._promised = Shares[str]()  # answers that are being made, or are made and not yet on their way
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, in the order of their turns
+        self._promised = Shares[str]()  # answers that are not queued yet
 
     def __repr__(self) -> str:
         return f"Turns(seated={self._seats.pieces}, waiting={sum(map(len, self._waiting.values()))})"
 
     async def begin(self, caller: str, seconds: float) -> None:
-        """Wait for a seat, and room for an answer. Raises RESOURCE_EXHAUSTED after `seconds`."""
+        """Wait for a seat, and capacity for an answer. Raises RESOURCE_EXHAUSTED after `seconds`."""
         seat: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append(seat)
         self.look()
@@ -117,13 +180,14 @@ class Turns:
                 if not self._waiting[caller]:
                     del self._waiting[caller]
             if isinstance(error, TimeoutError):
-                why = f"answers to {caller!r} wait for the network, or for their turn, for too long: try again later"
+                why = f"requests of {caller!r} waited too long for their turn, or for the network: try again later"
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, why) from None
             raise
 
     @contextlib.asynccontextmanager
     async def turn(self, caller: str, seconds: float) -> AsyncIterator[None]:
-        """As `begin`. The answer is on its way, or there is none, when the step of the loop that ends it is done."""
+        """As `begin`. The caller queues the answer, if there is one, in the same turn of the event loop in which it leaves
+        the context."""
         await self.begin(caller, seconds)
         try:
             yield
@@ -132,17 +196,17 @@ class Turns:
             asyncio.get_running_loop().call_soon(self.ended, caller)
 
     def end(self, caller: str) -> None:
-        """Give the seat back; the room for the answer stays promised."""
+        """Free the seat; the capacity for the answer stays promised."""
         self._seats.add(caller, -1)
         self.look()
 
     def ended(self, caller: str) -> None:
-        """There is no answer, or it is on its way and counted there."""
+        """Call it when the answer is queued, or if there is none."""
         self._promised.add(caller, -1)
         self.look()
 
     def look(self) -> None:
-        """Let those begin who can. To be called, too, whenever there may be more room."""
+        """Start the requests that can begin. To be called also when capacity may have become free."""
         for caller, waiting in list(self._waiting.items()):
             while waiting and self._may_begin(caller):
                 seat = waiting.popleft()
@@ -150,7 +214,7 @@ class Turns:
                     self._seats.add(caller, 1)
                     self._promised.add(caller, 1)
                     seat.set_result(None)
-                    break  # the next one has its turn
+                    break  # then the next caller has its turn
             if not waiting:
                 del self._waiting[caller]
             elif self._seats.pieces_of(caller):
@@ -160,4 +224,4 @@ class Turns:
         if self._seats.full(caller) is not None:
             return False
         promised = self._reply_bytes * self._promised.pieces_of(caller)
-        return self._has_room(caller, self._reply_bytes, promised, self._reply_bytes * self._promised.pieces)
+        return self._has_capacity(caller, self._reply_bytes, promised, self._reply_bytes * self._promised.pieces)
