@@ -1,4 +1,4 @@
-"""The queue of what has arrived: network -> listeners, bounded, one wake-up per batch, acknowledged last.
+"""Queue of arrived messages: network -> listeners, bounded, one wake-up per batch, acknowledged last.
 
 library's thread:   put(item, size)
 task on the loop:   await put_on_loop(item, size)   -> items -> deliver(batch) -> its awaitable -> taken(batch, error)
@@ -6,12 +6,13 @@ callback on loop:   put_now(items)                      ^       up to BATCH_MAX 
                                                         |                               | failed, and redeliver=True:
                                                         '-------------------------------' with all behind it, in order
 
-full, by messages or bytes:  put and put_on_loop wait, and whoever waits reads nothing
-                             put_now takes it nevertheless: pressed(True) says hold back, pressed(False) go on
-too large for `item_bytes_max`: counted as dropped, and not taken; put and put_on_loop answer False
+full, by messages or bytes:  put and put_on_loop wait, so their caller reads no more from the network
+                             put_now takes the items all the same: pressed(True) asks the network to hold back,
+                             pressed(False) to go on
+larger than `item_bytes_max`: counted in `dropped` and not taken; put and put_on_loop return False
 
-A network that reads a link with one thread stops reading everything once a publish waits for room. Where requests must
-pass meanwhile, give them arrivals of their own, and let those of publishes grow while their consumer holds what it has
+If a network reads a link with one thread, a publish that waits for capacity stops everything on that link. If requests
+must pass meanwhile, give them arrivals of their own, and let those of publishes grow while their consumer holds a batch
 (`held_messages_max`).
 """
 
@@ -37,53 +38,146 @@ MESSAGES_MAX: Final = 8_192
 BYTES_MAX: Final = 64 << 20  # of large items that wait or are being taken: what a small gateway can spare
 # up to this size the number of messages bounds the bytes, and counting would cost each message
 SMALL_BYTES: Final = 1_024
-HELD_S: Final = 0.1  # what is being taken for longer is held on purpose (a full disk), and is no matter of speed
-BATCH_MAX: Final = 512  # messages handed over at once; beyond it the cost per message no longer falls
-# of large items in a batch, and one item more: a small part of what the smallest volatile log holds, which takes a
-# batch whole, whatever of it its readers have yet to read
+HELD_S: Final = 0.1  # a batch that is being taken for longer is held on purpose (a full disk), not by a slow consumer
+BATCH_MAX: Final = 512  # messages in one batch; beyond it the cost per message no longer falls
+# of large items in a batch, and one item more. A volatile log takes a batch whole, even if its readers lag: this is a
+# small part of what the smallest one holds
 BATCH_BYTES_MAX: Final = 1 << 20
 
 GATHER_MIN: Final = 64  # with fewer waiting, and the last batch less than ...
 GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. But only ...
-BUSY_PER_S: Final = 10_000  # ... while so many come per second, as seen ...
-SPAN_S: Final = 0.01  # ... that often: for fewer, latency is worth more than what a batch saves
-# what follows a batch that is still being taken (a commit is gathered, say) is handed over so often, and once that is
-# taken: waking the loop costs more than a message does
+BUSY_PER_S: Final = 10_000  # ... while so many come per second, measured ...
+SPAN_S: Final = 0.01  # ... over so long: with fewer, latency is worth more than what a batch saves
+# while a batch is being taken (its commit is gathered, say), the next one is delivered so often, and as soon as the
+# batch is taken: waking the loop costs more than a message does
 LULL_S = 0.002
 
-REDELIVERY_MS_MIN: Final = 5  # before what was not taken is handed over again; it doubles up to ...
-REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
+REDELIVERY_MS_MIN: Final = 5  # before a batch that was not taken is delivered again; it doubles up to ...
+REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails does not keep a core busy
 
 log = structlog.get_logger()
 
 
-class _Batch(NamedTuple):
-    """Handed over, and not yet taken."""
+class _Delivery(NamedTuple):
+    """A batch that was delivered and is not yet taken."""
 
     items: list[Any]
     taking: asyncio.Future[None]
     since: float  # loop time
-    raised: Exception | None  # by `deliver` itself, which would do so again
+    raised: Exception | None  # by `deliver` itself, which would raise it again
+
+
+class Capacity(Generic[T]):
+    """The items that wait, the limits of an Arrivals, and the senders that wait until there are fewer.
+
+    `wait` and `weigh` may be called from any thread; everything else happens on the event loop.
+    """
+
+    def __init__(
+        self, messages_max: int, held_messages_max: int, bytes_max: int, pressed: Callable[[bool], None] | None
+    ) -> None:
+        self.messages_max, self._held_messages_max, self.bytes_max = messages_max, held_messages_max, bytes_max
+        self._on_pressed = pressed
+        self.items: deque[T] = deque()
+        self.being_taken = 0  # messages
+        self.held_since = math.inf  # loop time at which the oldest batch that is being taken was delivered
+        self._elsewhere = 0  # messages that are held elsewhere and count here
+        self.sizes: dict[int, int] = {}  # of large items, by their identity; under _changed
+        self.bytes = 0  # the sum of `sizes`, and the bytes that are held elsewhere
+        self.is_pressed = False
+        self.stopped = True  # nothing is taken any more, so nobody need wait
+        self.has_waiters = False
+        self._changed = threading.Condition()
+        self.waiters: set[asyncio.Future[None]] = set()  # of wait_on_loop
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.stopped = loop, False
+
+    @property
+    def is_full(self) -> bool:
+        held = self.held_since < math.inf and self._loop.time() - self.held_since > HELD_S
+        limit = self._held_messages_max if held else self.messages_max
+        return len(self.items) + self.being_taken + self._elsewhere >= limit or self.bytes >= self.bytes_max
+
+    def wait(self) -> None:
+        """Block this thread until there is free capacity."""
+        with self._changed:
+            while not self.stopped and self.is_full:
+                self.has_waiters = True  # each time: `release` clears it
+                self._changed.wait(HELD_S)  # no longer: nothing is signalled when the oldest batch counts as held
+
+    async def wait_on_loop(self) -> None:
+        """As `wait`, for a task on the loop. Does not switch tasks where there is free capacity."""
+        while not self.stopped and self.is_full:
+            self.has_waiters = True
+            free: asyncio.Future[None] = self._loop.create_future()
+            self.waiters.add(free)
+            timeout = self._loop.call_later(HELD_S, _complete, free)  # as `wait` does
+            try:
+                await free
+            finally:
+                timeout.cancel()
+                self.waiters.discard(free)
+
+    def release(self) -> None:
+        """Let everybody who waits look again."""
+        self.has_waiters = False
+        with self._changed:
+            self._changed.notify_all()
+        for free in self.waiters:
+            _complete(free)
+
+    def weigh(self, item: T, size_bytes: int) -> None:
+        with self._changed:
+            self.sizes[id(item)] = self.sizes.get(id(item), 0) + size_bytes
+            self.bytes += size_bytes
+
+    def forget(self, items: Iterable[T]) -> None:
+        """Stop counting the bytes of `items`."""
+        with self._changed:
+            self.bytes -= sum(self.sizes.pop(id(item), 0) for item in items)
+
+    def forget_all(self) -> None:
+        with self._changed:
+            self.bytes -= sum(self.sizes.values())
+            self.sizes.clear()
+
+    def count(self, octets: int, messages: int) -> None:
+        with self._changed:
+            self.bytes += octets
+            self._elsewhere += messages
+        self.press()
+
+    def press(self) -> None:
+        """Call `pressed` if that has changed."""
+        messages = len(self.items) + self.being_taken + self._elsewhere
+        if self.is_pressed:
+            is_pressed = messages > self.messages_max // 2 or self.bytes > self.bytes_max // 2
+        else:
+            is_pressed = messages >= self.messages_max or self.bytes >= self.bytes_max
+        if self._on_pressed is not None and is_pressed != self.is_pressed:
+            self.is_pressed = is_pressed
+            self._on_pressed(is_pressed)
 
 
 class Arrivals(Generic[T]):
     """One per network connection. `put` may be called from any thread but the loop's; all else happens on the loop.
 
-    Made closed: `open` and `close` may follow one another as often as their transport's. `deliver` is called in the
-    context in which `open` was.
+    Closed at first; `open` and `close` may follow one another as often as their transport's. `deliver` is called in the
+    context in which `open` was called.
 
-    `deliver(items)` may return an awaitable; the next batch does not wait for it, so that a listener may await an
-    answer that is behind. `taken(items, error)` is called in the order of arrival, with None when the awaitable
-    completed and with the exception when it failed (the network must not be told then). With `redeliver` only an
-    exception of `deliver` itself comes as an error: what an awaitable refused is handed over again until it is taken.
+    `deliver(items)` may return an awaitable. The next batch does not wait for it, so a listener may await an answer
+    that is behind its message. `taken(items, error)` is called in the order of arrival: with None when the awaitable
+    has completed, with the exception when it has failed (then do not acknowledge the messages to the network). With
+    `redeliver`, `error` is only an exception of `deliver` itself; a batch whose awaitable fails is delivered again
+    until it is taken.
 
-    Bounds: `messages_max`, waiting or being taken; `held_messages_max` instead, once the oldest batch has been held for
-    HELD_S (default: the same); and `bytes_max` of items over SMALL_BYTES, beyond which the one item that passes the
-    bound still comes in. `pressed(True)` is called when there are so many of either, and `pressed(False)` when there
-    are half as many of both.
+    Limits: `messages_max`, waiting or being taken; once the oldest batch has been held for HELD_S, `held_messages_max`
+    instead (default: the same); and `bytes_max` of items over SMALL_BYTES, where the one item that exceeds it is still
+    taken. `pressed(True)` is called when either limit is reached, `pressed(False)` when both are down to a half.
 
-    `gathers`: wait a moment for more where many come one by one, and while a batch is being taken that is not taken at
-    once. For a network that brings batches it is of no use.
+    `gathers`: wait a moment for more while many come one by one, and while a batch is still being taken. Of no use for
+    a network that brings batches.
     """
 
     def __init__(
@@ -100,162 +194,117 @@ class Arrivals(Generic[T]):
         pressed: Callable[[bool], None] | None = None,
         dropped: Counter[str] | None = None,
     ) -> None:
-        self._deliver, self._taken, self._pressed = deliver, taken, pressed
-        self._messages_max, self._batch_max, self._bytes_max = messages_max, batch_max, bytes_max
-        self._held_messages_max = max(held_messages_max, messages_max)
+        self._deliver, self._taken, self._batch_max = deliver, taken, batch_max
+        self._capacity = Capacity[T](messages_max, max(held_messages_max, messages_max), bytes_max, pressed)
         self._item_bytes_max = sys.maxsize
         self._redeliver, self._gathers = redeliver, gathers
         self._dropped = dropped if dropped is not None else Counter[str]()
-        self._items: deque[T] = deque()
-        self._pending: deque[_Batch] = deque()
-        self._pending_messages = 0
-        # who is pressed holds back, and what has come nevertheless may be what a listener waits for
-        self._pending_max = messages_max if pressed is None else sys.maxsize
-        self._oldest_at = math.inf  # loop time at which the oldest batch that is being taken was handed over
-        self._elsewhere = 0  # messages that count here as well
-        self._sizes: dict[int, int] = {}  # of large items, by their identity; under _room
-        self._bytes = 0  # their sum, and of what is elsewhere
-        self.is_pressed = False
+        self._pending: deque[_Delivery] = deque()
+        # a network that is pressed holds back; what still comes may be what a listener waits for, so it is delivered
+        self._has_pressed = pressed is not None
+        self._pending_max = sys.maxsize if self._has_pressed else messages_max
         self._awake = False  # `_drain` will be called
         self._lull: asyncio.TimerHandle | None = None  # ... by this timer, unless all is taken before
         self._last_drain = 0.0  # loop time
         self._span_start, self._span_messages, self._busy = 0.0, 0, False
         self._backoff = Backoff(REDELIVERY_MS_MIN, REDELIVERY_MS_MAX)
-        self._again_at = 0.0  # loop time; nothing is handed over before
-        self._room = threading.Condition()
-        self._waiting = False  # somebody waits for room
-        self._waiters: set[asyncio.Future[None]] = set()  # of put_on_loop
-        self._stopped = self._closed = True
+        self._redeliver_at = 0.0  # loop time; nothing is delivered before
+        self._closed = True
         self._paused = False
         self._idle = asyncio.Event()
 
     def __repr__(self) -> str:
-        counts = f"waiting={len(self._items)}, being_taken={self._pending_messages}, bytes={self._bytes}"
+        capacity = self._capacity
+        counts = f"waiting={len(capacity.items)}, being_taken={capacity.being_taken}, bytes={capacity.bytes}"
         return f"{type(self).__name__}({counts})"
 
     @property
     def waiting(self) -> int:
         """Messages that have not been taken."""
-        return len(self._items) + self._pending_messages
+        return len(self._capacity.items) + self._capacity.being_taken
 
     @property
-    def not_handed_over(self) -> int:
-        """Those of them that no listener has seen, or that come again."""
-        return len(self._items)
+    def undelivered(self) -> int:
+        """Messages that wait to be delivered, for the first time or again."""
+        return len(self._capacity.items)
 
     @property
     def octets(self) -> int:
-        """Of large items that have not been taken, and of what else counts here."""
-        return self._bytes
+        """Bytes of large items that have not been taken, and what `count` has added."""
+        return self._capacity.bytes
 
     @property
     def is_full(self) -> bool:
-        held = self._oldest_at < math.inf and self._loop.time() - self._oldest_at > HELD_S
-        limit = self._held_messages_max if held else self._messages_max
-        return self.waiting + self._elsewhere >= limit or self._bytes >= self._bytes_max
+        return self._capacity.is_full
+
+    @property
+    def is_pressed(self) -> bool:
+        """True between `pressed(True)` and `pressed(False)`."""
+        return self._capacity.is_pressed
 
     def open(self, item_bytes_max: int | None = None) -> None:
-        """Take what comes from now on. `item_bytes_max` is a transport's `wire_bytes_max`: what has more is counted in
+        """Take what comes from now on. `item_bytes_max` is a transport's `wire_bytes_max`: a larger item is counted in
         `dropped["too_large"]`; if your network waits for an acknowledgement, give it one."""
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._item_bytes_max = item_bytes_max if item_bytes_max is not None else sys.maxsize
-        self._stopped = self._closed = self._awake = False
-        self._again_at = 0.0
+        self._capacity.open(self._loop)
+        self._closed = self._awake = False
+        self._redeliver_at = 0.0
 
-    # What comes in.
+    # From the network.
 
     def put(self, item: T, size_bytes: int = 0) -> bool:
-        """From any thread but the loop's. Waits while it is full, so that a slow consumer is felt by the sender.
+        """From any thread but the loop's. Waits while it is full, so that the sender notices a slow consumer.
 
-        False: too large, and not taken."""
+        Returns False if the item is too large and was not taken."""
         if size_bytes > self._item_bytes_max:
             return self._refuse(size_bytes)
-        if len(self._items) + self._pending_messages >= self._messages_max or self._bytes >= self._bytes_max:
-            with self._room:
-                while not self._stopped and self.is_full:
-                    self._waiting = True  # each time: whoever made room has taken it back
-                    self._room.wait(HELD_S)  # and not longer: nobody tells that the oldest batch is held by now
-        if not self._stopped:
+        capacity = self._capacity
+        if len(capacity.items) + capacity.being_taken >= capacity.messages_max or capacity.bytes >= capacity.bytes_max:
+            capacity.wait()
+        if not capacity.stopped:
             if size_bytes > SMALL_BYTES:
-                self._weigh(item, size_bytes)
-            self._items.append(item)
+                capacity.weigh(item, size_bytes)
+            capacity.items.append(item)
         if not self._awake and not self._closed:
             self._awake = True
             try:
                 self._loop.call_soon_threadsafe(self._drain, context=self._context)
             except RuntimeError:  # the loop has ended: nobody will ever read this
-                self._stopped = self._closed = True
+                capacity.stopped = self._closed = True
         return True
 
     async def put_on_loop(self, item: T, size_bytes: int = 0) -> bool:
-        """The same for a task on the loop. Returns without a switch of tasks where there is room; each task's order is
+        """As `put`, for a task on the loop. Does not switch tasks where there is free capacity; each task's order is
         kept."""
         if size_bytes > self._item_bytes_max:
             return self._refuse(size_bytes)
-        while not self._stopped and self.is_full:
-            self._waiting = True
-            room: asyncio.Future[None] = self._loop.create_future()
-            self._waiters.add(room)
-            # as a thread does: nobody tells that the oldest batch is held by now
-            again = self._loop.call_later(HELD_S, _wake, room)
-            try:
-                await room
-            finally:
-                again.cancel()
-                self._waiters.discard(room)
-        if not self._stopped:
+        await self._capacity.wait_on_loop()
+        if not self._capacity.stopped:
             if size_bytes > SMALL_BYTES:
-                self._weigh(item, size_bytes)
-            self._items.append(item)
+                self._capacity.weigh(item, size_bytes)
+            self._capacity.items.append(item)
             self._wake()
         return True
 
     def put_now(self, items: Sequence[T], sizes: Iterable[int] = ()) -> None:
-        """On the loop, all of them, though it may be full: for a network that holds back when it is told `pressed`."""
-        if not self._stopped and items:
+        """Take all of them at once, on the loop, even if it is full: for a network that holds back when `pressed`."""
+        if not self._capacity.stopped and items:
             for item, size_bytes in zip(items, sizes, strict=False):
                 if size_bytes > SMALL_BYTES:
-                    self._weigh(item, size_bytes)
-            self._items.extend(items)
-            self._press()
+                    self._capacity.weigh(item, size_bytes)
+            self._capacity.items.extend(items)
+            self._capacity.press()
             self._wake()
 
     def count(self, octets: int, messages: int = 0) -> None:
-        """So many bytes and messages more are held elsewhere, or fewer, and shall count here."""
-        with self._room:
-            self._bytes += octets
-            self._elsewhere += messages
-        self._press()
+        """Count so many more bytes and messages (fewer if negative) that are held elsewhere against the limits."""
+        self._capacity.count(octets, messages)
 
     def _refuse(self, size_bytes: int) -> bool:
         self._dropped["too_large"] += 1
-        log.warning("dropped what is too large", bytes=size_bytes, bytes_max=self._item_bytes_max)
+        log.warning("dropped a message that is too large", bytes=size_bytes, bytes_max=self._item_bytes_max)
         return False
-
-    def _weigh(self, item: T, size_bytes: int) -> None:
-        with self._room:
-            self._sizes[id(item)] = self._sizes.get(id(item), 0) + size_bytes
-            self._bytes += size_bytes
-
-    # Room, and pressure.
-
-    def _release(self) -> None:
-        """Whoever waits for room may look again."""
-        self._waiting = False
-        with self._room:
-            self._room.notify_all()
-        for room in self._waiters:
-            _wake(room)
-
-    def _press(self) -> None:
-        messages = self.waiting + self._elsewhere
-        if self.is_pressed:
-            is_pressed = messages > self._messages_max // 2 or self._bytes > self._bytes_max // 2
-        else:
-            is_pressed = messages >= self._messages_max or self._bytes >= self._bytes_max
-        if self._pressed is not None and is_pressed != self.is_pressed:
-            self.is_pressed = is_pressed
-            self._pressed(is_pressed)
 
     # To the listeners.
 
@@ -264,31 +313,25 @@ class Arrivals(Generic[T]):
             self._awake = True
             self._loop.call_soon(self._drain, context=self._context)
 
-    def _end_lull(self) -> None:
-        """What arrives from here on wakes us again."""
-        if self._lull is not None:
-            self._lull.cancel()
-            self._lull, self._awake = None, False
-
     def _drain(self) -> None:
-        """Hand over one batch, and come back for the next after everybody else on the loop had a turn."""
-        items, now = self._items, self._loop.time()
-        if now < self._again_at:  # whatever has come meanwhile waits behind what comes again
-            self._loop.call_at(self._again_at, self._drain, context=self._context)
+        """Deliver one batch. The next one follows after everybody else on the loop had a turn."""
+        items, now, self._lull = self._capacity.items, self._loop.time(), None
+        if now < self._redeliver_at:  # what has come meanwhile waits behind what is delivered again
+            self._loop.call_at(self._redeliver_at, self._drain, context=self._context)
             return
         if self._busy and len(items) < GATHER_MIN and now - self._last_drain < GATHER_S:
             self._last_drain = 0.0  # once only
             self._loop.call_later(GATHER_S, self._drain, context=self._context)
             return
-        self._last_drain, self._lull = now, None
-        span = now - self._span_start
+        self._last_drain, span = now, now - self._span_start
         if span > SPAN_S:
             self._busy = self._gathers and self._span_messages >= BUSY_PER_S * span
             self._span_start, self._span_messages = now, 0
-        self._awake = False  # first: what arrives from here on wakes us again
-        if self._closed or self._paused or not items or self._pending_messages >= self._pending_max:
+        self._awake = False  # first: what arrives from here on calls `_drain` again
+        if self._closed or self._paused or not items or self._capacity.being_taken >= self._pending_max:
             return
-        batch = self._next_batch()
+        count = min(len(items), self._batch_max)
+        batch = self._batch_by_bytes(count) if self._capacity.sizes else [items.popleft() for _ in range(count)]
         self._span_messages += len(batch)
         raised = None
         try:
@@ -300,106 +343,104 @@ class Arrivals(Generic[T]):
             self._finish(batch, raised)
         else:
             if not self._pending:
-                self._oldest_at = now
+                self._capacity.held_since = now
             taking = self._loop.create_future() if result is None else asyncio.ensure_future(result)
             if result is None:
                 taking.set_result(None)
-            self._pending.append(_Batch(batch, taking, now, raised))
-            self._pending_messages += len(batch)
+            self._pending.append(_Delivery(batch, taking, now, raised))
+            self._capacity.being_taken += len(batch)
             taking.add_done_callback(self._settle)
-        if items and self._pending_messages < self._pending_max:
+        if items and self._capacity.being_taken < self._pending_max:
             self._wake()
         elif self._gathers and self._pending and not self._awake:
             self._awake = True
             self._lull = self._loop.call_later(LULL_S, self._drain, context=self._context)
 
-    def _next_batch(self) -> list[T]:
-        items, sizes = self._items, self._sizes
-        count = min(len(items), self._batch_max)
-        if not sizes:
-            return [items.popleft() for _ in range(count)]
+    def _batch_by_bytes(self, count: int) -> list[T]:
+        """Up to `count` items, and up to BATCH_BYTES_MAX and one item more."""
         batch: list[T] = []
         octets = 0
         while len(batch) < count and octets < BATCH_BYTES_MAX:
-            batch.append(items.popleft())
-            octets += sizes.get(id(batch[-1]), 0)
+            batch.append(self._capacity.items.popleft())
+            octets += self._capacity.sizes.get(id(batch[-1]), 0)
         return batch
 
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
-            done.exception()  # asked for here: one behind a failure may be handed over again whatever became of it
+            done.exception()  # marks it as retrieved: a batch behind a failed one is delivered again in any case
         while self._pending and self._pending[0].taking.done():
             batch, taking, _since, error = self._pending[0]
             failure = asyncio.CancelledError() if taking.cancelled() else taking.exception()
             if failure is not None and self._redeliver:
                 log.warning(
-                    "a listener did not take a batch: it gets it again", messages=len(batch), error=repr(failure)
+                    "a listener did not take a batch: delivering it again", messages=len(batch), error=repr(failure)
                 )
-                self._go_back()
-                self._again_at = self._loop.time() + self._backoff.next_ms() / 1000
+                self._requeue()
+                self._redeliver_at = self._loop.time() + self._backoff.next_ms() / 1000
                 self._wake()
                 return
             self._pending.popleft()
-            self._oldest_at = self._pending[0].since if self._pending else math.inf
-            self._pending_messages -= len(batch)
+            self._capacity.held_since = self._pending[0].since if self._pending else math.inf
+            self._capacity.being_taken -= len(batch)
             self._finish(batch, failure or error)
-        if not self._pending:
-            self._end_lull()
-        if self._items:
+        if not self._pending and self._lull is not None:  # what arrives from here on calls `_drain` at once
+            self._lull.cancel()
+            self._lull, self._awake = None, False
+        if self._capacity.items:
             self._wake()
 
     def _finish(self, batch: list[T], error: BaseException | None) -> None:
+        capacity = self._capacity
         if self._redeliver:
             self._backoff.reset()
-        if self._sizes:
-            with self._room:
-                self._bytes -= sum(self._sizes.pop(id(item), 0) for item in batch)
+        if capacity.sizes:
+            capacity.forget(batch)
         if self._taken is not None:
             self._taken(batch, error)
         elif error is not None:
             log.error(
                 "a batch was not taken, and this network can't deliver it again", messages=len(batch), error=repr(error)
             )
-        if self._pressed is not None:
-            self._press()
-        if self._waiting and not self.is_full:
-            self._release()
-        if not self._pending and not self._items:
+        if self._has_pressed:
+            capacity.press()
+        if capacity.has_waiters and not capacity.is_full:
+            capacity.release()
+        if not self._pending and not capacity.items:
             self._idle.set()
 
-    def _go_back(self) -> None:
-        """All that was not taken waits again, in order: what was handed over behind a failure comes twice."""
-        self._end_lull()
+    def _requeue(self) -> None:
+        """Put everything that was not taken back to the front, in order. What was delivered behind a failed batch is
+        delivered twice."""
         for batch in reversed(self._pending):
-            self._items.extendleft(reversed(batch.items))
+            self._capacity.items.extendleft(reversed(batch.items))
         self._pending.clear()
-        self._pending_messages, self._oldest_at = 0, math.inf
+        self._capacity.being_taken, self._capacity.held_since = 0, math.inf
 
-    # The end, for now or for good.
+    # Pausing and closing.
 
     def pause(self) -> None:
-        """The connection is gone: what was not taken goes back, and nothing is handed over until `resume`."""
+        """The connection is lost: put back what was not taken, and deliver nothing until `resume`."""
         self._paused = True
-        self._go_back()
+        self._requeue()
 
     def resume(self) -> None:
         self._paused = False
-        if self._items:
+        if self._capacity.items:
             self._wake()
 
     def stop(self) -> None:
-        """Take nothing more. What is here is still handed over."""
-        self._stopped = True
-        self._release()
+        """Take nothing more. What is here is still delivered."""
+        self._capacity.stopped = True
+        self._capacity.release()
 
     async def drained(self) -> None:
         """Completes when everything put so far has been taken."""
-        while (self._items and not self._closed) or self._pending:
+        while (self._capacity.items and not self._closed) or self._pending:
             self._idle.clear()
             await self._idle.wait()
 
     async def finish(self, within_s: float) -> list[T]:
-        """Take nothing more, wait until what is here has been taken, but no longer than that, and close."""
+        """Take nothing more, wait at most `within_s` seconds until everything has been taken, and close."""
         self.stop()
         try:
             async with asyncio.timeout(within_s):
@@ -410,21 +451,18 @@ class Arrivals(Generic[T]):
 
     def close(self) -> list[T]:
         """Take nothing more, and return what no listener has taken, in order. May be called twice."""
-        self._stopped = self._closed = True
-        self._end_lull()
+        self._closed = self._capacity.stopped = True
         if self._redeliver:
-            self._go_back()
-        left = list(self._items)
-        self._items.clear()
-        with self._room:
-            self._bytes -= sum(self._sizes.values())
-            self._sizes.clear()
-        self._press()
-        self._release()
+            self._requeue()
+        left = list(self._capacity.items)
+        self._capacity.items.clear()
+        self._capacity.forget_all()
+        self._capacity.press()
+        self._capacity.release()
         self._idle.set()
         return left
 
 
-def _wake(room: asyncio.Future[None]) -> None:
-    if not room.done():
-        room.set_result(None)
+def _complete(free: asyncio.Future[None]) -> None:
+    if not free.done():
+        free.set_result(None)

@@ -518,7 +518,7 @@ class LocalTransport(TransportBase):
         self._drop_unclaimed()
         if size(message) > self.wire_bytes_max:
             self.dropped["too_large"] += 1
-            log.warning("dropped what is too large", bytes=size(message), bytes_max=self.wire_bytes_max)
+            log.warning("dropped a message that is too large", bytes=size(message), bytes_max=self.wire_bytes_max)
             return
         if self._resumed.filters and not self.listeners.wants(message) and self._resumed.keep(message):
             return

@@ -130,7 +130,7 @@ async def test_large_items_are_bounded_in_bytes(where: str) -> None:
     await within(arrivals.drained())
     assert consumer.items == list(range(1_000, 1_010))
     assert arrivals.octets == 0
-    assert not arrivals._sizes
+    assert not arrivals._capacity.sizes
 
 
 @from_both
@@ -140,11 +140,11 @@ async def test_there_is_more_room_while_what_came_is_held(where: str) -> None:
     arrivals = opened(consumer, messages_max=10, held_messages_max=50, batch_max=5)
     putting = asyncio.ensure_future(put_all(arrivals, range(100), where))
     async with asyncio.timeout(DEADLINE_S):
-        while arrivals.not_handed_over < 40:  # noqa: ASYNC110 - filled from another thread
+        while arrivals.undelivered < 40:  # noqa: ASYNC110 - filled from another thread
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert not putting.done()
-    assert arrivals.not_handed_over == 40
+    assert arrivals.undelivered == 40
     assert consumer.items == list(range(10)), "no more than before are handed over"
     consumer.release()
     await within(putting)
@@ -215,8 +215,8 @@ async def test_close_releases_tasks_that_wait_and_keeps_nothing() -> None:
     await within(consumer.done.wait())
     arrivals.close()
     await within(asyncio.gather(*putting))
-    assert not arrivals.not_handed_over
-    assert (arrivals.octets, arrivals._sizes, arrivals._waiters) == (0, {}, set())
+    assert not arrivals.undelivered
+    assert (arrivals.octets, arrivals._capacity.sizes, arrivals._capacity.waiters) == (0, {}, set())
     assert consumer.items == [0]
 
 
@@ -228,7 +228,7 @@ async def test_a_task_that_waits_may_be_cancelled() -> None:
     await within(consumer.done.wait())
     putting.cancel()
     await asyncio.gather(putting, return_exceptions=True)
-    assert not arrivals._waiters
+    assert not arrivals._capacity.waiters
     consumer.results[0].set_result(None)
     consumer.slow = False
     await within(put_all(arrivals, [10], "loop"))
@@ -347,7 +347,7 @@ async def test_what_was_not_taken_waits_while_it_is_paused() -> None:
     consumer.results[0].set_result(None)
     await asyncio.sleep(0.01)
     arrivals.pause()
-    assert (arrivals.waiting, arrivals.not_handed_over) == (2, 2)
+    assert (arrivals.waiting, arrivals.undelivered) == (2, 2)
     arrivals.put_now([4])
     consumer.results[1].set_result(None)  # too late: it was on a connection that is gone
     await asyncio.sleep(0.02)
@@ -436,7 +436,7 @@ async def test_while_a_batch_is_being_taken_the_loop_is_not_woken_for_each_that_
     await put_all(arrivals, [1, 2, 3], "thread")
     for _ in range(10):
         await asyncio.sleep(0)
-    assert (consumer.items, arrivals.not_handed_over) == ([0], 3)
+    assert (consumer.items, arrivals.undelivered) == ([0], 3)
     consumer.release()
     async with asyncio.timeout(DEADLINE_S / 2):
         await consumer.done.wait()

@@ -125,7 +125,7 @@ async def test_what_has_arrived_and_is_not_taken_yet_outlives_a_renewal(
         await node.until([True])
         arrivals = hub._receiver._publishes
         async with asyncio.timeout(DEADLINE_S):
-            while arrivals.not_handed_over < 100:  # others learn of a listener a moment later
+            while arrivals.undelivered < 100:  # others learn of a listener a moment later
                 await vehicle.send_batch([publish(source=topic("vehicle")) for _ in range(2_000)])
                 await asyncio.sleep(0.02)
         waits = arrivals.waiting

@@ -358,7 +358,7 @@ class Mqtt5Transport(TransportBase):
         taken: list[Arrived] = []
         weigh = len(publishes) < MANY
         for publish in publishes:
-            if not publish.packet_id and self._arrivals.not_handed_over >= UNACKNOWLEDGED_MESSAGES_MAX:
+            if not publish.packet_id and self._arrivals.undelivered >= UNACKNOWLEDGED_MESSAGES_MAX:
                 self.dropped["overflow"] += 1
                 continue
             arrived = self._read(publish, weigh)
