@@ -61,6 +61,7 @@ class _Known(NamedTuple):
 
 
 M = TypeVar("M", UMessage, EncodedMessage)
+_ListenerCall = tuple[UListener, Callable[[Any], Awaitable[None] | None], Any]
 _Shares = dict[int, tuple[UListener, list[M]]]  # by the identity of the listener
 
 
@@ -149,7 +150,7 @@ class ListenerTable:
             found = route.found if only is None else [one for one in route.found if one[0] is only]
             for listener in each_once(found):
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
-        return _in_hand([self._call(listener, messages) for listener, messages in shares.values()])
+        return self._call_all(call for listener, messages in shares.values() for call in _calls_of(listener, messages))
 
     def deliver_encoded(
         self,
@@ -210,13 +211,14 @@ class ListenerTable:
                 elif share[1][-1] is not last:
                     share[1].append(last)
         self._with_ttl += with_ttl
-        return _in_hand(
-            [
-                self._guarded(listener, listener.on_receive_encoded, messages)
+        return self._call_all(
+            call
+            for listener, messages in shares.values()
+            for call in (
+                [(listener, listener.on_receive_encoded, messages)]
                 if isinstance(listener, EncodedListener)
-                else self._call(listener, [message.decoded() for message in messages])
-                for listener, messages in shares.values()
-            ]
+                else _calls_of(listener, [message.decoded() for message in messages])
+            )
         )
 
     def _parse_first(
@@ -309,33 +311,35 @@ class ListenerTable:
         """True if it is valid and has not expired; else it is counted in `dropped`."""
         return self._sound(message, self._now_ms()) is not None
 
-    def _call(self, listener: UListener, messages: list[UMessage]) -> Awaitable[None] | None:
-        if isinstance(listener, (EncodedListener, UBatchListener)):
-            return self._guarded(listener, listener.on_receive_batch, messages)
-        return _in_hand([self._guarded(listener, listener.on_receive, message) for message in messages])
-
-    def _guarded(
-        self, listener: UListener, call: Callable[[Any], Awaitable[None] | None], what: Any
-    ) -> Awaitable[None] | None:
-        try:
-            return call(what)
-        except Exception as error:
-            self.failures += 1
-            is_other, self._last_failure = repr(error) != self._last_failure, repr(error)
-            # the 1st, 2nd, 4th, ... and each with another reason: it may fail with every message
-            if is_other or self.failures & (self.failures - 1) == 0:
-                log.exception(
-                    "a listener failed; its message counts as taken", listener=repr(listener), failures=self.failures
-                )
+    def _call_all(self, calls: Iterable[_ListenerCall]) -> Awaitable[None] | None:
+        """Call the listeners. The awaitable completes when all of theirs have; None: there are none."""
+        pending: list[Awaitable[None]] = []
+        for listener, call, what in calls:
+            try:
+                answer = call(what)
+            except Exception as error:
+                self._count_failure(listener, error)
+            else:
+                if answer is not None:
+                    pending.append(answer)
+        if not pending:
             return None
+        return pending[0] if len(pending) == 1 else all_of(pending)
+
+    def _count_failure(self, listener: UListener, error: Exception) -> None:
+        self.failures += 1
+        is_other, self._last_failure = repr(error) != self._last_failure, repr(error)
+        # the 1st, 2nd, 4th, ... and each with another reason: it may fail with every message
+        if is_other or self.failures & (self.failures - 1) == 0:
+            log.exception(
+                "a listener failed; its message counts as taken", listener=repr(listener), failures=self.failures
+            )
 
 
-def _in_hand(answers: list[Awaitable[None] | None]) -> Awaitable[None] | None:
-    """What is done when all of them are; None: it is done."""
-    pending = [answer for answer in answers if answer is not None]
-    if not pending:
-        return None
-    return pending[0] if len(pending) == 1 else all_of(pending)
+def _calls_of(listener: UListener, messages: list[UMessage]) -> list[_ListenerCall]:
+    if isinstance(listener, (EncodedListener, UBatchListener)):
+        return [(listener, listener.on_receive_batch, messages)]
+    return [(listener, listener.on_receive, message) for message in messages]
 
 
 async def all_of(pending: Sequence[Awaitable[Any]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable
 
@@ -56,20 +57,40 @@ class Backoff:
 
 
 class Pace:
-    """At most `per_s` units a second on average; the units of one second may be spent at once."""
+    """A token bucket: at most `per_s` units a second in the mean, and a second's units may go at once.
 
-    def __init__(self, per_s: int, now: Callable[[], float]) -> None:
-        """`now`: loop time, seconds."""
+    With `at_once`, only so many may go at once, and no second, wherever it begins, has more than `per_s`.
+    """
+
+    def __init__(self, per_s: int, now: Callable[[], float], at_once: int | None = None) -> None:
+        """`now`: loop time, seconds. `at_once`: less than `per_s`."""
         self.per_s, self._now = per_s, now
-        self._left, self._at = float(per_s), now()
+        self.at_once = per_s if at_once is None else at_once
+        self._refill_per_s = per_s if at_once is None else per_s - at_once
+        self._left, self._at = float(self.at_once), -math.inf
 
     def __repr__(self) -> str:
-        return f"Pace({self.per_s} a second, left={self._left:.0f})"
+        return f"Pace({self.at_once} at once, {self._refill_per_s} a second, left={self._left:.1f})"
+
+    def available(self) -> int:
+        """Returns how many units may go now; 0 or less: none."""
+        now = self._now()
+        self._left = min(self.at_once, self._left + max(0.0, now - self._at) * self._refill_per_s)
+        self._at = now
+        return int(self._left)
+
+    def take(self, units: int) -> None:
+        """Count units that go now."""
+        self._left -= units
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next unit may go, counted from the last call of `available`."""
+        return max(0.0, 1 - self._left) / self._refill_per_s
 
     async def spend(self, units: int) -> None:
-        """Spend `units`, and wait until the average is kept again. Several tasks may share one pace."""
-        now = self._now()
-        self._left = min(self.per_s, self._left + (now - self._at) * self.per_s) - units
-        self._at = now
+        """Take these units, and wait until they are paid for. Several tasks may share one pace."""
+        self.available()
+        self.take(units)
         if self._left < 0:
-            await asyncio.sleep(-self._left / self.per_s)
+            await asyncio.sleep(-self._left / self._refill_per_s)

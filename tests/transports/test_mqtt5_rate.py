@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.transports.mqtt5_answering import answering
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
-from transports.mqtt5.rate import Rate
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -34,26 +34,28 @@ def message(number: int) -> UMessage:
 )
 def test_no_second_has_more(per_s: int, steps: list[tuple[float, int]]) -> None:
     """Wherever it begins, and however long nothing was sent before."""
-    rate, now_s, left = Rate(per_s), 1_000.0, list[float]()
+    now_s, left = 1_000.0, list[float]()
+    pace = Pace(per_s, lambda: now_s, per_s // 10)
     for pause_s, wanted in steps:
         now_s += pause_s
         for _ in range(wanted):
-            if not rate.room(now_s):
-                now_s += rate.wait_s
-            if rate.room(now_s):  # else it is early by what a float can't say
-                rate.leave(1)
+            if not pace.available():
+                now_s += pace.wait_s
+            if pace.available():  # else it is early by what a float can't say
+                pace.take(1)
                 left.append(now_s)
     for place, start_s in enumerate(left):
         assert bisect_left(left, start_s + NEARLY) - place <= per_s
 
 
 def test_who_always_has_something_gets_nearly_all() -> None:
-    rate, now_s, sent = Rate(100), 0.0, 0
+    now_s, sent = 0.0, 0
+    pace = Pace(100, lambda: now_s, 10)
     while now_s < 60:
-        room = rate.room(now_s)
-        rate.leave(room)
-        sent += room
-        now_s += rate.wait_s + 1e-6
+        free = pace.available()
+        pace.take(free)
+        sent += free
+        now_s += pace.wait_s + 1e-6
     assert 89 * 60 < sent < 91 * 60
 
 

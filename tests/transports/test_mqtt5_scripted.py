@@ -438,16 +438,16 @@ def test_the_slashes_of_topics_that_are_taken_are_not_refused() -> None:
     found, stream, one = suspects.Suspects(), (b"stream", b"", 1), message(1)
     denied = UStatusError(UCode.PERMISSION_DENIED, "invalid").status
     for number in range(suspects.TOPICS_MIN):
-        assert found.pass_over((b"other", b"", 1), 0.0, 9) is None
+        assert found.skip_reason((b"other", b"", 1), 0.0, 9) is None
         found.lost_with((b"%d" % number, b"", 1), one, 0.0, denied, 9)
-    refused = found.pass_over((b"other", b"", 1), 0.0, 9)
+    refused = found.skip_reason((b"other", b"", 1), 0.0, 9)
     assert refused is not None
     assert refused.code == UCode.PERMISSION_DENIED
-    assert found.pass_over(stream, 0.0, 4) is None
-    assert found.pass_over((b"other", b"", 1), suspects.PASSED_OVER_S_MIN, 9) is None, "one is tried again ..."
+    assert found.skip_reason(stream, 0.0, 4) is None
+    assert found.skip_reason((b"other", b"", 1), suspects.SKIPPED_S_MIN, 9) is None, "one is tried again ..."
     assert found.is_suspect((b"other", b"", 1), 9), "... alone"
     found.answered((b"other", b"", 1), 9)
-    assert found.pass_over((b"another", b"", 1), 0.0, 9) is None
+    assert found.skip_reason((b"another", b"", 1), 0.0, 9) is None
 
 
 async def test_what_a_resumed_session_brings_waits_for_the_listener_that_wants_it() -> None:

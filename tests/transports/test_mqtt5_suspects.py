@@ -61,7 +61,7 @@ async def send_as_soon_as_connected(one: Mqtt5Transport, messages: Sequence[UMes
 
 def let_time_pass(one: Mqtt5Transport) -> None:
     """Until all that was passed over is to be tried again."""
-    known = one._window._suspects._suspects
+    known = one._window._suspects.by_stream
     known.update({stream: suspect._replace(try_at_s=0.0) for stream, suspect in known.items()})
 
 
@@ -119,7 +119,7 @@ async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.M
         await send_as_soon_as_connected(one, many)  # so that several may be in flight
         statuses = await send_as_soon_as_connected(one, [message(FORBIDDEN, 0), *many])
         assert {status.code for status in statuses} == {UCode.UNAVAILABLE}
-        assert not one._window._suspects
+        assert not one._window._suspects.by_stream
 
 
 @pytest.mark.parametrize("why", [TimeoutError("silent"), TakenOver(packets.Answer(0x8E, {}))])
@@ -131,7 +131,7 @@ async def test_a_network_that_is_gone_makes_no_suspect(why: OSError) -> None:
         assert one._link.connection is not None
         one._link.connection.drop(why)
         await sending
-        assert not one._window._suspects
+        assert not one._window._suspects.by_stream
 
 
 def test_a_stream_is_passed_over_for_longer_each_time() -> None:
@@ -139,12 +139,12 @@ def test_a_stream_is_passed_over_for_longer_each_time() -> None:
     waits = []
     for _ in range(LOSSES_MIN + 7):
         suspects.lost_with(stream, one, 1_000.0)
-        waits.append(next(wait for wait in range(400) if suspects.pass_over(stream, 1_000.0 + wait, 4) is None))
+        waits.append(next(wait for wait in range(400) if suspects.skip_reason(stream, 1_000.0 + wait, 4) is None))
     assert waits == [0] * (LOSSES_MIN - 1) + [5, 10, 20, 40, 80, 160, 300, 300]
     suspects.answered(stream, 4)
-    assert not suspects
+    assert not suspects.by_stream
     suspects.lost_with(stream, one, 1_000.0)
-    assert suspects.pass_over(stream, 1_000.0, 4) is None, "the count starts anew"
+    assert suspects.skip_reason(stream, 1_000.0, 4) is None, "the count starts anew"
 
 
 def test_suspects_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

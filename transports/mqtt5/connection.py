@@ -132,19 +132,22 @@ class Connection(asyncio.BufferedProtocol):
         self._heard_s = self._said_s = self._pinged_s = self._loop.time()
         self._written_bytes = self._delivered_bytes = self._due_end = 0
         self._taken_s = self._loop.time()  # when the peer was last seen to take some of what we write
-        self.delivered_s = self._loop.time()  # the same, of what was written before `watch_delivery`
+        self.delivered_s = self._loop.time()  # `watch_delivery`, or when the peer last took what was written before it
         # so much was written before the oldest ping that has no answer: what lies behind it tells nothing of the broker
         self._before_ping: int | None = None
         self._alive_s = self._loop.time()  # when it was last seen to take some of what lies before that
         self.up = False  # the broker has let us in, and we have not lost it since
         self._paused = False  # the socket is not read
 
-    def write(self, data: bytes) -> None:
-        """Whole packets; what the socket does not take at once leaves as soon as it can."""
+    def write(self, data: bytes, *, watch: bool = False) -> None:
+        """Write whole packets. What the socket does not take at once leaves as soon as it can. `watch`: call
+        `watch_delivery` as well."""
         if self._transport is not None:
             self._said_s = self._loop.time()
             self._written_bytes += len(data)
             self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
+            if watch:
+                self._due_end, self.delivered_s = self._written_bytes, self._said_s
 
     @property
     def hung_up(self) -> OSError | None:
@@ -187,8 +190,9 @@ class Connection(asyncio.BufferedProtocol):
                 self._transport.resume_reading()
 
     def watch_delivery(self) -> None:
-        """`delivered_s` moves while the peer takes some of what was written up to now; what follows does not count."""
-        self._due_end = self._written_bytes
+        """An answer to what was written before is due from now on: `delivered_s` is now, and moves while the peer takes
+        bytes of that."""
+        self._due_end, self.delivered_s = self._written_bytes, self._loop.time()
 
     def _look_at_delivery(self) -> None:
         """Has the peer taken some of what we write? On a slow link one large message is under way for minutes, and all

@@ -1,16 +1,16 @@
-"""Streams over whose messages the broker hangs up: passed over for a while, so that others get through. Pure.
+"""Streams over whose messages the broker hangs up: they are skipped for a while, so that others get through. Pure.
 
-a message is alone in flight when the connection ends -> its stream is suspect: its next message is alone in flight, too
+a message is alone in flight when the connection ends -> its stream is suspect: its next message is sent alone, too
 LOSSES_MIN times, or the broker has said that it does not take the message
-                      -> passed over for 5, 10, 20, ... 300, 300 s, and then tried again
-one of it is answered -> no suspect any more
+                                -> skipped for 5, 10, 20, ... 300, 300 s, and then tried again
+a message of it is answered     -> not suspect any more
 
 A broker that does not take a message may hang up instead of refusing it: VerneMQ and RabbitMQ where a topic is
-forbidden, AWS IoT where a topic has more than 7 slashes. Sent first with every new connection, it would be the end of
-each, and nothing would ever get past it.
+forbidden, AWS IoT where a topic has more than 7 slashes. Sent first on every new connection, that message would end
+each of them, and nothing behind it would ever get through.
 
-Of topics that a broker finds invalid (DISCONNECT 0x90), TOPICS_MIN with as many slashes, and none that it takes, stand
-for all of them: one for all is tried again.
+If the broker finds topics invalid (DISCONNECT 0x90), TOPICS_MIN of them with as many slashes, and none accepted, stand
+for all such topics: one is tried again for all.
 """
 
 from __future__ import annotations
@@ -26,46 +26,42 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 LOSSES_MIN: Final = 2  # the first one may be chance
 # each try costs the connection, and 0.5 s without one
-PASSED_OVER_S_MIN: Final = 5.0  # a broker that is killed twice costs its stream no more
-PASSED_OVER_S_MAX: Final = 300.0
+SKIPPED_S_MIN: Final = 5.0  # a broker that is killed twice costs its stream no more
+SKIPPED_S_MAX: Final = 300.0
 SUSPECTS_MAX: Final = 1_024  # streams; of more than that the oldest is forgotten
-TOPICS_MIN: Final = 3  # streams whose topics are invalid: fewer may be about something else than the slashes
+TOPICS_MIN: Final = 3  # streams whose topics are invalid: with fewer, the slashes may not be the cause
 
-Stream = tuple[bytes, bytes, int]
-"""What must keep its order: source, sink, priority; of an EncodedMessage the first two as one."""
+StreamKey = tuple[bytes, bytes, int]
+"""Messages that must keep their order: source, sink, priority; for an EncodedMessage source and sink are one value."""
 
 log = structlog.get_logger()
 
 
 class _Suspect(NamedTuple):
-    losses: int  # connections in a row that have ended while a message of it was alone in flight
-    try_at_s: float  # it is passed over until then
+    losses: int  # connections in a row that ended while a message of it was alone in flight
+    try_at_s: float  # it is skipped until then
     refusal: UStatus | None  # what the broker has said of its address
 
 
 class Suspects:
-    """Times are the loop's, in seconds. `slashes` of a topic name."""
+    """Times are those of the loop, in seconds. `slashes` is their number in a topic name."""
 
     def __init__(self) -> None:
-        self._suspects: dict[Stream, _Suspect] = {}
-        self._slashes_refused = 0  # topics with so many, or more, are invalid to the broker; 0: no such is known
-        self._invalid: set[Stream] = set()  # streams with such topics; TOPICS_MIN at most
+        self.by_stream: dict[StreamKey, _Suspect] = {}
+        self._slashes_refused = 0  # topics with so many or more are invalid to the broker; 0: none is known
+        self._invalid: set[StreamKey] = set()  # streams with such topics; TOPICS_MIN at most
         self._invalid_try_at_s, self._invalid_losses = 0.0, 0
 
-    def __bool__(self) -> bool:
-        return bool(self._suspects)
-
-    def is_suspect(self, stream: Stream, slashes: int) -> bool:
-        """Its next message has to be alone in flight."""
-        return stream in self._suspects or self._is_invalid(slashes)
+    def is_suspect(self, stream: StreamKey, slashes: int) -> bool:
+        """True if its next message must be alone in flight."""
+        return stream in self.by_stream or self._is_invalid(slashes)
 
     def _is_invalid(self, slashes: int) -> bool:
         return len(self._invalid) >= TOPICS_MIN and slashes >= self._slashes_refused
 
     @property
     def troubles(self) -> list[str]:
-        """Of those that the connection does not survive."""
-        count = sum(one.losses >= LOSSES_MIN or one.refusal is not None for one in self._suspects.values())
+        count = sum(one.losses >= LOSSES_MIN or one.refusal is not None for one in self.by_stream.values())
         what = f"the connection to the broker ends when messages of {count} streams are sent"
         found = [f"{what}, which wait (the log names them)"] if count else []
         if len(self._invalid) >= TOPICS_MIN:
@@ -80,11 +76,16 @@ class Suspects:
         )
 
     def lost_with(
-        self, stream: Stream, message: Carried, now_s: float, refusal: UStatus | None = None, slashes: int | None = None
+        self,
+        stream: StreamKey,
+        message: Carried,
+        now_s: float,
+        refusal: UStatus | None = None,
+        slashes: int | None = None,
     ) -> None:
-        """The connection has ended while this message was alone in flight. `refusal`: what the broker has said of its
-        address; `slashes` of its topic, if that is said to be invalid."""
-        known = self._suspects.pop(stream, None)
+        """The connection has ended while `message` was alone in flight. `refusal`: what the broker has said of its
+        address; `slashes` in its topic, if the broker has called that invalid."""
+        known = self.by_stream.pop(stream, None)
         losses, wait_s = (known.losses if known is not None else 0) + 1, 0.0
         enough = 1 if refusal is not None else LOSSES_MIN
         if losses >= enough:
@@ -94,13 +95,13 @@ class Suspects:
             why = "the connection to the broker ends when this message is sent: its stream waits, and others go on"
             said = refusal.message if refusal is not None else None
             log.error(why, source=source, sink=sink, bytes=len(message.payload), times=losses, wait_s=wait_s, said=said)
-        self._suspects[stream] = _Suspect(losses, now_s + wait_s, refusal)
-        if len(self._suspects) > SUSPECTS_MAX:
-            del self._suspects[next(iter(self._suspects))]
+        self.by_stream[stream] = _Suspect(losses, now_s + wait_s, refusal)
+        if len(self.by_stream) > SUSPECTS_MAX:
+            del self.by_stream[next(iter(self.by_stream))]
         if slashes is not None:
             self._found_invalid(stream, slashes, now_s)
 
-    def _found_invalid(self, stream: Stream, slashes: int, now_s: float) -> None:
+    def _found_invalid(self, stream: StreamKey, slashes: int, now_s: float) -> None:
         if self._slashes_refused and slashes > self._slashes_refused:
             slashes = self._slashes_refused
         if slashes != self._slashes_refused:
@@ -116,20 +117,21 @@ class Suspects:
             if not is_known:
                 log.error(self._invalid_topics)
 
-    def answered(self, stream: Stream, slashes: int) -> None:
-        """The broker has taken or refused one of its messages, and not hung up."""
-        self._suspects.pop(stream, None)
+    def answered(self, stream: StreamKey, slashes: int) -> None:
+        """The broker has taken or refused a message of this stream, and has not hung up."""
+        self.by_stream.pop(stream, None)
         if self._slashes_refused and slashes >= self._slashes_refused:
             self._slashes_refused = self._invalid_losses = 0
             self._invalid.clear()
 
-    def pass_over(self, stream: Stream, now_s: float, slashes: int) -> UStatus | None:
-        """Why nothing of this stream is to be sent now, UNAVAILABLE unless the broker has said it; None if it is."""
+    def skip_reason(self, stream: StreamKey, now_s: float, slashes: int) -> UStatus | None:
+        """Returns why nothing of this stream may be sent now (UNAVAILABLE, or what the broker has said); None if it
+        may."""
         if self._is_invalid(slashes):
             if now_s < self._invalid_try_at_s:
                 return UStatus(code=UCode.PERMISSION_DENIED, message=self._invalid_topics)
             return None
-        found = self._suspects.get(stream)
+        found = self.by_stream.get(stream)
         if found is None or now_s >= found.try_at_s:
             return None
         if found.refusal is not None:
@@ -140,5 +142,5 @@ class Suspects:
 
 
 def _wait_s(tries: int) -> float:
-    """Before the next try, after so many that were in vain."""
-    return min(PASSED_OVER_S_MIN * (1 << min(tries, 8)), PASSED_OVER_S_MAX)
+    """Returns how long to wait for the next try after so many that failed."""
+    return min(SKIPPED_S_MIN * (1 << min(tries, 8)), SKIPPED_S_MAX)

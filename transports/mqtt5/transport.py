@@ -39,7 +39,6 @@ from transports.mqtt5.link import HANGS_UP, Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import REQUEST_TYPE, RESPONSE_TYPE, Mapping, Mode
 from transports.mqtt5.packets import Welcome
-from transports.mqtt5.rate import Rate
 from transports.mqtt5.reasons import RefusedError
 from transports.mqtt5.session import Session
 from transports.mqtt5.subscriptions import topic_matches
@@ -47,6 +46,7 @@ from transports.mqtt5.window import Window
 from transports.mqtt5.wire import Codec
 from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried
+from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -71,6 +71,7 @@ BYTES_MAX: Final = 32 << 20
 # `max_inflight_messages 0` does not
 MESSAGES_MAX: Final = 8_192
 PRESSED_S_MAX: Final = 5.0  # how long the socket stands; far less than a keep-alive, or than a PUBACK may take
+AT_ONCE_SHARE: Final = 10  # with `messages_per_s`, a tenth of a second's messages may leave at once
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 # the transport whose listener is being called; tasks that a listener starts have it, too
 _DELIVERS: contextvars.ContextVar[Mqtt5Transport | None] = contextvars.ContextVar("delivers", default=None)
@@ -108,8 +109,9 @@ class Mqtt5Transport(TransportBase):
         self._codec = Codec(self._mapping, self.checks)
         self._link = link = Link(config, local, self)
         self._session = Session(link, self._start)
-        rate = Rate(config.messages_per_s) if config.messages_per_s is not None else None
-        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_if_told, self._slashes, rate)
+        per_s = config.messages_per_s
+        pace = Pace(per_s, lambda: asyncio.get_running_loop().time(), per_s // AT_ONCE_SHARE) if per_s else None
+        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_of_absence, self._slashes, pace)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         self._arrivals = Arrivals[Arrived](
             lambda arrived: self.listeners.deliver_encoded([one.message for one in arrived if one.message is not None]),
@@ -297,7 +299,7 @@ class Mqtt5Transport(TransportBase):
         is_publish = sink is None or attrs.is_streamer_sink(sink)
         return self._mapping.topic(attrs.PUBLISH if is_publish else attrs.NOTIFICATION, source, sink)
 
-    def _topic_if_told(self, message: Carried) -> str | None:
+    def _topic_of_absence(self, message: Carried) -> str | None:
         """Of a publish, if the owner wants to know that nobody listens there: a broker that knows it says so in PUBACK,
         and never that somebody has come, so nothing calls what `on_heard` is given."""
         if not self.tells_absence or message.attributes.type != attrs.PUBLISH:

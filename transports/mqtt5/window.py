@@ -1,18 +1,19 @@
-"""send_batch: encoded in order, written many at a time, each answered by its PUBACK.
+"""send_batch: messages are encoded in order, written many at a time, and each is answered by its PUBACK.
 
-batch -> (one batch after the other) encode what there is room for -> one write -> in flight
-in flight -> PUBACKs of one read -> statuses                       ^- reach.py
-          -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; where all may be refused,
-                                    nothing at all
-          -> its address is forbidden -> PERMISSION_DENIED, and nothing behind it of its stream is sent
-          -> nobody listens  -> nobody_listens, and nothing behind it that is a publish of its topic is sent
-          -> connection lost -> suspects.py
-                             -> UNAVAILABLE, and nothing behind is tried, also of batches that came meanwhile
+batch -> (one batch after the other) encode what there is capacity for -> one write -> in flight
+in flight -> PUBACKs of one read -> statuses                               ^- reach.py
+          -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; if the broker may refuse
+                                    everything, nothing at all is tried
+          -> address forbidden   -> PERMISSION_DENIED, and nothing behind it of its stream is sent
+          -> nobody listens      -> nobody_listens, and no publish of its topic behind it is sent
+          -> connection lost     -> suspects.py
+                                 -> UNAVAILABLE, and nothing behind it is tried, nor batches that came meanwhile
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,29 +24,29 @@ import structlog
 from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
 from transports.mqtt5.connection import Connection, Disconnected
-from transports.mqtt5.rate import Rate
 from transports.mqtt5.reach import Reach
 from transports.mqtt5.reasons import TOPIC_NAME_INVALID
-from transports.mqtt5.suspects import Stream, Suspects
+from transports.mqtt5.suspects import StreamKey, Suspects
 from uprotocol.encoded import Carried, EncodedMessage
+from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError, nobody_listens
 from uprotocol.v1.uattributes_pb2 import UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# encoded and written in one go, half a millisecond: fewer cost more of the kernel (a tenth of all from 64 to 256), more
-# only make the broker wait for us, and other tasks, too
+# encoded and written in one go, half a millisecond. Fewer cost more in the kernel (a tenth of everything from 64 to
+# 256); more only make the broker, and other tasks, wait
 WRITE_MESSAGES_MAX: Final = 256
 # up to this size the number of messages bounds the bytes, and counting would cost each message
 SMALL_BYTES: Final = 4_096
-WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
-# of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
+WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the message that exceeds it is still written
+# of larger ones, not acknowledged: what a broker does not read is kept here. 100 ms of a link of 1.3 Gbit/s
 IN_FLIGHT_BYTES_MAX = 16 << 20
-# without the PUBACK that is due next, and without taking what we write: the connection is dropped, since nothing
-# else tells a hung broker
+# without the PUBACK that is due next, and without the broker taking bytes: the connection is dropped, since nothing
+# else shows that a broker hangs
 PUBACK_MS_MAX = 20_000
 
-# streams of one batch that the broker refuses for now; with more of them it is the broker, and the rest is not tried
+# streams of one batch that the broker refuses for now; with more the broker itself is the cause, and nothing is tried
 REFUSED_STREAMS_MAX: Final = 16
 
 log = structlog.get_logger()
@@ -54,121 +55,113 @@ _PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _Sending:
+    """One call of `send`."""
+
     messages: Sequence[Carried]
     statuses: list[UStatus | None] = field(default_factory=list)
     due: int = 0  # PUBACKs
-    done: asyncio.Future[None] | None = None  # made when all is written and some PUBACKs are due
+    done: asyncio.Future[None] | None = None  # made when everything is written and some PUBACKs are due
     why: UStatus | None = None  # the failure of the network that ended it
     # streams of which the broker has refused a message for now: nothing behind it in its stream is tried
-    refused: set[Stream] = field(default_factory=set)
-    # topics of which a publish was answered that nobody listens: what is behind it must not overtake it
+    refused: set[StreamKey] = field(default_factory=set)
+    # topics with a publish that nobody listens to: no later publish may overtake it
     unheard: set[str] = field(default_factory=set)
-    # streams of which a message was answered that its address is forbidden: nor must what is behind that, should the
-    # broker's rules change in between
-    forbidden: dict[Stream, UStatus] = field(default_factory=dict)
+    # streams with a message whose address is forbidden: no later message may overtake it, even if the broker's rules
+    # change in between
+    forbidden: dict[StreamKey, UStatus] = field(default_factory=dict)
 
 
 class Window:
-    """What has been sent and not been acknowledged. Lives on the event loop; messages in flight are bounded, and so are
-    their bytes.
+    """Messages that were sent and are not acknowledged. Lives on the event loop; bounded in messages and in bytes.
 
-    A message in flight when the connection is lost is answered UNAVAILABLE, and forgotten: the caller sends it again if
-    it matters. (MQTT would have us repeat it on a resumed session; of QoS 1 the broker keeps nothing that would miss
-    it.)
+    A message that is in flight when the connection is lost is answered UNAVAILABLE and forgotten: the caller sends it
+    again if it matters. (MQTT asks us to repeat it on a resumed session; for QoS 1 the broker keeps nothing that needs
+    this.)
 
-    `topic_if_told` answers the topic of a publish whose owner wants to know that nobody listens; None for all others.
-    `slashes` answers how many the topic of a message has. `rate`, if given, bounds what leaves in a second.
+    `topic_of_absence` returns the topic of a publish whose owner wants to know that nobody listens, and None for any
+    other message. `slashes` returns the number of slashes in the topic of a message. `pace`, if given, bounds the
+    messages sent in a second.
     """
 
     def __init__(
         self,
         encode: Callable[[Carried], tuple[bytes, bytes]],
         next_packet_id: Callable[[], int],
-        topic_if_told: Callable[[Carried], str | None],
+        topic_of_absence: Callable[[Carried], str | None],
         slashes: Callable[[Carried], int],
-        rate: Rate | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        self._encode, self._next_packet_id, self._topic_if_told = encode, next_packet_id, topic_if_told
-        self._slashes, self._rate = slashes, rate
-        # packet id -> its place, and its bytes if they are more than SMALL_BYTES
-        self._in_flight: dict[int, tuple[_Batch, int, int]] = {}
+        self._encode, self._next_packet_id, self._topic_of_absence = encode, next_packet_id, topic_of_absence
+        self._slashes, self._pace = slashes, pace
+        self._at_once = pace.at_once if pace is not None else sys.maxsize
+        # packet id -> its index in the call, and its bytes if they are more than SMALL_BYTES
+        self._in_flight: dict[int, tuple[_Sending, int, int]] = {}
         self._large_bytes = 0  # the sum of those
         self._suspects = Suspects()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._reach = Reach(0)
-        self._timed: tuple[int, float] | None = None  # a message: packet id, and when it left
+        self.messages = 0
+        """So many may be in flight now."""
+        self._timed: tuple[int, float] | None = None  # the message that is timed: packet id, and when it was sent
         self._was_full = False  # since then
-        self._under_way: set[_Batch] = set()  # not answered yet
+        self._unanswered: set[_Sending] = set()
         self._connection: Connection | None = None
         self._lost = NOT_OPEN  # why there is, or was, no connection
-        self._progress_s = 0.0
 
     def __repr__(self) -> str:
         reach = self._reach
         return f"Window(in_flight={len(self._in_flight)} of {reach.messages}, at most {reach.messages_max})"
 
     @property
-    def messages(self) -> int:
-        """So many may be in flight now."""
-        return self._reach.messages if self._rate is None else min(self._reach.messages, self._rate.at_once)
-
-    @property
     def troubles(self) -> list[str]:
-        """Of messages that the connection does not survive."""
+        """Messages over which the broker ends the connection."""
         return self._suspects.troubles
 
     def open(self, connection: Connection, size: int) -> None:
-        """A connection is there, on which up to `size` messages may be in flight."""
+        """There is a connection, on which up to `size` messages may be in flight."""
         self._connection, self._reach, self._timed = connection, Reach(size), None
+        self.messages = min(self._reach.messages, self._at_once)
 
     def shut(self, why: UStatus) -> None:
-        """It is gone: everything that is not acknowledged gets `why`."""
+        """The connection is lost: every message that is not acknowledged is answered `why`."""
         connection, is_closed = self._connection, why == NOT_OPEN
         refusal = None
         if connection is not None and not is_closed and len(self._in_flight) == 1 and (how := connection.hung_up):
             refusal = self._suspect(how)
         self._connection, self._lost = None, why
-        for batch, index, _ in self._in_flight.values():
-            batch.statuses[index], batch.why = refusal or why, why
-            batch.due = 0
-            if batch.done is not None and not batch.done.done():
-                batch.done.set_result(None)
+        for sending, index, _ in self._in_flight.values():
+            sending.statuses[index], sending.why = refusal or why, why
+            sending.due = 0
+            if sending.done is not None and not sending.done.done():
+                sending.done.set_result(None)
         self._in_flight.clear()
         self._large_bytes = 0
         self._freed.set()
 
     def _suspect(self, how: OSError) -> UStatus | None:
-        """The connection has ended so over the one message that is in flight. What the broker says of that message, if
-        it says anything."""
-        ((batch, index, _),) = self._in_flight.values()
-        message, refusal, slashes = batch.messages[index], None, None
+        """Note that the broker has ended the connection while one message was in flight. Returns what it said of that
+        message, if anything."""
+        ((sending, index, _),) = self._in_flight.values()
+        message, refusal, slashes = sending.messages[index], None, None
         if isinstance(how, Disconnected) and reasons.is_of_a_message(how.reason):
             refusal = UStatus(
                 code=reasons.code_of(how.reason), message=f"the broker ends the connection over it: {how}"
             )
-            if refusal.code != UCode.PERMISSION_DENIED:  # the next one of its stream may be taken
+            if refusal.code != UCode.PERMISSION_DENIED:  # the next message of its stream may be taken
                 return refusal
             slashes = self._slashes(message) if how.reason == TOPIC_NAME_INVALID else None
         now_s = asyncio.get_running_loop().time()
         self._suspects.lost_with(_stream(message), message, now_s, refusal, slashes)
         return refusal
 
-    def _progressed(self, connection: Connection) -> None:
-        """Another PUBACK is due next. Brokers answer in order: a message that is left out is not answered later."""
-        self._progress_s = asyncio.get_running_loop().time()
-        connection.watch_delivery()
-
     @property
     def stalled(self) -> bool:
-        """True if the broker owes the PUBACK that is due next for too long, and has not even taken bytes of its
-        message."""
-        progress_s = (
-            self._progress_s if self._connection is None else max(self._progress_s, self._connection.delivered_s)
-        )
-        late_s = asyncio.get_running_loop().time() - progress_s
-        return bool(self._in_flight) and late_s > PUBACK_MS_MAX / 1000
+        """True if the next PUBACK is overdue and the broker has not even taken bytes of its message."""
+        if self._connection is None or not self._in_flight:
+            return False
+        return asyncio.get_running_loop().time() - self._connection.delivered_s > PUBACK_MS_MAX / 1000
 
     async def drained(self) -> None:
         """Completes when nothing is in flight."""
@@ -177,180 +170,170 @@ class Window:
             await self._freed.wait()
 
     async def send(self, messages: Sequence[Carried]) -> list[UStatus]:
-        """One status for each message, in order. `encode` raises UStatusError for what may not be sent, which does not
-        stop the rest."""
+        """Returns one status for each message, in order, when all are answered or the network has failed. If `encode`
+        raises UStatusError, that is the status of its message, and the rest is sent."""
         connection, count = self._connection, len(messages)
         if connection is None:
             return stopped([], count, self._lost)
-        if any(other.why is not None or other.refused for other in self._under_way):
+        if any(other.why is not None or other.refused for other in self._unanswered):
             return stopped([], count, _BEHIND)  # the sender of that one does not know yet: these would overtake it
-        batch = _Batch(messages)
-        self._under_way.add(batch)
+        sending = _Sending(messages)
+        self._unanswered.add(sending)
         try:
-            await self._send(batch, connection)
-        finally:
-            self._under_way.discard(batch)
-        sent = [status for status in batch.statuses if status is not None]
-        assert len(sent) == len(batch.statuses), "every message that was tried has a status when its batch is done"
-        return sent if len(sent) == count else stopped(sent, count, batch.why or self._lost)
-
-    async def _send(self, batch: _Batch, connection: Connection) -> None:
-        """All of it, until it is answered; or until the network fails."""
-        count = len(batch.messages)
-        async with self._turn:
-            while len(batch.statuses) < count and batch.why is None and self._connection is connection:
-                room = min(self._reach.messages - len(self._in_flight), WRITE_MESSAGES_MAX)
-                if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX or self._is_on_trial(batch):
-                    self._freed.clear()
-                    await self._freed.wait()
-                    continue
-                if self._rate is not None:
-                    room = min(room, self._rate.room(asyncio.get_running_loop().time()))
-                    if not room:
-                        await asyncio.sleep(self._rate.wait_s)
+            async with self._turn:
+                while len(sending.statuses) < count and sending.why is None and self._connection is connection:
+                    free = min(self._reach.messages - len(self._in_flight), WRITE_MESSAGES_MAX)
+                    on_trial = self._in_flight and self._suspects.by_stream and self._is_on_trial(sending)
+                    if free <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX or on_trial:
+                        self._freed.clear()
+                        await self._freed.wait()
                         continue
-                due = batch.due
-                self._write_some(batch, len(batch.statuses) + room, connection)
-                if self._rate is not None:
-                    self._rate.leave(batch.due - due)
-                await asyncio.sleep(0)  # let it leave, and let PUBACKs in
-        if batch.due:
-            batch.done = asyncio.get_running_loop().create_future()
-            await batch.done
+                    if self._pace is not None and not (free := min(free, self._pace.available())):
+                        await asyncio.sleep(self._pace.wait_s)
+                        continue
+                    self._write_some(sending, len(sending.statuses) + free, connection)
+                    await asyncio.sleep(0)  # let it leave, and let PUBACKs in
+            if sending.due:
+                sending.done = asyncio.get_running_loop().create_future()
+                await sending.done
+        finally:
+            self._unanswered.discard(sending)
+        sent = [status for status in sending.statuses if status is not None]
+        assert len(sent) == len(sending.statuses), "every message that was tried has a status when its call is done"
+        return sent if len(sent) == count else stopped(sent, count, sending.why or self._lost)
 
-    def _is_on_trial(self, batch: _Batch) -> bool:
-        """A suspect is in flight, or is next: it has to be alone."""
-        if not self._suspects or not self._in_flight:
-            return False
+    def _is_on_trial(self, sending: _Sending) -> bool:
+        """True if a suspect is in flight or is next: it must be alone."""
         first, index, _ = next(iter(self._in_flight.values()))
-        both = first.messages[index], batch.messages[len(batch.statuses)]
+        both = first.messages[index], sending.messages[len(sending.statuses)]
         return any(self._suspects.is_suspect(_stream(message), self._slashes(message)) for message in both)
 
-    def _held_back(self, stream: Stream, message: Carried, batch: _Batch) -> UStatus | None:
-        """Why nothing of this stream is to be sent now; None if it is."""
-        if stream in batch.refused:
+    def _held_back(self, stream: StreamKey, message: Carried, sending: _Sending) -> UStatus | None:
+        """Returns why nothing of this stream may be sent now; None if it may."""
+        if stream in sending.refused:
             return _BEHIND
-        status = self._suspects.pass_over(stream, asyncio.get_running_loop().time(), self._slashes(message))
+        status = self._suspects.skip_reason(stream, asyncio.get_running_loop().time(), self._slashes(message))
         if status is not None and status.code == UCode.UNAVAILABLE:
-            batch.refused.add(stream)
+            sending.refused.add(stream)
         return status
 
-    def _write_some(self, batch: _Batch, end: int, connection: Connection) -> None:
-        """As many messages in front of `end` as one write may have."""
+    def _write_some(self, sending: _Sending, end: int, connection: Connection) -> None:
+        """Write the messages before `end`, as many as one write may have."""
         packets: list[bytes] = []
         in_flight, octets = self._in_flight, 0
-        unheard = {topic for other in self._under_way for topic in other.unheard}
-        forbidden = {stream: status for other in self._under_way for stream, status in other.forbidden.items()}
-        for message in batch.messages[len(batch.statuses) : end]:
+        unheard = {topic for other in self._unanswered for topic in other.unheard}
+        forbidden = {stream: status for other in self._unanswered for stream, status in other.forbidden.items()}
+        for message in sending.messages[len(sending.statuses) : end]:
             is_suspect = False
-            if batch.refused or self._suspects:
+            if sending.refused or self._suspects.by_stream:
                 stream = _stream(message)
-                if (held_back := self._held_back(stream, message, batch)) is not None:
-                    batch.statuses.append(held_back)
+                if (held_back := self._held_back(stream, message, sending)) is not None:
+                    sending.statuses.append(held_back)
                     continue
                 is_suspect = self._suspects.is_suspect(stream, self._slashes(message))
                 if is_suspect and in_flight:
                     break
             if forbidden and (stream := _stream(message)) in forbidden:
-                batch.forbidden[stream] = forbidden[stream]
-                batch.statuses.append(forbidden[stream])
+                sending.forbidden[stream] = forbidden[stream]
+                sending.statuses.append(forbidden[stream])
                 continue
-            if unheard and (topic := self._topic_if_told(message)) in unheard:
+            if unheard and (topic := self._topic_of_absence(message)) in unheard:
                 assert topic is not None
-                batch.unheard.add(topic)
-                batch.statuses.append(_UNHEARD)
+                sending.unheard.add(topic)
+                sending.statuses.append(_UNHEARD)
                 continue
             try:
                 head, tail = self._encode(message)
             except UStatusError as error:
-                batch.statuses.append(error.status)
+                sending.statuses.append(error.status)
                 continue
             except Exception as error:
-                log.exception("a message could not be encoded, and nobody foresaw why")
+                log.exception("a message could not be encoded: unexpected error")
                 why = f"the message could not be encoded: {error!r}"
-                batch.statuses.append(UStatus(code=UCode.INTERNAL, message=why))
+                sending.statuses.append(UStatus(code=UCode.INTERNAL, message=why))
                 continue
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
                 packet_id = self._next_packet_id()
             size = len(tail) if len(tail) > SMALL_BYTES else 0
-            in_flight[packet_id] = (batch, len(batch.statuses), size)
-            batch.statuses.append(None)
+            in_flight[packet_id] = (sending, len(sending.statuses), size)
+            sending.statuses.append(None)
             packets += (head, _PACKET_ID[packet_id], tail)
             octets += size
             if octets >= WRITE_BYTES_MAX or is_suspect:
                 break
         if packets:
-            is_first = len(in_flight) == len(packets) // 3  # none was due before
+            count = len(packets) // 3
             if self._timed is None:
                 self._timed, self._was_full = (packet_id, asyncio.get_running_loop().time()), False
             if len(in_flight) >= self._reach.messages:
                 self._was_full = True
-            batch.due += len(packets) // 3
+            sending.due += count
             self._large_bytes += octets
-            connection.write(b"".join(packets))
-            if is_first:
-                self._progressed(connection)
+            if self._pace is not None:
+                self._pace.take(count)
+            connection.write(b"".join(packets), watch=len(in_flight) == count)  # no PUBACK was due before
 
     def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None:
-        """[(packet id, reason code)] of one read; reason strings by packet id, of those that have one."""
+        """`pubacks`: [(packet id, reason code)] of one read. `whys`: reason strings by packet id."""
         in_flight, octets = self._in_flight, 0
         oldest = next(iter(in_flight), None)
         for packet_id, reason in pubacks:
             entry = in_flight.get(packet_id)
             if entry is None:
                 continue
-            batch, index, size = entry
-            if self._suspects:
-                message = batch.messages[index]
+            sending, index, size = entry
+            if self._suspects.by_stream:
+                message = sending.messages[index]
                 self._suspects.answered(_stream(message), self._slashes(message))
             status = _ANSWERS[reason]
             if status is not OK and packet_id in whys:
                 status = _answer(reason, {"ReasonString": whys[packet_id]})
             if reason == reasons.NO_MATCHING_SUBSCRIBERS:
-                status = self._unheard(batch, index)
+                status = self._unheard(sending, index)
             elif status is not OK and status.code == UCode.UNAVAILABLE:
-                self._refused(batch, index, reason, status)
+                self._refused(sending, index, reason, status)
             elif status is not OK and status.code == UCode.PERMISSION_DENIED:
-                batch.forbidden[_stream(batch.messages[index])] = status
-            batch.statuses[index] = status
-            del in_flight[packet_id]  # not before it has its status: what is in flight gets one when the network fails
+                sending.forbidden[_stream(sending.messages[index])] = status
+            sending.statuses[index] = status
+            del in_flight[packet_id]  # after its status is set: a failure of the network sets that of all in flight
             octets += size
-            batch.due -= 1
-            if not batch.due and batch.done is not None and not batch.done.done():
-                batch.done.set_result(None)
+            sending.due -= 1
+            if not sending.due and sending.done is not None and not sending.done.done():
+                sending.done.set_result(None)
         self._large_bytes -= octets
-        now_s = asyncio.get_running_loop().time()
-        if oldest not in in_flight and self._connection is not None:
-            self._progressed(self._connection)
-        self._reach.answered()
-        if self._timed is not None and self._timed[0] not in self._in_flight:
-            self._reach.timed(now_s - self._timed[1], was_full=self._was_full)
-            self._timed = None
+        if in_flight and oldest not in in_flight and self._connection is not None:
+            # brokers answer in order, so the next PUBACK is due now: one that was left out does not come later
+            self._connection.watch_delivery()
+        round_trip_s = None
+        if self._timed is not None and self._timed[0] not in in_flight:
+            round_trip_s, self._timed = asyncio.get_running_loop().time() - self._timed[1], None
+        self._reach.on_pubacks(round_trip_s, was_full=self._was_full)
+        self.messages = min(self._reach.messages, self._at_once)
         self._freed.set()
 
-    def _unheard(self, batch: _Batch, index: int) -> UStatus:
-        """The broker has thrown it away. What was in flight with it has its own PUBACK: a subscriber may have come in
-        between, and has got it then."""
-        message = batch.messages[index]
+    def _unheard(self, sending: _Sending, index: int) -> UStatus:
+        """The broker has thrown the message away. Messages that were in flight with it have their own PUBACKs: a
+        subscriber may have come in between and got them."""
+        message = sending.messages[index]
         if _is_request(message):
             return _NOBODY
-        topic = self._topic_if_told(message)
+        topic = self._topic_of_absence(message)
         if topic is None:
             return OK
-        batch.unheard.add(topic)
+        sending.unheard.add(topic)
         return _UNHEARD
 
-    def _refused(self, batch: _Batch, index: int, reason: int, status: UStatus) -> None:
-        """For now. Nothing behind it is tried, but for what has been sent already, and for other streams of its batch
-        where it may be this one alone that the broker does not take."""
-        for other in self._under_way:
-            if other is not batch:
+    def _refused(self, sending: _Sending, index: int, reason: int, status: UStatus) -> None:
+        """The broker does not take the message now. Nothing behind it is tried, except what was sent already, and
+        other streams of its batch if the broker may refuse this one alone."""
+        for other in self._unanswered:
+            if other is not sending:
                 other.why = _BEHIND
-        if reasons.is_of_all(reason) or len(batch.refused) >= REFUSED_STREAMS_MAX:
-            batch.why = status
+        if reasons.is_of_all(reason) or len(sending.refused) >= REFUSED_STREAMS_MAX:
+            sending.why = status
         else:
-            batch.refused.add(_stream(batch.messages[index]))
+            sending.refused.add(_stream(sending.messages[index]))
 
 
 _BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
@@ -362,7 +345,7 @@ _UNHEARD: Final = nobody_listens(
 )
 
 
-def _stream(message: Carried) -> Stream:
+def _stream(message: Carried) -> StreamKey:
     if type(message) is EncodedMessage:
         return message.stamp.address, b"", message.stamp.priority
     attributes = message.attributes

@@ -289,7 +289,10 @@ class Codec:
             return self._encode_anew(message, key)  # it says why not
         time, version, variant, rest = msb >> 32, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF
         id = b"%08x-%04x-%04x-%04x-%012x" % (time, msb >> 16 & 0xFFFF, version, variant, rest)
-        head = b"%c%b%b" % (PUBLISH | QOS1, varint(remaining), out.topic)
+        if 0x80 <= remaining < 0x4000:  # `varint` has two bytes, as nearly always
+            head = b"%c%c%c%b" % (PUBLISH | QOS1, remaining & 0x7F | 0x80, remaining >> 7, out.topic)
+        else:
+            head = b"%c%b%b" % (PUBLISH | QOS1, varint(remaining), out.topic)
         return head, b"".join((out.before_id, id, out.after_id, payload))
 
     def _encode_anew(self, message: Carried, key: bytes | None) -> tuple[bytes, bytes]:

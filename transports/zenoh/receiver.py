@@ -58,17 +58,17 @@ class Wanted:
     """
 
     def __init__(self) -> None:
-        self._exact: dict[str, Filter] = {}
+        self.exact: dict[str, Filter] = {}
         # places in a key that must be as they are -> what they must be -> the pattern
         self._shapes: tuple[tuple[tuple[int, ...], dict[tuple[str, ...], Filter]], ...] = ()
         self._known: Cache[str, tuple[Filter, ...]] = Cache()  # patterns alone
 
     def __len__(self) -> int:
-        return len(self._exact) + sum(len(patterns) for _places, patterns in self._shapes)
+        return len(self.exact) + sum(len(patterns) for _places, patterns in self._shapes)
 
     def add(self, key: str, filter: Filter) -> None:
         if ANY not in key:
-            self._exact[key] = filter
+            self.exact[key] = filter
             return
         places, parts = _shape(key)
         patterns = dict(self._shapes).get(places)
@@ -80,7 +80,7 @@ class Wanted:
 
     def remove(self, key: str) -> None:
         if ANY not in key:
-            self._exact.pop(key, None)
+            self.exact.pop(key, None)
             return
         places, parts = _shape(key)
         dict(self._shapes)[places].pop(parts, None)
@@ -89,7 +89,7 @@ class Wanted:
 
     def by(self, key: str) -> tuple[Filter, ...]:
         """Filters that match `key`, which is that of one message."""
-        exact = self._exact.get(key)
+        exact = self.exact.get(key)
         if not self._shapes:
             return () if exact is None else (exact,)
         known = self._known
@@ -99,10 +99,6 @@ class Wanted:
             if len(key) <= KEY_KNOWN_CHARS:
                 known[key] = patterns
         return patterns if exact is None else (exact, *patterns)
-
-    def is_exactly(self, filters: tuple[Filter, ...], key: str) -> bool:
-        """True if `key` is wanted for one filter that names it, and takes nothing else."""
-        return len(filters) == 1 and self._exact.get(key) is filters[0]
 
     def _matching(self, key: str) -> tuple[Filter, ...]:
         segments = key.split("/")
@@ -221,7 +217,7 @@ class Receiver:
         return on_sample
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
-        version, wanted = mapping.VERSION_BYTE, self.wanted
+        version, exact = mapping.VERSION_BYTE, self.wanted.exact
         shares: list[tuple[Filter | None, bytes, bytes]] = []
         keys: list[str] = []  # of the shares
         for filters, payload, attachment, key in arrived:
@@ -229,7 +225,8 @@ class Receiver:
                 self._listeners.dropped["malformed"] += 1
                 continue
             encoded = attachment[1:]
-            if wanted.is_exactly(filters, key) or self._is_named(encoded, key):
+            # a key of one filter without wildcards takes nothing else, so there is nothing to compare
+            if (len(filters) == 1 and exact.get(key) is filters[0]) or self._is_named(encoded, key):
                 for filter in filters:
                     shares.append((filter, payload, encoded))
                     keys.append(key)
@@ -241,7 +238,7 @@ class Receiver:
             """A filter that names one key takes nothing that says another address: it is spoofed, and counts as that.
             Filters with wildcards were compared above."""
             filter, _, encoded = shares[place]
-            if filter is not None and wanted.is_exactly((filter,), keys[place]):
+            if filter is not None and exact.get(keys[place]) is filter:
                 self._is_named(encoded, keys[place])
 
         return self._listeners.deliver_encoded(shares, complete, unmatched)
