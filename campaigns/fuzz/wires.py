@@ -18,7 +18,7 @@ from transports.dds import mapping as dds_mapping
 from transports.listeners import ListenerTable
 from transports.mqtt5 import wire
 from transports.mqtt5.mapping import Mapping, Mode, Packet, TtlReading
-from transports.mqtt5.wire import Codec
+from transports.mqtt5.wire import PublishCodec
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -105,7 +105,7 @@ def forward(message: UMessage) -> None:
 
 def _by_mqtt(message: UMessage, mode: Mode) -> None:
     mapping = Mapping(mode, OWN)
-    codec = Codec(mapping, SendChecks(now_ms=lambda: NOW_MS))
+    codec = PublishCodec(mapping, SendChecks(now_ms=lambda: NOW_MS))
     for _ in range(2):
         head, tail = codec.encode(message)
         [(first, body)], size = wire.split(head + b"\0\7" + tail)
@@ -200,7 +200,7 @@ def _publish(first: int, body: bytes) -> None:
     except ValueError:
         return
     for mode in Mode:
-        codec = Codec(Mapping(mode, OWN), SendChecks(now_ms=lambda: NOW_MS))
+        codec = PublishCodec(Mapping(mode, OWN), SendChecks(now_ms=lambda: NOW_MS))
         with refusing(INVALID, DENIED):
             found = codec.decode(publish)
             assert codec.decode(publish) == found, "a template says something else"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from streamer.demo.mosquitto import Broker
 from tests.certificates import DAY, TestAuthority
 from tests.conftest import MakeBroker
 from transports.certificates import CertificateFile, Expiries, TlsFiles, expires_s, mistake
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link
-from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
-from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_answering import serving
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link
-from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError

@@ -15,9 +15,9 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamer.demo.mosquitto import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, reasons
-from transports.mqtt5.broker import Broker
 from transports.mqtt5.losses import SETTLE_S, Dropped, Loss, Losses
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -136,7 +136,7 @@ async def test_a_queue_that_overflows_though_we_are_there_is_told(make_broker: M
         await one.register_listener(TOPIC, Slow())
         await counted(one)
         await send(broker, 200)
-        await until(lambda: one._arrivals.waiting == 20)
+        await until(lambda: one._receiver.arrivals.waiting == 20)
         held.set()
         text, count = await told.first()
         assert "lagged" in text

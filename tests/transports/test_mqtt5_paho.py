@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from streamer.demo.mosquitto import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
-from transports.mqtt5.broker import Broker
 from transports.mqtt5.link import RECONNECT_MS, reconnect_wait_ms
 from transports.mqtt5.reasons import code_of
 from transports.plugin import create
@@ -584,7 +584,7 @@ def test_no_broker_outlives_its_process(tmp_path: Path) -> None:
     """Neither an exit without close, nor a kill; and the directory that a kill leaves goes with the next start."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     for last_words in ("", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", ""):
-        program = "from transports.mqtt5.broker import Broker; b = Broker().start(); "
+        program = "from streamer.demo.mosquitto import Broker; b = Broker().start(); "
         program += "print(b._running._popen.pid, b.port, flush=True)"
         command = [sys.executable, "-c", f"{program}\n{last_words}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -557,7 +557,7 @@ async def test_where_there_is_no_connection_for_answers_calls_go_on_without_it()
         assert "one connection is enough" in note
 
         broker.knobs.connack = (0, "")
-        caller._answers._retry_at_s = 0.0
+        caller._receiver.answers._retry_at_s = 0.0
         await service.send(message(3, uris.parse("up://service/10AB/3/80CD")))
         assert await asyncio.wait_for(answers.get(), DEADLINE_S) == b"3"
         assert not caller.notes

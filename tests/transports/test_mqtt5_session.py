@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_proxy import RefusingProxy
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, reasons, session, transport
-from transports.mqtt5.broker import Broker
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, reasons, receiving, session
 from transports.mqtt5.losses import DROPPED_TOPIC
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -329,7 +329,7 @@ async def test_what_the_next_process_does_not_want_is_unsubscribed(
     await until(lambda: heard.numbers == [100, 101], "heard")
     assert second.dropped["unwanted"] == 100, "the broker no longer sends it"
     await second.close()
-    monkeypatch.setattr(transport, "UNCLAIMED_MS_MAX", 100)
+    monkeypatch.setattr(receiving, "UNCLAIMED_MS_MAX", 100)
     third = await run([GOOD], says_so=False)
     await until(lambda: third._session.filters == (GOOD_FILTER,), "after a while")
     await third.close()
@@ -345,7 +345,7 @@ async def test_a_topic_that_an_unknown_process_has_left_in_the_session_is_unsubs
         await first.register_listener(BAD, heard)
     await send(own_broker, [publish(number, BAD) for number in range(3)])
     async with refusing(own_broker) as proxy, end(proxy.port, **SESSION) as second:
-        await until(lambda: len(second._unclaimed) == 3, "they wait for a listener")
+        await until(lambda: len(second._receiver.unclaimed) == 3, "they wait for a listener")
         second.all_registered()
         await until(lambda: proxy.unsubscribed == [BAD_FILTER], "once")
         await until(lambda: second._session.filters == (), "the broker has said so")

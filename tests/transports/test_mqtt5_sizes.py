@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_answering import serving
 from transports.conformance import Sink
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, transport, wire
-from transports.mqtt5.broker import Broker
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, receiving, wire
 from transports.mqtt5.connection import LARGE_BYTES, READ_BYTES, Connection, PacketReader
 from transports.mqtt5.link import BROKER_ADDS_BYTES
 from uprotocol import uri as uris
@@ -155,23 +155,25 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
 ) -> None:
     """Receive Maximum lets in 2,048 messages: here some 128 MiB. Meanwhile what we send is still answered, once
     shedding has begun."""
-    monkeypatch.setattr(transport, "BYTES_MAX", 2 * MIB)
-    monkeypatch.setattr(transport, "PRESSED_S_MAX", pressed_s_max)
+    monkeypatch.setattr(receiving, "BYTES_MAX", 2 * MIB)
+    monkeypatch.setattr(receiving, "PRESSED_S_MAX", pressed_s_max)
     held = Held()
     async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
         await hearer.register_listener(TOPIC, held)
         sizes = [65_536 + number for number in range(200)]
         await sender.send_batch([message(bytes(size)) for size in sizes])
         async with asyncio.timeout(DEADLINE_S):
-            await until(lambda: hearer._shedding if not pressed_s_max else hearer._paused_at_s is not None)
+            await until(
+                lambda: hearer._receiver._shedding if not pressed_s_max else hearer._receiver._paused_at_s is not None
+            )
             if not pressed_s_max:
                 assert (await hearer.send_batch([message(b"still here")]))[0].code == UCode.OK
-        waiting = hearer._arrivals.octets
+        waiting = hearer._receiver.arrivals.octets
         assert 2 * MIB <= waiting <= 2 * MIB + READ_BYTES + 100_000
         held.gate.set()
         await until(lambda: sorted(set(held.sizes)) == sizes)
         assert list(dict.fromkeys(held.sizes)) == sizes, "in order, though some may come twice"
-    assert not hearer._arrivals.octets
+    assert not hearer._receiver.arrivals.octets
 
 
 @pytest.mark.broker
@@ -179,16 +181,16 @@ async def test_what_waits_is_bounded_in_messages_though_the_broker_sends_on(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mosquitto with `max_inflight_messages 0` does not keep to Receive Maximum."""
-    monkeypatch.setattr(transport, "MESSAGES_MAX", 500)
+    monkeypatch.setattr(receiving, "MESSAGES_MAX", 500)
     held = Held()
     async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
         await hearer.register_listener(TOPIC, held)
         await sender.send_batch([message(b"%d" % number) for number in range(5_000)])
-        await until(lambda: hearer._paused_at_s is not None)
-        assert 500 <= hearer._arrivals.waiting <= 500 + READ_BYTES // 100
+        await until(lambda: hearer._receiver._paused_at_s is not None)
+        assert 500 <= hearer._receiver.arrivals.waiting <= 500 + READ_BYTES // 100
         held.gate.set()
         await until(lambda: len(held.sizes) >= 5_000)
-    assert not hearer._arrivals.waiting
+    assert not hearer._receiver.arrivals.waiting
 
 
 @pytest.mark.broker
@@ -198,9 +200,9 @@ async def test_what_is_in_flight_is_bounded_in_bytes(broker: Broker, monkeypatch
     async with end(broker, "sender") as sender:
         window, write = sender._window, Connection.write
 
-        def measured(one: Connection, data: bytes) -> None:
+        def measured(one: Connection, data: bytes, **more: bool) -> None:
             nonlocal most
-            write(one, data)
+            write(one, data, **more)
             most = max(most, window._large_bytes)
 
         monkeypatch.setattr(Connection, "write", measured)

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link, window
-from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link
-from transports.mqtt5.broker import Broker
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 

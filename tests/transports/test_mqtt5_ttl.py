@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from streamer.demo.mosquitto import Broker
 from transports.base import SendChecks
 from transports.listeners import ListenerTable
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, wire
-from transports.mqtt5.broker import Broker
 from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
-from transports.mqtt5.wire import Codec
+from transports.mqtt5.wire import PublishCodec
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
@@ -82,7 +82,7 @@ class End:
     now_ms: int = PUBLISHED_MS  # the true time
 
     def __post_init__(self) -> None:
-        self.codec = Codec(
+        self.codec = PublishCodec(
             Mapping(Mode.IN_VEHICLE, "gateway", ttl_reading=self.reading), SendChecks(now_ms=lambda: self.clock_ms)
         )
         self.heard = _Heard()

@@ -13,7 +13,7 @@ from transports.base import SendChecks
 from transports.mqtt5 import wire
 from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
 from transports.mqtt5.subscriptions import Subscriptions, topic_matches
-from transports.mqtt5.wire import Codec
+from transports.mqtt5.wire import PublishCodec
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -161,7 +161,7 @@ def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | N
         return now_ms
 
     mapping = Mapping(Mode.IN_VEHICLE, "device1", ttl_reading=reading, now_ms=clock)
-    codec = Codec(mapping, SendChecks(now_ms=clock))
+    codec = PublishCodec(mapping, SendChecks(now_ms=clock))
     for age_ms in AGES_MS:
         message = builders()[index].build_from_upayload(payload)
         now_ms = uuids.time_ms(message.attributes.id) + age_ms
@@ -176,7 +176,7 @@ def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | N
 
 def test_templates_refuse_what_the_long_way_does() -> None:
     now = uuids.now_ms()
-    codec = Codec(Mapping(Mode.IN_VEHICLE, "device1"), SendChecks(now_ms=lambda: now))
+    codec = PublishCodec(Mapping(Mode.IN_VEHICLE, "device1"), SendChecks(now_ms=lambda: now))
     good = UMessageBuilder.publish(TOPIC).with_ttl(1_000).build_from_upayload(UPayload(b"x", 2))
     codec.encode(good)
     without_payload, no_id, version_4, no_date, late = (UMessage.FromString(good.SerializeToString()) for _ in range(5))
@@ -214,7 +214,7 @@ def test_an_id_is_read_where_it_is_and_nowhere_else() -> None:
             {"correlation": wire.ID_KEY + b"\x70\x00\x80" + bytes(7)},
             {"expiry_s": 0x26000131, "content_type": "2"},
         ):
-            codec = Codec(mapping, SendChecks())
+            codec = PublishCodec(mapping, SendChecks())
             for id in (one, two, "no id at all, but as long as one is..", two.upper(), one):
                 publish = publish_of([*before, ("1", id), *rest], **more)
                 packet = wire.read_packet(publish)
@@ -252,7 +252,7 @@ def test_a_template_of_what_arrives_holds_while_the_ttl_is_the_same(
         return long_way(packet, at_ms)
 
     monkeypatch.setattr(mapping, "read", counted)
-    codec = Codec(mapping, SendChecks(now_ms=lambda: now_ms))
+    codec = PublishCodec(mapping, SendChecks(now_ms=lambda: now_ms))
     for age_ms, is_known in ((3_000, False), (3_999, True), (3_500, True), (4_000, holds_s is None)):
         id, read = uuids.new(), 0
         now_ms = uuids.time_ms(id) + age_ms

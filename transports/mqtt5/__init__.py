@@ -8,7 +8,6 @@ transport.py -> window.py  send, answered by PUBACK       mapping.py  UMessage <
                    websocket.py   the same over WebSocket
              -> answers.py  a second connection, for calls that listeners make
 config.py  settings    subscriptions.py  which copy of a message counts, pure    reasons.py  reason codes -> UCode
-broker.py  a private mosquitto, for tests, demo and benchmarks
 """
 
 from typing import Final

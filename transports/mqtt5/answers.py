@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import structlog
@@ -44,15 +44,11 @@ class Answers:
         own = {"client_id": client_id, "session_expiry_s": 0, "clean_start": True}
         self._config, self._local, self._take = config.model_copy(update=own), local, take
         self._link: Link | None = None
-        self._topics: dict[str, bool] = {}  # of answers: the broker has a subscription to it on this connection
+        # of answers, which may come on both connections; True: the broker has a subscription to it on this one
+        self.topics: dict[str, bool] = {}
         self._turn = asyncio.Lock()
         self._retry_at_s = 0.0
         self._why_not = ""
-
-    @property
-    def topics(self) -> Container[str]:
-        """Messages of these may come on both connections."""
-        return self._topics
 
     @property
     def notes(self) -> list[str]:
@@ -66,8 +62,8 @@ class Answers:
     async def listen(self, topics: Iterable[str], wire_bytes_max: int) -> None:
         """Returns when the broker has a subscription to each of them, or can't have one now. Raises nothing."""
         for topic in topics:
-            if len(self._topics) < TOPICS_MAX:
-                self._topics.setdefault(topic, False)
+            if len(self.topics) < TOPICS_MAX:
+                self.topics.setdefault(topic, False)
         loop = asyncio.get_running_loop()
         if self._has_all() or loop.time() < self._retry_at_s:
             return
@@ -84,7 +80,7 @@ class Answers:
                 log.warning("no connection of its own for the answers to listeners' calls", error=self._why_not)
 
     def _has_all(self) -> bool:
-        return all(self._topics.values())
+        return all(self.topics.values())
 
     async def _connect(self, wire_bytes_max: int) -> None:
         if self._link is None:
@@ -94,9 +90,9 @@ class Answers:
 
     async def _subscribe(self) -> None:
         assert self._link is not None
-        for topic in [topic for topic, is_subscribed in self._topics.items() if not is_subscribed]:
+        for topic in [topic for topic, is_subscribed in self.topics.items() if not is_subscribed]:
             await self._link.subscribe(topic)
-            self._topics[topic] = True
+            self.topics[topic] = True
         self._why_not = ""
 
     async def close(self) -> None:
@@ -113,8 +109,8 @@ class Answers:
             await self._subscribe()
 
     def down(self, why: str) -> None:
-        for topic in self._topics:
-            self._topics[topic] = False
+        for topic in self.topics:
+            self.topics[topic] = False
 
     def tick(self, now_s: float) -> None: ...
 

@@ -2,7 +2,7 @@
 
 Packet --publish_frame--> head | packet id | tail        bytes --split--> [(first byte, body)] --read_publish--> Publish
 
-Codec: encoded attributes <-> PUBLISH, and what was worked out once is not worked out again.
+PublishCodec: encoded attributes <-> PUBLISH, and what was worked out once is not worked out again.
 UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: SendChecks, mapping, frame
 PUBLISH     --(topic, properties but for the id) known?--> template --> UAttributes unknown: read_packet, mapping
                 and, where the ttl counts them: as many whole seconds after the id's time?
@@ -248,7 +248,7 @@ class _In(NamedTuple):
     waited_s: int | None  # the ttl is one for messages that arrive so long after the time of their id; None: for all
 
 
-class Codec:
+class PublishCodec:
     """The clock of `checks` is the one that ids are compared with, both ways."""
 
     def __init__(self, mapping: Mapping, checks: SendChecks) -> None:
