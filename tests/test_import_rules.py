@@ -47,15 +47,14 @@ ALLOWED: dict[str, set[str]] = {
     "usubscription_client": {"uprotocol", "storage"},
     # and never names a plugin
     "streamer": {"uprotocol", "storage", "history", "usubscription", "usubscription_client", "spark_ingest", *SHARED},
-    # but it starts a broker
     "streamer.demo.demo": {
         "uprotocol",
         "usubscription_client",
         "spark_ingest",
-        "transports.mqtt5.broker",
         "transports.ports",
         *SHARED,
     },
+    "streamer.demo.mosquitto": {"uprotocol", "transports.ports"},
     "spark_ingest": {"uprotocol", "transports.plugin", *READING, "storage.logs"},
     "pyspark_uprotocol": {"spark_ingest"},
 }

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from transports.mqtt5 import broker
+from streamer.demo import mosquitto
 from uprotocol.status import UStatusError
 
 
@@ -27,22 +27,22 @@ def install() -> str | None:
         if update_first:
             subprocess.run([apt, "update", "-qq"], env=environment, stdout=subprocess.DEVNULL, check=False)
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-        if (binary := broker.find()) is not None:
+        if (binary := mosquitto.find()) is not None:
             return binary
     return None
 
 
 def main() -> int:
-    if (binary := broker.find() or install()) is None:
+    if (binary := mosquitto.find() or install()) is None:
         try:
-            broker.runner()
+            mosquitto.runner()
         except UStatusError as error:
             print(
                 f"{error.message} (apt-get install mosquitto, dnf install mosquitto, brew install mosquitto)",
                 file=sys.stderr,
             )
             return 1
-    print(binary or f"container {broker.IMAGE}")
+    print(binary or f"container {mosquitto.IMAGE}")
     return 0
 
 

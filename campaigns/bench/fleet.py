@@ -24,7 +24,7 @@ from typing import Any, Final
 from campaigns.bench.fleet_wire import CLOUD
 from campaigns.bench.processes import BenchError, Child
 from campaigns.bench.subject import READY_WORD
-from transports.mqtt5.broker import Broker
+from streamer.demo.mosquitto import Broker
 
 VEHICLES: Final = (100, 1_000, 5_000)  # of the runs that `make bench` makes
 TOPICS_EACH: Final = 30

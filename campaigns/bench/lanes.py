@@ -144,7 +144,7 @@ def _network(
 def new_address(network: str, stack: ExitStack, broker_settings: Sequence[str] = ()) -> Address:
     """Of a network that nobody else is on, with a broker where it has one, until `stack` ends."""
     if network == "mqtt":
-        from transports.mqtt5.broker import Broker
+        from streamer.demo.mosquitto import Broker
 
         return Address(network, stack.enter_context(Broker(settings=broker_settings)).port)
     return Address(network, free_domain() if network == "dds" else free_port())

@@ -201,7 +201,7 @@ class Demo:
 
     async def _start_broker(self) -> None:
         """The cloud is on MQTT then."""
-        from transports.mqtt5.broker import Broker
+        from streamer.demo.mosquitto import Broker
 
         try:
             broker = await self._stack.enter_async_context(Broker())

@@ -10,8 +10,8 @@ import asyncio
 import atexit
 import base64
 import contextlib
-import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -19,7 +19,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from streamer.demo.processes import die_with_parent
 from transports.ports import free_port
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -43,7 +43,6 @@ MISSING: Final = (
     "no MQTT broker: install the package mosquitto of your system, "
     "or start docker and install the Python package testcontainers, so that it can run in a container"
 )
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def find() -> str | None:
@@ -51,37 +50,69 @@ def find() -> str | None:
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
 
 
-def runner() -> Callable[[Path], _Process | _Container]:
+def runner() -> Callable[[Path], ServerProcess | _Container]:
     """What runs mosquitto with a configuration file: the binary, else a container. Raises FAILED_PRECONDITION: neither
     is there."""
     binary = find()
     if binary is not None:
-        return lambda config: _Process(binary, config)
+        return lambda config: ServerProcess([binary, "-c", str(config)], config.parent / "log")
     has_containers = shutil.which("docker") is not None and importlib.util.find_spec("testcontainers") is not None
     if not has_containers or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
         raise UStatusError(UCode.FAILED_PRECONDITION, MISSING)
     return _Container
 
 
-class _Process:
-    def __init__(self, binary: str, config: Path) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)  # before the fork: the child must not load anything
-        parent = os.getpid()
+class Server:
+    """A server process that `start`, `stop`, `kill` and `restart` control, on 127.0.0.1."""
 
-        def die_with_parent() -> None:
-            if sys.platform == "linux":
-                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != parent:
-                    os._exit(1)
+    host = "127.0.0.1"
 
-        with (config.parent / "log").open("ab") as log:
+    def start(self) -> Self:
+        """Returns when it accepts clients. Raises an error with its last words if it does not."""
+        for delay_s in self._starting():
+            time.sleep(delay_s)
+        return self
+
+    async def start_async(self) -> Self:
+        """As `start`, without blocking the event loop."""
+        for delay_s in self._starting():
+            await asyncio.sleep(delay_s)
+        return self
+
+    def _starting(self) -> Iterator[float]:
+        """Start it, and yield how long to sleep before looking again whether it is up."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End it with SIGTERM: a persistent server writes its store. May be called twice."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> Self:
+        self.stop()
+        return self.start()
+
+    def _end(self, number: signal.Signals) -> None:
+        raise NotImplementedError
+
+
+class ServerProcess:
+    """A command that runs until `end`, and no longer than this process. Start it on a thread that lives as long as it
+    is needed (the main one): Linux ends it with the thread that started it."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        with log.open("ab") as out:
             self._popen = subprocess.Popen(
-                [binary, "-c", str(config)],
+                command,
+                cwd=log.parent,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=die_with_parent,
-                # a Ctrl-C is ours to handle; it must not take the broker away under a client that drains
+                stdout=out,
+                stderr=out,
+                preexec_fn=functools.partial(die_with_parent, signal.SIGKILL, os.getpid()),
+                # Ctrl-C goes to us alone: it must not end the server while its clients still send
                 start_new_session=True,
             )
 
@@ -91,10 +122,11 @@ class _Process:
     def send_signal(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)  # unless it has ended
 
-    def end(self, number: signal.Signals) -> None:
+    def end(self, number: signal.Signals, stop_s_max: float = STOP_MS_MAX / 1000) -> None:
+        """Wait for the end after this signal; after `stop_s_max` it is killed."""
         self.send_signal(number)
         try:
-            self._popen.wait(STOP_MS_MAX / 1000)
+            self._popen.wait(stop_s_max)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
@@ -128,16 +160,13 @@ class _Container:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Broker:
-    """One mosquitto: `start`, `stop` (it writes its store), `kill` (it doesn't), `restart` on the same port.
+class Broker(Server):
+    """One mosquitto; `restart` keeps its port.
 
     `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca,
     certificate, key) and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A
     persistent broker keeps sessions and messages over a stop. All of it lives in a directory that goes with `close`, or
     with the next start if we are killed; no process outlives ours.
-
-    Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started
-    it.
     """
 
     users: Mapping[str, str] | None = None
@@ -148,10 +177,10 @@ class Broker:
     settings: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.host, self._port = "127.0.0.1", 0
+        self._port = 0
         self._directory: Path | None = None
         self._lock = -1  # of the directory, while there is one
-        self._running: _Process | _Container | None = None
+        self._running: ServerProcess | _Container | None = None
 
     def __repr__(self) -> str:
         return f"Broker(port={self._port or None}, {'running' if self.running else 'stopped'})"
@@ -170,21 +199,8 @@ class Broker:
         """What mosquitto has said so far."""
         return (self._directory / "log").read_text(errors="replace") if self._directory is not None else ""
 
-    def start(self) -> Self:
-        """Returns when it accepts connections. Raises UStatusError: FAILED_PRECONDITION (none installed), UNAVAILABLE
-        (it ended; why)."""
-        for delay_s in self._starting():
-            time.sleep(delay_s)
-        return self
-
-    async def start_async(self) -> Self:
-        """As `start`, without holding up the event loop."""
-        for delay_s in self._starting():
-            await asyncio.sleep(delay_s)
-        return self
-
     def _starting(self) -> Iterator[float]:
-        """Start it, and yield how long to sleep before the next look whether it is up."""
+        """Raises UStatusError: FAILED_PRECONDITION (no mosquitto), UNAVAILABLE (it has ended, with its last words)."""
         if self.running:
             return
         run = runner()
@@ -208,14 +224,6 @@ class Broker:
         said = self.log.strip()[-500:] or "nothing"
         raise UStatusError(UCode.UNAVAILABLE, f"mosquitto did not start; it said: {said}")
 
-    def stop(self) -> None:
-        """End it in order: a persistent broker writes what it holds. May be called twice."""
-        self._end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it at once, as a crash would."""
-        self._end(signal.SIGKILL)
-
     def change_acl(self, text: str) -> None:
         """Other access rules, soon also for who is connected. It was started with some."""
         assert self.acl is not None, "mosquitto reads anew what it was started with"
@@ -223,10 +231,6 @@ class Broker:
         if self._directory is not None and self._running is not None:
             _private(self._directory / "acl", text)
             self._running.send_signal(signal.SIGHUP)
-
-    def restart(self) -> Self:
-        self.stop()
-        return self.start()
 
     def close(self) -> None:
         """Stop it and remove what it wrote. May be called twice."""

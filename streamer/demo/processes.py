@@ -23,6 +23,7 @@ START_TIMEOUT_S: Final = 60.0  # for a process to say that it is ready, on a bus
 STOP_TIMEOUT_S: Final = 20.0  # for a process to end after SIGTERM, before it is killed
 LINES_KEPT: Final = 50  # of a process's output, to show when it fails
 _PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None  # before any fork: a child must not load anything
 
 
 class Child:
@@ -120,7 +121,11 @@ class Child:
         return self._process.returncode
 
 
-def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int | None = None) -> None:
+    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only.
+
+    `parent`: its process id; the child ends at once if that has ended before."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)

@@ -1,12 +1,11 @@
 """Brokers of other makes, from the package registries: what is built once, and one that runs.
 
 MAKES["hivemq"].prepare() -> out/brokers/hivemq-2024.3       -> .broker(folder) -> start, stop, kill, restart, close
-   raises Missing: no tool, or the registry does not have it        the same methods as transports.mqtt5.broker.Broker
+   raises Missing: no tool, or the registry does not have it        the same methods as streamer.demo.mosquitto.Broker
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -21,10 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from streamer.demo.processes import die_with_parent
-from transports.mqtt5 import broker as mosquitto
+from streamer.demo import mosquitto
 from transports.ports import free_port
 
 HERE: Final = Path(__file__).parent / "builds"
@@ -54,22 +52,17 @@ class Missing(Exception):
 
 
 @dataclass(eq=False)
-class RealBroker:
-    """One broker on a port of 127.0.0.1 with its store in `folder`; no process outlives ours.
-
-    Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started
-    it.
-    """
+class RealBroker(mosquitto.Server):
+    """One broker on a port of 127.0.0.1 with its store in `folder`."""
 
     folder: Path
     command: Callable[[Path, int], Sequence[str]]  # writes the configuration, answers the command line
-    host: str = "127.0.0.1"
     port: int = 0  # from the first start on, the same one
-    _process: subprocess.Popen[bytes] | None = None
+    _process: mosquitto.ServerProcess | None = None
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.alive()
 
     @property
     def log(self) -> str:
@@ -77,53 +70,20 @@ class RealBroker:
         path = self.folder / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def start(self) -> Self:
-        """Returns when it lets clients in. Raises RuntimeError with its last words."""
-        for delay_s in self._starting():
-            time.sleep(delay_s)
-        return self
-
-    async def start_async(self) -> Self:
-        """As `start`, without holding up the event loop."""
-        for delay_s in self._starting():
-            await asyncio.sleep(delay_s)
-        return self
-
     def _starting(self) -> Iterator[float]:
-        """Start it, and yield how long to sleep before the next look whether it is up."""
+        """Raises RuntimeError with its last words."""
         if self.running:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
-        with (self.folder / "log").open("ab") as log:
-            process = subprocess.Popen(
-                self.command(self.folder, self.port),
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
-                start_new_session=True,
-            )
+        process = mosquitto.ServerProcess(self.command(self.folder, self.port), self.folder / "log")
         self._process, deadline = process, time.monotonic() + START_S_MAX
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.alive() and time.monotonic() < deadline:
             if _lets_in(self.host, self.port):
                 return
             yield PROBE_S
         self.kill()
         raise RuntimeError(f"the broker did not start within {START_S_MAX:.0f} s; it said: {self.log[-2000:]}")
-
-    def stop(self) -> None:
-        """End it in order (SIGTERM). May be called twice."""
-        self._end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it at once, as a crash would."""
-        self._end(signal.SIGKILL)
-
-    def restart(self) -> Self:
-        self.stop()
-        return self.start()
 
     def close(self) -> None:
         """End it and remove its store. May be called twice."""
@@ -132,14 +92,8 @@ class RealBroker:
 
     def _end(self, number: signal.Signals) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(STOP_S_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            process.end(number, STOP_S_MAX)
 
 
 AnyBroker = RealBroker | mosquitto.Broker

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from streamer.demo.processes import Child
 from tests.tiers import dds_domain
 from transports import plugin as plugins
 from transports.conformance import Sink
-from transports.mqtt5.broker import Broker
 from transports.ports import free_port
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uri_pb2 import UUri

@@ -20,12 +20,12 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from streamer.demo.mosquitto import Broker
 from tests.tiers import dds_domain
 from transports.dds import mapping as dds_mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
 from transports.dds.writers import Batch, Route, Writers
-from transports.mqtt5.broker import Broker
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.zenoh import ZenohConfig
 from transports.zenoh import mapping as zenoh_mapping

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from transports.mqtt5.broker import Broker
+from streamer.demo.mosquitto import Broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
 

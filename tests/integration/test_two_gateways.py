@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from streamer.demo.processes import Child
 from transports import plugin as plugins
 from transports.conformance import Sink
-from transports.mqtt5.broker import Broker
 from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer

@@ -17,12 +17,12 @@ import structlog
 
 from streamer import app as apps
 from streamer.config import loads
+from streamer.demo.mosquitto import Broker
 from streamer.operating import clocks, metrics, states
 from streamer.operating.clocks import Clocks
 from streamer.operating.states import DEGRADED, NOT_READY, READY, Condition, States
 from streamer.walk.endpoint import Endpoint
 from transports.local import LocalNetwork, LocalTransport
-from transports.mqtt5.broker import Broker
 from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

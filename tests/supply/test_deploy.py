@@ -21,9 +21,9 @@ import yaml
 from streamer import config as configs
 from streamer import parts
 from streamer.commands.terminal import EXIT_CONFIG
+from streamer.demo.mosquitto import Broker
 from transports import plugin
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
-from transports.mqtt5.broker import Broker
 from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder

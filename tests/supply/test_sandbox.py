@@ -18,10 +18,10 @@ from typing import Final
 
 import pytest
 
+from streamer.demo.mosquitto import Broker
 from tests.supply import sandbox
 from tests.tiers import dds_domain
 from transports import plugin
-from transports.mqtt5.broker import Broker
 from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
