@@ -4,7 +4,7 @@ plugin.py      name, config, constructor; found by entry point, imported only wh
 listeners.py   filter -> listeners, shared by all plugins
 base.py        what every transport does alike: checks before sending, connection callbacks, its listeners
 arrivals.py    what has arrived -> listeners: bounded, in batches, acknowledged last, again if not taken
-local.py (and kept.py)  zenoh/  dds/  mqtt5/      the plugins
+local.py  zenoh/  dds/  mqtt5/      the plugins
 conformance/   what every one of them must show; ships, so that a plugin from elsewhere can show it too
 new.py         a repository for one from elsewhere: python -m transports.new NAME DIRECTORY
 """

@@ -40,7 +40,7 @@ NOT_TRIED: Final = (
     "an earlier message of the batch could not be sent, so this one was not tried: send it again after that one"
 )
 
-Route = tuple[int, bytes, bytes | None]
+_RouteKey = tuple[int, bytes, bytes | None]
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class SendChecks:
 
     def __init__(self, *, now_ms: Callable[[], int] = uuids.now_ms) -> None:
         self.now_ms = now_ms
-        self._valid_routes: Cache[Route, bool] = Cache(ROUTES_CACHED_MAX)
+        self._valid_routes: Cache[_RouteKey, bool] = Cache(ROUTES_CACHED_MAX)
 
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
         """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14)."""

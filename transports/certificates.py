@@ -39,7 +39,9 @@ _PEM: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE--
 log = structlog.get_logger()
 T = TypeVar("T")
 
-Stamp = tuple[tuple[int, int, int] | None, ...]  # of each file: modified at (ns), inode, bytes; None: it is not there
+FileStamp = tuple[
+    tuple[int, int, int] | None, ...
+]  # of each file: modified at (ns), inode, bytes; None: it is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class CertificateFile:
     is_ca: bool = False
 
 
-def stamp(files: Iterable[Path | None]) -> Stamp:
+def stamp(files: Iterable[Path | None]) -> FileStamp:
     """Differs after a change of one of `files`. Blocks."""
 
     def one(file: Path) -> tuple[int, int, int] | None:
@@ -72,7 +74,7 @@ class KeptFiles(Generic[T]):
         """`make` raises UStatusError if the files can't be used."""
         self._files, self._make = files, make
         self._lock = threading.Lock()
-        self._stamp: Stamp = ()
+        self._stamp: FileStamp = ()
         self._made: T | None = None
         self.trouble = ""  # why the last one is still in use
 
@@ -188,12 +190,12 @@ def load_pair(context: ssl.SSLContext, certificate: Path, key: Path | None) -> N
 
 
 @dataclass(slots=True)
-class _Known:
+class _WatchedFile:
     """What was found in one file."""
 
     owner: str  # the endpoint's name; "" is the admin port
     file: CertificateFile
-    stamp: Stamp = ()
+    stamp: FileStamp = ()
     expires_s: float | None = None  # None: it can't be read
     trouble: str = ""
     state: str | None = None  # as it was last logged; None: it has not been read yet
@@ -205,7 +207,7 @@ class Expiries:
 
     def __init__(self, files: Iterable[tuple[str, CertificateFile]], now_ms: Callable[[], int]) -> None:
         """`files`: with the name of the endpoint, "" for the admin port. `now_ms`: Unix milliseconds."""
-        self._known = [_Known(owner, file) for owner, file in files]
+        self._known = [_WatchedFile(owner, file) for owner, file in files]
         self._now_ms = now_ms
 
     def __len__(self) -> int:
@@ -238,7 +240,7 @@ class Expiries:
                 one.expires_s, one.trouble = None, error.message
             one.stamp = now
 
-    def _log_change(self, one: _Known) -> None:
+    def _log_change(self, one: _WatchedFile) -> None:
         before, one.state = one.state, self._state(one)
         if before is None or before == one.state:
             return
@@ -247,7 +249,7 @@ class Expiries:
         else:
             log.info("a certificate is renewed", endpoint=one.owner, path=str(one.file.path))
 
-    def _state(self, one: _Known) -> str:
+    def _state(self, one: _WatchedFile) -> str:
         if one.expires_s is None:
             return one.trouble  # "" before the first look
         left_s = one.expires_s - self._now_ms() / 1000
@@ -257,7 +259,7 @@ class Expiries:
         """Of those that expire within SOON_S, have expired, or can't be read, in plain sentences."""
         return [self._sentence(one) for one in self._known if self._state(one)]
 
-    def _sentence(self, one: _Known) -> str:
+    def _sentence(self, one: _WatchedFile) -> str:
         whose = f"endpoint {one.owner}" if one.owner else "the admin port"
         what = f"{whose}: {one.file.setting} {one.file.path}"
         if one.expires_s is None:

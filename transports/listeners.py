@@ -53,7 +53,7 @@ class TtlCounts(NamedTuple):
     ages_ms: tuple[int, ...]  # of the last AGES_MAX of those: our time less that in their ids
 
 
-class _Known(NamedTuple):
+class _KnownStamp(NamedTuple):
     """What is the same for all messages of a stamp."""
 
     route: Route
@@ -84,7 +84,7 @@ class ListenerTable:
         self._listeners_max, self._per_filter_max = listeners_max, listeners_per_filter_max
         self._now_ms = now_ms
         self._size = 0
-        self._stamped: Cache[bytes, _Known] = Cache()  # by the suffix of the encoded attributes
+        self._stamped: Cache[bytes, _KnownStamp] = Cache()  # by the suffix of the encoded attributes
         self._routes = Routes(local_authority, self._stamped.clear)
         self.dropped: Counter[str] = Counter()
         self.mended: Counter[str] = Counter()
@@ -177,7 +177,7 @@ class ListenerTable:
         last_encoded = last_payload = b""
         # filters that have brought `last`: when one of them brings the same again, it was sent once more
         brought_by: list[Filter | None] = []
-        known: _Known | None = None
+        known: _KnownStamp | None = None
         with_ttl = 0
         for place, (filter, payload, encoded) in enumerate(arrived):
             is_again = encoded == last_encoded and payload == last_payload and filter not in brought_by
@@ -223,7 +223,7 @@ class ListenerTable:
 
     def _parse_first(
         self, encoded: bytes, payload: bytes, now: int, place: int, complete: Complete | None
-    ) -> tuple[_Known, EncodedMessage] | None:
+    ) -> tuple[_KnownStamp, EncodedMessage] | None:
         """A message whose stamp is not known: parse and validate it; remember the stamp if others will have it.
 
         One without authorities is completed first: what two hosts send without naming themselves is not one stream.
@@ -245,8 +245,8 @@ class ListenerTable:
             return None
         if rest is None:
             alone = EncodedMessage.of(message)
-            return _Known(route, alone.stamp), alone
-        known = self._stamped[rest] = _Known(route, Stamp(message.attributes, rest))
+            return _KnownStamp(route, alone.stamp), alone
+        known = self._stamped[rest] = _KnownStamp(route, Stamp(message.attributes, rest))
         return known, EncodedMessage(encoded, payload, known.stamp)
 
     def _sound(self, message: UMessage, now_ms: int) -> Route | None:

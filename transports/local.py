@@ -16,7 +16,8 @@ import contextvars
 import heapq
 import random
 import re
-from collections.abc import Awaitable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Self
 from weakref import WeakValueDictionary
@@ -26,7 +27,6 @@ from pydantic import Field
 
 from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, NOT_TRIED, OK, TransportBase, TransportSettings, stopped, tell, too_large
-from transports.kept import SESSION_BYTES_MAX, SESSION_MESSAGES_MAX, Kept, Session, matches, size
 from transports.listeners import Filter
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
@@ -41,6 +41,9 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 # waiting or being taken by one member; beyond it senders wait, so that they feel a slow one
 QUEUE_MESSAGES_MAX: Final = 8_192
 QUEUE_BYTES_MAX: Final = 32 << 20  # the same in bytes: 4 KiB for each
+# kept for a named member that is away, as brokers are configured; some 50 MB of small ones
+SESSION_MESSAGES_MAX: Final = 100_000
+SESSION_BYTES_MAX: Final = 64 << 20  # the same in bytes
 PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
 PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
 IN_FLIGHT_MESSAGES: Final = 1_024  # unanswered at once, where answers take their time
@@ -81,6 +84,59 @@ BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
 NOBODY: Final = nobody_listens("no member of the network listens at this address: send it again when one does")
 
 
+class Kept(deque[UMessage]):
+    """Messages in order, and their bytes: attributes and payload."""
+
+    def __init__(self, messages: Iterable[UMessage] = ()) -> None:
+        super().__init__()
+        self.octets = 0
+        self.extend(messages)
+
+    def append(self, message: UMessage) -> None:
+        super().append(message)
+        self.octets += size(message)
+
+    def extend(self, messages: Iterable[UMessage]) -> None:
+        for message in messages:
+            self.append(message)
+
+    def popleft(self) -> UMessage:
+        message = super().popleft()
+        self.octets -= size(message)
+        return message
+
+    def remove(self, message: UMessage) -> None:
+        super().remove(message)
+        self.octets -= size(message)
+
+
+def size(message: UMessage) -> int:
+    return len(message.payload) + message.attributes.ByteSize()
+
+
+@dataclass
+class MemberSession:
+    """What a network keeps for a named member that is away."""
+
+    filters: list[Filter] = field(default_factory=list)  # what it listened to when it left
+    kept: Kept = field(default_factory=Kept)
+
+    def wants(self, message: UMessage) -> bool:
+        return any(matches(filter, message) for filter in self.filters)
+
+    def keep(self, message: UMessage) -> bool:
+        """False if nobody would want it, or there is no room."""
+        has_room = len(self.kept) < SESSION_MESSAGES_MAX and self.kept.octets < SESSION_BYTES_MAX
+        if keeps := has_room and self.wants(message):
+            self.kept.append(message)
+        return keeps
+
+
+def matches(filter: Filter, message: UMessage) -> bool:
+    attributes = message.attributes
+    return filter.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+
+
 class LocalNetwork:
     """Everybody on it hears everybody else, and not itself."""
 
@@ -89,7 +145,7 @@ class LocalNetwork:
     def __init__(self, faults: Faults | None = None, name: str = "") -> None:
         self.name = name
         self.members: list[LocalTransport] = []
-        self.sessions: dict[str, Session] = {}  # of named members that have left
+        self.sessions: dict[str, MemberSession] = {}  # of named members that have left
         self.room = asyncio.Event()  # set whenever a member may have room again
         self.cut_off: set[str] = set()  # authorities that have no network
         self._refused: dict[tuple[str, str], re.Pattern[str]] = {}  # (address, sender), as `refuse` was told
@@ -286,7 +342,7 @@ class LocalTransport(TransportBase):
         self.session = config.session
         if self.session is not None:
             self.capabilities = type(self).capabilities | Capability.PERSISTENT_SESSION
-        self._resumed = Session()  # what is left of the one before us, and its listeners that have not come again
+        self._resumed = MemberSession()  # what is left of the one before us, and its listeners that have not come again
         self._resumed_until = 0.0  # loop time
         self.arrivals: Arrivals[UMessage] = Arrivals(
             self._deliver,
@@ -335,7 +391,7 @@ class LocalTransport(TransportBase):
         self.network.members.remove(self)
         self.network.room.set()  # nobody waits for us any more
         if self.session is not None:
-            self.network.sessions[self.session] = Session([*self._resumed.filters, *self.listeners.filters])
+            self.network.sessions[self.session] = MemberSession([*self._resumed.filters, *self.listeners.filters])
         left = await self.arrivals.finish(DRAIN_MS_MAX / 1000) if self.connected else self.arrivals.close()
         self.disconnect()
         self._leave_session(left)
@@ -354,13 +410,13 @@ class LocalTransport(TransportBase):
         """From here on the network keeps what comes, behind what was not taken."""
         self._drop_unclaimed()
         if self.session is not None:
-            session = Session(list({*self._resumed.filters, *self.listeners.filters}))
+            session = MemberSession(list({*self._resumed.filters, *self.listeners.filters}))
             session.kept.extend(self._resumed.kept)
             session.kept.extend(filter(session.wants, left))
             if (begun := self.network.sessions.get(self.session)) is not None:  # while we were closing
                 session.kept.extend(begun.kept)
             self.network.sessions[self.session] = session
-            self._resumed = Session()
+            self._resumed = MemberSession()
 
     def disconnect(self) -> None:
         """Lose the network: sending answers UNAVAILABLE, what was not taken waits; what others send meanwhile is
@@ -512,7 +568,7 @@ class LocalTransport(TransportBase):
     def _drop_unclaimed(self) -> None:
         if self._resumed.filters and asyncio.get_running_loop().time() >= self._resumed_until:
             self.dropped["unclaimed"] += len(self._resumed.kept)
-            self._resumed = Session()
+            self._resumed = MemberSession()
 
     def arrive(self, message: UMessage) -> None:
         self._drop_unclaimed()

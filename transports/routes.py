@@ -30,7 +30,7 @@ RENEWED_MAX: Final = 1_024  # routes that one filter renews, some 2 ms; if it ma
 REACHES_MAX: Final = 256  # sets of filters that many routes share, as long as few wide filters match most of them
 ADDRESS_BYTES_MAX: Final = 512  # of a source or a sink, fields that nobody knows included: twice what a valid one has
 
-Pair = tuple[Key, Key | None]
+FilterPair = tuple[Key, Key | None]
 Found = list[tuple["Filter", list[UListener]]]
 _Reach = tuple[Found, dict[int, list[UListener]]]
 _Shapes = tuple[uris.Shape, uris.Shape | None]
@@ -42,7 +42,7 @@ _NUMBERS: Final = struct.Struct(">III")
 class Filter:
     """A source filter and a sink filter, completed with the local authority. Hashable."""
 
-    key: Pair
+    key: FilterPair
     source: UUri = field(compare=False, repr=False)
     sink: UUri | None = field(compare=False, repr=False)
 
@@ -80,7 +80,7 @@ class Routes:
     def __init__(self, local_authority: str, on_anew: Callable[[], None]) -> None:
         """`on_anew()`: routes that were given out are not kept up any more."""
         self._local, self._on_anew = local_authority, on_anew
-        self.filters: dict[Pair, tuple[Filter, list[UListener]]] = {}
+        self.filters: dict[FilterPair, tuple[Filter, list[UListener]]] = {}
         self._shapes: Counter[_Shapes] = Counter()
         self._routes: dict[_Packed, Route | None] = {}  # None: no valid message has it
         self._reaches: Cache[tuple[int, ...], _Reach] = Cache(REACHES_MAX)
@@ -135,7 +135,7 @@ class Routes:
         self.looks += 1
         source = self._key(packed[1])
         sink = None if packed[2] is None else self._key(packed[2])
-        found: dict[Pair, tuple[Filter, list[UListener]]] = {}
+        found: dict[FilterPair, tuple[Filter, list[UListener]]] = {}
         for of_source, of_sink in self._shapes:
             if (sink is None) != (of_sink is None):
                 continue
@@ -208,7 +208,7 @@ _ONE: Final = (uris.EXACT, None)
 _ONE_WITH_SINK: Final = (uris.EXACT, uris.EXACT)
 
 
-def _shapes(key: Pair) -> _Shapes:
+def _shapes(key: FilterPair) -> _Shapes:
     source, sink = key
     return uris.shape(source), None if sink is None else uris.shape(sink)
 

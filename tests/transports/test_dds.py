@@ -31,7 +31,7 @@ from transports.dds import DdsTransport, mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Frame, Participant, delete, reliable
 from transports.dds.readers import NAMES_MAX
-from transports.dds.writers import Batch, Route, Writers
+from transports.dds.writers import Batch, WriterRoute, Writers
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -86,7 +86,7 @@ class Raw:
     def write(self, source: UUri, sink: UUri | None, *samples: bytes) -> None:
         written: queue.SimpleQueue[list[UStatus]] = queue.SimpleQueue()
         batch = Batch(len(samples), written.put)
-        route = Route(mapping.writer_partition(source, sink, "raw"), 0, None)
+        route = WriterRoute(mapping.writer_partition(source, sink, "raw"), 0, None)
 
         def put_all() -> None:
             for place, sample in enumerate(samples):

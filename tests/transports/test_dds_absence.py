@@ -22,7 +22,7 @@ from transports.dds import DdsTransport, mapping
 from transports.dds import transport as transport_module
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
-from transports.dds.writers import HELD_LOOK_S, Batch, Route, Writers
+from transports.dds.writers import HELD_LOOK_S, Batch, WriterRoute, Writers
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
@@ -307,7 +307,7 @@ class Sender:
         self.heard: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self.writers = Writers(self.participant, writers_max=16, timeout_s=60.0, heard=self.heard.put)
 
-    def send(self, *messages: tuple[Route, bytes], after: Any = None) -> "queue.SimpleQueue[list[UStatus]]":
+    def send(self, *messages: tuple[WriterRoute, bytes], after: Any = None) -> "queue.SimpleQueue[list[UStatus]]":
         """`after()`: called on the writers' thread behind each message that was put."""
         answers: queue.SimpleQueue[list[UStatus]] = queue.SimpleQueue()
         batch = Batch(len(messages), answers.put, tells_absence=True)
@@ -338,7 +338,11 @@ def sender(readers: FakeReaders) -> Any:
     sender.close()
 
 
-ROUTE, URGENT, ELSEWHERE = Route("here", 8, None, True), Route("here", 40, None, True), Route("there", 8, None, True)
+ROUTE, URGENT, ELSEWHERE = (
+    WriterRoute("here", 8, None, True),
+    WriterRoute("here", 40, None, True),
+    WriterRoute("there", 8, None, True),
+)
 
 
 def test_after_such_an_answer_the_rest_of_the_call_gets_it_too(sender: Sender, readers: FakeReaders) -> None:
@@ -350,7 +354,7 @@ def test_after_such_an_answer_the_rest_of_the_call_gets_it_too(sender: Sender, r
     def come() -> None:
         readers.is_there = True
 
-    messages = [(ROUTE, b"1"), (ROUTE, b"2"), (URGENT, b"3"), (ELSEWHERE, b"4"), (Route("here", 8, None), b"5")]
+    messages = [(ROUTE, b"1"), (ROUTE, b"2"), (URGENT, b"3"), (ELSEWHERE, b"4"), (WriterRoute("here", 8, None), b"5")]
     statuses = sender.send(*messages, after=come).get(timeout=DEADLINE_S)
     assert told(statuses) == "nnnoo"
     assert readers.written == [b"", b"", b"", b"4", b"5"]
@@ -378,7 +382,7 @@ def test_what_waits_for_readers_that_go_is_not_written(sender: Sender, readers: 
         readers.is_there, readers.has_room = False, True
 
     readers.has_room = False
-    answers = sender.send((ROUTE, b"1"), (ROUTE, b"2"), (Route("here", 8, None), b"3"), after=go)
+    answers = sender.send((ROUTE, b"1"), (ROUTE, b"2"), (WriterRoute("here", 8, None), b"3"), after=go)
     assert told(answers.get(timeout=DEADLINE_S)) == "nno"
     assert readers.written == [b"", b"3"]
     readers.is_there = True
@@ -393,7 +397,7 @@ def test_who_waits_for_answers_is_told_afterwards(sender: Sender, readers: FakeR
         readers.is_there = True
 
     readers.is_there, readers.has_room = False, False
-    answers = sender.send((ROUTE, b"1"), (Route("there", 8, None), b"2"), after=come)
+    answers = sender.send((ROUTE, b"1"), (WriterRoute("there", 8, None), b"2"), after=come)
     with pytest.raises(queue.Empty):
         sender.heard.get(timeout=4 * HELD_LOOK_S)
     assert answers.empty()

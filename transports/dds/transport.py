@@ -28,7 +28,7 @@ from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
 from transports.dds.readers import NAMES_BYTES_MAX, NAMES_MAX, Arrived, Readers
 from transports.dds.roll_call import RollCall, Seen
-from transports.dds.writers import Batch, Route, Writers
+from transports.dds.writers import Batch, WriterRoute, Writers
 from transports.listeners import Filter, all_of
 from uprotocol import attributes as attrs
 from uprotocol.cache import Cache
@@ -136,7 +136,7 @@ class DdsTransport(TransportBase):
             self._deliver, messages_max=config.inbox_messages_max, dropped=self.listeners.dropped
         )
         self._partitions: Cache[Any, str] = Cache()  # by (source, sink); the writers' thread only
-        self._routes: Cache[Stamp, Route] = Cache()  # the same
+        self._routes: Cache[Stamp, WriterRoute] = Cache()  # the same
         self._placed: Cache[bytes, str] = Cache()  # the writer's partition of encoded attributes without their id
         self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
@@ -383,7 +383,7 @@ class DdsTransport(TransportBase):
         writers.put(batch, index, route, sample)
         return None
 
-    def _route(self, attributes: UAttributes, stamp: Stamp | None) -> Route:
+    def _route(self, attributes: UAttributes, stamp: Stamp | None) -> WriterRoute:
         source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
         addresses = source.SerializeToString(), sink.SerializeToString() if sink is not None else None
         partition = self._partitions.get(addresses)
@@ -391,7 +391,7 @@ class DdsTransport(TransportBase):
             partition = self._partitions[addresses] = mapping.writer_partition(source, sink, self.authority)
         priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
         is_publish = attributes.type == UMessageType.UMESSAGE_TYPE_PUBLISH
-        route = Route(partition, priority, mapping.lifespan_ms(attributes.ttl), is_publish)
+        route = WriterRoute(partition, priority, mapping.lifespan_ms(attributes.ttl), is_publish)
         if stamp is not None:
             self._routes[stamp] = route
         return route

@@ -67,7 +67,7 @@ CLOSING: Final = "the transport closes"
 log = structlog.get_logger()
 
 
-class Route(NamedTuple):
+class WriterRoute(NamedTuple):
     """Where and how messages of one (source, sink, priority) are written."""
 
     partition: str
@@ -104,15 +104,15 @@ class Batch:
             self._done(self.statuses)
 
 
-Key = tuple[str, int]  # of a writer: partition and priority
-Coming = tuple[Batch, int, Route, bytes]  # a message for a writer that is not there yet: what `put` was given
+WriterKey = tuple[str, int]  # of a writer: partition and priority
+Coming = tuple[Batch, int, WriterRoute, bytes]  # a message for a writer that is not there yet: what `put` was given
 
 
 class _Waiting(NamedTuple):
     batch: Batch
     place: int
     data: bytes
-    route: Route
+    route: WriterRoute
     since: float
 
     @property
@@ -197,14 +197,14 @@ class Writers:
     ) -> None:
         self._participant, self._writers_max, self._timeout_s = participant, writers_max, timeout_s
         self._heard = heard
-        self._writers: OrderedDict[Key, _Writer] = OrderedDict()
+        self._writers: OrderedDict[WriterKey, _Writer] = OrderedDict()
         # for writers that are made next; bounded by the batches that callers wait for
-        self._coming: dict[Key, list[Coming]] = {}
+        self._coming: dict[WriterKey, list[Coming]] = {}
         self._full: dict[int, _Writer] = {}  # by identity: those with a queue
         self._held: dict[int, _Writer] = {}  # by identity: those that refuse
         # writers that had no reader for a publish, each in `_writers`, too; and the last batch that was answered so,
         # None once it is settled
-        self._unheard: dict[Key, Batch | None] = {}
+        self._unheard: dict[WriterKey, Batch | None] = {}
         self._look_at = 0.0  # when they are looked at again
         self._culprits: dict[frozenset[bytes], str] = {}  # their names; told in the log already
         self._waiting_messages = self._waiting_bytes = 0
@@ -273,7 +273,7 @@ class Writers:
 
     # one message
 
-    def put(self, batch: Batch, index: int, route: Route, data: bytes) -> None:
+    def put(self, batch: Batch, index: int, route: WriterRoute, data: bytes) -> None:
         """Write it, or let it wait; its status is settled sooner or later."""
         try:
             key = (route.partition, route.priority)
@@ -295,7 +295,7 @@ class Writers:
         except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
             batch.settle(index, translate(error, f"writing to {route.partition}").status)
 
-    def _is_unheard(self, key: Key, writer: _Writer, batch: Batch) -> bool:
+    def _is_unheard(self, key: WriterKey, writer: _Writer, batch: Batch) -> bool:
         """True if a publish of `batch` is not to be written, as nobody reads what that writer writes. DDS is asked once
         for each batch and writer; all writers of the partition answer the same from the first one on that nobody
         reads."""
@@ -305,7 +305,7 @@ class Writers:
                 self._note_unheard(key, batch)
         return writer.partition in batch.unheard
 
-    def _note_unheard(self, key: Key, batch: Batch) -> None:
+    def _note_unheard(self, key: WriterKey, batch: Batch) -> None:
         partition = key[0]
         if partition not in batch.unheard:
             batch.unheard[partition] = nobody_listens(f"no DDS reader listens to {partition}: nobody has got it")
@@ -332,7 +332,7 @@ class Writers:
             if time.monotonic() >= until:
                 break
 
-    def _make(self, key: Key, lifespan_ms: int | None) -> None:
+    def _make(self, key: WriterKey, lifespan_ms: int | None) -> None:
         while len(self._writers) >= self._writers_max:
             self._give_way()
         partition, priority = key
@@ -363,7 +363,7 @@ class Writers:
             UCode.UNAVAILABLE, f"all {self._writers_max} DDS writers wait for their receivers: try again later"
         )
 
-    def _wait(self, writer: _Writer, batch: Batch, index: int, route: Route, data: bytes) -> None:
+    def _wait(self, writer: _Writer, batch: Batch, index: int, route: WriterRoute, data: bytes) -> None:
         if writer.refused_batch == batch.number or self._stopping or not self._has_room(writer, len(data)):
             self._refuse(writer, batch, index)
             return
@@ -548,6 +548,6 @@ def _lifespan(lifespan_ms: int | None) -> Policy.Lifespan:
     return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else INFINITE_NS)
 
 
-def _failed(key: Key, error: Exception) -> UStatus:
+def _failed(key: WriterKey, error: Exception) -> UStatus:
     log.exception("a DDS writer could not be made", partition=key[0])
     return UStatus(code=UCode.INTERNAL, message=f"no DDS writer could be made for {key[0]}: {error!r}")

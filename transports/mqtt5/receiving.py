@@ -78,6 +78,7 @@ class PublishReceiver:
         losses: Losses,
     ) -> None:
         self._owner, self._link, self._session, self._codec, self._losses = owner, link, session, codec, losses
+        self._dropped = owner.dropped
         self.arrivals = Arrivals[ArrivedPublish](
             lambda arrived: owner.listeners.deliver_encoded([one.message for one in arrived if one.message]),
             self._acknowledge,
@@ -140,13 +141,13 @@ class PublishReceiver:
         if self._shedding or self._has_shed:
             self._has_shed = True  # what is not acknowledged comes again on the next one, if there is a session
             lost = sum(not (one.packet_id and self._link.session_expiry_s) for one in publishes)
-            self._owner.dropped["overflow"] += lost
+            self._dropped["overflow"] += lost
             return
         taken: list[ArrivedPublish] = []
         weigh = len(publishes) < MANY
         for publish in publishes:
             if not publish.packet_id and self.arrivals.undelivered >= UNACKNOWLEDGED_MESSAGES_MAX:
-                self._owner.dropped["overflow"] += 1
+                self._dropped["overflow"] += 1
                 continue
             arrived = self._read(publish, weigh)
             if arrived is not None:
@@ -158,7 +159,6 @@ class PublishReceiver:
     def _read(self, publish: wire.Publish, weigh: bool) -> ArrivedPublish | None:
         """A message that can't be read, and a copy for another subscription, is only acknowledged, in its turn. None:
         it is kept until a listener claims it."""
-        dropped = self._owner.dropped
         if (refused := self._owner.refused) and self._is_refused(publish, refused):
             return self._nothing(publish) if publish.packet_id else None
         if publish.topic == _DROPPED_TOPIC:
@@ -167,21 +167,21 @@ class PublishReceiver:
         try:
             topic, encoded = self._codec.decode(publish)
         except UStatusError as error:
-            dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
+            self._dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
             log.debug("dropped a message that is not uProtocol", topic=publish.topic, error=str(error))
             return self._nothing(publish)
         except Exception:
-            dropped["malformed"] += 1
+            self._dropped["malformed"] += 1
             log.exception("a message that arrived could not be read: unexpected error", topic=publish.topic)
             return self._nothing(publish)
         size = len(publish.payload) + len(encoded) if weigh else 0
         if size > self._link.wire_bytes_max:  # CONNECT allowed a little more, since the broker may add to a message
-            dropped["too_large"] += 1
+            self._dropped["too_large"] += 1
             return self._nothing(publish)
         matches, session = self._session.subscriptions.matches(topic), self._session
         waits = self._keeps_unclaimed and self._is_unclaimed(publish, matches, encoded)
         if not matches and not waits:
-            dropped["unwanted"] += 1
+            self._dropped["unwanted"] += 1
             session.unwanted(topic)
             return self._nothing(publish)
         may_be_copy = session.copies.may_come(topic, matches) or topic in self.answers.topics
@@ -261,7 +261,7 @@ class PublishReceiver:
             return
         self._keeps_unclaimed = False
         if self.unclaimed:
-            self._owner.dropped["unwanted"] += sum(arrived.message is not None for _, arrived in self.unclaimed)
+            self._dropped["unwanted"] += sum(arrived.message is not None for _, arrived in self.unclaimed)
             for topic, _ in self.unclaimed:
                 self._session.unwanted(topic)
             self._acknowledge(self._take_unclaimed())

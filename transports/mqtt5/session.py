@@ -24,7 +24,7 @@ import structlog
 
 from transports.mqtt5.link import Link
 from transports.mqtt5.reasons import RefusedError
-from transports.mqtt5.subscriptions import Copies, Subscription, Subscriptions
+from transports.mqtt5.subscriptions import Copies, Subscriptions, TopicSubscription
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -66,8 +66,8 @@ class Session:
         self._link, self._start = link, start
         self._has: dict[str, None] = {}  # what the broker may have for us, in the order in which it was asked for
         self._filters: tuple[str, ...] | None = ()  # the same; None: it has changed since
-        self._refused: dict[str, Subscription] = {}
-        self._suspects: dict[str, Subscription] = {}  # a connection was lost while they had no answer
+        self._refused: dict[str, TopicSubscription] = {}
+        self._suspects: dict[str, TopicSubscription] = {}  # a connection was lost while they had no answer
         self._asking: set[asyncio.Future[None]] = set()
         self._alone: asyncio.Task[bool] | None = None  # asks for one while nothing else is asked for
         self._trying: asyncio.Task[None] | None = None  # asks for suspects, one by one
@@ -228,7 +228,7 @@ class Session:
         if not self._hangs:
             self._hangs = not (await asyncio.wait({leaving}, timeout=LEAVE_MS_MAX / 1000))[0]
 
-    async def _leave(self, subscription: Subscription) -> None:
+    async def _leave(self, subscription: TopicSubscription) -> None:
         topic_filter = subscription.topic_filter
         try:
             if self._is_up:
@@ -272,7 +272,7 @@ class Session:
 
     # Asking.
 
-    def _in_company(self, subscription: Subscription, *, is_new: bool = False) -> asyncio.Future[None]:
+    def _in_company(self, subscription: TopicSubscription, *, is_new: bool = False) -> asyncio.Future[None]:
         """Ask, beside others. `is_new`: raises what is refused for good."""
         asking = asyncio.ensure_future(self._ask_in_company(subscription, is_new))
         self._asking.add(asking)
@@ -280,7 +280,7 @@ class Session:
         asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody may wait for it, or not
         return asking
 
-    async def _ask_in_company(self, subscription: Subscription, is_new: bool) -> None:
+    async def _ask_in_company(self, subscription: TopicSubscription, is_new: bool) -> None:
         while self._alone is not None:
             await asyncio.wait({self._alone})
         if not self._is_up or not subscription.users:
@@ -306,7 +306,7 @@ class Session:
         if not any(one.refusal is None for one in self._suspects.values()):
             self._pause.reset()
 
-    def _next_suspect(self) -> Subscription | None:
+    def _next_suspect(self) -> TopicSubscription | None:
         """The next to be asked for alone, if one is due now."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._paused_until_s:
@@ -319,7 +319,7 @@ class Session:
         connection = self._link.connection
         return connection is not None and connection.up
 
-    async def _ask(self, one: Subscription, *, alone: bool = False) -> bool:
+    async def _ask(self, one: TopicSubscription, *, alone: bool = False) -> bool:
         """False if there is no answer, since the connection is lost. Raises nothing: what the broker says is noted."""
         if not self._can_ask:
             return False
@@ -349,7 +349,7 @@ class Session:
             one.known = True
         return True
 
-    def _suspect(self, one: Subscription, lost: UStatusError, alone: bool) -> None:
+    def _suspect(self, one: TopicSubscription, lost: UStatusError, alone: bool) -> None:
         self._lost = lost.status
         if not one.users:
             return
@@ -362,7 +362,7 @@ class Session:
             what = f"{why}: does a rule or a limit of the broker forbid it?"
             self._refuse(one, UStatusError(UCode.UNAVAILABLE, what), *HANG_UP_MS)
 
-    def _refuse(self, one: Subscription, why: UStatusError, first_ms: int, last_ms: int) -> None:
+    def _refuse(self, one: TopicSubscription, why: UStatusError, first_ms: int, last_ms: int) -> None:
         if not one.users:
             return
         if one.refusal is None or one.refusal.code != why.code:
@@ -372,7 +372,7 @@ class Session:
         one.again_s = asyncio.get_running_loop().time() + wait_ms / 1000
         self._refused[one.topic_filter] = one
 
-    def _clear(self, one: Subscription) -> None:
+    def _clear(self, one: TopicSubscription) -> None:
         """It is granted, or no longer wanted."""
         one.refusal, one.refusals, one.hang_ups, one.again_s = None, 0, 0, 0.0
         for kept in (self._refused, self._suspects):

@@ -18,7 +18,7 @@ from uprotocol.cache import Cache
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UAttributes
 
-Shape = tuple[int, tuple[int, ...]]
+TopicShape = tuple[int, tuple[int, ...]]
 """Of a topic filter: how many segments it has, and which of them are `+`."""
 
 # sources and ids of messages on topics that two filters match, some 200 bytes each. A broker that has a queue for each
@@ -31,7 +31,7 @@ LEFT_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class Subscription:
+class TopicSubscription:
     topic_filter: str
     # the broker's first answer; None if it was away when we would have asked
     granted: asyncio.Future[None] | None = None
@@ -55,12 +55,12 @@ def topic_matches(topic_filter: str, topic: str) -> bool:
     return len(wanted) == len(given) and all(one in ("+", two) for one, two in zip(wanted, given, strict=True))
 
 
-def _shape(topic_filter: str) -> Shape:
+def _shape(topic_filter: str) -> TopicShape:
     segments = topic_filter.split("/")
     return len(segments), tuple(place for place, segment in enumerate(segments) if segment == "+")
 
 
-class Subscriptions(dict[str, Subscription]):
+class Subscriptions(dict[str, TopicSubscription]):
     """By topic filter, in the order in which they were made. A topic is looked up once for each shape that is in use,
     however many filters there are."""
 
@@ -68,11 +68,11 @@ class Subscriptions(dict[str, Subscription]):
         super().__init__()
         self._on_removed = on_removed
         self._matches: Cache[str, int] = Cache()
-        self._shapes: Counter[Shape] = Counter()
+        self._shapes: Counter[TopicShape] = Counter()
 
-    def add(self, topic_filter: str) -> Subscription:
+    def add(self, topic_filter: str) -> TopicSubscription:
         assert topic_filter not in self, f"{topic_filter} is subscribed to already"
-        made = self[topic_filter] = Subscription(topic_filter)
+        made = self[topic_filter] = TopicSubscription(topic_filter)
         self._shapes[_shape(topic_filter)] += 1
         self._forget(topic_filter)
         return made
@@ -84,7 +84,7 @@ class Subscriptions(dict[str, Subscription]):
         else:
             self._matches.pop(topic_filter, None)
 
-    def remove(self, subscription: Subscription) -> None:
+    def remove(self, subscription: TopicSubscription) -> None:
         """May be called again."""
         if self.get(subscription.topic_filter) is subscription:
             del self[subscription.topic_filter]

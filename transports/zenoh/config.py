@@ -36,7 +36,7 @@ DICTIONARY: Final = "transport/auth/usrpwd/dictionary_file"  # of users and pass
 BLOCK: Final = "transport/link/tx/queue/congestion_control/block/wait_before_close"  # microseconds
 
 
-class TlsConfig(BaseModel):
+class ZenohTlsConfig(BaseModel):
     """Files in PEM form. `certificate` and `private_key` are our own, for either side of a connection."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -78,7 +78,7 @@ class ZenohConfig(TransportSettings):
     credentials_file: Path | None = None
     """lines of `user:password` that may connect to us; a file without any is refused, since Zenoh would let everybody
     connect"""
-    tls: TlsConfig | None = None
+    tls: ZenohTlsConfig | None = None
     """for endpoints `tls/...` and `quic/...`"""
     subscriptions_max: int = Field(default=64, ge=16)
     """filters with a Zenoh subscription of their own; a few wider ones cover all others, and what those bring that
@@ -222,7 +222,7 @@ def _stall_mistake(made: zenoh.Config) -> str:
     )
 
 
-def _context(tls: TlsConfig) -> ssl.SSLContext:
+def _context(tls: ZenohTlsConfig) -> ssl.SSLContext:
     """Not for Zenoh, which reads the files itself: it says whether they can be loaded."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

@@ -44,7 +44,9 @@ ARRIVALS_BYTES_MAX: Final = 32 << 20
 log = structlog.get_logger()
 THREADS_MAX: Final = 64  # whose last message is known, far more than Zenoh reads with; then all is forgotten
 
-Arrived = tuple[tuple[Filter, ...], bytes, bytes, str]  # which filters want it, payload, attachment, under which key
+ArrivedSample = tuple[
+    tuple[Filter, ...], bytes, bytes, str
+]  # which filters want it, payload, attachment, under which key
 
 _Last = tuple[bytes | None, bytes, tuple[str, ...]]  # attachment, payload, and the subscriptions that have brought it
 _NONE_YET: Final[_Last] = (None, b"", ())
@@ -122,8 +124,8 @@ class Receiver:
 
     def __init__(self, listeners: ListenerTable, subscriptions_max: int) -> None:
         self._listeners, dropped = listeners, listeners.dropped
-        self._calls = Arrivals[Arrived](self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=dropped)
-        self._publishes = Arrivals[Arrived](
+        self._calls = Arrivals[ArrivedSample](self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=dropped)
+        self._publishes = Arrivals[ArrivedSample](
             self._deliver, held_messages_max=HELD_MESSAGES_MAX, bytes_max=ARRIVALS_BYTES_MAX, dropped=dropped
         )
         self.wanted = Wanted()
@@ -216,7 +218,7 @@ class Receiver:
 
         return on_sample
 
-    def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
+    def _deliver(self, arrived: list[ArrivedSample]) -> Awaitable[None] | None:
         version, exact = mapping.VERSION_BYTE, self.wanted.exact
         shares: list[tuple[Filter | None, bytes, bytes]] = []
         keys: list[str] = []  # of the shares
