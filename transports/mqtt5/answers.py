@@ -1,13 +1,13 @@
-"""A connection of its own for the answers to calls that a listener makes while it takes a message.
+"""A second connection, for the answers to calls that a listener makes while it takes a message.
 
 a listener calls, and waits -> listen(topic of the answer) -> the request leaves on the main connection
-broker -> the answer, on the connection that it takes first -> listeners        the other copy has no effect (Copies)
+broker -> the answer, on both connections -> listeners take the first copy        the other has no effect (Copies)
 
-Our acknowledgement of a message waits for its listener. Some brokers send nothing more on a connection until everything
-that they sent there is acknowledged (HiveMQ): there the listener, the broker and we would wait for each other until the
-call's time is over. Nobody else needs this connection, so it is made for the first such call.
+We acknowledge a message after its listener has taken it. Some brokers (HiveMQ) send nothing more on a connection until
+everything that they sent there is acknowledged. Then the listener, the broker and we would wait for each other until
+the call's time is over. Nothing else needs this connection, so it is made for the first such call.
 
-Its session ends with it, so what comes is acknowledged at once. Where it can't be had, calls go on without it.
+Its session ends with it, so messages are acknowledged at once. Without this connection, calls go on all the same.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 
-TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; more come on the main connection alone
-RETRY_S: Final = 60.0  # after it could not be had: calls don't wait for another attempt until then
+TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; others use the main connection alone
+RETRY_S: Final = 60.0  # after a failed attempt, calls don't wait for another one for so long
 
 log = structlog.get_logger()
 
 
 class Answers:
-    """Lives on the event loop. `take` is given what comes, and keeps answers only: off-vehicle other messages have the
-    same topics."""
+    """Lives on the event loop. `take` gets all messages and must ignore those that are no answers: off-vehicle other
+    messages have the same topics."""
 
     def __init__(
         self, config: Mqtt5Config, local: LocalUriProvider, take: Callable[[list[wire.Publish]], None]
@@ -60,7 +60,7 @@ class Answers:
         ]
 
     async def listen(self, topics: Iterable[str], wire_bytes_max: int) -> None:
-        """Returns when the broker has a subscription to each of them, or can't have one now. Raises nothing."""
+        """Returns when the broker has a subscription to each of `topics`, or none is possible now. Raises nothing."""
         for topic in topics:
             if len(self.topics) < TOPICS_MAX:
                 self.topics.setdefault(topic, False)
@@ -77,7 +77,7 @@ class Answers:
             except (UStatusError, TimeoutError) as error:
                 self._why_not = str(error) or "the broker does not answer in time"
                 self._retry_at_s = loop.time() + RETRY_S
-                log.warning("no connection of its own for the answers to listeners' calls", error=self._why_not)
+                log.warning("no second connection for the answers to listeners' calls", error=self._why_not)
 
     def _has_all(self) -> bool:
         return all(self.topics.values())
@@ -85,7 +85,7 @@ class Answers:
     async def _connect(self, wire_bytes_max: int) -> None:
         if self._link is None:
             link = Link(self._config, self._local, self)
-            await link.open(wire_bytes_max)  # from now on it comes back by itself
+            await link.open(wire_bytes_max)  # from now on a lost connection is made again
             self._link = link
 
     async def _subscribe(self) -> None:
@@ -100,12 +100,12 @@ class Answers:
             await self._link.close()
             self._link = None
 
-    # What the link calls.
+    # Callbacks of the link.
 
     def welcomed(self, welcome: Welcome) -> None: ...
 
     async def up(self, connection: Connection, welcome: Welcome) -> None:
-        if self._link is not None:  # it is back
+        if self._link is not None:  # connected again
             await self._subscribe()
 
     def down(self, why: str) -> None:

@@ -1,11 +1,11 @@
-"""One connection to a broker, over TCP, TLS or WebSocket: packets in, packets out, in batches, on the event loop.
+"""One connection to a broker, over TCP, TLS or WebSocket: packets in and out, in batches, on the event loop.
 
 host -> addresses -> TCP -> TLS -> (websocket.py: HTTP's upgrade -> frames) -> Connection <-> broker
-read -> PacketReader -> PUBLISH, PUBACK -> the user, once for all that one read brought
+read -> PacketReader -> PUBLISH, PUBACK -> the user, one call for all packets of a read
                      -> CONNACK, SUBACK, UNSUBACK, DISCONNECT, PINGRESP -> one by one
 write(bytes of many packets) -> at once
 
-What a broker must not send ends the connection with a reason; nothing is raised out of the loop.
+A packet that a broker must not send ends the connection with a reason; no exception reaches the event loop.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from transports.base import on_own_thread
 from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config
 
-# of one read: some 500 messages of 400 bytes, or 40 us of copying
+# of one read: some 500 messages of 400 bytes, or 40 us to copy
 READ_BYTES: Final = 1 << 18
-# from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
+# a packet of this size or more gets a buffer of its own; for smaller ones joining is cheaper
 LARGE_BYTES: Final = 1 << 16
-LONELY_PUBACK_BYTES: Final = 4  # of packet id, reason code, and the length of no properties
-ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
+BARE_PUBACK_BYTES: Final = 4  # packet id, reason code, and a property length of 0
+ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; if the broker takes longer, the connection is dropped
 SESSION_TAKEN_OVER: Final = 0x8E  # reason code of DISCONNECT
 
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
-# Linux: what of a TCP socket its peer has not acknowledged (SIOCOUTQ, tcp(7)); elsewhere nobody tells us
+# Linux: how many bytes the peer has not acknowledged (SIOCOUTQ, tcp(7)); unknown elsewhere
 _UNACKNOWLEDGED: Final[int | None] = termios.TIOCOUTQ if sys.platform == "linux" else None
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
@@ -42,12 +42,12 @@ Address = tuple[int, Any]  # family, and what `connect` takes
 
 
 class PacketTooLarge(ConnectionError):
-    """The broker sends more than we said that we take: it does not keep to our Maximum Packet Size."""
+    """The broker sends a packet that exceeds our Maximum Packet Size."""
 
     def __init__(self, announced: int, packet_bytes_max: int) -> None:
         super().__init__(
-            f"the broker announced a packet of {announced} bytes, and CONNECT said {packet_bytes_max} at most: does "
-            "it keep to a Maximum Packet Size? Else keep large messages from it, or raise message_bytes_max"
+            f"expected packets of at most {packet_bytes_max} bytes, as CONNECT says, got one of {announced}: does the "
+            "broker support Maximum Packet Size? Else keep large messages from it, or raise message_bytes_max"
         )
 
 
@@ -60,18 +60,18 @@ class Disconnected(ConnectionAbortedError):
 
 
 class TakenOver(Disconnected):
-    """It has given our session to another client, which has logged in with the same client_id."""
+    """The broker has given our session to another client, which has logged in with the same client_id."""
 
 
 class PacketReader:
-    """Bytes -> whole packets, each byte copied a few times at most, and never more than one packet kept that is not
-    whole.
+    """Bytes -> whole packets. Each byte is copied a few times at most; at most one incomplete packet is kept.
 
-    buffer <- a read -> split -> (first byte, body), ...   the rest is small: kept, and joined to what comes next
+    buffer <- a read -> split -> (first byte, body), ...   the rest is small: kept, and joined to the next read
                                                            the rest is large: a buffer of its packet's size
-                                                           it announces too much: `announced` says so, none is kept
+                                                           it is too large: its size is in `announced`, none is kept
 
-    Joining a large packet anew at each read would copy it some hundred times: 50 MB held the event loop up for seconds.
+    Joining a large packet again at each read would copy it some hundred times: 50 MB blocked the event loop for
+    seconds.
     """
 
     def __init__(self, packet_bytes_max: int) -> None:
@@ -79,11 +79,11 @@ class PacketReader:
         self._small = self.buffer = memoryview(bytearray(READ_BYTES))  # `buffer`: where the next read goes
         self._unread = b""  # the beginning of a small packet, or of a header
         self._large: memoryview | None = None
-        self._first = self._filled = 0  # of the large packet: its first byte, and how much of the rest has come
-        self.announced = 0  # bytes of a packet that is too large: nothing behind it can be read
+        self._first = self._filled = 0  # of the large packet: its first byte, and how many bytes of the rest have come
+        self.announced = 0  # size of a packet that is too large, in bytes: nothing behind it can be read
 
     def take(self, count: int) -> Packets:
-        """What is whole with `count` bytes more in the buffer. Raises ValueError for what is no MQTT."""
+        """Returns the packets that are whole with `count` more bytes in the buffer. Raises ValueError: not MQTT."""
         if self._large is None:
             data = self._unread + self._small[:count]
             found, used = wire.split(data, self._packet_bytes_max)
@@ -107,20 +107,20 @@ class PacketReader:
 
 
 class ConnectionUser(Protocol):
-    """What a Connection calls; all of it on the event loop."""
+    """Callbacks of a Connection, all on the event loop."""
 
     def welcomed(self, welcome: packets.Welcome) -> None:
-        """The broker has let us in; what it kept for us may follow at once."""
+        """The broker has accepted the login; messages of its session may follow at once."""
 
     def on_publishes(self, publishes: list[wire.Publish]) -> None:
-        """Those of one read, in order."""
+        """The messages of one read, in order."""
 
     def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None:
-        """[(packet id, reason code)] of one read, in order; reason strings by packet id, of those that have one."""
+        """`pubacks`: [(packet id, reason code)] of one read, in order. `whys`: reason strings by packet id."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """`packet_bytes_max` of what comes; a broker that keeps to what CONNECT says never sends more."""
+    """`packet_bytes_max`: of one packet that arrives, as CONNECT tells the broker."""
 
     def __init__(self, user: ConnectionUser, packet_bytes_max: int, keep_alive_s: int) -> None:
         self._user, self.packet_bytes_max, self._keep_alive_s = user, packet_bytes_max, keep_alive_s
@@ -128,43 +128,46 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
-        self.lost: asyncio.Future[OSError] = self._loop.create_future()  # it has ended, and why
-        self._heard_s = self._said_s = self._pinged_s = self._loop.time()
+        self.lost: asyncio.Future[OSError] = self._loop.create_future()  # completes when it has ended: why
+        self._received_s = self._written_s = self._pinged_s = self._loop.time()
         self._written_bytes = self._delivered_bytes = self._due_end = 0
-        self._taken_s = self._loop.time()  # when the peer was last seen to take some of what we write
+        self._taken_s = self._loop.time()  # when the peer last took bytes
         self.delivered_s = self._loop.time()  # `watch_delivery`, or when the peer last took what was written before it
-        # so much was written before the oldest ping that has no answer: what lies behind it tells nothing of the broker
+        # bytes written before the oldest unanswered ping: that the peer takes later ones does not show a live broker
         self._before_ping: int | None = None
-        self._alive_s = self._loop.time()  # when it was last seen to take some of what lies before that
-        self.up = False  # the broker has let us in, and we have not lost it since
+        self._alive_s = self._loop.time()  # when the peer last took bytes from before that ping
+        self.up = False  # the broker has accepted the login, and the connection is not lost
         self._paused = False  # the socket is not read
 
     def write(self, data: bytes, *, watch: bool = False) -> None:
         """Write whole packets. What the socket does not take at once leaves as soon as it can. `watch`: call
         `watch_delivery` as well."""
         if self._transport is not None:
-            self._said_s = self._loop.time()
+            self._written_s = self._loop.time()
             self._written_bytes += len(data)
-            self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
+            self._transport.write(
+                memoryview(data)
+            )  # asyncio copies the unsent rest of a memoryview once, of bytes twice
             if watch:
-                self._due_end, self.delivered_s = self._written_bytes, self._said_s
+                self._due_end, self.delivered_s = self._written_bytes, self._written_s
 
     @property
     def hung_up(self) -> OSError | None:
-        """How it has ended, if the broker has ended it: neither is the network gone, nor has another client our
-        session."""
+        """How the broker has ended the connection; None if it is open, the network is away, or another client has taken
+        our session over."""
         if not self.lost.done() or self.lost.cancelled() or isinstance(self.lost.result(), (TimeoutError, TakenOver)):
             return None
         return self.lost.result()
 
     async def ask(self, packet_id: int, packet: bytes, timeout_s: float | None = None) -> Any:
-        """The broker's answer: a Welcome for packet id 0, else an Answer. Raises OSError if the connection is lost.
+        """Send `packet` and return the broker's answer: a Welcome for packet id 0, else an Answer. Raises OSError: the
+        connection is lost.
 
-        An answer that does not come within `timeout_s` (ANSWER_MS_MAX) costs the connection. While the peer takes what
-        was written before the question, the time does not count.
+        If no answer comes within `timeout_s` (default: ANSWER_MS_MAX), the connection is dropped. The time starts again
+        while the peer still takes bytes that were written before the packet.
         """
         if self._transport is None:
-            raise ConnectionResetError("there is none")
+            raise ConnectionResetError("it is closed")
         timeout_s = ANSWER_MS_MAX / 1000 if timeout_s is None else timeout_s
         self._answers[packet_id] = future = self._loop.create_future()
         self.write(packet)
@@ -181,7 +184,7 @@ class Connection(asyncio.BufferedProtocol):
             self._answers.pop(packet_id, None)
 
     def pause(self, paused: bool) -> None:
-        """Let what comes wait in the kernel, so that the broker is held back, or go on."""
+        """Stop reading the socket, which holds the broker back, or go on."""
         if self._transport is not None and paused != self._paused:
             self._paused = paused
             if paused:
@@ -195,8 +198,8 @@ class Connection(asyncio.BufferedProtocol):
         self._due_end, self.delivered_s = self._written_bytes, self._loop.time()
 
     def _look_at_delivery(self) -> None:
-        """Has the peer taken some of what we write? On a slow link one large message is under way for minutes, and all
-        that the broker could answer waits behind it."""
+        """Note whether the peer has taken bytes. On a slow link one large message takes minutes, and nothing behind it
+        can be answered until then."""
         if self._transport is None or self._socket is None:
             return
         unsent = self._transport.get_write_buffer_size()
@@ -214,34 +217,33 @@ class Connection(asyncio.BufferedProtocol):
         self._delivered_bytes = self._written_bytes - unsent
 
     def keep_alive(self, now_s: float) -> None:
-        """Once a second: ping, and give up a broker that is silent and takes nothing of what is before the ping. What
-        is behind it a kernel takes, too, whose broker hangs."""
+        """Called once a second: send a ping when due; drop the connection if the broker is silent and takes no bytes
+        from before the ping. Later bytes prove nothing: the kernel takes them even if the broker hangs."""
         self._look_at_delivery()
         if self._paused:
-            self._heard_s = now_s  # it is us who don't listen
+            self._received_s = now_s  # we don't read, so silence proves nothing
         if not self._keep_alive_s:
             return
-        if now_s - max(self._heard_s, self._alive_s) >= 2 * self._keep_alive_s:
+        if now_s - max(self._received_s, self._alive_s) >= 2 * self._keep_alive_s:
             self.drop(TimeoutError(f"it has been silent for {2 * self._keep_alive_s} s"))
-        elif now_s - max(self._pinged_s, min(self._heard_s, self._said_s)) >= self._keep_alive_s:
+        elif now_s - max(self._pinged_s, min(self._received_s, self._written_s)) >= self._keep_alive_s:
             self._pinged_s = now_s
             if self._before_ping is None:
                 self._before_ping = self._written_bytes
             self.write(packets.PINGREQ)
 
     def heard(self) -> None:
-        """Bytes have come, of whatever packet."""
-        self._heard_s, self._before_ping = self._loop.time(), None
-        # Let the kernel acknowledge at once what has been read, which it forgets to do each time we write. A broker
-        # with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and keeps the
-        # others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch would
-        # wait.
+        """Bytes have arrived, of any packet."""
+        self._received_s, self._before_ping = self._loop.time(), None
+        # Let the kernel acknowledge at once what was read; each write resets this option. A broker with Nagle's
+        # algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first of many PUBACKs and keeps the others
+        # until TCP has acknowledged it. A delayed acknowledgement takes 40 ms, and every batch would wait that long.
         if _QUICK_ACK is not None and self._socket is not None:
             with contextlib.suppress(OSError):  # it has hung up; the next read says so
                 self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
 
     def drop(self, failure: OSError) -> None:
-        """End it without a word."""
+        """Close it at once, without DISCONNECT."""
         transport, self._transport, self.up = self._transport, None, False
         if transport is None:
             return
@@ -252,7 +254,7 @@ class Connection(asyncio.BufferedProtocol):
             if not future.done():
                 future.set_exception(failure)
 
-    # What asyncio calls.
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport), "TCP, TLS and WebSocket have one"
@@ -263,7 +265,7 @@ class Connection(asyncio.BufferedProtocol):
         if exc is None:
             self.drop(ConnectionResetError("it hung up"))
         else:
-            self.drop(exc if isinstance(exc, OSError) else ConnectionAbortedError(f"nobody foresaw {exc!r}"))
+            self.drop(exc if isinstance(exc, OSError) else ConnectionAbortedError(f"unexpected error {exc!r}"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.buffer
@@ -273,7 +275,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._sort(self._reader.take(nbytes))
         except ValueError as error:
-            self.drop(ConnectionAbortedError(f"it sent what is no MQTT 5: {error}"))
+            self.drop(ConnectionAbortedError(f"it sent data that is not MQTT 5: {error}"))
         if self._reader.announced and self._transport is not None:
             self.write(packets.TOO_LARGE)
             self.drop(PacketTooLarge(self._reader.announced, self.packet_bytes_max))
@@ -288,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
                 publishes.append(wire.read_publish(first, body))
             elif kind == wire.PUBACK and len(body) >= 2:
                 pubacks.append((body[0] << 8 | body[1], body[2] if len(body) > 2 else 0))
-                if len(body) > LONELY_PUBACK_BYTES and (
+                if len(body) > BARE_PUBACK_BYTES and (
                     why := packets.why_refused(bytes(body[: packets.ANSWER_BYTES_MAX]))
                 ):
                     whys[pubacks[-1][0]] = why
@@ -310,17 +312,17 @@ class Connection(asyncio.BufferedProtocol):
         if kind == packets.CONNACK:
             welcome = packets.read_connack(body)
             if welcome.reason < reasons.FAILURE_MIN and not self.up:
-                # of 0, or of hours, it would not be missed for long when it is gone; more pings are always allowed
+                # a keep-alive of 0, or of hours, would notice a dead broker late; more pings are always allowed
                 brokers_s = welcome.told("ServerKeepAlive", 0) or self._keep_alive_s
                 self.up, self._keep_alive_s = True, min(self._keep_alive_s, brokers_s)
-                self._user.welcomed(welcome)  # here and now: the next packet may be a message already
+                self._user.welcomed(welcome)  # before the next packet, which may be a message
             self._answer(0, welcome)
         elif kind in (packets.SUBACK, packets.UNSUBACK):
             self._answer(*packets.read_answer(kind, body))
         elif kind == packets.DISCONNECT:
             said = packets.read_disconnect(body)
             self.drop(TakenOver(said) if said.reason == SESSION_TAKEN_OVER else Disconnected(said))
-        elif kind == wire.PUBLISH and not first & 0x02:  # of QoS 2: left over from another client of this session
+        elif kind == wire.PUBLISH and not first & 0x02:  # QoS 2: from an earlier client of this session
             self.write(packets.refuse(wire.read_publish(first, body).packet_id))
         elif kind == packets.PUBREL:
             self.write(packets.end(body))
@@ -334,7 +336,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Dialler:
-    """Dials one host, again and again. Whoever gives up leaves no thread to wait for, and no socket."""
+    """Connects to one host, any number of times. A cancelled attempt leaves no thread to wait for, and no socket."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -342,9 +344,9 @@ class Dialler:
         self._lookup: asyncio.Future[list[Address]] | None = None
 
     async def dial(self, connection: Connection, context: ssl.SSLContext | None, timeout_s: float) -> None:
-        """Gives it a socket; with `context` after TLS's handshake. `timeout_s` each: for the name, an address, TLS.
+        """Connect, with `context` over TLS. `timeout_s` each: for the name, an address, TLS.
 
-        Raises OSError (gaierror, SSLError, TimeoutError among them), and ValueError for a host that can be none
+        Raises OSError (gaierror, SSLError, TimeoutError among them), and ValueError for an impossible host name
         (UnicodeError among them).
         """
         loop = asyncio.get_running_loop()
@@ -361,7 +363,7 @@ class Dialler:
                 sock.close()
                 if not isinstance(error, OSError):
                     raise
-                failure = error  # the next one may answer
+                failure = error  # the next address may answer
         else:
             raise failure
         name = None if context is None else self._host  # the context checks who the broker is
@@ -372,7 +374,8 @@ class Dialler:
         with contextlib.suppress(socket.gaierror):
             return look_up(self._host, self._port, _NUMERIC)
         if self._lookup is None or self._lookup.done():
-            # not in the loop's own pool, whose threads the end of a process waits for: a name may take half a minute
+            # not in the loop's own pool: the process would wait for its threads at its end, and a look-up may take
+            # half a minute
             thread = on_own_thread("look up a broker", lambda: look_up(self._host, self._port), lambda _: None)
             self._lookup = asyncio.ensure_future(thread)
         return await asyncio.shield(self._lookup)
@@ -381,18 +384,18 @@ class Dialler:
 def dialler_of(config: Mqtt5Config) -> Dialler:
     if config.websocket is None:
         return Dialler(config.host, config.port)
-    # aiohttp: 0.1 s and 11 MiB, for who uses WebSocket
+    # aiohttp takes 0.1 s and 11 MiB, so only users of WebSocket import it
     from transports.mqtt5.websocket import WebSocketDialler
 
     return WebSocketDialler(config.host, config.port, config.websocket)
 
 
 def new_socket(family: int, context: ssl.SSLContext | None) -> socket.socket:
-    """That of one connection; with `context` TLS will run over it."""
+    """The socket of one connection, over TLS with `context`."""
     sock = socket.socket(family) if context is None else _TlsSocket(family)
     sock.setblocking(False)
-    # asyncio does this by itself only for a socket that names TCP. Without it a message behind a PUBACK waits until the
-    # broker's kernel has acknowledged that one: 40 ms
+    # asyncio sets this only for a socket whose protocol is TCP explicitly. Without it a message behind a PUBACK waits
+    # 40 ms, until the broker's kernel has acknowledged that
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
@@ -402,8 +405,8 @@ def look_up(host: str, port: int, flags: int = 0) -> list[Address]:
 
 
 class _TlsSocket(socket.socket):
-    """To asyncio a write that fails is the end. Here the next read is: a broker that refuses our certificate says so
-    before it hangs up."""
+    """asyncio ends the connection when a write fails; here the next read ends it: a broker that refuses our certificate
+    says so before it hangs up."""
 
     def send(self, data: Any, flags: int = 0, /) -> int:
         try:

@@ -1,8 +1,8 @@
-"""Keeps a connection to the broker: made, logged in, kept alive, and made again.
+"""Keeps a connection to the broker: connects, logs in, keeps it alive, and connects again.
 
 open -> CONNECT -> CONNACK -> up(welcome) -> ... lost -> down(why) -> wait -> CONNECT
-                                                         waits of 500, 1000, 2000, 4000, 10000, 10000, ... ms,
-                                                         from the first one again after a connection of STEADY_S
+                                                         for 500, 1000, 2000, 4000, 10000, 10000, ... ms;
+                                                         after a connection of STEADY_S from the beginning
 """
 
 from __future__ import annotations
@@ -35,55 +35,54 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
-# before attempt 1, 2, ...; the last one ever after (spec section 6.7)
+# before attempt 1, 2, ...; the last one before all later attempts (spec section 6.7)
 RECONNECT_MS: Final = (500, 1_000, 2_000, 4_000, 10_000)
-JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that restarts don't all come at once (A-22)
-# to a message, on its way to us: header, packet id
-BROKER_ADDS_BYTES: Final = 1_024
-HANGS_UP: Final = (ConnectionResetError, BrokenPipeError, ssl.SSLError)  # without a word
-IDENTIFIERS_TRIED_MAX: Final = 5  # of one SUBSCRIBE, while the broker says that they are in use
-IDENTIFIERS_SKIPPED: Final = 12_000  # between two of them, 0.5 ms: more than a broker has messages in flight
-TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
-# a connection that lasted so long was sound: the waits begin anew. Longer than the longest wait: of two clients with
-# one client_id each ends the other's connection after that
+JITTER: Final = 0.25  # a wait may be shorter by this share: clients don't all reconnect to a broker at once (A-22)
+BROKER_ADDS_BYTES: Final = 1_024  # to each message: header, packet id
+HANGS_UP: Final = (ConnectionResetError, BrokenPipeError, ssl.SSLError)  # without DISCONNECT
+IDENTIFIERS_TRIED_MAX: Final = 5  # for one SUBSCRIBE, while the broker says that the packet id is in use
+IDENTIFIERS_SKIPPED: Final = 12_000  # between two tries, 0.5 ms: more than a broker has messages in flight
+TICK_MS: Final = 1_000  # between checks of keep-alive and time-outs
+# a connection that lasted so long was sound: the waits begin again. Longer than the longest wait: with one client_id,
+# each of two clients ends the other's connection after that
 STEADY_S: Final = 15.0
 BRIEF_S: Final = 2.0  # a connection that is lost within that was not sound ...
-BRIEF_MAX: Final = 3  # ... and so many of them in a row are a trouble
+BRIEF_MAX: Final = 3  # ... and so many in a row are reported as a trouble
 
 log = structlog.get_logger()
 
 
 def reconnect_wait_ms(attempt: int, chance: float) -> float:
-    """The wait before `attempt` (1 is the first); `chance` from 0 to 1 says how far below the table's value."""
+    """The wait before `attempt` (from 1); `chance` from 0 to 1 takes up to JITTER off the table's value."""
     return RECONNECT_MS[min(attempt, len(RECONNECT_MS)) - 1] * (1 - JITTER * chance)
 
 
 class LinkUser(ConnectionUser, Protocol):
-    """What a Link calls; all of it on the event loop."""
+    """Callbacks of a Link, all on the event loop."""
 
     async def up(self, connection: Connection, welcome: Welcome) -> None:
-        """What is to be done first. Raises UStatusError if the connection can't be used; it is dropped then."""
+        """The login is accepted. Raises UStatusError if the connection can't be used; it is dropped then."""
 
     def down(self, why: str) -> None:
-        """The connection is gone, or could not be made. May be called several times."""
+        """The connection is lost, or could not be made. May be called several times."""
 
     def tick(self, now_s: float) -> None:
         """Once in TICK_MS."""
 
 
 class Link:
-    """One Connection at a time; packet ids go on counting with the next one."""
+    """One Connection at a time; the next one continues its packet ids."""
 
     def __init__(self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser) -> None:
         self._config, self._user = config, user
         self.address = f"{config.host}:{config.port}"
-        self.wire_bytes_max = 0  # of a message that comes; since `open`
+        self.wire_bytes_max = 0  # of a message that arrives; set by `open`
         self.next_packet_id = itertools.chain.from_iterable(itertools.repeat(range(1, 65_536))).__next__
         source = local.get_source()
         generated = f"up-{source.authority_name[:40]}-{source.ue_id:X}-{secrets.token_hex(6)}"
         self._client_id = config.client_id or generated
-        self._clean_start = config.clean_start  # until the broker has let us in
-        self.session_expiry_s = config.session_expiry_s  # or less, if the broker has said so most lately
+        self._clean_start = config.clean_start  # until the broker has accepted a login
+        self.session_expiry_s = config.session_expiry_s  # or less, as the broker has granted last
         self._dialler = dialler_of(config)
         self._tls = _tls_files(config.tls, config.alpn) if config.tls is not None else None
         self.connection: Connection | None = None  # the present one, or the last
@@ -95,8 +94,7 @@ class Link:
         self._last_loss = OSError("none was lost yet")
 
     async def open(self, wire_bytes_max: int) -> None:
-        """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
-        does."""
+        """Connect once; from then on a lost connection is made again. Raises UStatusError as UTransport.open does."""
         self.wire_bytes_max = wire_bytes_max
         self._opened = opened = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._stay_connected(opened)), asyncio.create_task(self._tick())]
@@ -107,8 +105,7 @@ class Link:
             raise
 
     async def close(self) -> None:
-        """Say goodbye and go, at once. A session that nobody could resume, because its name was made up, ends; a named
-        one stays."""
+        """Disconnect at once. A session with a generated name ends, since nobody could resume it; a named one stays."""
         if self._opened is not None and not self._opened.done():
             why = "the transport was closed while it was connecting: call open again"
             self._opened.set_exception(UStatusError(UCode.CANCELLED, why))
@@ -117,17 +114,17 @@ class Link:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.connection is not None and self.connection.up:
             self.connection.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
-        self.drop("we have closed it")
+        self.drop("the transport was closed")
         self._tell_down(NOT_OPEN.message)
 
     def drop(self, why: str) -> None:
-        """End this connection; the next one is made as after any loss."""
+        """End this connection; as after any loss, the next one follows."""
         if self.connection is not None:
             self.connection.drop(ConnectionAbortedError(why))
 
     @property
     def troubles(self) -> list[str]:
-        """What is wrong with the connection and our files, in plain sentences."""
+        """What is wrong with the connection and our files, in sentences."""
         files = self._tls.trouble if self._tls is not None else ""
         asked_s, no_session = self._config.session_expiry_s, ""
         if asked_s and not self.session_expiry_s:
@@ -139,7 +136,7 @@ class Link:
 
     @property
     def notes(self) -> list[str]:
-        """What a person may want to know all the same."""
+        """What is not wrong, but may matter to an operator, in sentences."""
         asked_s, granted_s = self._config.session_expiry_s, self.session_expiry_s
         if not 0 < granted_s < asked_s:
             return []
@@ -149,14 +146,14 @@ class Link:
         return [f"{what}: what comes for us while we are away for longer is lost"]
 
     def pause(self, paused: bool) -> None:
-        """Read nothing from here on, or go on; a new connection is read."""
+        """Stop reading, or go on. A new connection is read."""
         if self.connection is not None:
             self.connection.pause(paused)
 
     async def subscribe(self, topic_filter: str, *, retained: bool = False) -> int:
-        """QoS 1, No Local; `retained` asks for what the broker has retained, each time. Answers the QoS that it grants.
+        """Subscribe with QoS 1 and No Local. `retained`: send retained messages each time. Returns the granted QoS.
 
-        Raises RefusedError if the broker says no, else UNAVAILABLE: the connection is lost meanwhile.
+        Raises RefusedError if the broker refuses, and UNAVAILABLE if the connection is lost meanwhile.
         """
         said = await self._ask(lambda packet_id: packets.subscribe(packet_id, topic_filter, retained=retained))
         if said.reason >= reasons.FAILURE_MIN:
@@ -170,9 +167,9 @@ class Link:
             raise reasons.refused(f"the end of the subscription to {topic_filter}", said.reason, said.properties)
 
     async def _ask(self, packet_of: Callable[[int], bytes]) -> packets.Answer:
-        """`packet_of` makes the packet with a packet identifier. A broker may take those of its own messages for ours
-        (mochi): it is asked again with others, far from those."""
-        assert self.connection is not None, "nobody subscribes before `up`"
+        """`packet_of` makes the packet for a packet id. Some brokers (mochi) mix up our packet ids with those of their
+        own messages: then others are tried, far from the first."""
+        assert self.connection is not None, "no subscription before `up`"
         for _ in range(IDENTIFIERS_TRIED_MAX):
             packet_id = self.next_packet_id()
             try:
@@ -205,7 +202,7 @@ class Link:
                     opened.set_result(None)
                 failure = await connection.lost
                 log.warning("the connection to the broker is lost", broker=self.address, reason=str(failure))
-                # a packet that is too large comes again with the session: the waits grow, too
+                # a packet that is too large comes again with the session, so the waits must grow
                 if self._count_loss(failure) and not isinstance(failure, PacketTooLarge):
                     attempt = 0
                 self._tell_down(self._lost(failure))
@@ -213,13 +210,13 @@ class Link:
             await asyncio.sleep(reconnect_wait_ms(attempt, random.random()) / 1000)
 
     def _count_loss(self, failure: OSError) -> bool:
-        """Of a connection that was up. True if it had lasted long enough to be sound."""
+        """Count the end of a connection that was up. Returns True if it had lasted long enough to be sound."""
         lasted_s = asyncio.get_running_loop().time() - self._up_since_s
         if lasted_s >= STEADY_S:
             self._brief = self._taken_over = 0
         if lasted_s < BRIEF_S:
             self._brief += 1
-        elif self._brief < BRIEF_MAX:  # from then on a sound one ends it: the waits have grown beyond BRIEF_S
+        elif self._brief < BRIEF_MAX:  # else only a sound one resets it: the waits have grown beyond BRIEF_S
             self._brief = 0
         self._taken_over += isinstance(failure, TakenOver)
         self._last_loss = failure
@@ -227,7 +224,7 @@ class Link:
 
     @property
     def trouble(self) -> str:
-        """Why connections don't last, if the last ones did not; "" once one has lasted STEADY_S."""
+        """Why the last connections did not last; "" once one has lasted STEADY_S."""
         is_up = self.connection is not None and self.connection.up
         if is_up and asyncio.get_running_loop().time() - self._up_since_s >= STEADY_S:
             return ""
@@ -239,7 +236,7 @@ class Link:
         if self._brief < BRIEF_MAX:
             return ""
         asks = ""
-        if self._config.client_id and isinstance(self._last_loss, HANGS_UP):  # else the broker or we said why
+        if self._config.client_id and isinstance(self._last_loss, HANGS_UP):  # else the broker or we gave a reason
             asks = f": does another gateway use the client_id {self._client_id!r}?"
         return (
             f"connections to {self.address} don't last: {BRIEF_MAX} in a row were lost within {BRIEF_S:.0f} s each, "
@@ -247,8 +244,8 @@ class Link:
         )
 
     async def _connect(self) -> Connection:
-        """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing
-        is left open."""
+        """One attempt, from the socket to the user's `up`. Raises UStatusError for any failure; nothing is left open
+        then."""
         config, timeout_s, is_in = self._config, self._config.connect_timeout_ms / 1000, False
         packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         try:
@@ -268,7 +265,7 @@ class Link:
         except BaseException as error:
             if is_in and self.connection is not None and self.connection.lost.done():
                 self._count_loss(self.connection.lost.result())
-            self.drop("we have given up")
+            self.drop("the attempt has failed")
             if not isinstance(error, Exception):
                 self._tell_down(self._lost(error))
                 raise
@@ -276,19 +273,19 @@ class Link:
                 self._tell_down(error.message)
                 raise
             if not isinstance(error, (OSError, ValueError)):
-                log.exception("connecting to the broker failed, and nobody foresaw how", broker=self.address)
+                log.exception("connecting to the broker failed: unexpected error", broker=self.address)
             failure = reasons.unreachable(self.address, error)
             self._tell_down(failure.message)
             raise failure from error
         return connection
 
     async def _log_in(self, connection: Connection, login: bytes, timeout_s: float) -> Welcome:
-        """Raises UNAVAILABLE if there is no answer. Most brokers that know MQTT 3 only say so, or hang up; amqtt does
-        neither."""
+        """Raises UNAVAILABLE if there is no answer. Most brokers that support only MQTT 3 refuse the login or hang up;
+        amqtt does neither."""
         try:
             welcome: Welcome = await connection.ask(0, login, timeout_s)
         except OSError as failure:
-            if isinstance(failure, (ssl.SSLError, Disconnected)):  # it says more
+            if isinstance(failure, (ssl.SSLError, Disconnected)):  # these say more
                 raise
             does = "does not answer in time" if isinstance(failure, TimeoutError) else f"ends it ({failure})"
             what = f"the broker at {self.address} takes the connection, but {does} when we log in"
@@ -299,14 +296,14 @@ class Link:
     def _tell_down(self, why: str) -> None:
         try:
             self._user.down(why)
-        except Exception:  # it is connected again all the same
-            log.exception("what is to be done when the connection is gone failed, and nobody foresaw how")
+        except Exception:  # the next connection must be made all the same
+            log.exception("handling the loss of the connection failed: unexpected error")
 
     def _check(self, welcome: Welcome) -> None:
-        """Raises UNIMPLEMENTED for a broker that would hang up on each of our messages, which are of QoS 1; notes how
-        long it keeps the session."""
+        """Note how long the broker keeps the session. Raises UNIMPLEMENTED for a broker without QoS 1, which would hang
+        up on each of our messages."""
         if welcome.told("MaximumQoS", 1) < 1:
-            why = "takes messages of QoS 0 only, which may be lost on the way, and ours are of QoS 1"
+            why = "takes messages of QoS 0 only, which may be lost on the way, and ours have QoS 1"
             how = "let it grant QoS 1 (mosquitto: max_qos)"
             raise UStatusError(UCode.UNIMPLEMENTED, f"the broker at {self.address} {why}: {how}")
         asked_s = self._config.session_expiry_s
@@ -317,7 +314,7 @@ class Link:
         self.session_expiry_s = granted_s
 
     def granted_s(self, welcome: Welcome) -> int:
-        """How long the broker keeps the session while we are away."""
+        """How long the broker keeps the session while there is no connection, in seconds."""
         asked_s = self._config.session_expiry_s
         return min(welcome.told("SessionExpiryInterval", asked_s), asked_s)
 
@@ -329,8 +326,8 @@ class Link:
                 if self.connection is not None:
                     self.connection.keep_alive(now_s)
                 self._user.tick(now_s)
-            except Exception:  # the next second comes all the same, else nobody would notice a dead connection
-                log.exception("looking after the connection to the broker failed, and nobody foresaw how")
+            except Exception:  # go on, or a dead connection would stay unnoticed
+                log.exception("checking the connection to the broker failed: unexpected error")
 
 
 def _password(config: Mqtt5Config) -> str | None:

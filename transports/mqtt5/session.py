@@ -1,15 +1,15 @@
-"""The topic filters of our session at the broker: those that it is to have, and those that it has.
+"""The topic filters of our session at the broker: those that we want, and those that the broker has.
 
 use -> asked -> granted: known                                                              release -> unsubscribed
-             -> refused: a trouble of this filter; asked again after REFUSED_MS, and on each new connection
-             -> the connection is lost: asked alone on the next one -> granted, refused, or lost again:
-                a trouble; asked again, alone, after HANG_UP_MS
+             -> refused: a trouble of this filter; asked for again after REFUSED_MS, and on each new connection
+             -> the connection is lost: asked for alone on the next one -> granted, refused, or lost again:
+                a trouble; asked for again, alone, after HANG_UP_MS
 
-Some brokers answer a SUBSCRIBE that they don't like with the end of the connection (RabbitMQ: one that a rule forbids;
-others: one too many). Which one it was shows only where a single one is under way: so those that had no answer are
-asked one by one, and the endpoint does without the one at which the connection is lost again.
+Some brokers end the connection over a SUBSCRIBE (RabbitMQ: one that a rule forbids; others: one too many). With several
+unanswered, it is unknown over which. So all filters without answer are asked for one by one, and the endpoint works
+without the one over which the connection is lost again.
 
-A session outlives its process: what the last one had in it and nobody wants now is unsubscribed, too (`leave_stale`).
+A session outlives its process: filters of an earlier process that nobody wants are unsubscribed (`leave_stale`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
-# from, to: how long until a refused filter is asked for again; twice as long each time
+SUBSCRIBES_MAX: Final = 256  # unanswered at once: some brokers hang up on more
+# until a refused filter is asked for again: first and longest wait, doubled each time
 REFUSED_MS: Final = (10_000, 300_000)
-# the same for one at which the connection was lost, since to ask again may cost the connection again
+# the same for a filter over which the connection was lost, since it may be lost again
 HANG_UP_MS: Final = (60_000, 1_800_000)
-# from, to: the pause after a filter that was asked alone cost the connection, until the next one is asked alone. A few
-# cost hardly any time; were there many, the connection would be lost most of the time
+# after a filter that was asked for alone has cost the connection, until the next one is asked for alone: first and
+# longest wait. A few of them cost hardly any time; with many, the connection would be lost most of the time
 PAUSE_MS: Final = (10, 60_000)
 TROUBLES_MAX: Final = 8  # refused filters that are named; the others are counted
-# topics of messages that nobody wanted, for each of which a filter of that name was unsubscribed once
+# topics of messages that nobody wanted; a filter of the same name is unsubscribed once for each
 UNWANTED_TOPICS_MAX: Final = 4_096
-# how long `release` waits for the broker's answer, so that not too many are due at once
+# how long `release` waits for the broker's answer, which limits the unanswered UNSUBSCRIBEs
 LEAVE_MS_MAX: Final = 500
 
 NO_WILDCARDS: Final = (
@@ -64,10 +64,10 @@ class Session:
         self.copies = Copies()
         self.subscriptions = Subscriptions(self.copies.left)
         self._link, self._start = link, start
-        self._has: dict[str, None] = {}  # what the broker may have for us, in the order in which it was asked for
-        self._filters: tuple[str, ...] | None = ()  # the same; None: it has changed since
+        self._has: dict[str, None] = {}  # filters that the broker may have for us, in the order of the SUBSCRIBEs
+        self._filters: tuple[str, ...] | None = ()  # the same; None: to be made from `_has` again
         self._refused: dict[str, TopicSubscription] = {}
-        self._suspects: dict[str, TopicSubscription] = {}  # a connection was lost while they had no answer
+        self._suspects: dict[str, TopicSubscription] = {}  # unanswered when a connection was lost
         self._asking: set[asyncio.Future[None]] = set()
         self._alone: asyncio.Task[bool] | None = None  # asks for one while nothing else is asked for
         self._trying: asyncio.Task[None] | None = None  # asks for suspects, one by one
@@ -79,10 +79,10 @@ class Session:
         self._has_unknown = False  # ... of an earlier process, too
         self._was_welcomed = False
         self._is_up = self._may_try = False
-        self._wildcards = True  # the broker has them, as far as it says
-        self._has_lossy = False  # it has granted some of them QoS 0
+        self._wildcards = True  # the broker supports them, as far as it says
+        self._has_lossy = False  # it has granted QoS 0 for some filters
         self._hangs = False  # it has not answered an UNSUBSCRIBE in time
-        self._lost = _LOST  # how the connection was lost over a SUBSCRIBE, most lately
+        self._lost = _LOST  # how the connection was last lost over a SUBSCRIBE
 
     def __repr__(self) -> str:
         return (
@@ -97,7 +97,7 @@ class Session:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """Those that the broker's session may have."""
+        """Topic filters that the broker's session may have."""
         if self._filters is None:
             self._filters = tuple(self._has)
         return self._filters
@@ -119,24 +119,24 @@ class Session:
     # Events of the connection, reported by the transport.
 
     def restore(self, filters: Iterable[str]) -> None:
-        """An earlier process has left these, if the broker resumes its session."""
+        """The session has these filters of an earlier process, if the broker resumes it."""
         self._has, self._filters = dict.fromkeys(filters), None
 
     def welcomed(self, *, is_present: bool) -> None:
-        """The broker has let us in; a session that is present may be older than the one that we had, since a broker
-        that was killed has brought it back."""
+        """The broker has accepted the login. A session that is present may be older than our last one: a broker that
+        was killed restores an older state."""
         self._has_unknown = is_present and (self._has_unknown or not self._was_welcomed)
         self._was_welcomed = True
         self.copies.new_connection(is_present=is_present)
-        if self._has_unknown:  # until what nobody wants has been left
+        if self._has_unknown:  # until unwanted filters have been unsubscribed
             self.copies.has_unknown_filters(asyncio.get_running_loop().time())
         self.subscriptions.forget_all()
         if not is_present:
             self._has, self._filters = {}, None
 
     async def ask_for_all(self, *, wildcards: bool) -> int:
-        """On a new connection, for all that is wanted and not suspect; answers how many. `wildcards`: the broker has
-        them. Raises UNAVAILABLE if the connection is lost meanwhile."""
+        """On a new connection, ask for all filters that are wanted and not suspect; returns how many. `wildcards`: the
+        broker supports them. Raises UNAVAILABLE if the connection is lost meanwhile."""
         self._wildcards, self._has_lossy = wildcards, False
         tried: set[int] = set()
         while missing := [one for one in self.subscriptions.values() if one.is_missing and id(one) not in tried]:
@@ -154,44 +154,44 @@ class Session:
         self._is_up = self._may_try = False
 
     def try_suspects(self) -> None:
-        """From now on nothing but us asks the broker for anything."""
+        """Suspects may be asked for from now on: nothing else is unanswered."""
         self._may_try = self._is_up
         self.tick(asyncio.get_running_loop().time())
 
     def leave_stale(self) -> None:
-        """All listeners had their time: unsubscribe what the broker has and nobody wants."""
+        """All listeners had time to register: unsubscribe filters that the broker has and nobody wants."""
         self._has_stale = True
         self.tick(asyncio.get_running_loop().time())
 
     def unwanted(self, topic: str) -> None:
-        """A message came though nobody listens to its topic: the broker has a filter that we don't know of. The one of
-        this topic alone can be left; one with wildcards can't be guessed."""
+        """A message arrived though nobody listens to its topic: the broker has a filter that we don't know. If it is
+        the topic itself, it can be unsubscribed; one with wildcards can't be guessed."""
         if len(self._unwanted) < UNWANTED_TOPICS_MAX and topic not in self._unwanted:
             self._unwanted.add(topic)
             self._note(topic)
             self._has_stale = self._has_unknown = True
 
     async def close(self) -> None:
-        """The connection is closed: wait for what was under way."""
+        """The connection is closed: wait until nothing is unanswered."""
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     def tick(self, now_s: float) -> None:
-        """Once a second: what is due again."""
+        """Called once a second: ask again for what is due."""
         if self._has_unknown:
             self.copies.has_unknown_filters(now_s)
         self.copies.tick(now_s)
         if not self._is_up:
             return
-        due = (one for one in self._refused.values() if not one.hang_ups and one.again_s <= now_s)
+        due = (one for one in self._refused.values() if not one.hang_ups and one.ask_at_s <= now_s)
         for one in list(islice(due, SUBSCRIBES_MAX)):
-            one.again_s = math.inf  # while it has no answer
+            one.ask_at_s = math.inf  # while it has no answer
             self._in_company(one)
         if self._may_try and _is_over(self._trying) and self._next_suspect() is not None:
             self._trying = self._start(self._try_one_by_one())
         if self._has_stale and now_s >= self._stale_at_s and _is_over(self._leaving_stale):
             self._leaving_stale = self._start(self._leave_stale())
 
-    # What is wanted.
+    # Filters of listeners.
 
     def use(self, topic_filter: str) -> None:
         """A listener needs it."""
@@ -199,23 +199,23 @@ class Session:
         if subscription is not None and subscription.users:
             subscription.users += 1
             return
-        if subscription is not None:  # it is being left
+        if subscription is not None:  # it is being unsubscribed
             self.subscriptions.remove(subscription)
         subscription = self.subscriptions.add(topic_filter)
         if self._is_up:
             subscription.granted = self._in_company(subscription, is_new=True)
 
     def answer_of(self, topic_filter: str) -> asyncio.Future[None] | None:
-        """What the broker says of one that is used. What it has refused it is asked for again, unless that may cost the
-        connection. None: it was away when we would have asked."""
+        """The broker's answer for a filter in use; a refused one is asked for again, unless that may cost the
+        connection. None: there was no connection to ask on."""
         subscription = self.subscriptions[topic_filter]
         if self._is_up and subscription.refusal is not None and not subscription.hang_ups:
             subscription.granted = self._in_company(subscription, is_new=True)
         return subscription.granted
 
     async def release(self, topic_filter: str) -> None:
-        """A listener needs it no more. What nobody needs is left; a broker that hangs is waited for only once:
-        deliveries to the listener have ended anyway."""
+        """A listener needs it no longer; without any, it is unsubscribed. If the broker hangs, only the first call
+        waits for it: the listener is not called any more in any case."""
         subscription = self.subscriptions[topic_filter]
         subscription.users -= 1
         if subscription.users:
@@ -233,9 +233,9 @@ class Session:
         try:
             if self._is_up:
                 await self._link.unsubscribe(topic_filter)
-                if self.subscriptions.get(topic_filter) is subscription:  # else it is wanted again
+                if self.subscriptions.get(topic_filter) is subscription:  # else it is in use again
                     self._forget(topic_filter)
-        except UStatusError as error:  # it is left on the next connection
+        except UStatusError as error:  # it is unsubscribed on the next connection
             log.debug("not unsubscribed yet", topic_filter=topic_filter, error=str(error))
         finally:
             self._hangs = False
@@ -251,17 +251,19 @@ class Session:
         self._has_stale = self._has_unknown = False
         self._stale_pause.reset()
         if stale:
-            log.info("unsubscribed what nobody wants any more", broker=self._link.address, topic_filters=len(stale))
+            log.info(
+                "unsubscribed filters that nobody wants any more", broker=self._link.address, topic_filters=len(stale)
+            )
 
     async def _leave_one(self, topic_filter: str) -> bool:
-        """False if the connection is lost."""
+        """Returns False if the connection is lost."""
         if not self._is_up:
             return False
-        if topic_filter in self.subscriptions:  # wanted meanwhile
+        if topic_filter in self.subscriptions:  # in use meanwhile
             return True
         try:
             await self._link.unsubscribe(topic_filter)
-        except RefusedError as error:  # it stays noted, and is tried again on the next connection
+        except RefusedError as error:  # it stays noted, and is unsubscribed on the next connection
             log.warning("the broker does not unsubscribe", topic_filter=topic_filter, error=str(error))
             return True
         except UStatusError:
@@ -270,14 +272,14 @@ class Session:
             self._forget(topic_filter)
         return True
 
-    # Asking.
+    # Asking the broker.
 
     def _in_company(self, subscription: TopicSubscription, *, is_new: bool = False) -> asyncio.Future[None]:
-        """Ask, beside others. `is_new`: raises what is refused for good."""
+        """Ask for it while others are unanswered, too. `is_new`: the future raises a refusal for good."""
         asking = asyncio.ensure_future(self._ask_in_company(subscription, is_new))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
-        asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody may wait for it, or not
+        asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
         return asking
 
     async def _ask_in_company(self, subscription: TopicSubscription, is_new: bool) -> None:
@@ -307,20 +309,20 @@ class Session:
             self._pause.reset()
 
     def _next_suspect(self) -> TopicSubscription | None:
-        """The next to be asked for alone, if one is due now."""
+        """The next one to be asked for alone; None if none is due."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._paused_until_s:
             return None
-        return next((one for one in self._suspects.values() if one.again_s <= now_s), None)
+        return next((one for one in self._suspects.values() if one.ask_at_s <= now_s), None)
 
     @property
     def _can_ask(self) -> bool:
-        """The connection is up. A loss shows here at once; `down` is called a moment later."""
+        """The connection is up. Turns False at once when it is lost; `down` is called a moment later."""
         connection = self._link.connection
         return connection is not None and connection.up
 
     async def _ask(self, one: TopicSubscription, *, alone: bool = False) -> bool:
-        """False if there is no answer, since the connection is lost. Raises nothing: what the broker says is noted."""
+        """Returns False if the connection is lost before the answer. Raises nothing: the answer is noted."""
         if not self._can_ask:
             return False
         had = one.topic_filter in self._has
@@ -340,12 +342,12 @@ class Session:
             return False
         else:
             if one.refusal is not None:
-                log.info("the broker lets us subscribe again", topic_filter=one.topic_filter)
+                log.info("the broker grants a subscription that it had refused", topic_filter=one.topic_filter)
             self._clear(one)
             if one.is_lossy:
                 self._has_lossy = True
                 log.warning("the broker grants a subscription QoS 0 only", topic_filter=one.topic_filter)
-            self._note(one.topic_filter)  # another answer may have come meanwhile, to one that was left
+            self._note(one.topic_filter)  # the answer to an UNSUBSCRIBE of it may have come meanwhile
             one.known = True
         return True
 
@@ -355,7 +357,7 @@ class Session:
             return
         if alone or not one.hang_ups:
             one.hang_ups += 1
-        self._suspects.pop(one.topic_filter, None)  # the others first
+        self._suspects.pop(one.topic_filter, None)  # to the end: the others are tried first
         self._suspects[one.topic_filter] = one
         if alone:
             why = f"the connection was lost {one.hang_ups} times while the broker was asked for it ({lost.message})"
@@ -369,12 +371,12 @@ class Session:
             log.error("the broker refuses a subscription", topic_filter=one.topic_filter, error=str(why))
         wait_ms = min(first_ms << min(one.refusals, 30), last_ms)
         one.refusal, one.refusals = why, one.refusals + 1
-        one.again_s = asyncio.get_running_loop().time() + wait_ms / 1000
+        one.ask_at_s = asyncio.get_running_loop().time() + wait_ms / 1000
         self._refused[one.topic_filter] = one
 
     def _clear(self, one: TopicSubscription) -> None:
-        """It is granted, or no longer wanted."""
-        one.refusal, one.refusals, one.hang_ups, one.again_s = None, 0, 0, 0.0
+        """It is granted, or no longer in use."""
+        one.refusal, one.refusals, one.hang_ups, one.ask_at_s = None, 0, 0, 0.0
         for kept in (self._refused, self._suspects):
             if kept.get(one.topic_filter) is one:
                 del kept[one.topic_filter]

@@ -1,9 +1,9 @@
 """The topic filters that we have at the broker, and copies of one message that it sends for several of them. Pure.
 
-A message that several of our filters match comes once, or once for each of them: the broker chooses (MQTT 5 section
-3.3.4), and what it says in subscription identifiers differs as well. So we ask for none, and look at the messages: of a
-topic that two filters match, the first one of a source and id is taken, and those that follow on the same connection
-are copies. On another connection it may be the first one again, which was not acknowledged.
+If several of our filters match a message, it comes once or once for each of them: the broker chooses (MQTT 5 section
+3.3.4). Brokers fill subscription identifiers differently, so we ask for none and look at the messages: on a topic that
+two filters match, the first message with a source and id is taken, and later ones on the same connection are copies. On
+another connection it may be the first one, sent again because it was not acknowledged.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UAttributes
 
 TopicShape = tuple[int, tuple[int, ...]]
-"""Of a topic filter: how many segments it has, and which of them are `+`."""
+"""Of a topic filter: its number of segments, and which of them are `+`."""
 
-# sources and ids of messages on topics that two filters match, some 200 bytes each. A broker that has a queue for each
+# sources and ids of messages on topics that two filters match, some 200 bytes each. A broker with a queue for each
 # subscription (ActiveMQ Artemis) may send the copy so many messages later
 COPIES_MAX: Final = 32_768
-# filters that were left in this session: the broker may still send what it had queued for them
+# unsubscribed filters: the broker may still send what it had queued for them
 LEFT_MAX: Final = 1_024
-# after the last filter that an earlier process had left in the session is gone: what the broker had queued for it
+# the same, after the last filter of an earlier process was unsubscribed
 LEFT_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class TopicSubscription:
     topic_filter: str
-    # the broker's first answer; None if it was away when we would have asked
+    # the broker's first answer; None if there was no connection to ask on
     granted: asyncio.Future[None] | None = None
     known: bool = False  # the broker has it
     is_lossy: bool = False  # it grants QoS 0
-    users: int = 1  # uProtocol filters that need it; 0: it is being left, until the broker has answered
-    refusal: UStatusError | None = None  # why the broker has it not
+    users: int = 1  # uProtocol filters that need it; 0: its UNSUBSCRIBE is not answered yet
+    refusal: UStatusError | None = None  # why the broker does not have it
     refusals: int = 0  # in a row
     hang_ups: int = 0  # connections that were lost while it had no answer, in a row
-    again_s: float = 0.0  # loop time from which on it may be asked for again
+    ask_at_s: float = 0.0  # loop time; it is not asked for again before
 
     @property
     def is_missing(self) -> bool:
-        """The broker is to be asked for it, together with others."""
+        """True if the broker should be asked for it, together with others."""
         return not self.known and self.users > 0 and not self.hang_ups
 
 
 def topic_matches(topic_filter: str, topic: str) -> bool:
-    """`+` stands for one segment; the mapping makes no other wildcard."""
+    """`+` matches one segment; our mapping uses no other wildcard."""
     wanted, given = topic_filter.split("/"), topic.split("/")
     return len(wanted) == len(given) and all(one in ("+", two) for one, two in zip(wanted, given, strict=True))
 
@@ -61,7 +61,7 @@ def _shape(topic_filter: str) -> TopicShape:
 
 
 class Subscriptions(dict[str, TopicSubscription]):
-    """By topic filter, in the order in which they were made. A topic is looked up once for each shape that is in use,
+    """By topic filter, in the order in which they were added. Matching a topic costs one look-up for each shape in use,
     however many filters there are."""
 
     def __init__(self, on_removed: Callable[[str], None] = lambda _: None) -> None:
@@ -78,7 +78,7 @@ class Subscriptions(dict[str, TopicSubscription]):
         return made
 
     def _forget(self, topic_filter: str) -> None:
-        """How many filters match, of the topics that it matches."""
+        """Forget the cached counts of the topics that it matches."""
         if "+" in topic_filter:
             self._matches.clear()
         else:
@@ -101,7 +101,7 @@ class Subscriptions(dict[str, TopicSubscription]):
             subscription.known = False
 
     def matches(self, topic: str) -> int:
-        """How many of our filters match it."""
+        """Returns how many of our filters match `topic`."""
         found = self._matches.get(topic)
         if found is None:
             found = self._matches[topic] = self._count(topic)
@@ -119,8 +119,8 @@ class Subscriptions(dict[str, TopicSubscription]):
 
 
 class Copies:
-    """Messages that were taken on this connection, of topics that more than one filter of ours matches, or did. While
-    the session may have filters that an earlier process has left, which may match anything: of all topics."""
+    """Messages that were taken on this connection, on topics that more than one filter of ours matches or matched; on
+    all topics while the session may have filters of an earlier process, which may match anything."""
 
     def __init__(self) -> None:
         self._left = Subscriptions()
@@ -128,20 +128,21 @@ class Copies:
         self._of_all, self._of_all_until_s = False, 0.0
 
     def new_connection(self, *, is_present: bool) -> None:
-        """What was taken may come again. `is_present`: with the session, and what it has queued for other filters."""
+        """Messages that were taken may come again. `is_present`: the broker still has our session, and what it had
+        queued for unsubscribed filters."""
         self._taken.clear()
         if not is_present:
             self._left = Subscriptions()
 
     def left(self, topic_filter: str) -> None:
-        """It is no filter of ours from now on."""
+        """It was unsubscribed."""
         if topic_filter not in self._left:
             self._left.add(topic_filter)
             if len(self._left) > LEFT_MAX:
                 self._left.remove(next(iter(self._left.values())))
 
     def has_unknown_filters(self, now_s: float) -> None:
-        """The session may have some now."""
+        """The session may have filters of an earlier process now."""
         self._of_all, self._of_all_until_s = True, now_s + LEFT_S
 
     def tick(self, now_s: float) -> None:
@@ -153,7 +154,7 @@ class Copies:
         return matches > 1 or self._of_all or (len(self._left) > 0 and matches + self._left.matches(topic) > 1)
 
     def is_copy(self, encoded: bytes) -> bool:
-        """Of one that has been taken; `encoded` are its UAttributes. One that is none counts as taken from now on."""
+        """Returns True if a message with these UAttributes (`encoded`) was taken before, and notes that it is now."""
         attributes = UAttributes.FromString(encoded)
         key = attributes.id.SerializeToString() + attributes.source.SerializeToString()
         if key in self._taken:

@@ -42,7 +42,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# how long `close` waits for what is under way, both ways together: with a hung broker it takes no longer
+# how long `close` waits for messages that are being sent or taken, both together; with a hung broker it takes no longer
 DRAIN_MS_MAX: Final = 1_500
 AT_ONCE_SHARE: Final = 10  # with `messages_per_s`, a tenth of a second's messages may leave at once
 # the transport whose listener is being called; tasks that a listener starts have it, too
@@ -54,15 +54,15 @@ log = structlog.get_logger()
 class Mqtt5Transport(TransportBase):
     """A client of one broker. Everything runs on the event loop that called `open`.
 
-    Reasons in `dropped`: malformed, spoofed, invalid, expired, unwanted, overflow, too_large; those that are too large
-    the broker mostly keeps from us, and counts nowhere. `broker_dropped` are those that it threw away for want of room,
-    at most; `session_lost` counts sessions, and what was lost with one nobody knows.
+    Reasons in `dropped`: malformed, spoofed, invalid, expired, unwanted, overflow, too_large (most of those the broker
+    drops itself, uncounted). `broker_dropped`: at most so many the broker has dropped because its queue was full.
+    `session_lost` counts sessions; how many messages were lost with one is unknown.
     """
 
     def __init__(self, config: Mqtt5Config, local: LocalUriProvider) -> None:
         super().__init__(config, local)
         self._config = config
-        # off-vehicle there are no topics of a single resource, and without a session nothing is kept
+        # off-vehicle, no topic belongs to a single resource; without a session, nothing is kept
         self.capabilities = Capability.PUSH | Capability.ENCODED | Capability.ABSENCE
         if config.mode is Mode.IN_VEHICLE:
             self.capabilities |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
@@ -80,8 +80,8 @@ class Mqtt5Transport(TransportBase):
         self._losses = Losses(
             link.address, f"{config.client_id} at {link.address}" if is_resumed else None, self.dropped
         )
-        self._has_session = False  # the broker keeps one for us, as far as we know
-        self._was_welcomed = False  # by the broker, since we were made
+        self._has_session = False  # the broker keeps one for us, as far as is known
+        self._was_welcomed = False  # the broker has accepted a login of this object
         self._tasks: set[asyncio.Task[None]] = set()  # until `close`
         self._receiver = PublishReceiver(self, config, link, self._session, self._codec, self._losses)
         self.on_publishes = self._receiver.on_publishes  # for the connection
@@ -113,9 +113,9 @@ class Mqtt5Transport(TransportBase):
         return [*self._link.notes, *self._receiver.answers.notes]
 
     async def open(self) -> None:
-        """Connect, and stay connected: a connection that is lost later comes back by itself.
+        """Connect, and stay connected: a connection that is lost later is made again.
 
-        Raises UNAVAILABLE if the broker can't be reached, what it says if it refuses us (UNAUTHENTICATED,
+        Raises UNAVAILABLE if the broker can't be reached, its reason if it refuses the login (UNAUTHENTICATED,
         PERMISSION_DENIED, ...), and FAILED_PRECONDITION if a file of the settings can't be used.
         """
         if self.is_open:
@@ -131,7 +131,7 @@ class Mqtt5Transport(TransportBase):
             raise
 
     async def close(self) -> None:
-        """Finish what is under way, in DRAIN_MS_MAX at most, and disconnect; while it is connecting, give that up."""
+        """Finish sending and taking, within DRAIN_MS_MAX, and disconnect. An attempt to connect is cancelled."""
         if not self.is_open:
             return
         self.is_open = False
@@ -140,13 +140,13 @@ class Mqtt5Transport(TransportBase):
         await asyncio.gather(asyncio.wait([drained], timeout=drain_s), self._receiver.arrivals.finish(drain_s))
         drained.cancel()
         await asyncio.gather(self._link.close(), self._receiver.answers.close())
-        # one with a made-up name has ended with this
+        # a session with a generated name ends with the connection
         self._has_session = self._has_session and self._config.client_id is not None
         await asyncio.gather(*self._tasks, self._session.close(), return_exceptions=True)
         await self._losses.close(self._session.filters)
         self._receiver.close()
 
-    # What the link tells.
+    # Events of the link.
 
     def welcomed(self, welcome: Welcome) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -162,7 +162,7 @@ class Mqtt5Transport(TransportBase):
         self._session.welcomed(is_present=welcome.session_present)
 
     async def up(self, connection: Connection, welcome: Welcome) -> None:
-        """Bring the broker's subscriptions in line with ours, then tell everybody."""
+        """Subscribe to all that is wanted, then report that the network is connected."""
         brokers_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
         self._codec.packet_bytes_max = min(brokers_max, self.wire_bytes_max)
         asked = await self._session.ask_for_all(wildcards=bool(welcome.told("WildcardSubscriptionAvailable", 1)))
@@ -186,7 +186,8 @@ class Mqtt5Transport(TransportBase):
         return task
 
     async def _ask_for_count(self) -> None:
-        """mosquitto counts what it drops. Other brokers don't tell; some hang up on whoever asks (rumqttd)."""
+        """mosquitto publishes how many messages it drops. Other brokers don't; some hang up over the question
+        (rumqttd)."""
         if self._config.sys_topics and self._losses.may_ask:
             await self._ask_once_for_count()
         self._session.try_suspects()
@@ -201,7 +202,9 @@ class Mqtt5Transport(TransportBase):
             hung_up = says_why or isinstance(how, HANGS_UP)
             if isinstance(error, RefusedError) or hung_up:
                 self._losses.not_told(hung_up=hung_up)
-            log.info("the broker does not tell how many messages it drops", broker=self._link.address, error=str(error))
+            log.info(
+                "the broker does not publish how many messages it drops", broker=self._link.address, error=str(error)
+            )
 
     def down(self, why: str) -> None:
         self._session.down()
@@ -211,10 +214,8 @@ class Mqtt5Transport(TransportBase):
 
     def tick(self, now_s: float) -> None:
         if self._window.stalled:
-            log.error(
-                "the broker owes acknowledgements for too long: dropping the connection", window=repr(self._window)
-            )
-            self._link.drop("it owes acknowledgements for too long")
+            log.error("acknowledgements of the broker are overdue: dropping the connection", window=repr(self._window))
+            self._link.drop("its acknowledgements are overdue")
         self._receiver.tick(now_s)
         self._session.tick(now_s)
         if self.connected:
@@ -227,15 +228,15 @@ class Mqtt5Transport(TransportBase):
         return self._window.messages
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
-        """The topic name; off-vehicle there is none without a sink, and nothing can be sent there."""
+        """The topic name. Off-vehicle there is none without a sink, and nothing can be sent there."""
         if sink is None and self._config.mode is Mode.OFF_VEHICLE:
             return super().address_of(source, sink)
         is_publish = sink is None or attrs.is_streamer_sink(sink)
         return self._mapping.topic(attrs.PUBLISH if is_publish else attrs.NOTIFICATION, source, sink)
 
     def _topic_of_absence(self, message: Carried) -> str | None:
-        """Of a publish, if the owner wants to know that nobody listens there: a broker that knows it says so in PUBACK,
-        and never that somebody has come, so nothing calls what `on_heard` is given."""
+        """The topic of a publish, if the owner wants to know that nobody listens there; else None. A broker that knows
+        it says so in PUBACK. It never says that somebody listens now, so callbacks of `on_heard` are never called."""
         if not self.tells_absence or message.attributes.type != attrs.PUBLISH:
             return None
         attributes = message.attributes
@@ -251,13 +252,13 @@ class Mqtt5Transport(TransportBase):
         return await self._window.send(messages)
 
     async def _await_answers(self, messages: Sequence[Carried]) -> None:
-        """A listener sends these, perhaps while we wait for it: what is acknowledged on the main connection is up to
-        it, so the answers to its calls must not wait for that."""
+        """A listener sends these, perhaps before it has taken its message. Messages on the main connection are
+        acknowledged only after that, so the answers to its calls must not wait behind them."""
         topics = []
         for message in messages:
             attributes = message.attributes
             if attributes.type == attrs.REQUEST:
-                with contextlib.suppress(UStatusError):  # it is not valid, and sending says so
+                with contextlib.suppress(UStatusError):  # not valid; sending it reports that
                     topics.append(self.address_of(attributes.sink, attributes.source))
         if topics:
             await self._receiver.answers.listen(topics, self.wire_bytes_max)
@@ -267,9 +268,9 @@ class Mqtt5Transport(TransportBase):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        """While the broker is away it is noted, and subscribed to when it is back. Raises PERMISSION_DENIED,
-        INVALID_ARGUMENT, ... if the broker refuses it for good. What it refuses for now (quota exceeded, say) is noted,
-        too, and asked for again; `troubles` names it until then."""
+        """Without a connection the filter is noted, and subscribed to on the next one. Raises PERMISSION_DENIED,
+        INVALID_ARGUMENT, ... if the broker refuses it for good. If the broker refuses it for now (quota exceeded, say),
+        it is asked for again later; `troubles` names it until then."""
         topic_filter = self._topic_filter(source_filter, sink_filter)
         is_new = self.listeners.add(source_filter, sink_filter, listener) is not None
         if is_new:
