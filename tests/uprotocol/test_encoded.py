@@ -9,7 +9,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, shared_suffix, suffix

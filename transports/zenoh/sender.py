@@ -33,6 +33,7 @@ import zenoh
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
 from transports.zenoh.presence import NOBODY, UNASKED, Presence, Unasked, Watch
+from uprotocol import cache as caches
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
