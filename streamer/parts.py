@@ -33,7 +33,6 @@ from transports import plugin as plugins
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris
-from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -224,7 +223,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
         for stream, id in await durable.recent_ids(RECENT_IDS):
             if durable.knows_stream(stream):  # else of records that are damaged; whoever reads them learns of it
                 source = durable.stream(stream).source.SerializeToString()
-                window.take(uuids.from_bytes(id).SerializeToString() + source)
+                window.take(id + source)
         kept = [topic for section in config.epochs for topic in section.topics]
         return Logs(durable, volatile, patterns(history.volatile), patterns([*history.record, *kept])), window
     except BaseException:

@@ -320,7 +320,7 @@ async def test_large_letters_of_one_leave_room_in_bytes_for_others(
     desk.letters.add(of("honest", b"h" * 3_000), UCode.UNAVAILABLE, "away", "cloud")
     for _ in range(50):
         desk.letters.add(of("loud", b"l" * 9_000), UCode.UNAVAILABLE, "away", "cloud")
-    assert desk.letters._queue.bytes <= 20_000
+    assert desk.letters._queue.used.bytes <= 20_000
     for _ in range(10):
         desk.letters.add(of("loud", b"l" * 9_000), UCode.UNAVAILABLE, "away", "cloud")
         await desk.letters._flush()

@@ -355,7 +355,7 @@ async def test_answers_find_room_where_the_lane_is_full_and_are_bounded(monkeypa
     used = lanes.queues["cloud"]
     assert used.bytes == 0
     for shares in (used._callers, used._senders, used._answers):
-        assert repr(shares) == "Shares(0 pieces of 0 bytes, 0 callers)", "nothing is remembered of who was served"
+        assert repr(shares) == "Shares(0 pieces of 0 bytes, 0 owners)", "nothing is remembered of who was served"
 
 
 async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bounded_in_bytes(

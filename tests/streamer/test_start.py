@@ -174,7 +174,7 @@ async def test_a_call_to_a_service_inside_that_has_not_started_is_to_be_tried_ag
     )
     rpc = InMemoryRpcClient(mcu, mcu.local)
     await rpc.open()
-    with pytest.raises(UStatusError, match="//vehicle1/0/3/1 is not served just now: try again later") as raised:
+    with pytest.raises(UStatusError, match="//vehicle1/0/3/1 is not served now: try again later") as raised:
         await rpc.invoke_method(uris.parse("//vehicle1/0/3/1"), text(""), CallOptions(timeout_ms=5_000))
     assert raised.value.code == UCode.UNAVAILABLE
     await rpc.close()

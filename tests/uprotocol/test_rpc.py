@@ -417,7 +417,7 @@ async def test_one_authority_has_its_share_of_what_runs_in_number_and_in_bytes(b
         await asyncio.gather(long, *calls)
         await until(lambda: not server._running)
         assert await other.invoke_method(GET, options=LONG) == UPayload()
-    assert repr(server._room) == "Shares(0 pieces of 0 bytes, 0 callers)"
+    assert repr(server._shares) == "Shares(0 pieces of 0 bytes, 0 owners)"
     await server.close()
 
 
