@@ -273,7 +273,7 @@ async def test_a_peer_that_hangs_up_before_it_answers_says_why_if_it_can() -> No
         (b"\xe0\x01\x8e", "it said: Session taken over"),
         (packet(0xE0, b"\x8b\x0b\x1f\x00\x08bye then"), r"it said: Server shutting down (bye then)"),
         (b"\x90\x00", "SUBACK"),
-        (b"\x90\x04\x00\x00\x00\x00", "0 is no packet id"),
+        (b"\x90\x04\x00\x00\x00\x00", "expected a packet id of 1 to 65535, got 0"),
         (b"\xe0\x01\xfd", "it said: reason code 0xfd"),
         (b"\xe0\x03\x8e\x05\x1f", "DISCONNECT"),  # cut short
         (b"\xf0\x01\x18", "not MQTT 5: a packet of kind 15"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from streamer.demo.mosquitto import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, reasons
-from transports.mqtt5.losses import SETTLE_S, Dropped, Loss, Losses
+from transports.mqtt5.losses import SETTLE_S, DropCount, Loss, Losses
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -318,21 +318,21 @@ async def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> Non
 
 
 def read(
-    dropped: Dropped, *counts: int, retained: bool = False, behind: bool = False, now_s: float = 0.0
+    dropped: DropCount, *counts: int, retained: bool = False, behind: bool = False, now_s: float = 0.0
 ) -> list[Loss | None]:
     return [dropped.seen(count, retained=retained, behind=behind, now_s=now_s) for count in counts]
 
 
-def resumed(last: int) -> Dropped:
-    dropped = Dropped()
+def resumed(last: int) -> DropCount:
+    dropped = DropCount()
     read(dropped, last, retained=True)
     dropped.returned(0.0)
     return dropped
 
 
 def test_the_first_count_says_nothing() -> None:
-    assert read(Dropped(), 500, retained=True) == [None]
-    assert read(Dropped(), 500) == [None]
+    assert read(DropCount(), 500, retained=True) == [None]
+    assert read(DropCount(), 500) == [None]
 
 
 def test_an_update_that_is_missing_from_our_queue_was_dropped_itself() -> None:
@@ -356,7 +356,7 @@ def test_an_update_right_after_our_return_may_count_ours() -> None:
 
 
 def test_an_update_counts_ours_perhaps_while_we_lag_behind() -> None:
-    dropped = Dropped()
+    dropped = DropCount()
     read(dropped, 5, retained=True)
     assert read(dropped, 6) == [None]
     assert read(dropped, 9, behind=True) == [Loss(3, ours=False)]

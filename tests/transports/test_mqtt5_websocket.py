@@ -203,7 +203,7 @@ async def test_mutual_tls_with_files_that_are_read_anew(
                     await asyncio.sleep(0.01)
         assert bridge.names == ["first", "second"]
         why = await refusal(end(bridge.port, tls={"ca_file": authority.ca}))
-        assert "wants another certificate of ours" in why.message, "asyncio's servers hang up without an alert"
+        assert "wants another certificate from us" in why.message, "asyncio's servers hang up without an alert"
         stranger = TestAuthority(tmp_path, "stranger")
         why = await refusal(end(bridge.port, tls=files | {"ca_file": stranger.ca}))
         assert why.code == UCode.UNAUTHENTICATED
@@ -283,7 +283,7 @@ async def test_a_header_whose_file_can_not_be_used(tmp_path: Path, text: str | N
         (429, {}, UCode.UNAVAILABLE, "it is tried again"),
         (503, {}, UCode.UNAVAILABLE, "it is tried again"),
         (299, {}, UCode.FAILED_PRECONDITION, "HTTP 299"),
-        (200, {}, UCode.FAILED_PRECONDITION, "a proxy on the way answers by itself"),
+        (200, {}, UCode.FAILED_PRECONDITION, "a proxy in between answers by itself"),
         (302, {"Location": "https://login.example/"}, UCode.FAILED_PRECONDITION, "redirects to https://login.example/"),
     ],
 )
@@ -324,8 +324,11 @@ async def test_a_websocket_without_the_subprotocol(named: tuple[str, ...]) -> No
     ("answer", "words"),
     [
         (b"", "it hung up on the upgrade"),
-        (CONNACK, "what is no HTTP"),
-        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n", "which is none"),
+        (CONNACK, "data that is not HTTP"),
+        (
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+            "but not as a valid upgrade",
+        ),
     ],
 )
 async def test_a_peer_that_is_no_web_server(answer: bytes, words: str) -> None:
@@ -407,7 +410,7 @@ async def test_a_peer_that_breaks_the_protocol_is_left() -> None:
         one = end(port)
         down = Down(one)
         async with one:
-            assert "it sent what is no WebSocket" in await down.why()
+            assert "it sent data that is not WebSocket" in await down.why()
         over.set()
 
 

@@ -313,7 +313,7 @@ class Connection(asyncio.BufferedProtocol):
             welcome = packets.read_connack(body)
             if welcome.reason < reasons.FAILURE_MIN and not self.up:
                 # a keep-alive of 0, or of hours, would notice a dead broker late; more pings are always allowed
-                brokers_s = welcome.told("ServerKeepAlive", 0) or self._keep_alive_s
+                brokers_s = welcome.number("ServerKeepAlive", 0) or self._keep_alive_s
                 self.up, self._keep_alive_s = True, min(self._keep_alive_s, brokers_s)
                 self._user.welcomed(welcome)  # before the next packet, which may be a message
             self._answer(0, welcome)

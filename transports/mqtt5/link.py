@@ -302,7 +302,7 @@ class Link:
     def _check(self, welcome: Welcome) -> None:
         """Note how long the broker keeps the session. Raises UNIMPLEMENTED for a broker without QoS 1, which would hang
         up on each of our messages."""
-        if welcome.told("MaximumQoS", 1) < 1:
+        if welcome.number("MaximumQoS", 1) < 1:
             why = "takes messages of QoS 0 only, which may be lost on the way, and ours have QoS 1"
             how = "let it grant QoS 1 (mosquitto: max_qos)"
             raise UStatusError(UCode.UNIMPLEMENTED, f"the broker at {self.address} {why}: {how}")
@@ -316,7 +316,7 @@ class Link:
     def granted_s(self, welcome: Welcome) -> int:
         """How long the broker keeps the session while there is no connection, in seconds."""
         asked_s = self._config.session_expiry_s
-        return min(welcome.told("SessionExpiryInterval", asked_s), asked_s)
+        return min(welcome.number("SessionExpiryInterval", asked_s), asked_s)
 
     async def _tick(self) -> None:
         while True:

@@ -1,13 +1,13 @@
-"""What the broker has lost of what it had acknowledged to others for us, as far as that can be known.
+"""Messages for us that the broker has acknowledged to their senders and then lost, as far as that can be known.
 
-CONNACK -> no session, though we had left one -> what came meanwhile is lost, and how much nobody knows
-$SYS/broker/publish/messages/dropped -> Dropped -> it has risen: our queue at the broker was full (mosquitto),
-                                                   or somebody else's
+CONNACK -> no session, though we had left one -> messages that came meanwhile are lost; how many is unknown
+$SYS/broker/publish/messages/dropped -> DropCount -> it has risen: our queue at the broker was full (mosquitto),
+                                                     or somebody else's
 
-mosquitto answers PUBACK 0x00 for a message whose subscriber's queue is full, throws it away, and counts it: all
-sessions in one number. We have that number in our session, like any other topic. So each of its updates waits in our
-queue while we are away, and one that is missing there has been thrown away itself: then our queue was full. Of an
-update that comes right after our return, or while we lag behind, nobody can tell whose messages it counts.
+If a subscriber's queue is full, mosquitto answers PUBACK 0x00, drops the message, and counts it, in one number for all
+sessions. Our session subscribes to that number like to any other topic. So its updates wait in our queue while we are
+away; if one is missing there, it was dropped itself, so our queue was full. For an update that comes right after our
+return, or while we lag behind, it is unknown whose messages it counts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transports.base import tell
 from uprotocol.transport import LossCallback
 
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
-# after our return: an update may be as late as sys_interval (10 s unless set; up to a minute is allowed for here)
+# after our return: an update may be late by sys_interval (10 s unless set; up to a minute is allowed here)
 SETTLE_S: Final = 70.0
-COUNT_DIGITS_MAX: Final = 18  # of the broker's count, which is of 64 bits: metrics can't say numbers of any length
-# topic filters that are remembered for the next process, some 3 MB; those beyond it stay in the session until it ends
+COUNT_DIGITS_MAX: Final = 18  # of the broker's count, which has 64 bits; metrics need a bound
+# topic filters that are saved for the next process, some 3 MB; those beyond it stay in the session until it ends
 FILTERS_MAX: Final = 65_536
-FILTER_BYTES_MAX: Final = 65_535  # what MQTT can say
-# a broker that has ended the connection over our question for its count (rumqttd) is asked again after that, by any
-# process: it may have been chance
-ASKED_AGAIN_S: Final = 86_400
-# the whole file is written for each change: with many filters that often, and no more, so that flash does not wear
+FILTER_BYTES_MAX: Final = 65_535  # the limit of MQTT
+# if the broker has ended the connection over the request for its count (rumqttd), it is asked again after this time, by
+# any process: it may have been chance
+ASK_AGAIN_S: Final = 86_400
+# each change writes the whole file: with many filters so seldom that flash does not wear out
 SAVED_FILTERS_PER_S: Final = 1_000
 
 log = structlog.get_logger()
@@ -46,8 +46,9 @@ class Loss(NamedTuple):
     ours: bool  # our session's queue was full; else it may have been another's
 
 
-class Dropped:
-    """Reads the broker's count as it comes through our session. Pure; times are the loop's, in seconds."""
+class DropCount:
+    """Interprets the broker's count as it arrives through our session. Pure; times are those of the loop, in
+    seconds."""
 
     def __init__(self) -> None:
         self.last: int | None = None
@@ -56,24 +57,26 @@ class Dropped:
         self._settled_s = 0.0
 
     def returned(self, now_s: float) -> None:
-        """A connection with the old session: what was queued comes first, then the present count, which is retained."""
+        """There is a connection with the old session: queued messages come first, then the present count, which is
+        retained."""
         self._catching_up, self._others, self._uncertain = True, False, 0
         self._settled_s = now_s + SETTLE_S
 
     def seen(self, count: int, *, retained: bool, behind: bool, now_s: float) -> Loss | None:
-        """`behind`: so much has been unacknowledged since the last count that the broker may have had to queue."""
+        """The count has arrived. `behind`: since the last one, so many messages were unacknowledged that the broker may
+        have had to queue. Returns the loss, if any."""
         last, self.last = self.last, count
         if last is None:
             self._catching_up = self._catching_up and not retained
             return None
-        risen = count - last if count >= last else count  # less than before: the broker has been started anew
+        risen = count - last if count >= last else count  # less than before: the broker was restarted
         if retained:
             if self._catching_up:
                 self._others, self._catching_up = self._uncertain > 0, False
                 self._settled_s = now_s + SETTLE_S
             return Loss(risen, ours=count >= last) if risen else None
         if self._catching_up:
-            # it was queued, so there was room: others' messages, unless the present count never comes
+            # it was queued, so our queue was not full: others' messages, unless the present count never comes
             self._uncertain += risen
             return None
         if risen and (behind or (now_s < self._settled_s and not self._others)):
@@ -81,8 +84,8 @@ class Dropped:
         return None
 
     def tick(self, now_s: float) -> Loss | None:
-        """The present count does not come if the broker has just been started: then what was queued may be all that is
-        told."""
+        """If the broker was just started, the present count does not come: then the queued counts may be all there
+        are."""
         if not self._catching_up or now_s < self._settled_s:
             return None
         self._catching_up = False
@@ -90,31 +93,32 @@ class Dropped:
 
 
 class Losses:
-    """Tells of losses once each: by a line in the log, a counter, and the callbacks. Lives on the event loop.
+    """Reports each loss once: a line in the log, a counter, and the callbacks. Lives on the event loop.
 
-    `session` names the one that the broker keeps for us; None if its name is made up at each start, so that no later
-    process returns to it.
+    `session` names the one that the broker keeps for us; None if its name is generated at each start, so that no later
+    process resumes it.
     """
 
     def __init__(self, address: str, session: str | None, counters: Counter[str]) -> None:
         self._address, self._session, self._counters = address, session, counters
         self.callbacks: list[LossCallback] = []
-        self._dropped = Dropped()
-        self.behind = False  # so much is unacknowledged that the broker may have to queue
-        self._is_told = True  # the broker may tell its count
-        self._ask_at_s = 0  # not before that time (seconds since 1970)
+        self._dropped = DropCount()
+        self.behind = False  # so many messages are unacknowledged that the broker may have to queue
+        self._is_published = True  # the broker may publish its count
+        self._ask_at_s = 0  # Unix seconds; the broker is not asked before
         self._file: Path | None = None
-        self._left: str | None = None  # the session that an earlier process has left, until we have connected
-        self.filters_left: list[str] = []  # the topic filters in it
-        self._saved: dict[str, Any] = {}  # what the file says
-        self._is_saved = True  # the last try has succeeded
+        self._left: str | None = None  # the session of an earlier process, until we have connected
+        self.filters_left: list[str] = []  # its topic filters
+        self._saved: dict[str, Any] = {}  # the content of the file
+        self._is_saved = True  # the last attempt to write has succeeded
         self._saving: asyncio.Future[None] | None = None
         self._save_at_s = 0.0
 
-    # Over a restart.
+    # Across restarts.
 
     def remember_in(self, file: Path) -> None:
-        """What an earlier process has left there counts from now on. A file that can't be read is as good as none."""
+        """Continue with what an earlier process has saved in `file`, and save there. An unreadable file counts as
+        none."""
         self._file = file
         try:
             found = json.loads(file.read_text())
@@ -124,20 +128,20 @@ class Losses:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             why = (
-                "what the last run knew of the broker can't be read: losses across this restart won't be told, nor the "
-                "filters left that it had and we don't want"
+                "the saved state of the broker's session can't be read: losses across this restart won't be reported, "
+                "and unwanted filters of the last run won't be unsubscribed"
             )
             log.warning(why, error=repr(error))
             return
         self._saved = {"session": session, "dropped": dropped, "filters": tuple(filters), "ask_at_s": ask_at_s}
-        self._ask_at_s = ask_at_s if ask_at_s <= time.time() + ASKED_AGAIN_S else 0  # else the clock was ahead
+        self._ask_at_s = ask_at_s if ask_at_s <= time.time() + ASK_AGAIN_S else 0  # else the clock was ahead
         self._left = session if isinstance(session, str) else None
         if session is not None and session == self._session:
             self._dropped.last = dropped if type(dropped) is int else None
             self.filters_left = filters
 
     def _save(self, filters: tuple[str, ...]) -> None:
-        """`filters`: all that the session has. Without any, nothing can be lost with it."""
+        """`filters`: all that the session has. Without any, nothing can be lost with the session."""
         is_resumed = self._session is not None
         known = {
             "session": self._session if filters else None,
@@ -161,11 +165,11 @@ class Losses:
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
-    # What the transport tells.
+    # Events of the connection, reported by the transport.
 
     def connected(self, *, resumed: bool, had_session: bool, forgets: bool, now_s: float) -> None:
-        """`had_session`: an earlier connection of this process has left one that listened; `forgets`: we have asked for
-        a new one."""
+        """`had_session`: an earlier connection of this process has left a session with filters. `forgets`: we have
+        asked for a new one."""
         left, self._left = self._left, None
         if left is not None:
             lost = not forgets and not (resumed and left == self._session)
@@ -174,25 +178,25 @@ class Losses:
         if resumed:
             self._dropped.returned(now_s)
         else:
-            self._dropped = Dropped()
+            self._dropped = DropCount()
         if lost:
             self._counters["session_lost"] += 1
             what = f"the broker at {self._address} has not resumed the session {left or 'that we had'}"
             why = "(it expired, the broker forgot it, or the settings name another)"
-            known = "what came for it while we were away is lost, and how much nobody knows"
-            self._tell(f"{what} {why}: {known}", None)
+            known = "messages that came for it while we were away are lost; how many is unknown"
+            self._report(f"{what} {why}: {known}", None)
 
     @property
     def may_ask(self) -> bool:
-        """The broker may be asked for its count."""
-        return self._is_told and time.time() >= self._ask_at_s
+        """True if the broker may be asked for its count."""
+        return self._is_published and time.time() >= self._ask_at_s
 
-    def not_told(self, *, hung_up: bool) -> None:
-        """The broker has refused to tell its count, or has ended the connection over the question."""
+    def not_published(self, *, hung_up: bool) -> None:
+        """The broker has refused the subscription to its count, or has ended the connection over it."""
         if hung_up:
-            self._ask_at_s = int(time.time()) + ASKED_AGAIN_S
+            self._ask_at_s = int(time.time()) + ASK_AGAIN_S
         else:
-            self._is_told = False
+            self._is_published = False
 
     def counted(self, payload: bytes, *, retained: bool, now_s: float) -> None:
         """A message on DROPPED_TOPIC."""
@@ -201,19 +205,19 @@ class Losses:
             if not 0 <= count < 10**COUNT_DIGITS_MAX:
                 raise ValueError
         except ValueError:
-            log.debug("the broker's count of dropped messages is no number", payload=payload[:40])
+            log.debug("the broker's count of dropped messages is not a number", payload=payload[:40])
             return
         behind, self.behind = self.behind, False
-        self._tell_dropped(self._dropped.seen(count, retained=retained, behind=behind, now_s=now_s))
+        self._report_dropped(self._dropped.seen(count, retained=retained, behind=behind, now_s=now_s))
 
     def tick(self, now_s: float, filters: tuple[str, ...]) -> None:
-        """`filters`: the session has these now, as far as we know."""
-        self._tell_dropped(self._dropped.tick(now_s))
+        """Called once a second. `filters`: those that the session has now, as far as is known."""
+        self._report_dropped(self._dropped.tick(now_s))
         if now_s >= self._save_at_s and (self._saving is None or self._saving.done()):
             self._save(filters)
             self._save_at_s = now_s + len(filters) / SAVED_FILTERS_PER_S
 
-    def _tell_dropped(self, loss: Loss | None) -> None:
+    def _report_dropped(self, loss: Loss | None) -> None:
         if loss is None:
             return
         self._counters["broker_dropped"] += loss.messages
@@ -222,11 +226,11 @@ class Losses:
             "their senders"
         )
         if loss.ours:
-            self._tell(f"{what}: its queue for our session was full", loss.messages)
+            self._report(f"{what}: its queue for our session was full", loss.messages)
         else:
-            self._tell(f"{what}, while we were away or lagged behind; whether they were for us it does not say", None)
+            self._report(f"{what}, while we were away or lagged behind; it does not say whether they were for us", None)
 
-    def _tell(self, text: str, messages: int | None) -> None:
+    def _report(self, text: str, messages: int | None) -> None:
         log.error("the broker has lost messages", what=text)
         tell(self.callbacks, text, messages)
 
@@ -239,7 +243,7 @@ def _is_filter(found: object) -> bool:
 
 
 def _write(file: Path, known: dict[str, Any]) -> bool:
-    """The whole file or none of it, whenever we end. False if it can't be written."""
+    """Write the file atomically. Returns False if it can't be written."""
     new = file.with_name(file.name + ".new")
     try:
         with new.open("w") as out:
@@ -249,6 +253,6 @@ def _write(file: Path, known: dict[str, Any]) -> bool:
         new.replace(file)
         return True
     except OSError as error:
-        why = "what is known of the broker can't be kept: after a restart losses may not be told, nor old filters left"
+        why = "the state of the broker's session can't be saved: losses across a restart may not be reported"
         log.warning(why, file=str(file), error=str(error))
         return False

@@ -23,17 +23,17 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-_Out = tuple[str, Sequence[tuple[str, str]]]  # topic; user properties: type, source, sink
+_Address = tuple[str, Sequence[tuple[str, str]]]  # topic; user properties: type, source, sink
 
 VERSION: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
 TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
 
-# User properties of ours, for a ttl in whole seconds, which the specification's property 6 never carries (A-17). Both
-# say it in milliseconds; who does not know them ignores them.
-LATE_TTL: Final = "up-streamer-ttl"  # of a message that left late: the ttl is this
-FRESH_TTL: Final = "up-streamer-fresh-ttl"  # of one that did not: the ttl is at least this
-FRESH_MS_MAX: Final = 1_000  # after the time of its id: a message that leaves later is late
+# Our own user properties for a ttl in whole seconds, which the specification never puts into property 6 (A-17). Both
+# are in milliseconds; other receivers ignore them.
+LATE_TTL: Final = "up-streamer-ttl"  # in a message that was sent late: the ttl
+FRESH_TTL: Final = "up-streamer-fresh-ttl"  # in any other message: the ttl is at least this
+FRESH_MS_MAX: Final = 1_000  # after the time of its id: a message that is sent later is late
 
 _DECIMAL = re.compile(r"[0-9]{1,10}", re.ASCII)
 # brokers hang up on these (MQTT 5 section 1.5.4)
@@ -41,23 +41,23 @@ _NOT_IN_MQTT = re.compile("[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff]")
 
 
 class Mode(enum.StrEnum):
-    """Which topic names: fine-grained between uEntities, or one topic for each pair of devices, as cloud brokers like
-    it."""
+    """The kind of topic names: fine-grained between uEntities, or one topic for each pair of devices, as suits cloud
+    brokers."""
 
     IN_VEHICLE = "in-vehicle"  # the specification's E2E
     OFF_VEHICLE = "off-vehicle"  # D2D
 
 
 class TtlReading(enum.StrEnum):
-    """What a ttl is made of that property 6 does not carry: brokers count the expiry interval down, and the ttl counts
-    from the id's time (A-17)."""
+    """How a ttl is read without property 6: brokers count the expiry interval down, but the ttl counts from the time of
+    the id (A-17)."""
 
-    RESTORED = "restored"  # the interval, and the whole seconds since the id's time; or what LATE_TTL and FRESH_TTL say
+    RESTORED = "restored"  # the interval and the whole seconds since the id's time; or LATE_TTL and FRESH_TTL
     SPECIFICATION = "specification"  # the interval alone; LATE_TTL and FRESH_TTL are neither sent nor read
 
 
 class Packet(NamedTuple):
-    """What a PUBLISH carries."""
+    """The content of a PUBLISH."""
 
     topic: str
     user_properties: Sequence[tuple[str, str]]
@@ -93,7 +93,7 @@ def _segments(uri: UUri, local_authority: str) -> str:
 
 
 def _authority(uri: UUri, local_authority: str) -> str:
-    """Raises INVALID_ARGUMENT for a name with a `+`, which only IPvFuture may have: no topic name may."""
+    """Raises INVALID_ARGUMENT for a name with a `+`, which IPvFuture allows and topic names do not."""
     name = uri.authority_name or local_authority
     if "+" in name:
         raise invalid(
@@ -103,12 +103,12 @@ def _authority(uri: UUri, local_authority: str) -> str:
 
 
 def waited_s(created_ms: int, now_ms: int) -> int:
-    """Whole seconds since `created_ms`; 0 if that is yet to come, since clocks differ."""
+    """Whole seconds since `created_ms`; 0 if that is in the future, since clocks differ."""
     return max(0, now_ms - created_ms) // 1000
 
 
 class Mapping:
-    """The mapping of one mode, as seen from one authority. `now_ms` is the clock of those who bring none."""
+    """The mapping of one mode, as seen from one authority. `now_ms`: the clock where a call gives no time."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Mapping:
     ) -> None:
         self.mode, self._local_authority = mode, local_authority
         self._ttl_reading, self._now_ms = ttl_reading, now_ms
-        self._out: Cache[tuple[int, bytes, bytes | None], _Out] = Cache(ROUTES_CACHED_MAX)
+        self._out: Cache[tuple[int, bytes, bytes | None], _Address] = Cache(ROUTES_CACHED_MAX)
         # UAttributes with type, source and sink, encoded
         self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(ROUTES_CACHED_MAX)
 
@@ -140,8 +140,8 @@ class Mapping:
         return topic if type == attrs.PUBLISH or sink is None else f"{topic}/{_segments(sink, self._local_authority)}"
 
     def topic_filter(self, source: UUri, sink: UUri | None) -> str:
-        """What to subscribe to, coarser than the UUri patterns off-vehicle. Raises INVALID_ARGUMENT there without sink
-        filter (A-21)."""
+        """The topic filter to subscribe to; off-vehicle it matches more than the UUri patterns. Raises INVALID_ARGUMENT
+        there without sink filter (A-21)."""
         if sink is None and self.mode is Mode.OFF_VEHICLE:
             raise invalid(
                 "off-vehicle, every message has a sink: listen with the pair (FFFF, FFFF) and the own "
@@ -150,10 +150,11 @@ class Mapping:
         return self.topic(attrs.NOTIFICATION, source, sink)
 
     def encode(self, message: UMessage, *, is_late: bool | None = None) -> Packet:
-        """The PUBLISH of `message`, whose attributes have been validated. `is_late`: it leaves more than FRESH_MS_MAX
-        after the time of its id; None: the clock says it.
+        """The PUBLISH of `message`, whose attributes must be valid. `is_late`: it is sent more than FRESH_MS_MAX after
+        the time of its id; None: by the clock.
 
-        Raises UStatusError(INVALID_ARGUMENT) for addresses that don't fit its type, and for what MQTT can't carry.
+        Raises UStatusError(INVALID_ARGUMENT) for addresses that don't fit its type, and for values that MQTT can't
+        carry.
         """
         attributes = message.attributes
         has_sink = attributes.HasField("sink")
@@ -167,7 +168,7 @@ class Mapping:
         if attributes.priority:
             name = _PRIORITY_NAMES.get(attributes.priority)
             if name is None:
-                raise invalid(f"MQTT carries priorities by name, and {attributes.priority} has none yet")
+                raise invalid(f"expected a priority with a name, as MQTT needs, got {attributes.priority}")
             properties.append(("5", name))
         expiry_s = None
         if attributes.ttl:  # 0 never expires, but an expiry interval of 0 would expire at once (A-16)
@@ -178,14 +179,14 @@ class Mapping:
                 if is_late is None:
                     is_late = self._now_ms() - uuids.time_ms(attributes.id) > FRESH_MS_MAX
                 properties.append((LATE_TTL if is_late else FRESH_TTL, str(attributes.ttl)))
-        if attributes.HasField("permission_level"):  # sent where it is set, 0 and OK too, but no empty text (A-18)
+        if attributes.HasField("permission_level"):  # sent if set, also as 0 and OK; an empty text is not (A-18)
             properties.append(("7", str(attributes.permission_level)))
         if attributes.HasField("commstatus"):
             properties.append(("8", str(attributes.commstatus)))
         if attributes.token:
             if len(attributes.token.encode()) > TEXT_BYTES_MAX or _NOT_IN_MQTT.search(attributes.token):
                 what = f"text of at most {TEXT_BYTES_MAX} bytes without control characters"
-                raise invalid(f"MQTT carries {what}, and the token is none such")
+                raise invalid(f"expected a token that MQTT can carry: {what}")
             properties.append(("10", attributes.token))
         if attributes.traceparent:
             properties.append(("11", attributes.traceparent))
@@ -198,7 +199,7 @@ class Mapping:
             message.payload,
         )
 
-    def _resolve_out(self, route: tuple[int, bytes, bytes | None], attributes: UAttributes) -> _Out:
+    def _resolve_out(self, route: tuple[int, bytes, bytes | None], attributes: UAttributes) -> _Address:
         sink = attributes.sink if attributes.HasField("sink") else None
         attrs.validate_route(attributes.type, attributes.source if attributes.HasField("source") else None, sink)
         properties = [("2", _TYPE_NAMES[attributes.type]), ("3", uris.format(attributes.source))]
@@ -208,19 +209,19 @@ class Mapping:
         return out
 
     def decode(self, packet: Packet) -> UMessage:
-        """The message in `packet`, as `read` has it."""
+        """The message in `packet`, as `read` returns it."""
         return self.read(packet, self._now_ms())[0]
 
     def read(self, packet: Packet, now_ms: int) -> tuple[UMessage, bool]:
-        """The message in `packet`, which arrives at `now_ms`; whether it is a valid one is for the listener table to
-        say. With it, whether its ttl depends on when it arrives.
+        """Returns the message in `packet`, which arrives at `now_ms`, and whether its ttl depends on that time. The
+        listener table validates the message.
 
-        Raises UStatusError: INVALID_ARGUMENT for what can't be read, PERMISSION_DENIED if the topic name (which a
-        broker's access rules guard) belongs to another source or sink than the properties say.
+        Raises UStatusError: INVALID_ARGUMENT if it can't be read, PERMISSION_DENIED if the topic name (which a broker's
+        access rules check) belongs to another source or sink than the properties.
         """
-        properties = dict(reversed(packet.user_properties))  # of a key that comes twice the first counts (A-24)
+        properties = dict(reversed(packet.user_properties))  # if a key comes twice, the first counts (A-24)
         get = properties.get
-        if get("uP", VERSION) != VERSION:  # without it the rest has to speak for itself (A-23)
+        if get("uP", VERSION) != VERSION:  # may be missing (A-23)
             raise invalid(f"expected uProtocol version {VERSION} in the user property uP, got {get('uP')!r}")
         key = (get("2"), get("3"), get("4"), packet.topic)
         attributes = UAttributes.FromString(self._in.get(key) or self._resolve_in(key))
@@ -253,10 +254,11 @@ class Mapping:
     def _read_ttl(
         self, get: Callable[[str], str | None], expiry_s: int | None, waited_s: int
     ) -> tuple[int | None, bool]:
-        """The ttl in milliseconds, None if there is none, and whether `waited_s` plays a part. Raises INVALID_ARGUMENT.
+        """Returns the ttl in milliseconds (None: no ttl), and whether it depends on `waited_s`. Raises
+        INVALID_ARGUMENT.
 
-        An interval that was counted down to 0 never becomes 0 ms, which would never expire; mosquitto leaves it out
-        then, so FRESH_TTL says that it was there.
+        An interval of 0 never becomes a ttl of 0 ms, which would never expire. mosquitto omits an interval of 0;
+        FRESH_TTL shows that there was one.
         """
         if (exact := get("6")) is not None:
             return _number(exact, "6 (ttl)", TTL_MS_MAX), False
@@ -268,7 +270,7 @@ class Mapping:
         if expiry_s is None and least is None:
             return None, False
         restored = min((waited_s + max(expiry_s or 0, 1)) * 1000, TTL_MS_MAX)
-        if least is not None:  # a broker whose clock ticks in whole seconds counts off up to one too many
+        if least is not None:  # a broker that counts whole seconds may subtract one too many
             restored = max(restored, _number(least, FRESH_TTL, TTL_MS_MAX, at_least=1))
         return restored, True
 
@@ -282,13 +284,13 @@ class Mapping:
         source, sink = self._completed(source, sink, topic.split("/"))
         expected = self.topic(type, source, sink)
         if topic != expected:
-            why = f"the addresses belong to topic {expected}, but came on {topic}"
+            why = f"expected topic {expected} for these addresses, got {topic}"
             raise UStatusError(UCode.PERMISSION_DENIED, why)
         found = self._in[key] = UAttributes(type=type, source=source, sink=sink).SerializeToString()
         return found
 
     def _completed(self, source: UUri, sink: UUri | None, segments: list[str]) -> tuple[UUri, UUri | None]:
-        """An address without authority means the sender's host, which the sender has written into the topic (A-20)."""
+        """Complete addresses without authority: they mean the sender's host, which is in the topic (A-20)."""
         has_sink = len(segments) == (2 if self.mode is Mode.OFF_VEHICLE else 10)
         source = uris.with_authority(source, segments[0])
         if sink is not None:
@@ -298,7 +300,7 @@ class Mapping:
 
 def _present(value: str | None, what: str) -> str:
     if value is None:
-        raise invalid(f"expected the user property {what}, got none: no uProtocol message")
+        raise invalid(f"expected the user property {what}, got none: not a uProtocol message")
     return value
 
 

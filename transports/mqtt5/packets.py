@@ -1,7 +1,7 @@
-"""The packets that are rare, as bytes: CONNECT, SUBSCRIBE, UNSUBSCRIBE, DISCONNECT, and what a broker answers. Pure.
+"""The rare packets as bytes: CONNECT, SUBSCRIBE, UNSUBSCRIBE, DISCONNECT, and the answers of a broker. Pure.
 
-paho-mqtt's public classes write the properties. What a broker sends is read here: paho raises for a reason code, or a
-property, that it does not list for that packet. wire.py has the packets that carry the load.
+paho-mqtt's public classes write the properties. The broker's packets are read here, since paho raises for a reason code
+or a property that it does not list for that packet. wire.py has PUBLISH and PUBACK.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DISCONNECT: Final = 0xE0
 PINGREQ: Final = b"\xc0\x00"
 # DISCONNECT, reason 0x95: a packet is larger than our Maximum Packet Size (section 3.14.2.1)
 TOO_LARGE: Final = b"\xe0\x01\x95"
-ANSWER_BYTES_MAX: Final = 1 << 16  # of a packet that carries no message: paho copies it for each of its properties
+ANSWER_BYTES_MAX: Final = 1 << 16  # of a packet without a message: paho copies it for each of its properties
 
 _VERSION_5: Final = b"\x00\x04MQTT\x05"
 _CLEAN_START, _PASSWORD, _USERNAME = 0x02, 0x40, 0x80  # flags of CONNECT
 
-_BYTE, _U16, _U32, _DATA, _PAIR = 1, 2, 4, -1, -2  # of a number: how many bytes it has
+_BYTE, _U16, _U32, _DATA, _PAIR = 1, 2, 4, -1, -2  # positive: a number of so many bytes
 # of CONNACK, SUBACK, UNSUBACK, DISCONNECT and AUTH (section 2.2.2.2)
 _PROPERTIES: Final = {
     17: ("SessionExpiryInterval", _U32),
@@ -53,26 +53,26 @@ _PROPERTIES: Final = {
     41: ("SubscriptionIdentifierAvailable", _BYTE),
     42: ("SharedSubscriptionAvailable", _BYTE),
 }
-_NEVER_0: Final = frozenset({"ReceiveMaximum", "MaximumPacketSize"})  # a broker that says so could be sent nothing
+_NEVER_0: Final = frozenset({"ReceiveMaximum", "MaximumPacketSize"})  # with 0, nothing could be sent to the broker
 
 log = structlog.get_logger()
 
 
 class Answer(NamedTuple):
-    """What the broker says of one thing that it was asked, or why it ends the connection."""
+    """The answer of the broker to one request, or why it ends the connection."""
 
     reason: int
-    properties: dict[str, Any]  # strings are str, and UserProperty is not kept
+    properties: dict[str, Any]  # strings are str; UserProperty is not kept
 
 
 class Welcome(NamedTuple):
-    """What CONNACK says."""
+    """The content of CONNACK."""
 
     reason: int
     session_present: bool
     properties: dict[str, Any]  # as those of Answer
 
-    def told(self, name: str, default: int) -> int:
+    def number(self, name: str, default: int) -> int:
         value: int = self.properties.get(name, default)
         return value
 
@@ -88,7 +88,7 @@ def connect(
     properties = {
         "SessionExpiryInterval": config.session_expiry_s,
         "ReceiveMaximum": config.receive_maximum,
-        "MaximumPacketSize": packet_bytes_max,  # what is larger the broker throws away, and counts it for nobody
+        "MaximumPacketSize": packet_bytes_max,  # the broker drops larger packets and does not count them
     }
     head = b"%b%c%b" % (_VERSION_5, flags, config.keep_alive_s.to_bytes(2, "big"))
     return _packet(0x10, head + _properties(PacketTypes.CONNECT, properties) + wire.text(client_id) + login)
@@ -111,20 +111,20 @@ def disconnect(properties: dict[str, int]) -> bytes:
 
 
 def read_connack(body: bytes) -> Welcome:
-    """This and the other readers raise ValueError for a packet that is cut short, and for nothing else: a reason code
-    is any byte."""
+    """This and the other readers raise ValueError for a packet that is cut short, and for nothing else: any byte is a
+    reason code."""
     with _reading("CONNACK"):
-        if body[1] == 0x01:  # of a broker that knows MQTT 3 only
+        if body[1] == 0x01:  # from a broker that supports only MQTT 3
             return Welcome(reasons.UNSUPPORTED_VERSION, False, {})
         return Welcome(body[1], body[0] & 0x01 != 0, _unpacked(body, 2)[0])
 
 
 def read_answer(kind: int, body: bytes) -> tuple[int, Answer]:
-    """The packet id of a SUBACK or UNSUBACK, and what it says of the one topic filter that was asked about."""
+    """The packet id of a SUBACK or UNSUBACK, and the answer for its one topic filter."""
     with _reading("SUBACK" if kind == SUBACK else "UNSUBACK"):
         packet_id = body[0] << 8 | body[1]
         if not packet_id:
-            raise ValueError("0 is no packet id")
+            raise ValueError("expected a packet id of 1 to 65535, got 0")
         properties, end = _unpacked(body, 2)
         return packet_id, Answer(body[end], properties)
 
@@ -135,7 +135,7 @@ def read_disconnect(body: bytes) -> Answer:
 
 
 def why_refused(puback: bytes) -> str:
-    """The reason string of a PUBACK; "" if there is none that can be read."""
+    """The reason string of a PUBACK; "" if there is none or it can't be read."""
     try:
         return str(_unpacked(puback, 3)[0].get("ReasonString", "")) if len(puback) > 3 else ""
     except (IndexError, ValueError):
@@ -143,12 +143,12 @@ def why_refused(puback: bytes) -> str:
 
 
 def refuse(packet_id: int) -> bytes:
-    """PUBREC: a message of QoS 2, which we never ask for, ends here."""
+    """PUBREC that refuses a message of QoS 2, which we never ask for."""
     return _packet(0x50, packet_id.to_bytes(2, "big") + b"\x83")
 
 
 def end(pubrel: bytes) -> bytes:
-    """PUBCOMP: we know nothing of the one of QoS 2 that PUBREL speaks of."""
+    """PUBCOMP for a PUBREL of QoS 2 whose packet id we don't know."""
     if len(pubrel) < 2:
         raise ValueError("a PUBREL ends before its packet id")
     return _packet(0x70, pubrel[:2] + b"\x92")
@@ -167,8 +167,8 @@ def _properties(packet_type: int, values: dict[str, int]) -> bytes:
 
 
 def _unpacked(data: bytes, start: int) -> tuple[dict[str, Any], int]:
-    """The properties by their names, and where they end. What is behind one that is not known can't be read, and is
-    left out, as are values that can't be meant. Raises IndexError if `data` ends before they do."""
+    """The properties by name, and where they end. Left out: those behind an unknown one, which can't be read, and
+    impossible values. Raises IndexError if `data` ends before they do."""
     length, at = wire.read_varint(data, start, len(data))
     end = at + length
     if not at or end > len(data):
@@ -187,7 +187,7 @@ def _unpacked(data: bytes, start: int) -> tuple[dict[str, Any], int]:
 
 
 def _value(data: bytes, at: int, kind: int) -> tuple[int | str | None, int]:
-    """The value at `at`, None for a pair; and where it ends, which may be behind the end of `data`."""
+    """The value at `at` (None for a pair), and where it ends, possibly beyond `data`."""
     if kind > 0:
         return int.from_bytes(data[at : at + kind], "big"), at + kind
     end = at + 2 + int.from_bytes(data[at : at + 2], "big")
@@ -201,4 +201,4 @@ def _reading(what: str) -> Iterator[None]:
     try:
         yield
     except (IndexError, ValueError) as error:
-        raise ValueError(f"what should be a {what} can't be read: {error!r}") from None
+        raise ValueError(f"a {what} can't be read: {error!r}") from None

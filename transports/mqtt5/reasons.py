@@ -1,7 +1,7 @@
-"""Reason codes of MQTT 5 (section 2.4) and errors of sockets -> UCode: the one place where they are translated.
+"""Reason codes of MQTT 5 (section 2.4) and errors of sockets -> UCode: the only place where they are translated.
 
-A code is a plain int here, and every one of the 256 has a name and a UCode: brokers send codes where the specification
-does not list them (mosquitto: PUBACK 0x95), and codes of a later specification.
+A code is a plain int, and each of the 256 has a name and a UCode: brokers send codes where the specification does not
+list them (mosquitto: PUBACK 0x95), and codes of later specifications.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 FAILURE_MIN: Final = 0x80
-# in PUBACK: taken, and thrown away; a session whose client is away does match. A broker need not say it
+# in PUBACK: accepted and thrown away. A session whose client is away counts as a subscriber. Optional for a broker
 NO_MATCHING_SUBSCRIBERS: Final = 0x10
 UNSUPPORTED_VERSION: Final = 0x84
 TOPIC_NAME_INVALID: Final = 0x90
@@ -27,18 +27,18 @@ class Reason(NamedTuple):
     code: UCode.ValueType
 
 
-# Retryable (UNAVAILABLE) is what the state of the broker or of the connection causes, and what may be over later. What
-# the asked-for thing itself causes (its size, its topic, its format, who asks) is not: asked again it fails again, and
-# what waits behind it would wait for ever.
+# A failure is retryable (UNAVAILABLE) if the state of the broker or of the connection causes it, since that may change.
+# If the request itself causes it (its size, topic, format or sender), it is not: a retry fails again, and everything
+# behind it would wait for ever.
 #
-# In the PUBACK of a message a "no" is about
-#   its topic      0x87, 0x90: PERMISSION_DENIED. All messages with that topic are answered the same until a person
-#                  changes a rule of the broker (who may send there, how a topic may look); others go on
-#   the message    0x95, 0x99: INVALID_ARGUMENT; 0x81, 0x82, 0x94, 0x9A, 0x9B: what a broker finds wrong in a packet.
-#                  The next one with that topic may be taken
-#   one or all     0x80, 0x83, codes without a name: UNAVAILABLE, and only what is behind it in its stream waits
-#   the broker     _OF_ALL: UNAVAILABLE, and everything waits
-#   us             0x86, 0x8A, 0x8C: who we are; they end a connection, and no broker is known to say them of a message
+# In the PUBACK of a message a failure concerns
+#   its topic      0x87, 0x90: PERMISSION_DENIED. All messages with that topic get the same answer until somebody
+#                  changes a rule of the broker (who may send there, which topics are valid); others go on
+#   the message    0x95, 0x99: INVALID_ARGUMENT; 0x81, 0x82, 0x94, 0x9A, 0x9B: the broker finds the packet wrong.
+#                  The next message with that topic may be accepted
+#   one or all     0x80, 0x83, codes without a name: UNAVAILABLE; only messages behind it in its stream wait
+#   the broker     _OF_ALL: UNAVAILABLE; everything waits
+#   us             0x86, 0x8A, 0x8C: our login; they end a connection, and no broker is known to send them in PUBACK
 _REASONS: Final[dict[int, Reason]] = {
     0x80: Reason("Unspecified error", UCode.UNAVAILABLE),
     0x81: Reason("Malformed packet", UCode.INTERNAL),
@@ -57,7 +57,7 @@ _REASONS: Final[dict[int, Reason]] = {
     0x8D: Reason("Keep alive timeout", UCode.UNAVAILABLE),
     0x8E: Reason("Session taken over", UCode.UNAVAILABLE),
     0x8F: Reason("Topic filter invalid", UCode.INVALID_ARGUMENT),
-    # the broker's own rule, such as how many levels there may be: our names are valid
+    # by a rule of the broker, such as a number of levels: our names are valid MQTT
     TOPIC_NAME_INVALID: Reason("Topic name invalid", UCode.PERMISSION_DENIED),
     IDENTIFIER_IN_USE: Reason("Packet identifier in use", UCode.UNAVAILABLE),
     0x92: Reason("Packet identifier not found", UCode.UNAVAILABLE),
@@ -66,7 +66,7 @@ _REASONS: Final[dict[int, Reason]] = {
     # mosquitto in PUBACK: more than its message_size_limit
     0x95: Reason("Packet too large", UCode.INVALID_ARGUMENT),
     0x96: Reason("Message rate too high", UCode.UNAVAILABLE),
-    # not RESOURCE_EXHAUSTED, which is never tried again: a broker's quota frees itself
+    # not RESOURCE_EXHAUSTED, which is never retried: a broker's quota is freed with time
     0x97: Reason("Quota exceeded", UCode.UNAVAILABLE),
     0x98: Reason("Administrative action", UCode.UNAVAILABLE),
     0x99: Reason("Payload format invalid", UCode.INVALID_ARGUMENT),
@@ -80,32 +80,32 @@ _REASONS: Final[dict[int, Reason]] = {
     0xA1: Reason("Subscription identifiers not supported", UCode.UNIMPLEMENTED),
     0xA2: Reason("Wildcard subscriptions not supported", UCode.UNIMPLEMENTED),
 }
-# the broker as a whole, or the connection: the next message would be answered the same
+# of the whole broker, or of the connection: the next message would get the same answer
 _OF_ALL: Final = frozenset({0x88, 0x89, 0x8B, 0x8D, 0x8E, 0x93, 0x96, 0x97, 0x98, 0x9C, 0x9D, 0x9F, 0xA0})
-# in the DISCONNECT of a broker that ends the connection over a message, if one alone was in flight (AWS IoT Core). 0x87
-# may be about us
+# in a DISCONNECT because of a message, if one alone was in flight (AWS IoT Core). 0x87 is not among them: it may
+# concern our login
 _OF_A_MESSAGE: Final = frozenset({TOPIC_NAME_INVALID, 0x95, 0x99, 0x9A, 0x9B})
 _DISCONNECTED: Final = {0x00: "Normal disconnection", 0x04: "Disconnect with will message"}
 
 
 class RefusedError(UStatusError):
-    """The broker has answered, with a code that says no; what it was asked on goes on."""
+    """The broker has answered with a code of failure; the connection goes on."""
 
 
 def code_of(reason: int) -> UCode.ValueType:
-    """A failure that no specification names may be over later: UNAVAILABLE."""
+    """The UCode of a reason code; UNAVAILABLE for a failure that no specification names, since it may pass."""
     if reason < FAILURE_MIN:
         return UCode.OK
     return _REASONS[reason].code if reason in _REASONS else UCode.UNAVAILABLE
 
 
 def is_of_all(reason: int) -> bool:
-    """False if what was asked may be the cause, so that something else may be granted at the same time."""
+    """True if any other request would fail as well; False if the request may be the cause."""
     return reason in _OF_ALL
 
 
 def is_of_a_message(reason: int) -> bool:
-    """True if a broker that ends the connection for this reason may do so over a message that it does not take."""
+    """True if a broker may end the connection with this reason because of a message."""
     return reason in _OF_A_MESSAGE
 
 
@@ -114,37 +114,37 @@ def name_of(reason: int) -> str:
 
 
 def named(reason: int, properties: Mapping[str, Any]) -> str:
-    """What the broker said, and perhaps why, and where to go instead."""
+    """The reason code in words, with the reason string and the server reference, if any."""
     why, server = properties.get("ReasonString"), properties.get("ServerReference")
-    told = [str(why)] if why else []
+    details = [str(why)] if why else []
     if server:  # not followed: whoever answers here could send our password anywhere
-        told.append(f"the broker names {server} instead: set host and port to it if that is right")
-    return f"{name_of(reason)} ({'; '.join(told)})" if told else name_of(reason)
+        details.append(f"the broker names {server} instead: set host and port to it if that is right")
+    return f"{name_of(reason)} ({'; '.join(details)})" if details else name_of(reason)
 
 
 def ended(reason: int, properties: Mapping[str, Any]) -> str:
-    """What the broker said in DISCONNECT."""
+    """The reason of a DISCONNECT in words."""
     return _DISCONNECTED.get(reason) or named(reason, properties)
 
 
 def refused(what: str, reason: int, properties: Mapping[str, Any]) -> RefusedError:
-    """The broker said no."""
+    """The error for a request that the broker has refused."""
     return RefusedError(code_of(reason), f"the broker refuses {what}: {named(reason, properties)}")
 
 
 def unreachable(address: str, error: BaseException) -> UStatusError:
-    """The connection failed before the broker said anything."""
+    """The error for a connection that failed before the broker answered."""
     code, broker = UCode.UNAUTHENTICATED, f"the broker at {address}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        text = f"{broker} is not who it should be ({error.verify_message}): is ca_file right?"
+        text = f"the certificate of {broker} is not valid ({error.verify_message}): is ca_file right?"
     elif isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         why = getattr(error, "reason", None) or error
         what = "is tls.alpn" if "NO_APPLICATION_PROTOCOL" in str(why) else "are cert_file, key_file"
         text = f"TLS with {broker} failed ({why}): {what} right?"
     elif isinstance(error, ValueError):  # UnicodeError, too: a name of more than 63 characters between two dots
-        code, text = UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?"
+        code, text = UCode.INVALID_ARGUMENT, f"{address} is not a possible address ({error}): is the host right?"
     elif not isinstance(error, OSError):
-        code, text = UCode.INTERNAL, f"connecting to {broker} failed ({error!r}): this should not happen"
+        code, text = UCode.INTERNAL, f"connecting to {broker} failed: unexpected error {error!r}"
     else:
         why = "it does not answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
         code, text = UCode.UNAVAILABLE, f"no connection to {broker} ({why}): is it running, and the port right?"

@@ -163,10 +163,10 @@ class Mqtt5Transport(TransportBase):
 
     async def up(self, connection: Connection, welcome: Welcome) -> None:
         """Subscribe to all that is wanted, then report that the network is connected."""
-        brokers_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
+        brokers_max = welcome.number("MaximumPacketSize", wire.PACKET_BYTES_MAX)
         self._codec.packet_bytes_max = min(brokers_max, self.wire_bytes_max)
-        asked = await self._session.ask_for_all(wildcards=bool(welcome.told("WildcardSubscriptionAvailable", 1)))
-        self._window.open(connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
+        asked = await self._session.ask_for_all(wildcards=bool(welcome.number("WildcardSubscriptionAvailable", 1)))
+        self._window.open(connection, min(self._config.in_flight_max, welcome.number("ReceiveMaximum", 65_535)))
         log.info(
             "connected",
             broker=self._link.address,
@@ -201,7 +201,7 @@ class Mqtt5Transport(TransportBase):
             says_why = isinstance(how, Disconnected) and not reasons.is_of_all(how.reason)
             hung_up = says_why or isinstance(how, HANGS_UP)
             if isinstance(error, RefusedError) or hung_up:
-                self._losses.not_told(hung_up=hung_up)
+                self._losses.not_published(hung_up=hung_up)
             log.info(
                 "the broker does not publish how many messages it drops", broker=self._link.address, error=str(error)
             )

@@ -1,11 +1,11 @@
-"""MQTT over WebSocket (MQTT 5, section 6): aiohttp opens it and makes the frames, a Connection sees a byte stream.
+"""MQTT over WebSocket (MQTT 5, section 6): aiohttp opens it and makes the frames; a Connection sees a byte stream.
 
 dial -> name, TCP, TLS, HTTP's upgrade with the subprotocol mqtt -> WebSocketTransport <-> Connection
 write(bytes of many packets) -> one binary frame
-binary frames -> a stream of bytes: a frame may have several packets, or a part of one
+binary frames -> a stream of bytes: a frame may hold several packets, or a part of one
 pause_reading -> no frame is taken -> aiohttp's queue fills -> the socket is not read -> the broker is held back
 
-Imported by those who use it alone: aiohttp takes 0.1 s and 11 MiB.
+Imported only where WebSocket is used: aiohttp takes 0.1 s and 11 MiB.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 SUBPROTOCOL: Final = "mqtt"  # MQTT-6.0.0-3
-FRAME_EXTRA_BYTES: Final = 4 << 20  # a frame may be so much longer than the longest packet, since it may have several
+FRAME_EXTRA_BYTES: Final = 4 << 20  # a frame may be so much longer than the longest packet, since it may hold several
 CONTROL_FRAME_BYTES_MAX: Final = 2 + 125  # RFC 6455, section 5.5
-WORDS_MAX: Final = 200  # characters of what a broker says that an error repeats
+QUOTED_MAX: Final = 200  # characters of a broker's text in an error
 
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-# what an HTTP status at the upgrade means; others are FAILED_PRECONDITION
+# of an HTTP status at the upgrade; others are FAILED_PRECONDITION
 _CODES: Final = {
     401: UCode.UNAUTHENTICATED,
     403: UCode.PERMISSION_DENIED,
@@ -45,26 +45,26 @@ _CODES: Final = {
 
 
 class FrameTooLarge(PacketTooLarge):
-    """A frame that may not even be kept for its packets to be looked at."""
+    """A frame that is too large to keep, whatever packets it holds."""
 
     def __init__(self, why: str) -> None:
         ConnectionError.__init__(
             self,
             f"the broker sends a WebSocket frame that is longer than our Maximum Packet Size and {FRAME_EXTRA_BYTES} "
-            f"bytes ({why}): does it keep to a Maximum Packet Size? Else keep large messages from it, or raise "
+            f"bytes ({why}): does it support Maximum Packet Size? Else keep large messages from it, or raise "
             "message_bytes_max",
         )
 
 
 class WebSocketDialler(Dialler):
-    """Dials one URL, again and again."""
+    """Connects to one URL, any number of times."""
 
     def __init__(self, host: str, port: int, config: WebSocketConfig) -> None:
         super().__init__(host, port)
         self._config = config
 
     async def dial(self, connection: Connection, context: ssl.SSLContext | None, timeout_s: float) -> None:
-        """As Dialler.dial; `timeout_s` also for the answer to the upgrade. Raises UStatusError, too: a header's file
+        """As Dialler.dial; `timeout_s` also for the answer to the upgrade. Raises UStatusError as well: a header's file
         can't be read, or the upgrade is refused."""
         headers = await asyncio.to_thread(_headers, self._config)
         url = _url(self._host, self._port, self._config.path, is_tls=context is not None)
@@ -76,7 +76,7 @@ class WebSocketDialler(Dialler):
             force_close=True,
         )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
-        # trust_env is off: no proxy and no password that only the environment, or ~/.netrc, knows of
+        # trust_env is off: no proxy or password from the environment or ~/.netrc
         async with aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -100,24 +100,24 @@ class WebSocketDialler(Dialler):
                 upgraded.abort()
                 raise UStatusError(
                     UCode.FAILED_PRECONDITION,
-                    f"{url} opens a WebSocket, and does not take the subprotocol {SUBPROTOCOL!r} (it names "
-                    f"{upgraded.subprotocols or 'none'}): is it MQTT that is served there? Set port and websocket.path",
+                    f"{url} opens a WebSocket without the subprotocol {SUBPROTOCOL!r} (it names "
+                    f"{upgraded.subprotocols or 'none'}): is MQTT served there? Set port and websocket.path",
                 )
             connection.connection_made(WebSocketTransport(upgraded, connection))
-            session.detach()  # it would close what the Connection has from here on
+            session.detach()  # else it would close the socket, which the Connection has from here on
 
 
 class WebSocketTransport(asyncio.Transport):
-    """What a Connection writes to, and is fed by: as a socket's transport, with frames below it."""
+    """The transport of a Connection, as that of a socket, with frames below it."""
 
     def __init__(self, upgraded: _Upgraded, user: Connection) -> None:
         super().__init__()
         self._upgraded, self._user, self._wire = upgraded, user, upgraded.wire
         self._loop = asyncio.get_running_loop()
-        # it never asks aiohttp to wait: what is not sent is bounded by who writes (see `write`)
+        # it never asks aiohttp to wait: the caller of `write` bounds what is not sent yet
         self._wire.set_write_buffer_limits(high=sys.maxsize)
         self._wire.set_protocol(_Hearing(self._wire.get_protocol(), user))
-        self._unread: list[bytes | memoryview] = []  # of frames; about as much as aiohttp's queue holds, and one frame
+        self._unread: list[bytes | memoryview] = []  # parts of frames; at most about aiohttp's queue and one frame
         self._is_due = False  # `_deliver` will be called
         self._may_read = asyncio.Event()
         self._may_read.set()
@@ -125,9 +125,9 @@ class WebSocketTransport(asyncio.Transport):
         self._reading = asyncio.create_task(self._read())
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """One binary frame, masked, at once. aiohttp's `send_bytes` would wait only for a transport that is full, which
-        this one never says: after one step it has ended."""
-        sending = self._upgraded.send_bytes(data)  # type: ignore[arg-type]  # takes what has bytes
+        """Send one binary frame, masked, at once. aiohttp's `send_bytes` waits only if the transport is full; this one
+        never is, so the coroutine ends after one step."""
+        sending = self._upgraded.send_bytes(data)  # type: ignore[arg-type]  # takes any buffer
         try:
             sending.send(None)
         except StopIteration:
@@ -135,7 +135,7 @@ class WebSocketTransport(asyncio.Transport):
         except ConnectionError:
             return  # it has hung up; the next read says so
         sending.close()
-        self._user.drop(ConnectionAbortedError("nobody foresaw that aiohttp waits before it writes a frame"))
+        self._user.drop(ConnectionAbortedError("unexpected: aiohttp waits before it writes a frame"))
 
     def pause_reading(self) -> None:
         self._may_read.clear()
@@ -160,11 +160,11 @@ class WebSocketTransport(asyncio.Transport):
         self._reading.cancel()
 
     async def _read(self) -> None:
-        """Take frames until there are no more."""
+        """Take frames until the connection ends."""
         try:
             while True:
                 await self._may_read.wait()
-                message = await self._upgraded.receive()  # does not wait where aiohttp has one already
+                message = await self._upgraded.receive()  # does not wait if aiohttp has one already
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
                 self._unread.append(message.data)
@@ -178,13 +178,14 @@ class WebSocketTransport(asyncio.Transport):
         self._user.connection_lost(failure)
 
     def _deliver_soon(self) -> None:
-        """Together with the frames that came with it: brokers make one of each packet."""
+        """Deliver later in this turn of the loop, together with the frames that came with it: brokers send each packet
+        in a frame."""
         if self._unread and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
-        """Until the user has enough, or ends the connection."""
+        """Deliver until the user pauses or ends the connection."""
         self._is_due = False
         data = memoryview(self._unread[0] if len(self._unread) == 1 else b"".join(self._unread))
         self._unread.clear()
@@ -199,14 +200,14 @@ class WebSocketTransport(asyncio.Transport):
 
 
 class _Upgraded(aiohttp.ClientWebSocketResponse):
-    """aiohttp's WebSocket, and what is below it."""
+    """aiohttp's WebSocket, with the transport below it."""
 
     def __init__(
         self, reader: Any, writer: Any, protocol: Any, response: aiohttp.ClientResponse, *rest: Any, **more: Any
     ) -> None:
         super().__init__(reader, writer, protocol, response, *rest, **more)
         self._answer = response
-        self.subprotocols = response.headers.get("Sec-WebSocket-Protocol", "")[:WORDS_MAX]
+        self.subprotocols = response.headers.get("Sec-WebSocket-Protocol", "")[:QUOTED_MAX]
         connection = response.connection
         assert connection is not None, "it has just been upgraded"
         wire = connection.transport
@@ -214,14 +215,14 @@ class _Upgraded(aiohttp.ClientWebSocketResponse):
         self.wire: asyncio.Transport = wire
 
     def abort(self) -> None:
-        """End it without a word, at once."""
+        """Close it at once, without a close frame."""
         self.wire.abort()
         self._answer.close()
 
 
 class _Hearing(asyncio.Protocol):
-    """Before aiohttp's protocol: tells the Connection that bytes have come. A frame is handed over when it is whole,
-    and a large one may be under way for minutes."""
+    """In front of aiohttp's protocol: reports to the Connection that bytes have arrived. aiohttp delivers only whole
+    frames, and a large one may take minutes."""
 
     def __init__(self, below: asyncio.BaseProtocol, user: Connection) -> None:
         assert isinstance(below, asyncio.Protocol), "aiohttp's"
@@ -230,20 +231,20 @@ class _Hearing(asyncio.Protocol):
         self.eof_received = below.eof_received  # type: ignore[method-assign]
 
     def data_received(self, data: bytes) -> None:
-        if len(data) > CONTROL_FRAME_BYTES_MAX:  # less may be a ping of a proxy whose broker hangs
+        if len(data) > CONTROL_FRAME_BYTES_MAX:  # a smaller one may be a ping of a proxy whose broker hangs
             self._user.heard()
         self._below.data_received(data)
 
 
 class _Lost(aiohttp.ClientError):
-    """`__cause__` says how."""
+    """The connection was lost; `__cause__` says how."""
 
 
 async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """The one answer: aiohttp would ask again after a loss, and follow a redirection with our headers."""
+    """Send the request once: aiohttp would repeat it after a loss, and follow a redirection with our headers."""
     try:
         answer = await send(request)
-    except aiohttp.ClientConnectorError:  # that it does not try again
+    except aiohttp.ClientConnectorError:  # aiohttp does not repeat after this one
         raise
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise _Lost from error
@@ -256,7 +257,7 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
 
 
 class _Resolver(AbstractResolver):
-    """The addresses that the Dialler finds, which needs no thread of the loop's own pool."""
+    """Uses the addresses of the Dialler, which needs no thread of the loop's own pool."""
 
     def __init__(self, addresses: Callable[[], Awaitable[list[Address]]], timeout_s: float) -> None:
         self._addresses, self._timeout_s = addresses, timeout_s
@@ -268,7 +269,7 @@ class _Resolver(AbstractResolver):
             found = await self._addresses()
         return [
             ResolveResult(
-                # of a link-local address of IPv6 the scope is part of it
+                # the scope is part of a link-local address of IPv6
                 host=f"{address[0]}%{address[3]}" if len(address) > 3 and address[3] else address[0],
                 hostname=host,
                 port=port,
@@ -284,7 +285,7 @@ class _Resolver(AbstractResolver):
 
 
 def _headers(config: WebSocketConfig) -> dict[str, str]:
-    """Blocks. Raises UStatusError."""
+    """The headers of the upgrade. Blocks. Raises UStatusError: a file can't be used."""
     found = {name: value.get_secret_value() for name, value in config.headers.items()}
     for name, file in config.secret_headers.items():
         setting = f"websocket.secret_headers.{name}"
@@ -296,32 +297,32 @@ def _headers(config: WebSocketConfig) -> dict[str, str]:
 
 
 def _url(host: str, port: int, path: str, *, is_tls: bool) -> URL:
-    """Raises ValueError for a host that can be none."""
+    """Raises ValueError for an impossible host name."""
     return URL.build(scheme="wss" if is_tls else "ws", host=host, port=port, path=path, encoded=True)
 
 
 def _refused(url: URL, error: aiohttp.WSServerHandshakeError) -> UStatusError:
-    """The HTTP server at the broker's address does not make a WebSocket of it."""
+    """The error for an HTTP server that does not upgrade to a WebSocket."""
     status, phrase = error.status, ""
     headers: Mapping[str, str] = error.headers or {}
     with contextlib.suppress(ValueError):
         phrase = f" {http.HTTPStatus(status).phrase}"
-    server = f", server {headers['Server'][:WORDS_MAX]}" if "Server" in headers else ""
+    server = f", server {headers['Server'][:QUOTED_MAX]}" if "Server" in headers else ""
     if status == 101:
-        phrase += f", which is none ({error.message})"
+        phrase += f", but not as a valid upgrade ({error.message})"
     if status in (401, 407):
-        hint = "are websocket.headers, secret_headers and tls.cert_file right? They are all that it knows of us"
+        hint = "are websocket.headers, secret_headers and tls.cert_file right? It knows us by nothing else"
     elif status == 403:
         hint = "let this client in there, or correct websocket.headers, secret_headers and tls.cert_file"
     elif status == 404:
         hint = "is websocket.path right?"
     elif 300 <= status < 400 and "Location" in headers:
-        hint = f"it redirects to {headers['Location'][:WORDS_MAX]}: set host, port, tls and websocket.path to that"
+        hint = f"it redirects to {headers['Location'][:QUOTED_MAX]}: set host, port, tls and websocket.path to that"
     elif status >= 500 or status in _CODES:
-        hint = "it is tried again; a proxy says so while the broker behind it is away"
+        hint = "it is tried again; a proxy answers so while the broker behind it is away"
     else:
         hint = (
-            "no WebSocket is served there, or a proxy on the way answers by itself: are port, tls and websocket.path "
+            "no WebSocket is served there, or a proxy in between answers by itself: are port, tls and websocket.path "
             "right, and does each proxy pass the header Upgrade on?"
         )
     code = UCode.UNAVAILABLE if status >= 500 else _CODES.get(status, UCode.FAILED_PRECONDITION)
@@ -329,7 +330,7 @@ def _refused(url: URL, error: aiohttp.WSServerHandshakeError) -> UStatusError:
 
 
 def _plain(error: aiohttp.ClientError) -> Exception:
-    """What aiohttp has wrapped, so that it is told as over plain TCP; OSError or ValueError."""
+    """The OSError or ValueError that aiohttp has wrapped, so that errors are the same as over plain TCP."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     if isinstance(error, aiohttp.ClientConnectorError):
@@ -340,22 +341,22 @@ def _plain(error: aiohttp.ClientError) -> Exception:
             cause = cause.__cause__
         if isinstance(cause, ssl.SSLError):  # TLS 1.3 refuses a client's certificate when the first bytes are read
             return cause
-        return ConnectionResetError("it hung up on the upgrade to a WebSocket, or wants another certificate of ours")
+        return ConnectionResetError("it hung up on the upgrade to a WebSocket, or wants another certificate from us")
     if isinstance(error, (OSError, ValueError)):
         return error
-    said = str(error)[:WORDS_MAX]
-    return ConnectionAbortedError(f"it answers the upgrade to a WebSocket with what is no HTTP: {said}")
+    said = str(error)[:QUOTED_MAX]
+    return ConnectionAbortedError(f"it answers the upgrade to a WebSocket with data that is not HTTP: {said}")
 
 
 def _ended(message: aiohttp.WSMessage, close_code: int | None) -> Exception:
-    """Why there is no further frame."""
+    """Why no further frame comes."""
     if message.type is aiohttp.WSMsgType.TEXT:
-        return ConnectionAbortedError("it sent a text frame, and MQTT has binary ones (MQTT-6.0.0-1)")
+        return ConnectionAbortedError("it sent a text frame, and MQTT uses binary ones (MQTT-6.0.0-1)")
     if message.type is aiohttp.WSMsgType.ERROR:
         if close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
             return FrameTooLarge(str(message.data))
-        return ConnectionAbortedError(f"it sent what is no WebSocket: {message.data}")
+        return ConnectionAbortedError(f"it sent data that is not WebSocket: {message.data}")
     if message.type is aiohttp.WSMsgType.CLOSE:
-        said = f" ({str(message.extra)[:WORDS_MAX]})" if message.extra else ""
+        said = f" ({str(message.extra)[:QUOTED_MAX]})" if message.extra else ""
         return ConnectionResetError(f"it closed the WebSocket with code {message.data}{said}")
     return ConnectionResetError("it hung up")

@@ -1,16 +1,15 @@
-"""PUBLISH and PUBACK, which carry the load, <-> bytes (OASIS MQTT 5.0, sections 2 and 3). No sockets.
+"""PUBLISH and PUBACK <-> bytes (OASIS MQTT 5.0, sections 2 and 3). No sockets.
 
 Packet --publish_frame--> head | packet id | tail        bytes --split--> [(first byte, body)] --read_publish--> Publish
 
-PublishCodec: encoded attributes <-> PUBLISH, and what was worked out once is not worked out again.
+PublishCodec: encoded attributes <-> PUBLISH, with templates of what was computed before.
 UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: SendChecks, mapping, frame
 PUBLISH     --(topic, properties but for the id) known?--> template --> UAttributes unknown: read_packet, mapping
-                and, where the ttl counts them: as many whole seconds after the id's time?
+                and, if the ttl depends on it: as many whole seconds after the id's time?
 
-Messages of one topic differ in id and payload, and hardly in anything else; mapping, checks and protobuf are most of
-what a message costs. `encode` and `decode` answer as the long way does, and a test holds them to it. paho-mqtt spends
-some 300 us on the properties of one PUBLISH; these take 3 to 5. packets.py has the rare packets.
-"""
+Messages of one topic differ in id and payload and in little else; mapping, checks and protobuf are most of the cost of
+a message. With and without a template the results are equal, and a test checks this. paho-mqtt spends some 300 us on
+the properties of one PUBLISH; this code takes 3 to 5. packets.py has the rare packets."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
 QOS1: Final = 0x02  # flags of PUBLISH: QoS 1, neither duplicate nor retained
-PACKET_BYTES_MAX: Final = 268_435_455  # what the remaining length can say
+PACKET_BYTES_MAX: Final = 268_435_455  # the limit of the remaining length
 HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
-TEXTS_CACHED_MAX: Final = 32_768  # encoded pairs that come again and again: types, sources, sinks
+TEXTS_CACHED_MAX: Final = 32_768  # encoded pairs that many messages share: types, sources, sinks
 
 _PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION = 1, 2, 3, 8, 9  # properties of PUBLISH
 _SUBSCRIPTION, _ALIAS, _USER = 11, 35, 38
@@ -54,7 +53,7 @@ _ID_TAG, _LSB_TAG = b"\x0a\x12\x09", b"\x11"
 class Publish(NamedTuple):
     """A PUBLISH that arrived. `properties` are still bytes."""
 
-    packet_id: int  # 0: QoS 0, nothing to acknowledge
+    packet_id: int  # 0: QoS 0, not acknowledged
     topic: bytes
     properties: bytes
     payload: bytes
@@ -89,8 +88,8 @@ def varint(number: int) -> bytes:
 
 
 def publish_frame(packet: Packet) -> tuple[bytes, bytes]:
-    """A QoS 1 PUBLISH but for its packet id, which goes between the two. Raises INVALID_ARGUMENT if it is too long for
-    MQTT."""
+    """A QoS 1 PUBLISH without its packet id, which goes between the two parts. Raises INVALID_ARGUMENT if it is too
+    long for MQTT."""
     parts = []
     if packet.expiry_s is not None:
         parts.append(b"\x02" + _u32.pack(packet.expiry_s))
@@ -104,7 +103,7 @@ def publish_frame(packet: Packet) -> tuple[bytes, bytes]:
     topic, length = text(packet.topic), varint(len(properties))
     remaining = len(topic) + 2 + len(length) + len(properties) + len(packet.payload)
     if remaining > PACKET_BYTES_MAX:
-        raise invalid(f"MQTT carries packets of at most {PACKET_BYTES_MAX} bytes, and this one has {remaining}")
+        raise invalid(f"expected a packet of at most {PACKET_BYTES_MAX} bytes, the limit of MQTT, got {remaining}")
     return b"%c%b%b" % (PUBLISH | QOS1, varint(remaining), topic), b"%b%b%b" % (length, properties, packet.payload)
 
 
@@ -116,8 +115,8 @@ def pubacks(packet_ids: list[int]) -> bytes:
 def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[int, bytes]], int]:
     """Every whole packet in `data` as (first byte, what follows the remaining length), and how many bytes they take.
 
-    Stops before one that announces more than `bytes_max`. Raises ValueError if these are no MQTT packets: nothing
-    behind can be read.
+    Stops before a packet larger than `bytes_max`. Raises ValueError if these are not MQTT packets: nothing behind can
+    be read.
     """
     packets, start, end = [], 0, len(data)
     while start + 2 <= end:
@@ -134,7 +133,7 @@ def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[in
 
 
 def read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, int]:
-    """The number at `start` and where it ends; (0, 0) if the rest of it has not come. Raises ValueError."""
+    """The number at `start` and where it ends; (0, 0) if the rest of it has not arrived. Raises ValueError."""
     number = shift = 0
     for position in range(start, min(end, start + 4)):
         digit = data[position]
@@ -148,8 +147,8 @@ def read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, in
 
 
 def read_publish(first: int, body: bytes | memoryview) -> Publish:
-    """A memoryview where it is large, so that only its parts are copied. Raises ValueError if `body` is none of a
-    PUBLISH."""
+    """`body` is a memoryview if it is large, so that only its parts are copied. Raises ValueError if it is not that of
+    a PUBLISH."""
     try:
         position = topic_end = 2 + (body[0] << 8 | body[1])
         packet_id = 0
@@ -170,8 +169,8 @@ def read_publish(first: int, body: bytes | memoryview) -> Publish:
 
 
 def holds_id_at(properties: bytes, at: int) -> bool:
-    """True if the first user property "1" has its value, of ID_BYTES, at `at`. The properties are such as read_packet
-    has read."""
+    """True if the value of the first user property "1", of ID_BYTES, is at `at`. read_packet must have accepted the
+    properties."""
     position = 0
     while position < at - len(ID_KEY):
         if properties.startswith(ID_KEY[:4], position):
@@ -181,8 +180,8 @@ def holds_id_at(properties: bytes, at: int) -> bool:
 
 
 def _end_of_property(data: bytes, start: int) -> int:
-    """Where the one at `start` ends. Raises IndexError if its lengths are not there, UStatusError for one that no
-    PUBLISH has."""
+    """Where the property at `start` ends. Raises IndexError if its lengths are missing, UStatusError for one that a
+    PUBLISH can't have."""
     kind = data[start]
     if kind == _USER:
         start += 2 + (data[start + 1] << 8 | data[start + 2])  # to the byte in front of its value
@@ -191,12 +190,12 @@ def _end_of_property(data: bytes, start: int) -> int:
     elif kind in _SIZES:
         return start + _SIZES[kind]
     elif kind not in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
-        raise invalid(f"property {kind} does not belong into a PUBLISH")
+        raise invalid(f"property {kind} is not allowed in a PUBLISH")
     return start + 3 + (data[start + 1] << 8 | data[start + 2])
 
 
 def read_packet(publish: Publish) -> Packet:
-    """What it carries. Raises UStatusError(INVALID_ARGUMENT)."""
+    """The content of a PUBLISH. Raises UStatusError(INVALID_ARGUMENT)."""
     user: list[tuple[str, str]] = []
     expiry_s = correlation = content_type = None
     data, end = publish.properties, 0
@@ -221,47 +220,47 @@ def read_packet(publish: Publish) -> Packet:
     return Packet(topic, user, expiry_s, correlation, content_type, publish.payload)
 
 
-class _Out(NamedTuple):
-    """A PUBLISH but for packet id, the id's text and the payload."""
+class _OutTemplate(NamedTuple):
+    """Template of a PUBLISH: all but packet id, message id and payload."""
 
     topic: bytes
     before_id: bytes  # with the length of the properties
     after_id: bytes
-    size: int  # what the remaining length says, but for the payload
+    size: int  # the remaining length without the payload
     ttl_ms: int
     needs_payload: bool
-    late: _Out | None = None  # of a message that leaves more than FRESH_MS_MAX after its id, if that says so
+    late: _OutTemplate | None = None  # for messages sent later than FRESH_MS_MAX after their id's time
 
 
-def _without_id(packet: Packet, ttl_ms: int) -> _Out:
-    """The template of `packet`, of which neither the id nor the payload is kept."""
+def _without_id(packet: Packet, ttl_ms: int) -> _OutTemplate:
+    """The template of `packet`, without its id and payload."""
     _, tail = publish_frame(packet)
     at = tail.index(ID_KEY) + len(ID_KEY)
     properties, topic = tail[: len(tail) - len(packet.payload)], text(packet.topic)
     size, has_format = len(topic) + 2 + len(properties), packet.content_type is not None
-    return _Out(topic, properties[:at], properties[at + ID_BYTES :], size, ttl_ms, has_format)
+    return _OutTemplate(topic, properties[:at], properties[at + ID_BYTES :], size, ttl_ms, has_format)
 
 
-class _In(NamedTuple):
+class _InTemplate(NamedTuple):
     topic: str
-    attributes: bytes  # but for the id
-    waited_s: int | None  # the ttl is one for messages that arrive so long after the time of their id; None: for all
+    attributes: bytes  # without the id
+    waited_s: int | None  # valid for messages that arrive so long after the time of their id; None: for all
 
 
 class PublishCodec:
-    """The clock of `checks` is the one that ids are compared with, both ways."""
+    """Times of ids are compared with the clock of `checks`, in both directions."""
 
     def __init__(self, mapping: Mapping, checks: SendChecks) -> None:
         self._mapping, self._checks = mapping, checks
-        self.packet_bytes_max = PACKET_BYTES_MAX  # ours, or the broker's if that is less
-        self._out: Cache[bytes, _Out] = Cache()
-        self._in: Cache[tuple[bytes, bytes, bytes], _In] = Cache()
+        self.packet_bytes_max = PACKET_BYTES_MAX  # the smaller of our limit and the broker's
+        self._out: Cache[bytes, _OutTemplate] = Cache()
+        self._in: Cache[tuple[bytes, bytes, bytes], _InTemplate] = Cache()
 
     def encode(self, message: Carried) -> tuple[bytes, bytes]:
-        """The PUBLISH of `message` but for its packet id, which goes between the two.
+        """The PUBLISH of `message` without its packet id, which goes between the two parts.
 
-        Raises UStatusError: INVALID_ARGUMENT for what is not valid or can't be carried, DEADLINE_EXCEEDED for what has
-        expired.
+        Raises UStatusError: INVALID_ARGUMENT for a message that is not valid or that MQTT can't carry,
+        DEADLINE_EXCEEDED for one that has expired.
         """
         key: bytes | None
         if type(message) is EncodedMessage:
@@ -286,7 +285,7 @@ class PublishCodec:
             or age_ms > out.ttl_ms
             or remaining + HEADER_BYTES_MAX > self.packet_bytes_max
         ):
-            return self._encode_anew(message, key)  # it says why not
+            return self._encode_anew(message, key)  # which says what is wrong
         time, version, variant, rest = msb >> 32, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF
         id = b"%08x-%04x-%04x-%04x-%012x" % (time, msb >> 16 & 0xFFFF, version, variant, rest)
         if 0x80 <= remaining < 0x4000:  # `varint` has two bytes, as nearly always
@@ -304,17 +303,17 @@ class PublishCodec:
         packet = self._mapping.encode(message, is_late=now_ms - time_ms(message.attributes.id) > FRESH_MS_MAX)
         head, tail = publish_frame(packet)
         length = len(head) + 2 + len(tail)
-        if length > self.packet_bytes_max:  # a broker hangs up on it, again and again
+        if length > self.packet_bytes_max:  # the broker would hang up at each attempt
             raise invalid(
-                f"a message is a packet of at most {self.packet_bytes_max} bytes here, and this one has {length}: "
-                "send less, or raise message_bytes_max, and the broker's own limit if it has one"
+                f"expected a packet of at most {self.packet_bytes_max} bytes, got {length}: send less, or raise "
+                "message_bytes_max, and the broker's own limit if it has one"
             )
         if key is not None and is_shared(message.attributes):
             self._out[key] = self._template(message)
         return head, tail
 
-    def _template(self, message: UMessage) -> _Out:
-        """For all messages that differ from `message` in id and payload."""
+    def _template(self, message: UMessage) -> _OutTemplate:
+        """The template for all messages that differ from `message` only in id and payload."""
         fresh = self._mapping.encode(message, is_late=False)
         made = _without_id(fresh, message.attributes.ttl)
         if message.attributes.ttl and (late := self._mapping.encode(message, is_late=True)) != fresh:
@@ -322,7 +321,7 @@ class PublishCodec:
         return made
 
     def decode(self, publish: Publish) -> tuple[str, bytes]:
-        """Topic, serialised UAttributes. Raises UStatusError as Mapping.decode does."""
+        """Returns the topic and the serialised UAttributes. Raises UStatusError as Mapping.decode does."""
         topic, properties = publish.topic, publish.properties
         at = properties.find(ID_KEY) + len(ID_KEY)
         key = (topic, properties[:at], properties[at + ID_BYTES :])
@@ -342,5 +341,5 @@ class PublishCodec:
         rest = suffix(encoded)
         if rest is not None and is_shared(attributes) and holds_id_at(properties, at):
             waited = waited_s(time_ms(attributes.id), now_ms) if is_restored else None
-            self._in[key] = _In(packet.topic, rest, waited)
+            self._in[key] = _InTemplate(packet.topic, rest, waited)
         return packet.topic, encoded
