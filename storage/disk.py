@@ -30,12 +30,9 @@ T = TypeVar("T")
 BUSY_TIMEOUT_S: Final = 5.0  # a file that we lock for ourselves is shared with our own readers, and with a backup
 STATEMENTS_CACHED: Final = 256
 
-_MAGIC: Final = b"upm2"
-_MARK_V1: Final = struct.Struct("<16sQ")  # incarnation, newest seq
+_MAGIC: Final = b"upm1"
 _MARK: Final = struct.Struct("<4s16sQ")  # magic, incarnation, newest seq; then the checksum of those
 _CRC: Final = struct.Struct("<I")
-V1_LEAP_MAX: Final = 1 << 32  # version 1 has no checksum: more than that beyond the newest record was never committed
-_SEQ_MAX: Final = 1 << 62
 
 
 class InUseError(Exception):
@@ -87,23 +84,18 @@ def pack_mark(incarnation: bytes, seq: int) -> bytes:
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def read_mark(path: Path, *, may_be_v1: bool = True) -> Marked | None:
+def read_mark(path: Path) -> Marked | None:
     """The mark beside the file `path`; None if there is none. Raises OSError, BadMarkError."""
     try:
-        return unpack_mark(Path(f"{path}.mark").read_bytes(), may_be_v1=may_be_v1)
+        return unpack_mark(Path(f"{path}.mark").read_bytes())
     except FileNotFoundError:
         return None
 
 
-def unpack_mark(data: bytes, *, may_be_v1: bool = True) -> Marked | None:
+def unpack_mark(data: bytes) -> Marked | None:
     """None if nothing was ever written. Raises BadMarkError."""
     if not any(data):  # a file that was made, and then its disk was full
         return None
-    if len(data) == _MARK_V1.size and may_be_v1:
-        incarnation, seq = _MARK_V1.unpack(data)
-        if seq > _SEQ_MAX:
-            raise BadMarkError("it names a record that can't have been")
-        return Marked(incarnation, seq)
     if len(data) != _MARK.size + _CRC.size or not data.startswith(_MAGIC):
         raise BadMarkError("it is no mark")
     if _CRC.pack(zlib.crc32(data[: _MARK.size])) != data[_MARK.size :]:

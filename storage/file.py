@@ -229,35 +229,6 @@ class SqliteFile:
             kind.stamp(db)
         return version != kind.version
 
-    def repaginate(self, page_bytes: int, bytes_max: int) -> bool:
-        """Give the file pages of that size, if it is not greater than `bytes_max`, there is room for a copy, and nobody
-        else has it open: another size takes a whole new file. False: it is as it was. A connection has to be made anew
-        in either case."""
-        fresh = self.beside(".new")
-        try:
-            db = self.connect()
-            if not empty_wal(db, 0) or self.path.stat().st_size > min(bytes_max, faults.free_bytes(self.path) // 2):
-                return False
-            faults.remove(fresh)
-            db.execute(f"PRAGMA page_size = {page_bytes}")
-            db.execute("VACUUM INTO ?", (str(fresh),))
-            self.reset()
-            if self.beside("-shm").exists():  # who is last to close it removes that
-                return False
-            self.disk.sync(fresh)
-            fresh.replace(self.path)
-            self._identity = None
-        except (sqlite3.Error, OSError) as error:
-            self.reset()
-            if faults.is_damage(error):
-                raise
-            return False
-        finally:
-            with contextlib.suppress(OSError):
-                faults.remove(fresh)
-        self.disk.sync_folder(self.path.parent)
-        return True
-
     # -- connections
 
     def connect(self) -> sqlite3.Connection:

@@ -212,7 +212,6 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "has brought, or # records", 1, ["history.file.writer:GATHER_RECORDS"]),
     ("history", "as soon as they have moved by # records", 1, ["history.file.writer:CURSORS_RECORDS"]),
     ("history", "written alone: after # s", 1, ["history.file.writer:CURSORS_IDLE_S"]),
-    ("history", "Up to # MiB it is copied into pages", MIB, ["history.file.opening:REPAGED_BYTES_MAX"]),
     ("history", "at most # records, in chunks of at most #", 1, [
         "history.file.writer:TRANSACTION_RECORDS_MAX", "history.file.writer:CHUNK_RECORDS_MAX",
     ]),
@@ -411,4 +410,4 @@ def test_what_fits_into_the_memory_is_the_codes() -> None:
 
 def test_the_page_on_the_history_names_the_format_of_the_log() -> None:
     page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
-    assert re.findall(r"today's format, version (\d+)", page) == [str(SCHEMA_VERSION)]
+    assert re.findall(r"format of the file has version (\d+)", page) == [str(SCHEMA_VERSION)]

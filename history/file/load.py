@@ -23,7 +23,7 @@ from history.file import rows
 from history.file.damage import Damage, Ledger
 from history.records.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.records.stream import Stream, address_of, authority_of, growth_of
-from storage.disk import V1_LEAP_MAX, Marked
+from storage.disk import Marked
 from storage.file import transaction
 from storage.statements import insert_rows
 
@@ -54,11 +54,13 @@ class Cursor:
     lease_until_ms: int | None = None
     holds: bool = False  # kept beyond the retention by age as long as the cursor is there
     absent_ms: int = 0  # for how long, in all, its owner has been away: kept here for the owner
+    # who has to learn of records that retention deletes before this cursor has passed them; empty: nobody
+    holder: str = ""
 
     @property
     def columns(self) -> rows.Row:
-        """As it is stored, after its name."""
-        return self.seq, self.lease_until_ms, int(self.holds), self.absent_ms
+        """The row of the table CURSOR, without the name."""
+        return self.seq, self.lease_until_ms, int(self.holds), self.absent_ms, self.holder
 
 
 @dataclass(slots=True)
@@ -189,21 +191,12 @@ class Loading:
 
     def _read(self, table: rows.Table) -> rows.Checked:
         found = table.read(self._db)
-        self._mend(table, found)
+        self._drop(table, found.bad)
         return found
 
-    def _mend(self, table: rows.Table, found: rows.Checked) -> None:
-        """What was right is written so, and what can't be read goes."""
-        for wrong, right in found.mended:
-            if wrong[0] != right[0]:
-                self._delete(table.name, table.columns[0], wrong[0])
-            self._writes.append((table, [right]))
-        for row in found.bad:
+    def _drop(self, table: rows.Table, bad: Sequence[rows.Row]) -> None:
+        for row in bad:
             self._delete(table.name, table.columns[0], row[0])
-
-    def _tell_mended(self, kind: str, found: rows.Checked, noun: str = "") -> None:
-        for _, right in found.mended:
-            self._found(kind, f"{noun}{right[0]}: a bit had turned, and was turned back")
 
     def _load_ledger(self) -> None:
         found = self._read(rows.DAMAGE)
@@ -215,8 +208,11 @@ class Loading:
         found = self._read(rows.META)
         meta = dict[str, Any](found.rows)
         self._made.cursors_lost = CURSORS_LOST in meta
-        lost = self._load_places(meta, found)
-        self._is_count_sure = len(lost) == len(found.bad)
+        prefix = FOLLOWED_PREFIX
+        self._made.places = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
+        lost = [key for key, _ in found.bad]
+        is_followed = [isinstance(key, str) and key.startswith(prefix) for key in lost]
+        self._is_count_sure = all(is_followed)
         self._load_forgotten(meta)
         missing = [key for key in rows.META_KEYS if key not in meta]
         if missing:
@@ -226,25 +222,20 @@ class Loading:
             meta["incarnation"] = self._marked.incarnation if self._marked is not None else self._random_bytes(16)
             self._writes.append((rows.META, [("incarnation", meta["incarnation"])]))
         self._made.incarnation = meta["incarnation"]
-        self._tell_mended(kinds.META, found)
         for key in missing:
             self._found(kinds.META, f"{key} was lost, and found anew from the records and the mark")
-        for key in lost:  # its follower begins where the other log says, and drops what it has already
-            self._found(kinds.META, f"{key!r} can't be read: how far that log was followed is not known any more")
+        for key in lost:
+            if key not in missing:  # a follower begins where the other log says, and drops the records it already has
+                what = "how far a log was followed, or up to where topics were forgotten, may not be known any more"
+                self._found(kinds.META, f"{key!r} can't be read: {what}")
         if "floor_seq" in missing:
             meta["floor_seq"] = NOT_KNOWN
         return meta
 
-    def _load_places(self, meta: dict[str, Any], found: rows.Checked) -> list[str]:
-        """Returns the keys of those that can't be read."""
-        prefix = FOLLOWED_PREFIX
-        self._made.places = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
-        return [key for key, _ in found.bad if isinstance(key, str) and key.startswith(prefix)]
-
     def _load_holes(self) -> None:
         found = self._read(rows.HOLE)
         self._made.holes = sorted(found.rows)
-        if found.mended or found.bad:
+        if found.bad:
             self._found(kinds.HOLE, "which records were lost earlier was damaged, and is found anew")
         self._rebuild = self._rebuild or bool(found.bad)
 
@@ -262,47 +253,43 @@ class Loading:
             self._writes.append((rows.META, [(prefix + OTHERS, forgotten[OTHERS])]))
 
     def _load_streams(self, meta: dict[str, Any]) -> None:
-        found = rows.Checked()
-        for id, source, sink, first, newest, records, newest_id, time_ms in rows.STREAM.each(self._db, found):
+        bad: list[rows.Row] = []
+        for id, source, sink, first, newest, records, newest_id, time_ms in rows.STREAM.each(self._db, bad):
             self._places[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
-        self._mend(rows.STREAM, found)
-        self._tell_mended(kinds.STREAM, found, "stream ")
-        if found.mended:
-            self._places = dict(sorted(self._places.items()))
-        self._bad_streams = [row[0] for row in found.bad if isinstance(row[0], int)]
+        self._drop(rows.STREAM, bad)
+        self._bad_streams = [row[0] for row in bad if isinstance(row[0], int)]
         self._made.next_stream = max(self._made.next_stream, 1 + max(self._places, default=0))
         if not self._is_count_sure:
             self._made.next_stream += NUMBERS_LEAP
             self._writes.append((rows.META, [(NEXT_STREAM, self._made.next_stream)]))
-            meta.setdefault(STREAMS, len(self._places) + len(found.bad))
-        # before streams could be forgotten, none was missing
-        expected = meta.get(STREAMS, max(self._places, default=0))
-        if len(self._places) != expected or found.bad:
+            meta.setdefault(STREAMS, len(self._places) + len(bad))
+        expected = meta.get(STREAMS, 0)
+        if len(self._places) != expected or bad:
             self._rebuild = True
-            self._missing_streams = max(0, expected - len(self._places) - len(found.bad))
+            self._missing_streams = max(0, expected - len(self._places) - len(bad))
 
     def _load_cursors(self) -> None:
         made = self._made
         found = self._read(rows.CURSOR)
-        for name, seq, lease_until_ms, holds, absent_ms in found.rows:
-            cursor = made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms)
+        for name, seq, lease_until_ms, holds, absent_ms, holder in found.rows:
+            cursor = made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms, holder)
             if seq > made.start_seq:
                 what = f"{name} was beyond the newest record ({seq}), and begins again at the oldest"
                 self._found(kinds.CURSOR, what)
                 cursor = made.cursors[name] = replace(cursor, seq=made.extent.floor_seq)
                 self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
-        self._tell_mended(kinds.CURSOR, found)
         for row in found.bad:
-            self._restart_cursor(row[0])
+            self._restart_cursor(row[0], row[-1])
 
-    def _restart_cursor(self, name: Any) -> None:
-        """Neither place nor name are sure: it begins at the oldest record."""
+    def _restart_cursor(self, name: Any, holder: Any) -> None:
+        """Any value of the row may be wrong, so the cursor begins at the oldest record."""
         made = self._made
         made.cursors_lost = True
         self._writes.append((rows.META, [(CURSORS_LOST, 1)]))
         self._found(kinds.CURSOR, f"{name!r} can't be read, and begins again at the oldest record")
         if isinstance(name, str) and name.isprintable() and name not in made.cursors:
-            cursor = made.cursors[name] = Cursor(made.extent.floor_seq, holds=name.startswith(rows.HELD_PREFIXES))
+            holder = holder if isinstance(holder, str) and holder.isprintable() else ""
+            cursor = made.cursors[name] = Cursor(made.extent.floor_seq, holds=bool(holder), holder=holder)
             self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
 
     def _delete(self, table: str, key: str, value: Any) -> None:
@@ -442,8 +429,6 @@ class Loading:
         elif marked.incarnation != made.incarnation:
             if marked.seq and not made.ledger.knows(marked.incarnation):
                 self._found(kinds.MISSING, "another log was here", 0, marked.seq + 1, marked.incarnation)
-        elif marked.seq > made.start_seq + V1_LEAP_MAX:
-            self._found(kinds.MARK, f"it names records that can't have been: {unsure}")
         elif marked.seq > made.start_seq:
             # what was set with those commits; an older place is sent again, but one that was new is not there
             made.cursors_lost = True

@@ -22,16 +22,14 @@ from history.file import rows
 from history.file.damage import Damage, Ledger
 from history.file.load import Loaded, Loading
 from history.file.retention import WAL_WAIT_MS, Sizes
-from history.file.rows import DAMAGE, LOG, SCHEMA_VERSION
+from history.file.rows import DAMAGE, LOG
 from history.file.salvage import keep_head, salvage
 from storage.disk import BadMarkError, Marked, read_mark
 from storage.faults import DamagedError, is_damage, move_aside, primary_code
-from storage.file import SqliteFile, any_text, empty_wal, pragma
+from storage.file import SqliteFile, any_text, empty_wal
 from storage.runtime import Runtime
 
 HEADER_BYTES: Final = 100  # of an SQLite file
-# a file of before is copied into pages of today's size up to here, some seconds once; a greater one keeps its pages
-REPAGED_BYTES_MAX: Final = 256 << 20
 # the versions of SQLite's format for writing and reading: with any other a file is read-only
 FORMATS: Final = (b"\1\1", b"\2\2")
 
@@ -80,13 +78,10 @@ class Opening:
         self._check()
         db = file.connect()
         db.text_factory = any_text
-        if file.update(rows.version_of(db)):
-            log.info("the log was brought to a newer format", path=str(self.path), version=SCHEMA_VERSION)
-        if pragma(db, "page_size") != rows.PAGE_BYTES:
-            if file.repaginate(rows.PAGE_BYTES, REPAGED_BYTES_MAX):
-                log.info("the log was copied into pages that cost less", path=str(self.path))
-            db = file.connect()
-            db.text_factory = any_text
+        if file.update(
+            file.version or LOG.version
+        ):  # 0: a bit of the header has flipped, since every log has a version
+            log.info("the log was migrated to the current format", path=str(self.path), version=LOG.version)
         self.loaded = Loading(db, marked, mark_trouble, self._now_ms(), self._runtime.random_bytes).run()
         if is_new or damage:
             self.loaded.found = self.loaded.ledger.open
@@ -104,7 +99,7 @@ class Opening:
     def _read_mark(self) -> tuple[Marked | None, str]:
         """What the mark says, and else why it can't be used."""
         try:
-            return read_mark(self.path, may_be_v1=self.file.version < rows.DAMAGE.since), ""
+            return read_mark(self.path), ""
         except (OSError, BadMarkError) as error:
             return None, f"the mark can't be used ({error})"
 

@@ -1,10 +1,10 @@
-"""The rows of a log beside its chunks: tables, versions, and a checksum in each row that matters.
+"""The tables of a log's file, and a checksum in each row of them.
 
-write: values + checksum -> row        read: row -> as written | one bit turned, put right | bad
-upgrade, replace_time_index: tables of an older version -> today's, in one transaction or not at all
+write: values + checksum -> row        read: row -> its checksum is right: `rows` | it is wrong: `bad`
 
-SQLite checks no content: a bit that turns on the disk moves a cursor, or a record to another topic, in silence. Chunks
-have a checksum of their own (chunk.py). `chunk_stream` has none: readers compare what they find there with the chunks.
+SQLite does not check content. Without a checksum, a flipped bit on the disk would move a cursor, or assign a record to
+another topic, and nobody would notice. Chunks have their own checksum (chunk.py). `chunk_stream` has none: readers
+compare its rows with the chunks.
 """
 
 from __future__ import annotations
@@ -16,25 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from google.protobuf.message import DecodeError
-
-from storage.file import FileKind, any_text, pragma, tables_of
+from storage.file import FileKind, any_text, tables_of
 from storage.statements import insert_rows
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.uri_pb2 import UUri
 
-# chunks may have origins since 4, epochs since 5; the tables are those of 3
-SCHEMA_VERSION: Final = 5
-APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
-# a commit of one message writes a page or two: small ones spare the flash, and full batches don't feel it
-# (docs/adr/small-pages-and-gathered-commits.md). Files of before may have others: ask them
+SCHEMA_VERSION: Final = 1
+APPLICATION_ID: Final = 0x7570_7331  # "ups1": distinguishes a log from any other SQLite file
+# A commit of one message writes one or two pages. Small pages save flash writes, and full batches are not slower
+# (docs/adr/small-pages-and-gathered-commits.md).
 PAGE_BYTES: Final = 1_024
-# a file up to this size is checked whole on open (a second per GB); a greater one where it is read
+# A file up to this size is checked completely when it is opened (a second per GB). A larger file is checked where it
+# is read.
 CHECK_BYTES_MAX: Final = 256 << 20
-CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
-CORRECTED_BYTES_MAX: Final = 1_024  # of a value that is searched, 20 ms; it is their square that counts
-# the widths in which SQLite stores integers: the highest bit of each is the sign
-INTEGER_BITS: Final = (8, 16, 24, 32, 48, 64)
 
 Row = tuple[Any, ...]
 
@@ -46,74 +39,46 @@ class Table:
     name: str
     columns: tuple[str, ...]
     ddl: str
-    # a quick way to what is summed, for rows that have the types they should
+    # a faster `_packed` of a whole row, for rows whose values have the expected types
     packed: Callable[[Row], bytes] | None = None
-    since: int = 1  # the version of the schema that brought it
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
-        """Insert, or replace what has the same key."""
+        """Insert rows, or replace those with the same key."""
         insert_rows(db, f"INSERT OR REPLACE INTO {self.name}", ((*row, self.checksum(row)) for row in rows))
 
     def checksum(self, row: Row) -> int:
         if self.packed is not None:
             try:
                 return zlib.crc32(self.packed(row))
-            except (struct.error, TypeError, ValueError):  # it is damaged
+            except (struct.error, TypeError, ValueError):  # the row is damaged
                 pass
         return zlib.crc32(b"".join([self.name.encode(), *map(_packed, row)]))
 
     def read(self, db: sqlite3.Connection) -> Checked:
-        """Every row, held against its checksum; those of version 1, which had none, as today's table has them. Raises
-        sqlite3.Error, ValueError."""
-        if not has_checksums(db, self.name):
-            version = version_of(db)
-            if self.since > version:
-                return Checked()
-            if version == 1:
-                return Checked([upgraded(self, row) for row in db.execute(f"SELECT * FROM {self.name}")])
+        """Read all rows and verify their checksums. Raises sqlite3.Error, ValueError."""
         found = Checked()
-        found.rows.extend(self.each(db, found))
+        found.rows.extend(self.each(db, found.bad))
         return found
 
-    def each(self, db: sqlite3.Connection, found: Checked) -> Iterator[Row]:
-        """As `read`, for tables with very many rows: those that are right one by one; the others are in `found` at the
-        end."""
+    def each(self, db: sqlite3.Connection, bad: list[Row]) -> Iterator[Row]:
+        """Like `read`, for tables with very many rows: yields the rows whose checksum is right, and appends the others
+        to `bad`."""
         db.text_factory = any_text
         checksum = self.checksum
         for *whole, crc in db.execute(f"SELECT * FROM {self.name}"):
             values = tuple(whole)
             if checksum(values) == crc:
                 yield values
-                continue
-            right = self._corrected(values, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
-            if right is None:
-                found.bad.append(values)
             else:
-                found.mended.append((values, right))
-                yield right
-
-    def _corrected(self, row: Row, crc: Any) -> Row | None:
-        """The row that differs from this one in a single bit and has the right checksum. Chance finds one in a million
-        times at most."""
-        if not isinstance(crc, int):
-            return None
-        if (self.checksum(row) ^ crc).bit_count() == 1:
-            return row  # it is the checksum itself whose bit turned
-        for place, value in enumerate(row):
-            for other in _one_bit_off(value):
-                candidate = (*row[:place], other, *row[place + 1 :])
-                if self.checksum(candidate) == crc:
-                    return candidate
-        return None
+                bad.append(values)
 
 
 @dataclass(slots=True)
 class Checked:
-    """What a table holds."""
+    """The rows of a table."""
 
-    rows: list[Row] = field(default_factory=list)  # as they were written
-    mended: list[tuple[Row, Row]] = field(default_factory=list)  # found -> what it was; those are among `rows`, too
-    bad: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # their checksum is right
+    bad: list[Row] = field(default_factory=list)  # their checksum is wrong
 
 
 def _packed(value: Any) -> bytes:
@@ -127,24 +92,9 @@ def _packed(value: Any) -> bytes:
     return (b"t" if isinstance(value, str) else b"b") + len(data).to_bytes(4, "little") + data
 
 
-def _one_bit_off(value: Any) -> Iterator[Any]:
-    if isinstance(value, int):
-        for bit in range(63):
-            yield value ^ (1 << bit)
-        for width in INTEGER_BITS:
-            yield value - (1 << (width - 1)) if value >= 0 else value + (1 << (width - 1))
-    elif isinstance(value, str):
-        for data in _one_bit_off(value.encode(errors="surrogateescape")):
-            yield any_text(data)
-    elif isinstance(value, bytes) and len(value) <= CORRECTED_BYTES_MAX:
-        for place in range(len(value)):
-            for bit in range(8):
-                yield value[:place] + bytes((value[place] ^ (1 << bit),)) + value[place + 1 :]
-
-
 # -- the tables
 
-META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")  # that are always there
+META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")  # always present
 
 _STREAM_HEAD: Final = struct.Struct("<cQxcI")
 _STREAM_SINK: Final = struct.Struct("<cI")
@@ -153,7 +103,7 @@ _STREAM_TIME: Final = struct.Struct("<cQx")
 
 
 def _packed_stream(row: Row) -> bytes:
-    """What `_packed` makes of each value, in a fifth of the time: there may be millions."""
+    """The same bytes as `_packed` of each value, five times as fast: there may be very many streams."""
     id, source, sink, first_seq, newest_seq, records, newest_id, time_ms = row
     parts = (
         b"stream",
@@ -185,9 +135,9 @@ HOLE: Final = Table(
 )
 CURSOR: Final = Table(
     "cursor",
-    ("name", "seq", "lease_until_ms", "holds", "absent_ms"),
+    ("name", "seq", "lease_until_ms", "holds", "absent_ms", "holder"),
     """CREATE TABLE cursor (name TEXT PRIMARY KEY, seq INTEGER NOT NULL, lease_until_ms INTEGER, holds INTEGER NOT NULL,
-       absent_ms INTEGER NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID""",
+       absent_ms INTEGER NOT NULL, holder TEXT NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID""",
 )
 DAMAGE: Final = Table(
     "damage",
@@ -196,16 +146,14 @@ DAMAGE: Final = Table(
     NULL,
        before INTEGER NOT NULL, incarnation BLOB NOT NULL, moved_to TEXT NOT NULL, detail TEXT NOT NULL, acknowledged
        INTEGER NOT NULL, crc INTEGER NOT NULL)""",
-    since=2,
 )
-# Chunks that begin in first_seq..last_seq: when the earliest and the latest of them was appended. A row for many chunks
-# does what an index on time did, whose pages each commit wrote anew.
+# Chunks that begin in first_seq..last_seq, and the times when the earliest and the latest of them was appended. One row
+# describes many chunks: an index on time would be written with each commit.
 SPAN: Final = Table(
     "span",
     ("first_seq", "last_seq", "earliest_ms", "latest_ms"),
     """CREATE TABLE span (first_seq INTEGER PRIMARY KEY, last_seq INTEGER NOT NULL, earliest_ms INTEGER NOT NULL,
        latest_ms INTEGER NOT NULL, crc INTEGER NOT NULL)""",
-    since=3,
 )
 CHECKED: Final = (META, STREAM, HOLE, CURSOR, DAMAGE, SPAN)
 
@@ -220,92 +168,30 @@ CHUNK_COLUMNS: Final = "first_seq, records, time_ms, streams, ids, data, crc"
 
 
 def oldest_of(db: sqlite3.Connection) -> int:
-    """The first seq of all chunks; 0: there is none."""
+    """Returns the lowest seq of all chunks; 0 if there is no chunk."""
     return int(db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0)
 
 
 def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) -> None:
-    """In the caller's transaction: everything that an empty log has."""
+    """Create the tables of an empty log, in the caller's transaction."""
     for statement in (*(table.ddl for table in CHECKED), *_CHUNK):
         db.execute(statement)
     META.insert(db, meta.items())
     DAMAGE.insert(db, damage)
 
 
-# -- older versions
-
-# cursors of endpoints; in version 1 a cursor couldn't say that it holds retention
-HELD_PREFIXES: Final = ("egress:", "parked:", "held:")
-_V1: Final = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY) WITHOUT ROWID",
-    """CREATE TABLE stream (id INTEGER PRIMARY KEY, source BLOB NOT NULL, sink BLOB, first_seq INTEGER NOT NULL,
-       newest_seq INTEGER NOT NULL, records INTEGER NOT NULL, newest_id BLOB NOT NULL, newest_time_ms INTEGER NOT
-       NULL)""",
-    "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL)",
-    "CREATE TABLE cursor (name TEXT PRIMARY KEY, seq INTEGER NOT NULL, lease_until_ms INTEGER) WITHOUT ROWID",
-)
-_TIME_INDEX: Final = "CREATE INDEX chunk_time ON chunk (time_ms)"  # until version 2
-_V2: Final = tuple(table for table in CHECKED if table.since <= 2)
-SCHEMAS: Final = tuple(
-    frozenset(" ".join(statement.split()) for statement in (*tables, *_CHUNK))
-    for tables in ((*_V1, _TIME_INDEX), (*[table.ddl for table in _V2], _TIME_INDEX), [table.ddl for table in CHECKED])
-)
-"""What SQLite says of the tables of each version, but for white space; those of 4 and 5 are those of 3."""
-OLD_SPAN_RECORDS: Final = 65_536  # in a span of an older file: a poll from a time looks through one
-
-
-def upgrade(db: sqlite3.Connection) -> None:
-    """From version 1, in the caller's transaction. Chunks without origins and epochs are the same in all versions."""
-    old = [(table, table.read(db).rows) for table in _V2]
-    for table in _V2:
-        db.execute(f"DROP TABLE IF EXISTS {table.name}")
-        db.execute(table.ddl)
-    for table, found in old:
-        table.insert(db, found)
-
-
-def replace_time_index(db: sqlite3.Connection) -> None:
-    """From version 2, in the caller's transaction. Only the index is read, which has all that is needed: some hundred
-    milliseconds for a GiB of small chunks."""
-    db.execute(SPAN.ddl)
-    spans = f"""SELECT min(first_seq), max(first_seq), min(time_ms), max(time_ms) FROM chunk INDEXED BY chunk_time
-                GROUP BY first_seq / {OLD_SPAN_RECORDS}"""
-    SPAN.insert(db, db.execute(spans).fetchall())
-    db.execute("DROP INDEX chunk_time")
-
-
-def version_of(db: sqlite3.Connection) -> int:
-    """What the tables say; bits of what the header says may have turned. From 3 on only the header can tell."""
-    if has_checksums(db, SPAN.name):
-        said = pragma(db, "user_version")
-        return said if said in (3, 4) else SCHEMA_VERSION
-    return 2 if has_checksums(db, META.name) else 1
-
-
-def has_checksums(db: sqlite3.Connection, table: str) -> bool:
-    return any(name == "crc" for _, name, *_ in db.execute(f"PRAGMA table_info({table})"))
-
-
-def upgraded(table: Table, row: Row) -> Row:
-    """A row of version 1 as today's table has it."""
-    if table is STREAM:
-        plain = (None if address is None else UUri.FromString(address).SerializeToString() for address in row[1:3])
-        try:
-            return (row[0], *plain, *row[3:])
-        except DecodeError as error:
-            raise ValueError(f"stream {row[0]} has no address that can be read") from error
-    if table is not CURSOR:
-        return row
-    name, seq, lease_until_ms = row
-    return (name, seq, lease_until_ms, int(lease_until_ms is None and name.startswith(HELD_PREFIXES)), 0)
+SCHEMAS: Final = (frozenset(" ".join(statement.split()) for statement in (*[one.ddl for one in CHECKED], *_CHUNK)),)
+"""The statements with which SQLite stores the tables of each version, with white space normalised."""
+MIGRATIONS: Final[dict[int, Callable[[sqlite3.Connection], object]]] = {}
+"""By version n: the step that brings a file to version n + 1, in one transaction."""
 
 
 # -- the file
 
 
 def has_known_schema(db: sqlite3.Connection) -> bool:
-    """False if what the file says of our tables is not what was written there. Others may have theirs beside them, such
-    as a backup tool or ANALYZE."""
+    """Return False if the file does not describe our tables as they were created. Other tables may exist beside them,
+    for example of a backup tool or of ANALYZE."""
     found = {" ".join(str(sql).split()) for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
     return any(known <= found for known in SCHEMAS)
 
@@ -314,10 +200,10 @@ LOG: Final = FileKind(
     "log",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    migrations={1: lambda db: upgrade(db), 2: replace_time_index, 3: lambda db: None, 4: lambda db: None},
+    migrations=MIGRATIONS,
     is_ours=lambda db: {"chunk", "chunk_stream", "meta"} <= tables_of(db),
     layout=(f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL"),
     quick_bytes_max=CHECK_BYTES_MAX,
-    check=lambda db: "" if has_known_schema(db) else "it does not name its tables as it did",
-    damaged=UCode.UNAVAILABLE,  # a sender tries again: the next start saves what can be read
+    check=lambda db: "" if has_known_schema(db) else "the descriptions of its tables are damaged",
+    damaged=UCode.UNAVAILABLE,  # the sender retries: the next start saves everything that can be read
 )

@@ -163,8 +163,6 @@ class _Verifier:
         except (sqlite3.DatabaseError, ValueError) as error:
             self._note(table.name, f"the table {table.name} can't be read: {error}")
             return []
-        for _, right in found.mended:
-            self._note(table.name, f"{table.columns[0]} {right[0]!r}: one bit has turned")
         for row in found.bad:
             self._note(table.name, f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
         return found.rows
@@ -257,7 +255,7 @@ class _Verifier:
 
     def _is_in_span(self, columns: Columns) -> None:
         """Do the append times that are looked up by span hold for this chunk?"""
-        if self._report.version < rows.SPAN.since or columns.first_seq > int(self._meta.get("indexed_seq", 0)):
+        if columns.first_seq > int(self._meta.get("indexed_seq", 0)):
             return
         place = bisect_right(self._spans, columns.first_seq, key=lambda span: span.first_seq) - 1
         span = self._spans[place] if place >= 0 else Span(0, 0, 0, 0)

@@ -21,7 +21,6 @@ from history.file import damage as kinds
 from history.file.damage import Damage
 from history.file.load import Cursor, Extent, Stream
 from history.file.reader import Limits
-from history.file.rows import HELD_PREFIXES
 from history.file.store import RETENTION_BYTES
 from history.file.writer import CURSORS_IDLE_S, GATHER_MS, Append, Followed, Writer, Written
 from history.log.durable import Disk
@@ -363,7 +362,14 @@ class Log(Streams):
         return dict(self._cursors)
 
     def set_cursor(
-        self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0
+        self,
+        name: str,
+        seq: int,
+        *,
+        lease_ms: int | None = None,
+        holds: bool = False,
+        absent_ms: int = 0,
+        holder: str | None = None,
     ) -> None:
         """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved on, and not far, within
         writer.CURSORS_IDLE_S, and sooner while messages come.
@@ -379,7 +385,9 @@ class Log(Streams):
             if len(self._cursors) >= CURSORS_MAX:
                 what = f"the log {self.name} has {CURSORS_MAX} cursors, which is the limit"
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-        cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms, holds, absent_ms)
+        if holder is None:
+            holder = "" if known is None else known.holder
+        cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms, holds, absent_ms, holder)
         if cursor == known:
             return
         self._cursors[name] = cursor
@@ -396,7 +404,8 @@ class Log(Streams):
         if cursor.seq < known.seq:  # back: what is on disk would lose what lies between
             return False
         if known.lease_until_ms is None or cursor.lease_until_ms is None:
-            return (known.holds, known.lease_until_ms) == (cursor.holds, cursor.lease_until_ms)
+            kept = (known.holds, known.lease_until_ms, known.holder)
+            return kept == (cursor.holds, cursor.lease_until_ms, cursor.holder)
         return known.lease_until_ms - self._now_ms() >= LEASE_LEFT_MS
 
     def drop_cursor(self, name: str) -> None:
@@ -424,8 +433,8 @@ class Log(Streams):
 
     def owed_after(self) -> int:
         """Beyond this seq some endpoint was promised everything. From any thread, as `keep_after`."""
-        cursors = list(self._cursors.items())
-        return min((one.seq for name, one in cursors if one.holds or name.startswith(HELD_PREFIXES)), default=NOBODY)
+        cursors = list(self._cursors.values())
+        return min((one.seq for one in cursors if one.holds or one.holder), default=NOBODY)
 
     # -- what was lost
 

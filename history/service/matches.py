@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from history.log.log import Log, Stream
-from history.log.numbers import Numbers
 from history.records.stream import authority_of, is_publish, kind_of, plain_address
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -31,13 +30,13 @@ from uprotocol.v1.uri_pb2 import UUri
 STREAMS_PER_STEP: Final = 2_000  # looked at in one step on the loop, and ...
 COMPARISONS_PER_STEP: Final = 4_000  # ... for these compared with so many patterns: some 2 ms
 LAST_RECORDS: Final = 4_000  # looked at for one that matches, before all streams are: where much matches, it is there
-FEW_MAX: Final = 8_192  # streams of which a plain set is kept, some 45 bytes each; of more, Numbers
+FEW_MAX: Final = (
+    8_192  # streams that are all asked for their newest record; of more, only what has changed is looked at
+)
 KINDS_MAX: Final = 4_096  # of topics, and authorities, that are remembered by one match; some 100 bytes each
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
-CACHED_BYTES_MAX: Final = (
-    64 << 20
-)  # of the streams of those: 40 that match all of 3 million topics, spread as they come
-ID_BYTES: Final = 45  # of one in a plain set
+CACHED_BYTES_MAX: Final = 64 << 20  # of the streams of those: five that match all of 262,144 topics
+ID_BYTES: Final = 45  # of one of these streams in a set
 HIDDEN: Final = "the rules, or [[access]], of this streamer let you read none of these topics"
 
 Key = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]
@@ -116,7 +115,7 @@ class Match:
         self._seen_alike: Cache[tuple[Hashable, bytes], bool] = Cache(KINDS_MAX)
         self._comparisons = 0  # of this step
         self._seen = 0  # the highest number that was looked at
-        self.ids: set[int] | Numbers = set()
+        self.ids: set[int] = set()
         self.withheld = 0
         self._withholds = False  # one was met that matches and may not be seen
         # of more than a few: the newest record of theirs among those up to `_counted_seq`
@@ -134,7 +133,7 @@ class Match:
     @property
     def memory_bytes(self) -> int:
         """About."""
-        return self.ids.memory_bytes if isinstance(self.ids, Numbers) else ID_BYTES * len(self.ids)
+        return ID_BYTES * len(self.ids)
 
     # -- which they are
 
@@ -200,7 +199,7 @@ class Match:
 
     def streams(self) -> Iterator[Stream]:
         """Those that are known; they may change meanwhile."""
-        for id in list(self.ids) if isinstance(self.ids, set) else self.ids:
+        for id in list(self.ids):
             if self._log.knows_stream(id):
                 yield self._log.stream(id)
 
@@ -210,8 +209,6 @@ class Match:
             return
         self.ids.add(stream.id)
         self._newest_seq = max(self._newest_seq, stream.newest_seq)
-        if isinstance(self.ids, set) and len(self.ids) > FEW_MAX:
-            self.ids = Numbers(self.ids)
 
     def _is_meant(self, stream: Stream) -> bool:
         """Whether a pattern matches it."""
@@ -272,7 +269,7 @@ class Match:
             return seq
         await self.complete()
         log = self._log
-        if isinstance(self.ids, set):
+        if len(self.ids) <= FEW_MAX:
             return max((log.stream(id).newest_seq for id in self.ids if log.knows_stream(id)), default=0)
         end, in_memory = log.newest_seq, log.in_memory_after
         is_sure = self._counted_seq >= in_memory and not self._is_doubtful

@@ -28,7 +28,7 @@ from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from streamer.egress import claims
 from streamer.egress.claims import Listed
-from streamer.egress.holds import HELD_PREFIX, PARKED_PREFIX
+from streamer.egress.holds import HELD_PREFIX, HOLDER, PARKED_PREFIX
 from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX
 from streamer.operating import control
 from uprotocol import uri as uris
@@ -137,7 +137,7 @@ def listed(path: Path) -> list[Listed]:
     """As the file says. Raises UStatusError: INVALID_ARGUMENT if there is no log, FAILED_PRECONDITION if it can't be
     read."""
     rows, newest, oldest = _rows(path)
-    found = {name: Cursor(seq, lease, bool(holds), absent_ms) for name, seq, lease, holds, absent_ms in rows}
+    found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
     return claims.listed(found, newest, oldest)
 
 
@@ -210,11 +210,11 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
         for name in rows:
             if _is_of(name, old) or _is_of(name, new):
                 log.drop_cursor(name)
-        log.set_cursor(CURSOR_PREFIX + new, both.seq, holds=True)
+        log.set_cursor(CURSOR_PREFIX + new, both.seq, holds=True, holder=HOLDER)
         for stream, seq in both.parked.items():
-            log.set_cursor(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True)
+            log.set_cursor(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True, holder=HOLDER)
         for unit, seq in both.held.items():
-            log.set_cursor(f"{HELD_PREFIX}{new}:{unit}", seq)
+            log.set_cursor(f"{HELD_PREFIX}{new}:{unit}", seq, holder=HOLDER)
     return next(one for one in listed(path) if one.endpoint == new)
 
 

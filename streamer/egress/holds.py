@@ -38,6 +38,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 PARKED_PREFIX: Final = "parked:"
 HELD_PREFIX: Final = "held:"
+HOLDER: Final = "egress"  # of all cursors of an endpoint that is owed every record
 OWED_PREFIX: Final = "owed:"
 # topics of one peer; each has a row of the log's file. Beyond it the peer waits, and nothing is lost
 PARKED_MAX: Final = 5_000
@@ -191,7 +192,8 @@ class TopicHolds(dict[int, TopicHold]):
         parked = self[stream]
         waited_ms = int(self._ran_ms - parked.began)
         holds = waited_ms < self._wait_ms_max
-        self._log.set_cursor(f"{self._prefix}{stream}", parked.after, holds=holds, absent_ms=waited_ms)
+        cursor = f"{self._prefix}{stream}"
+        self._log.set_cursor(cursor, parked.after, holds=holds, absent_ms=waited_ms, holder=HOLDER)
 
 
 class OwedTopics(dict[int, int]):
@@ -648,7 +650,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._young.pop(hold.unit, None)
         hold.has_row = True
         hold.noted_s = self._time() - hold.began
-        self._log.set_cursor(self._row_of(hold), hold.after, absent_ms=int(hold.noted_s * 1000))
+        self._log.set_cursor(self._row_of(hold), hold.after, absent_ms=int(hold.noted_s * 1000), holder=HOLDER)
 
     # What is seen
 

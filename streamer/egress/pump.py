@@ -31,7 +31,7 @@ from history.records.stream import is_publish
 from streamer.egress.blocked import Aside, Item, key_of
 from streamer.egress.blocked import Key as StreamKey
 from streamer.egress.flights import LAND_S, Flights
-from streamer.egress.holds import HELD_HOURS, AddressHold, AddressHolds, Kind, OwedTopics, TopicHold, TopicHolds
+from streamer.egress.holds import HELD_HOURS, HOLDER, AddressHold, AddressHolds, Kind, OwedTopics, TopicHold, TopicHolds
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.priority_queue import PriorityQueue
 from streamer.letters.dead_letter import DeadLetters
@@ -283,7 +283,7 @@ class Pump:
     def _save(self) -> None:
         """Retention by age keeps what the peer has not had, until it has been away for too long."""
         holds = self.absent_ms < self._absent_ms_max
-        self.log.set_cursor(self.name, self.cursor, holds=holds, absent_ms=self.absent_ms)
+        self.log.set_cursor(self.name, self.cursor, holds=holds, absent_ms=self.absent_ms, holder=HOLDER)
 
     async def run(self) -> None:
         """Pump until cancelled, from where `begin` found it. What is under way then is waited for, LAND_S at most."""

@@ -79,7 +79,7 @@ def test_what_is_damaged_is_listed_and_the_exit_code_says_so(data_dir: Path) -> 
     shown = run("verify", "--data-dir", data_dir)
     assert shown.exit_code == 1
     assert "records: the records between 4 and 7" in shown.stdout
-    assert "cursor: name 'egress:cloud': one bit has turned" in shown.stdout
+    assert "cursor: name 'egress:cloud': the checksum is wrong" in shown.stdout
     (found,) = as_json("verify", "--data-dir", data_dir)
     assert (found["sound"], found["records"], found["found_total"]) == (False, 18, 2)
     assert {row["kind"] for row in found["found"]} == {"records", "cursor"}

@@ -546,7 +546,7 @@ async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> N
         log.on_passed(told.append)
         for _ in range(5):
             await append(log, 0, 1)
-        log.set_cursor("egress:cloud", 3)
+        log.set_cursor("egress:cloud", 3, holder="egress")
         writer = log._storage.writer
         assert writer is not None
         now += 120_000

@@ -4,10 +4,8 @@ was."""
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,15 +78,6 @@ async def full_then_room(path: Path, free_bytes: int, now_ms: int, expected: int
 @pytest.mark.parametrize("free_bytes", FREE_BYTES)
 async def test_a_new_log(disk: Path, free_bytes: int) -> None:
     await full_then_room(disk / "history.db", free_bytes, 1_800_000_000_000, 0)
-
-
-@pytest.mark.parametrize("free_bytes", FREE_BYTES)
-async def test_a_log_of_the_version_before(disk: Path, old_data: OldData, old_content: Any, free_bytes: int) -> None:
-    for path in old_data("stopped").glob("history.db*"):
-        shutil.copy(path, disk)
-    await full_then_room(
-        disk / "history.db", free_bytes, old_content["now_ms"], old_content["history"]["stopped"]["newest_seq"]
-    )
 
 
 @pytest.mark.parametrize("free_bytes", FREE_BYTES)

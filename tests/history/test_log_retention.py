@@ -121,7 +121,7 @@ async def test_what_age_takes_from_an_endpoint_is_handed_over(made: tuple[Log, C
         told: list[tuple[Passed, int]] = []
         log.on_passed(lambda passed: told.append((passed, log.floor_seq)))
         await append(log, 30)
-        log.set_cursor("egress:cloud", 15)
+        log.set_cursor("egress:cloud", 15, holder="egress")
         sent = [data for chunk in await log.read(0) for data in chunk.data]
         clock.now += 2 * AGE_MS
         await append(log, 10)
@@ -169,7 +169,7 @@ async def test_nobody_is_told_of_what_everybody_has_had(made: tuple[Log, Clock])
         told: list[Passed] = []
         log.on_passed(told.append)
         await append(log, 30)
-        log.set_cursor("egress:cloud", 30)
+        log.set_cursor("egress:cloud", 30, holder="egress")
         log.set_cursor("consumer:slow", 3, lease_ms=10)
         clock.now += 2 * AGE_MS
         await append(log, 10)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from history.file import load, opening, retention, rows, store, writer
+from history.file import load, retention, rows, store, writer
 from history.file.reader import Limits, Reader, walk
 from history.file.verify import verify
 from history.log.log import Log
@@ -372,124 +372,26 @@ async def test_the_index_names_nothing_that_was_deleted_after_the_next_checkpoin
     assert ask(copy, "SELECT sum(bytes) FROM chunk") == [(stored,)]
 
 
-# -- files of before
-
-
-def as_version_2(path: Path) -> None:
-    """What version 2 would have left, in its pages."""
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        for statement in (
-            "PRAGMA journal_mode = DELETE",
-            "CREATE INDEX chunk_time ON chunk (time_ms)",
-            "DROP TABLE span",
-            "PRAGMA user_version = 2",
-            "PRAGMA page_size = 16384",
-            "VACUUM",
-            "PRAGMA journal_mode = WAL",
-        ):
-            db.execute(statement)
-
-
-@pytest.mark.parametrize("size", ["small", "great", "in use"])
-async def test_a_file_of_version_2_keeps_all(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, size: str
-) -> None:
-    path = tmp_path / "l.db"
-    async with await open_log(path, clock) as log:
-        for number in range(300):
-            clock.now_ms += 10
-            await append(log, topic=number % 3)
-        log.set_cursor("egress:cloud", 77, holds=True)
-        records = [data for chunk in await log.read(0) for data in chunk.data]
-    as_version_2(path)
-    assert verify(path).is_sound
-    if size == "great":
-        monkeypatch.setattr(opening, "REPAGED_BYTES_MAX", 10_000)
-    reader = sqlite3.connect(path)
-    reader.execute("SELECT count(*) FROM chunk").fetchall()
-    if size != "in use":
-        reader.close()
-    for _ in range(2):
-        async with await open_log(path, clock) as log:
-            read = []
-            while chunks := await log.read(len(read)):
-                read += [data for chunk in chunks for data in chunk.data]
-            assert (read, log.damage) == (records, [])
-            assert log.cursors() == {"egress:cloud": 77}
-            assert await log.seq_before_time(START_MS + 1_000) == 100
-            await append(log)
-            records += (await log.read(log.newest_seq - 1))[0].data
-        assert verify(path).is_sound
-    reader.close()
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        assert pragma(db, "user_version") == rows.SCHEMA_VERSION
-        assert pragma(db, "page_size") == (rows.PAGE_BYTES if size == "small" else 16_384)
-        assert rows.has_known_schema(db)
-    assert not Path(f"{path}.new").exists()
+# -- versions
 
 
 def change_version(path: Path, version: int) -> int:
-    """Returns what the file said before."""
+    """Returns the version before."""
     with contextlib.closing(sqlite3.connect(path)) as db:
         before = pragma(db, "user_version")
         db.execute(f"PRAGMA user_version = {version}")
         return before
 
 
-def dump(path: Path) -> list[str]:
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        return list(db.iterdump())
-
-
-async def test_a_file_of_version_3_keeps_all_and_only_its_version_is_another(tmp_path: Path, clock: Clock) -> None:
+async def test_a_version_whose_bits_flipped_is_corrected(tmp_path: Path, clock: Clock) -> None:
+    """No log has version 0."""
     path = tmp_path / "l.db"
     async with await open_log(path, clock) as log:
         await append(log, 3)
-        log.set_cursor("egress:cloud", 1, holds=True)
-        records = (await log.read(0))[0].data
-    assert change_version(path, 3) == rows.SCHEMA_VERSION == 5
-    before = dump(path)
-    report = verify(path)
-    assert (report.is_sound, report.version) == (True, 3)
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        assert rows.version_of(db) == 3
-    store.Store(path).close()
-    assert change_version(path, 5) == 5
-    assert dump(path) == before
-    async with await open_log(path, clock) as log:
-        assert ((await log.read(0))[0].data, log.cursors(), log.damage) == (records, {"egress:cloud": 1}, [])
-
-
-@pytest.mark.parametrize("version", [0, 1, 2])
-async def test_a_version_in_which_bits_turned_is_put_right(tmp_path: Path, clock: Clock, version: int) -> None:
-    """The tables say that it is not so old."""
-    path = tmp_path / "l.db"
-    async with await open_log(path, clock) as log:
-        await append(log, 3)
-    change_version(path, version)
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        assert rows.version_of(db) == 5
+    assert change_version(path, 0) == 1
     async with await open_log(path, clock) as log:
         assert (log.newest_seq, log.damage) == (3, [])
-    assert change_version(path, 5) == 5
-
-
-async def test_a_great_file_of_before_is_kept_within_its_bytes(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "REPAGED_BYTES_MAX", 0)
-    path, bound = tmp_path / "l.db", 8 << 20
-    async with await open_log(path, clock) as log:
-        await append(log)
-    as_version_2(path)
-    async with await open_log(path, clock, retention_bytes=bound, tail_bytes=1) as log:
-        highest = 0
-        for _ in range(100):
-            await append(log, 100, size=2_000)
-            clock.seconds += 1
-            highest = max(highest, sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()))
-        assert highest <= bound
-        assert log.floor_seq > 0
+    assert change_version(path, 1) == 1
 
 
 # -- damage without an index on time

@@ -1,20 +1,23 @@
-"""Logs of the version before open with everything in them, or are refused unharmed; and the versions understand each
-other on the wire."""
+"""A log of another format is migrated completely, or is refused unharmed; and the versions understand each other on the
+wire."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import sqlite3
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from history.file import rows
+from history.file import opening, rows
 from history.file.store import Store
-from history.log.log import Cursor, Log
+from history.log.log import Log
 from history.service.service import HistoryService
+from storage.file import Step, pragma
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, DescribeResponse, PollRequest, PollResponse
@@ -23,97 +26,36 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
-OldData = Callable[[str], Path]
 WIRE = Path(__file__).parent.parent / "fixtures" / "data-0.1.0" / "wire.json"
-DAY_MS = 24 * 3_600_000
-
-
-async def open_log(folder: Path, now_ms: int) -> Log:
-    return await Log.open(folder / "history.db", name="upgraded", now_ms=lambda: now_ms)
-
-
-async def content(log: Log) -> list[dict[str, Any]]:
-    """Every record, as expected.json has it."""
-    found = []
-    after = 0
-    while chunks := await log.read(after):
-        after = chunks[-1].last_seq
-        for chunk in chunks:
-            for seq, id, data in zip(chunk.seqs, chunk.streams, chunk.data, strict=True):
-                stream = log.stream(id)
-                sink = None if stream.sink is None else uris.format(stream.sink)
-                found.append(
-                    {
-                        "seq": seq,
-                        "stream": id,
-                        "source": uris.format(stream.source),
-                        "sink": sink,
-                        "message": data.hex(),
-                    }
-                )
-    return found
+TOPIC = uris.uri("vehicle1", 0x8001, 1, 0x8000)
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if not path.name.endswith((".lock", "-shm")) and path.stat().st_size
+        if path.is_file() and not path.name.endswith((".lock", "-shm")) and path.stat().st_size
     }
 
 
-@pytest.mark.parametrize("name", ["stopped", "killed"])
-async def test_a_log_of_0_1_0_keeps_records_positions_and_cursors(
-    old_data: OldData, old_content: Any, name: str
-) -> None:
-    folder, expected = old_data(name), old_content["history"]
-    now_ms, cursors = old_content["now_ms"], expected[name]["cursors"]
-    records = expected["records"][: expected[name]["newest_seq"]]
-    for _ in range(2):  # as the version before left it, and as we do
-        async with await open_log(folder, now_ms) as log:
-            assert log.incarnation.hex() == expected["incarnation"]
-            assert await content(log) == records
-            assert log.cursors() == cursors
-            assert log.cursor_rows()["egress:cloud"] == Cursor(cursors["egress:cloud"], holds=True)
-            assert log.cursor_rows()["consumer:app"].lease_until_ms == now_ms + 3_600_000
-            assert (log.damage, log.holes, log.dropped) == ([], [], {})
-            newest: dict[int, int] = {}
-            for record in records:
-                newest[record["stream"]] = record["seq"]
-            assert {stream.id: stream.newest_seq for stream in log.streams()} == newest
-            rare = records[-1]["stream"]
-            found = [seq for chunk in await log.read(0, streams={rare}) for seq in chunk.seqs]
-            assert found == [record["seq"] for record in records if record["stream"] == rare]
+async def made(path: Path, *, killed: bool = False) -> Path:
+    """The folder of a log with three records and a cursor, closed or as a killed process leaves it."""
+    async with await Log.open(path, name="made") as log:
+        await append(log, 3)
+        log.set_cursor("egress:cloud", 2, holds=True)
+        await log.saved()
+        left = path.parent
+        if killed:
+            left = path.parent / "killed"
+            left.mkdir()
+            for file in path.parent.glob("history.db*"):
+                shutil.copy(file, left)
+    return left
 
 
-async def test_the_first_append_after_an_upgrade_goes_on_where_the_version_before_stopped(
-    old_data: OldData, old_content: Any
-) -> None:
-    folder = old_data("killed")
-    async with await open_log(folder, old_content["now_ms"]) as log:
-        last = old_content["history"]["records"][-1]
-        message = UMessageBuilder.publish(uris.parse(last["source"])).build_from_upayload(UPayload(b"new", 5))
-        assert await log.append([last["stream"]], [message]) == last["seq"] + 1
-        ((prev_seq,),) = [chunk.prev_seqs for chunk in await log.read(last["seq"])]
-        assert prev_seq == last["seq"]
-
-
-async def test_what_an_endpoint_waited_for_is_not_aged_by_the_upgrade(old_data: OldData, old_content: Any) -> None:
-    """The version before could not say that its cursors hold what is old."""
-    folder = old_data("stopped")
-    async with await open_log(folder, old_content["now_ms"] + 30 * DAY_MS) as log:
-        assert log.durable
-        log._storage.writer._next_retention = 0.0
-        log.set_cursor("egress:mcu", 32, holds=True)  # rouses the writer
-        oldest = old_content["history"]["stopped"]["cursors"]["egress:cloud"]
-        message = UMessageBuilder.publish(uris.parse("//vehicle1/8001/1/8000")).build_from_upayload(UPayload(b"new", 5))
-        await log.append([log.stream_id(uris.parse("//vehicle1/8001/1/8000"))], [message])
-        assert log.floor_seq <= oldest
-        assert oldest + 1 in {record["seq"] for record in await content(log)}
-
-
-class Interrupted(Exception):
-    pass
+async def append(log: Log, count: int) -> None:
+    message = UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x", 5))
+    await log.append([log.stream_id(TOPIC)] * count, [message] * count)
 
 
 class _Fragile:
@@ -139,51 +81,54 @@ class _Fragile:
         return self._db.executemany(*arguments)
 
 
-async def test_an_upgrade_that_is_interrupted_at_any_statement_leaves_the_old_log(
-    old_data: OldData, old_content: Any, monkeypatch: pytest.MonkeyPatch
+def add_column(db: sqlite3.Connection) -> None:
+    """A made-up step from version 1 to version 2."""
+    db.execute("CREATE TABLE note (text TEXT)")
+    db.execute("INSERT INTO note VALUES ('new')")
+
+
+async def test_a_migration_that_fails_at_any_statement_leaves_the_old_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upgrade = rows.upgrade
-    expected, now_ms = old_content["history"], old_content["now_ms"]
-    for statements in range(100):
-        folder = old_data("killed")
-        left = [statements]
-        monkeypatch.setattr(rows, "upgrade", lambda db, left=left: upgrade(_Fragile(db, left)))  # type: ignore[misc, arg-type]
-        refused: UStatusError | None = None
-        try:
-            Store(folder / "history.db").close()
-        except UStatusError as error:
-            refused = error
-        if refused is None:
-            assert left[0] == 0, "no statement was left out"
-            assert statements > 15
-            return
-        assert refused.code == UCode.UNAVAILABLE
-        db = sqlite3.connect(folder / "history.db")
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
-        assert db.execute("SELECT max(first_seq + records) - 1 FROM chunk").fetchone() == (
-            expected["killed"]["newest_seq"],
-        )
-        assert db.execute("SELECT seq FROM cursor WHERE name = 'egress:cloud'").fetchone() == (97,)
-        db.close()
-        monkeypatch.setattr(rows, "upgrade", upgrade)
-        if statements % 5 == 0:
-            async with await open_log(folder, now_ms) as log:
-                assert await content(log) == expected["records"]
-        for path in folder.iterdir():
-            path.unlink()
-    raise AssertionError("it never ends")
+    path = tmp_path / "history.db"
+    await made(path)
+
+    def version() -> int:
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            return pragma(db, "user_version")
+
+    def new_program(step: Step) -> None:
+        monkeypatch.setattr(opening, "LOG", replace(rows.LOG, version=2, migrations={1: step}))
+
+    for statements in range(2):
+        new_program(lambda db, left=[statements]: add_column(_Fragile(db, left)))  # type: ignore[arg-type, misc]
+        with pytest.raises(UStatusError) as error:
+            Store(path).close()
+        assert error.value.code == UCode.UNAVAILABLE
+        assert version() == 1
+        monkeypatch.undo()
+        async with await Log.open(path, name="old program") as log:
+            assert (log.newest_seq, log.cursors(), log.damage) == (3, {"egress:cloud": 2}, [])
+    new_program(add_column)
+    for _ in range(2):
+        async with await Log.open(path, name="new program") as log:
+            assert (log.newest_seq, log.cursors(), log.damage) == (3, {"egress:cloud": 2}, [])
+        assert version() == 2
+    monkeypatch.undo()
+    with pytest.raises(UStatusError, match="newer"):
+        await Log.open(path, name="old program")
 
 
-@pytest.mark.parametrize("name", ["stopped", "killed"])
-async def test_a_newer_log_is_refused_and_no_byte_of_it_changes(old_data: OldData, name: str) -> None:
-    folder = old_data(name)
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+async def test_a_newer_log_is_refused_and_no_byte_of_it_changes(tmp_path: Path, *, killed: bool) -> None:
+    folder = await made(tmp_path / "history.db", killed=killed)
     db = sqlite3.connect(folder / "history.db")
     db.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION + 1}")
-    if name == "killed":  # the newer version's write-ahead log stays where it is, too
+    if killed:  # the write-ahead log of the newer version must not change either
         for suffix in ("", "-wal"):
             (folder / f"kept{suffix}").write_bytes((folder / f"history.db{suffix}").read_bytes())
     db.close()
-    if name == "killed":
+    if killed:
         for suffix in ("", "-wal"):
             (folder / f"kept{suffix}").replace(folder / f"history.db{suffix}")
         assert (folder / "history.db-wal").stat().st_size > 0

@@ -230,7 +230,7 @@ class Database:
         marked: Marked | None = None
         tables, path = self._tables, str(self.path)
         try:
-            marked = read_mark(self.path, may_be_v1=False)
+            marked = read_mark(self.path)
         except (OSError, BadMarkError) as error:
             log.warning("the mark of the subscriptions can't be used, and begins anew", path=path, why=str(error))
         row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
