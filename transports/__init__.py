@@ -1,19 +1,18 @@
 """Networks that carry UMessages. A transport is one module with a PLUGIN; it never knows the streamer.
 
-plugin.py      name, config, constructor; found by entry point, imported only when named
+plugin.py      name, config, constructor; found by entry point, imported only when a configuration names it
 listeners.py   filter -> listeners, shared by all plugins
-base.py        what every transport does alike: checks before sending, connection callbacks, its listeners
-arrivals.py    what has arrived -> listeners: bounded, in batches, acknowledged last, again if not taken
+base.py        common parts of all transports: checks before sending, connection callbacks, listeners
+arrivals.py    queue of arrived messages -> listeners: bounded, in batches, acknowledged last, redelivered if not taken
 local.py  zenoh/  dds/  mqtt5/      the plugins
-conformance/   what every one of them must show; ships, so that a plugin from elsewhere can show it too
-new.py         a repository for one from elsewhere: python -m transports.new NAME DIRECTORY
+conformance/   test suite for every transport; part of the wheel, so that plugins from elsewhere can run it
+new.py         makes a repository for a new plugin: python -m transports.new NAME DIRECTORY
 """
 
 import uprotocol
 
 if getattr(uprotocol, "OF", None) != "up-streamer":
     raise ImportError(
-        "'uprotocol' is not the package of up-streamer but another one, most likely of up-python "
-        f"({uprotocol.__file__}): each brings one "
-        "of that name, so use a virtual environment for each"
+        f"expected the package 'uprotocol' of up-streamer, got another one ({uprotocol.__file__}), probably that of "
+        "up-python: both have this name, so use a virtual environment for each"
     )

@@ -1,4 +1,4 @@
-"""What every transport does alike, written once. Ours are made on it; a plugin may be, and need not.
+"""The common parts of all transports. Ours are based on it; a plugin may be.
 
 send_batch: message -> valid?            -> not expired?      -> not too large?   -> the network
                        INVALID_ARGUMENT     DEADLINE_EXCEEDED    INVALID_ARGUMENT    UNAVAILABLE: stopped() says so
@@ -23,7 +23,7 @@ from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
-from uprotocol.status import OK as OK  # for who sends: what a message is answered
+from uprotocol.status import OK as OK  # for transports: the status of a message that was sent
 from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -31,8 +31,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# (type, source, sink) of which something is kept for messages that differ in more than id and payload: the others find
-# their stamp known
+# cached (type, source, sink) for messages that differ in more than id and payload; the others have a cached stamp
 ROUTES_CACHED_MAX: Final = 8_192
 
 NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
@@ -47,22 +46,22 @@ T = TypeVar("T")
 
 
 class SendChecks:
-    """Says what may not leave, and why."""
+    """Checks messages before they are sent."""
 
     def __init__(self, *, now_ms: Callable[[], int] = uuids.now_ms) -> None:
         self.now_ms = now_ms
         self._valid_routes: Cache[_RouteKey, bool] = Cache(ROUTES_CACHED_MAX)
 
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
-        """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14)."""
+        """None if `message` may be sent; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED if it has expired (A-14)."""
         attributes = message.attributes
         sink = attributes.sink if attributes.HasField("sink") else None
         source = attributes.source.SerializeToString()
         route = attributes.type, source, sink.SerializeToString() if sink is not None else None
         try:
             if route not in self._valid_routes:
-                there = attributes.source if attributes.HasField("source") else None
-                attrs.validate_route(attributes.type, there, sink)
+                present = attributes.source if attributes.HasField("source") else None
+                attrs.validate_route(attributes.type, present, sink)
                 self._valid_routes[route] = True
             attrs.validate_rest(attributes)
             attrs.validate_payload(attributes, message.HasField("payload"))
@@ -78,18 +77,17 @@ class SendChecks:
 
 
 def too_large(size: int, bytes_max: int) -> UStatus:
-    """The answer to a message of `size` bytes on the network, where its owner (`UTransport.wire_bytes_max`) allows
-    fewer: it is that message's own fault, which no later try mends."""
+    """The status of a message of `size` bytes on the network, more than its owner allows (`UTransport.wire_bytes_max`):
+    INVALID_ARGUMENT, since a retry can't succeed."""
     return UStatus(
         code=UCode.INVALID_ARGUMENT,
-        message=f"a message has at most {bytes_max} bytes here, attributes and payload together, got {size}: send "
+        message=f"expected a message of at most {bytes_max} bytes, attributes and payload together, got {size}: send "
         "less, or raise message_bytes_max at both ends",
     )
 
 
 def stopped(statuses: list[UStatus], count: int, why: UStatus) -> list[UStatus]:
-    """`statuses` filled up to `count`: the first missing one is `why`, those behind it were not tried (code as
-    `why`)."""
+    """Fill `statuses` up to `count`: the first missing one is `why`; those behind it say "not tried", with its code."""
     assert why.code != UCode.OK, f"only a failure stops a batch, not {code_name(why.code)}"
     if len(statuses) < count:
         statuses.append(why)
@@ -99,7 +97,7 @@ def stopped(statuses: list[UStatus], count: int, why: UStatus) -> list[UStatus]:
 
 
 def tell(callbacks: Iterable[Callable[..., None]], *what: Any) -> None:
-    """Call all of them; what one raises is logged, and harms nobody."""
+    """Call all `callbacks`. An exception of one is logged, and the others are called all the same."""
     for callback in callbacks:
         try:
             callback(*what)
@@ -108,9 +106,8 @@ def tell(callbacks: Iterable[Callable[..., None]], *what: Any) -> None:
 
 
 async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T], object]) -> T:
-    """What `make` answers, which may block: on a thread that nobody need wait for, not even the end of the process.
-
-    What it makes after its caller has been cancelled is discarded, also on a thread."""
+    """Call `make`, which may block, on a thread of its own, and return its result. The process does not wait for the
+    thread at its end. A result that comes after the caller was cancelled is passed to `discard`, also on a thread."""
     made: Future[T] = Future()
 
     def run() -> None:
@@ -129,13 +126,13 @@ async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T],
     try:
         return await asyncio.wrap_future(made)
     except asyncio.CancelledError:
-        if not made.cancel() and made.exception() is None:  # it was made just then
+        if not made.cancel() and made.exception() is None:  # it completed just then
             threading.Thread(target=discard, args=(made.result(),), name=name, daemon=True).start()
         raise
 
 
 class TransportSettings(BaseModel):
-    """What each transport can be told. An unknown key is a mistake, and `up-streamer check` says so."""
+    """Settings of every transport. An unknown key is an error, which `up-streamer check` reports."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -146,16 +143,16 @@ class TransportSettings(BaseModel):
 
     @property
     def certificate_files(self) -> Sequence[CertificateFile]:
-        """The files with certificates that are set: their expiry is a metric, and a note 14 days before."""
+        """The configured certificate files: their expiry is a metric, and a note from 14 days before."""
         return ()
 
 
 class TransportBase(UTransport):
-    """A transport that keeps its listeners, checks what it sends, and tells of its connection.
+    """A transport that keeps its listeners, checks what it sends, and reports its connection.
 
-    `send_batch`, `open` and `close` are left to write, and `listen` and `unlisten` where the network has to know what
-    we want. Lives on the event loop: from another thread only `authority`, `checks` and `dropped` may be used, the
-    checks by one thread alone.
+    A subclass adds `send_batch`, `open` and `close`, and `listen` and `unlisten` if the network must know the filters.
+    Lives on the event loop: other threads may use only `authority`, `checks` and `dropped`, and `checks` only one
+    thread.
     """
 
     def __init__(self, config: TransportSettings, local: LocalUriProvider) -> None:
@@ -167,7 +164,7 @@ class TransportBase(UTransport):
         )
         self.checks = SendChecks()
         self.is_open = False
-        self.registering = asyncio.Lock()  # the network is asked for a filter, or no longer, never both at once
+        self.registering = asyncio.Lock()  # never `listen` and `unlisten` at once
         self._connected, self._away_because = False, ""
         self._on_connection: list[ConnectionCallback] = []
 
@@ -182,7 +179,7 @@ class TransportBase(UTransport):
         return self.listeners.mended
 
     def take_ttl_counts(self) -> TtlCounts:
-        """Messages with a ttl that arrived since the last call: whoever calls takes them from all others."""
+        """Messages with a ttl that arrived since the last call, so there should be one caller."""
         return self.listeners.take_ttl_counts()
 
     @property
@@ -199,8 +196,8 @@ class TransportBase(UTransport):
         return self._away_because
 
     def set_connected(self, connected: bool, why: str = "") -> None:
-        """So it is from now on; `why` the network is away, where that is known. Whoever wants to know is told, if it is
-        a change of `connected`."""
+        """Set `connected`, and `why` the network is away if that is known. If `connected` changes, the callbacks of
+        `on_connection` are called."""
         self._away_because = "" if connected else why
         if connected != self._connected:
             self._connected = connected
@@ -216,10 +213,10 @@ class TransportBase(UTransport):
             self.check_open()
             filter = self.listeners.add(source_filter, sink_filter, listener)
             if filter is None:
-                return  # the network delivers it already
+                return  # the network delivers this filter already
             try:
                 await self.listen(filter)
-            except BaseException:  # cancelled, too: else it would count as registered when it is tried again
+            except BaseException:  # also if cancelled: else a second try would find it registered
                 self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 
@@ -250,13 +247,13 @@ class TransportBase(UTransport):
                 await self.unlisten(filter)
 
     async def listen(self, filter: Filter) -> None:
-        """Returns when the network delivers what matches from here on. What UStatusError it raises is the caller's
-        answer, and nothing is registered then."""
+        """Returns when the network delivers all matching messages from now on. A UStatusError that it raises goes to
+        the caller, and nothing is registered."""
 
     def listen_at_open(self, filter: Filter) -> None:
-        """A filter that is new before `open`. Override it if `open` has the network deliver what matches
-        `self.listeners.filters`. What UStatusError it raises is the caller's answer, and nothing is registered then."""
+        """A filter is new before `open`. Override it if `open` has the network deliver what matches
+        `self.listeners.filters`. A UStatusError that it raises goes to the caller, and nothing is registered."""
         raise UStatusError.from_status(NOT_OPEN)
 
     async def unlisten(self, filter: Filter) -> None:
-        """The network need not deliver it any more."""
+        """The network need not deliver this filter any more."""

@@ -1,8 +1,8 @@
-"""Certificates in files: loaded anew after a renewal, checked, and told of before they expire.
+"""Certificates in files: loaded again after a renewal, checked, and reported before they expire.
 
-files -> KeptFiles: changed? -> a new SSLContext; a pair that can't be loaded (half-written, say) keeps the last one
-CertificateFile, one for each setting -> mistake: what `up-streamer check` says
-                                      -> Expiries: read once in LOOK_S -> metric, notes, a log line for each change
+files -> KeptFiles: changed? -> a new SSLContext; if a pair can't be loaded (half-written, say) the last one is kept
+CertificateFile, one for each setting -> mistake: for `up-streamer check`
+                                      -> Expiries: read every LOOK_S -> metric, notes, a log line for each change
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from uprotocol.v1.ucode_pb2 import UCode
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-LOOK_S: Final = 60.0  # between two looks at the files: a renewal has days
+LOOK_S: Final = 60.0  # between two checks of the files: a renewal may take days
 DAY_S: Final = 86_400
-SOON_S: Final = 14 * DAY_S  # so long before its end a certificate is told of
-FILE_BYTES_MAX: Final = 4 << 20  # the bundle of a whole system has 250 KiB
+SOON_S: Final = 14 * DAY_S  # so long before its expiry a certificate is reported
+FILE_BYTES_MAX: Final = 4 << 20  # the bundle of a system has 250 KiB
 
 _PEM: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
@@ -46,7 +46,7 @@ FileStamp = tuple[
 
 @dataclass(frozen=True, slots=True)
 class CertificateFile:
-    """A PEM file that a setting names. `is_ca`: the certificates in it are those that others are checked against."""
+    """A PEM file that a setting names. `is_ca`: other certificates are checked against those in it."""
 
     setting: str  # such as "tls.cert_file", below the settings of its endpoint
     path: Path
@@ -55,7 +55,7 @@ class CertificateFile:
 
 
 def stamp(files: Iterable[Path | None]) -> FileStamp:
-    """Differs after a change of one of `files`. Blocks."""
+    """Changes when one of `files` does. Blocks."""
 
     def one(file: Path) -> tuple[int, int, int] | None:
         try:
@@ -68,7 +68,8 @@ def stamp(files: Iterable[Path | None]) -> FileStamp:
 
 
 class KeptFiles(Generic[T]):
-    """What `make` makes of `files`, as they are now. Its methods block; threads may share it."""
+    """An object that `make` makes from `files`, made again when they change. Its methods block; threads may share
+    it."""
 
     def __init__(self, files: Sequence[Path | None], make: Callable[[], T]) -> None:
         """`make` raises UStatusError if the files can't be used."""
@@ -82,10 +83,10 @@ class KeptFiles(Generic[T]):
         return f"KeptFiles({[str(file) for file in self._files if file is not None]}, trouble={self.trouble!r})"
 
     def current(self) -> T:
-        """Made anew if a file has changed since the last one was. If that fails the last one is kept, `trouble` says
-        why, and the next call tries again. Raises what `make` raises if there was never one."""
+        """Returns the object, made again if a file has changed. If that fails the last one is kept, `trouble` says why,
+        and the next call tries again. If there was never one, raises the exception of `make`."""
         with self._lock:
-            now = stamp(self._files)  # before they are read: what changes meanwhile is seen by the next call
+            now = stamp(self._files)  # before they are read: the next call notices later changes
             if self._made is not None and now == self._stamp:
                 self._set_trouble("")
                 return self._made
@@ -94,7 +95,7 @@ class KeptFiles(Generic[T]):
             except UStatusError as error:
                 if self._made is None:
                     raise
-                self._set_trouble(f"{error.message}; what was read before stays in use until they can")
+                self._set_trouble(f"{error.message}; the last content stays in use until then")
                 return self._made
             if self._made is not None:
                 log.info("changed files were read again", files=[str(file) for file in self._files if file])
@@ -112,9 +113,9 @@ TlsFiles = KeptFiles[ssl.SSLContext]
 
 
 def read(file: CertificateFile) -> list[Certificate]:
-    """Those in it that can be read, at least one, in their order. Blocks. Raises UStatusError(FAILED_PRECONDITION).
+    """The readable certificates in `file`, at least one, in order. Blocks. Raises UStatusError(FAILED_PRECONDITION).
 
-    One of a whole system's bundle may be odd, and OpenSSL takes it all the same.
+    Unreadable ones are skipped: some in the bundle of a system may be odd, and OpenSSL accepts the bundle.
     """
     try:
         with file.path.open("rb") as opened:
@@ -133,24 +134,24 @@ def read(file: CertificateFile) -> list[Certificate]:
 
 @functools.cache
 def _x509() -> ModuleType:
-    """Loaded for who has certificates: 0.1 s and 9 MiB."""
+    """Imported only if there are certificates: 0.1 s and 9 MiB."""
     from cryptography import x509
     from cryptography.utils import CryptographyDeprecationWarning
 
-    # it is of certificates that are not ours to change, and standard error is the log's
+    # these warnings concern certificates that we can't change, and standard error is for the log
     warnings.filterwarnings("ignore", category=CryptographyDeprecationWarning)
     return x509
 
 
 def expires_s(file: CertificateFile) -> float:
-    """Unix seconds: the first end in a chain of ours; of certificates to trust the last one, since an old and a new CA
-    stand side by side while the old one is replaced. Blocks. Raises as `read`."""
+    """Unix seconds: the first expiry in our own chain; the last one of CA certificates, since an old and a new CA are
+    both in the file during a replacement. Blocks. Raises as `read`."""
     ends = [one.not_valid_after_utc.timestamp() for one in read(file)]
     return max(ends) if file.is_ca else min(ends)
 
 
 def mistake(file: CertificateFile, now_s: float) -> str:
-    """Why TLS can't work with it, what was expected and what to do; empty if nothing is known against it. Blocks."""
+    """Why TLS can't work with `file`, what was expected and what to do; "" if nothing is wrong. Blocks."""
     try:
         certificates = read(file)
         end = expires_s(file)
@@ -164,7 +165,7 @@ def mistake(file: CertificateFile, now_s: float) -> str:
 
 
 def _may_be_trusted(certificate: Certificate) -> bool:
-    """A CA's, or one that is trusted by itself."""
+    """It is that of a CA, or self-signed."""
     if certificate.issuer == certificate.subject:
         return True
     with contextlib.suppress(_x509().ExtensionNotFound, ValueError):
@@ -185,25 +186,24 @@ def _pair_mistake(certificate: Path, key: Path) -> str:
 
 
 def load_pair(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
-    """Into `context`. Raises OSError (SSLError is one), or ValueError for a key that has a passphrase."""
-    context.load_cert_chain(certificate, key, password="")  # none: else it asks the terminal
+    """Load both into `context`. Raises OSError (SSLError is one), or ValueError for a key with a passphrase."""
+    context.load_cert_chain(certificate, key, password="")  # without, OpenSSL asks on the terminal
 
 
 @dataclass(slots=True)
 class _WatchedFile:
-    """What was found in one file."""
+    """The state of one file."""
 
-    owner: str  # the endpoint's name; "" is the admin port
+    owner: str  # the endpoint's name; "": the admin port
     file: CertificateFile
     stamp: FileStamp = ()
     expires_s: float | None = None  # None: it can't be read
     trouble: str = ""
-    state: str | None = None  # as it was last logged; None: it has not been read yet
+    state: str | None = None  # as last logged; None: not read yet
 
 
 class Expiries:
-    """When the certificates expire that are configured. `run` is its one task; everything else may be asked at any
-    time."""
+    """When the configured certificates expire. `run` is its only task; everything else may be called at any time."""
 
     def __init__(self, files: Iterable[tuple[str, CertificateFile]], now_ms: Callable[[], int]) -> None:
         """`files`: with the name of the endpoint, "" for the admin port. `now_ms`: Unix milliseconds."""
@@ -214,17 +214,18 @@ class Expiries:
         return len(self._known)
 
     def __iter__(self) -> Iterator[tuple[str, str, float]]:
-        """The endpoint, the setting, and Unix seconds."""
+        """Endpoint, setting, and expiry in Unix seconds."""
         return ((one.owner, one.file.setting, one.expires_s) for one in self._known if one.expires_s is not None)
 
     async def run(self) -> None:
-        """Look at the files again and again, until cancelled."""
+        """Check the files every LOOK_S, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await self.look()
 
     async def look(self) -> None:
-        """Read what has changed, and log what is new about it since the first look: then the notes say it."""
+        """Read the files that have changed, and log changes of their state. The first call logs nothing: the notes
+        report that state."""
         await asyncio.to_thread(self._read_changed)
         for one in self._known:
             self._log_change(one)
@@ -245,9 +246,9 @@ class Expiries:
         if before is None or before == one.state:
             return
         if one.state:
-            log.warning("a certificate needs a person", why=self._sentence(one))
+            log.warning("a certificate needs attention", why=self._sentence(one))
         else:
-            log.info("a certificate is renewed", endpoint=one.owner, path=str(one.file.path))
+            log.info("a certificate was renewed", endpoint=one.owner, path=str(one.file.path))
 
     def _state(self, one: _WatchedFile) -> str:
         if one.expires_s is None:
@@ -256,7 +257,7 @@ class Expiries:
         return "expired" if left_s <= 0 else "soon" if left_s < SOON_S else ""
 
     def notes(self) -> list[str]:
-        """Of those that expire within SOON_S, have expired, or can't be read, in plain sentences."""
+        """A sentence for each certificate that expires within SOON_S, has expired, or can't be read."""
         return [self._sentence(one) for one in self._known if self._state(one)]
 
     def _sentence(self, one: _WatchedFile) -> str:

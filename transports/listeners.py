@@ -1,8 +1,8 @@
-"""Filter -> listeners: the table that every push transport keeps.
+"""Filter -> listeners: the table of every push transport.
 
 register_listener -> add     -> Filter that is new to the network, or None
-arrived batch     -> deliver -> validate, drop what expired, match, call each listener once per batch
-                                 '-> a traceparent that is none is taken off, and costs the message nothing else
+arrived batch     -> deliver -> validate, drop expired messages, match, call each listener once per batch
+                                 '-> an invalid traceparent is removed; the rest of the message is kept
 unregister        -> remove  -> Filter that nobody needs any more, or None
 """
 
@@ -30,31 +30,31 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-# of one transport: 100,000 subscriptions, and what a streamer wants for itself and by patterns; some 1.1 KB each
+# of one transport: 100,000 subscriptions, and the streamer's own and its patterns; some 1.1 KB each
 LISTENERS_MAX: Final = 131_072
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
-SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
-AGES_MAX: Final = 16  # of messages that had expired on arrival, kept to estimate how far two clocks are apart
-TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
+SOURCES_LOGGED_MAX: Final = 1_000  # each with a log line for its first invalid traceparent
+AGES_MAX: Final = 16  # of messages that had expired on arrival, to estimate the difference between two clocks
+TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a valid one has 55
 
 log = structlog.get_logger()
 
 Complete = Callable[[int, UAttributes], None]
-"""(place in what arrived, attributes whose source or sink has no authority): fills in what the network knows."""
+"""(index of the message, its attributes, whose source or sink has no authority): fills in what the network knows."""
 Unmatched = Callable[[int], None]
-"""(place in what arrived): its filter does not match it."""
+"""(index of the message): its filter does not match it."""
 
 
 class TtlCounts(NamedTuple):
-    """Of valid messages with a ttl that arrived."""
+    """Counts of valid messages with a ttl that arrived."""
 
     arrived: int
     expired: int  # of these, on arrival
-    ages_ms: tuple[int, ...]  # of the last AGES_MAX of those: our time less that in their ids
+    ages_ms: tuple[int, ...]  # of the last AGES_MAX expired ones: our time minus the time of their ids
 
 
 class _KnownStamp(NamedTuple):
-    """What is the same for all messages of a stamp."""
+    """The same for all messages with a stamp."""
 
     route: Route
     stamp: Stamp
@@ -66,10 +66,10 @@ _Shares = dict[int, tuple[UListener, list[M]]]  # by the identity of the listene
 
 
 class ListenerTable:
-    """Who gets what. Lives on the event loop.
+    """Delivers messages to the listeners whose filters match. Lives on the event loop.
 
-    `dropped` counts by reason what was thrown away on the way in; `mended` counts, by field, what was taken without a
-    field that was wrong.
+    `dropped` counts, by reason, the messages that were thrown away on arrival; `mended` counts, by field, those that
+    were taken without an invalid field.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class ListenerTable:
         self._routes = Routes(local_authority, self._stamped.clear)
         self.dropped: Counter[str] = Counter()
         self.mended: Counter[str] = Counter()
-        self._told: set[bytes] = set()  # sources of what was mended
+        self._logged_sources: set[bytes] = set()  # sources of what was mended
         self._with_ttl = self._expired_count = 0  # since `take_ttl_counts`
         self._ages_ms: deque[int] = deque(maxlen=AGES_MAX)
         self.failures = 0  # calls of listeners that raised
         self._last_failure = ""
 
     def add(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
-        """The filter, if this is its first listener and the network has to be asked for it; else None.
+        """Returns the filter if this is its first listener, so that the network has to be asked for it; else None.
 
-        Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED at a limit (not for what is registered already).
+        Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED at a limit (not if it is registered already).
         """
         filter = Filter.of(source, sink, self._local_authority)
         given: object = listener
@@ -118,12 +118,12 @@ class ListenerTable:
         return None if listeners else filter
 
     def remove(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
-        """The filter, if it has no listener left; else None. Raises INVALID_ARGUMENT or NOT_FOUND."""
+        """Returns the filter if it has no listener left; else None. Raises INVALID_ARGUMENT or NOT_FOUND."""
         filter = Filter.of(source, sink, self._local_authority)
         listeners = self._routes.listeners(filter)
         rest = [known for known in listeners if known is not listener]
         if len(rest) == len(listeners):
-            what = f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already"
+            what = f"no such listener for {uris.format(filter.source)}: it was never registered, or not any more"
             raise UStatusError(UCode.NOT_FOUND, what)
         self._size -= 1
         self._routes.put(filter, rest)
@@ -131,15 +131,15 @@ class ListenerTable:
 
     @property
     def filters(self) -> list[Filter]:
-        """Every filter that the network must know, to be asked for again after a reconnect."""
+        """Every filter that the network must know, for instance after a reconnect."""
         return [filter for filter, _ in self._routes.filters.values()]
 
     def deliver(self, messages: Sequence[UMessage], only: Filter | None = None) -> Awaitable[None] | None:
-        """Hand `messages` to the listeners that match, in order, each listener once for the whole batch.
+        """Deliver `messages` to the matching listeners, in order, with one call of each listener for the whole batch.
 
-        `only` limits it to the listeners of one filter, the very object that `add` answered. What is invalid or expired
-        is dropped and counted. The awaitable, if any, completes when every listener has taken its share; it raises if
-        one has not.
+        `only` limits it to the listeners of one filter, the object that `add` returned. Invalid and expired messages
+        are dropped and counted. The awaitable, if any, completes when every listener has taken its messages; it raises
+        if one has not.
         """
         shares: _Shares[UMessage] = {}
         now = self._now_ms()
@@ -158,28 +158,28 @@ class ListenerTable:
         complete: Complete | None = None,
         unmatched: Unmatched | None = None,
     ) -> Awaitable[None] | None:
-        """The same for networks that bring the attributes encoded: (filter, payload, UAttributes).
+        """As `deliver`, for networks that bring the attributes encoded: (filter, payload, UAttributes).
 
-        `complete(place, attributes)` is called for what came at that place in `arrived` if source or sink has no
-        authority: the network may say beside the message, in a key or a topic, which host that is.
-        `unmatched(place)` is called for what is valid and does not match its filter, which has listeners or had some.
+        `complete(index, attributes)` is called for a message without authority in source or sink: the network may know
+        the host from a key or a topic. `unmatched(index)` is called for a valid message that does not match its filter,
+        which has listeners or had some.
 
-        The filter is for networks that deliver once for each, and is the very object that `add` answered; None stands
-        for all.
+        The filter is for networks that deliver a message once for each filter; it is the object that `add` returned.
+        None: all filters.
 
-        A payload is there if it has bytes or a format (A-19). Messages of a stream that is known are not parsed unless
-        a listener wants that, which an EncodedListener does not. The same message twice in a row, for overlapping
-        filters, reaches a listener of both once.
+        A payload is present if it has bytes or a format (A-19). Messages of a known stream are only parsed for a
+        listener that is no EncodedListener. If a message comes twice in a row, for overlapping filters, a listener of
+        both gets it once.
         """
         shares: _Shares[EncodedMessage] = {}
         now, stamped = self._now_ms(), self._stamped
         last: EncodedMessage | None = None
         last_encoded = last_payload = b""
-        # filters that have brought `last`: when one of them brings the same again, it was sent once more
+        # filters that have brought `last`: if one of them brings it again, it was sent twice
         brought_by: list[Filter | None] = []
         known: _KnownStamp | None = None
         with_ttl = 0
-        for place, (filter, payload, encoded) in enumerate(arrived):
+        for index, (filter, payload, encoded) in enumerate(arrived):
             is_again = encoded == last_encoded and payload == last_payload and filter not in brought_by
             if last is None or known is None or not is_again:
                 last, last_encoded, last_payload, brought_by = None, encoded, payload, []
@@ -194,7 +194,7 @@ class ListenerTable:
                             last = None
                             continue
                 else:
-                    first = self._parse_first(encoded, payload, now, place, complete)
+                    first = self._parse_first(encoded, payload, now, index, complete)
                     if first is None:
                         continue
                     known, last = first
@@ -202,7 +202,7 @@ class ListenerTable:
             wanted_by = known.route.by_filter.get(id(filter))
             if wanted_by is None:
                 if unmatched is not None:
-                    unmatched(place)
+                    unmatched(index)
                 continue
             for listener in wanted_by:
                 share = shares.get(id(listener))
@@ -222,11 +222,11 @@ class ListenerTable:
         )
 
     def _parse_first(
-        self, encoded: bytes, payload: bytes, now: int, place: int, complete: Complete | None
+        self, encoded: bytes, payload: bytes, now: int, index: int, complete: Complete | None
     ) -> tuple[_KnownStamp, EncodedMessage] | None:
-        """A message whose stamp is not known: parse and validate it; remember the stamp if others will have it.
+        """Parse and validate a message whose stamp is not known; cache the stamp if other messages can have it.
 
-        One without authorities is completed first: what two hosts send without naming themselves is not one stream.
+        Missing authorities are completed first: two hosts that don't name themselves are not one stream.
         """
         message = UMessage()
         try:
@@ -235,11 +235,11 @@ class ListenerTable:
             self.dropped["malformed"] += 1
             return None
         if complete is not None and attrs.lacks_authority(message.attributes):
-            complete(place, message.attributes)
+            complete(index, message.attributes)
             encoded = message.attributes.SerializeToString()
         if payload or message.attributes.payload_format:
             message.payload = payload
-        rest = shared_suffix(encoded, message.attributes)  # asked first: what was mended is not what it stands for
+        rest = shared_suffix(encoded, message.attributes)  # before `_sound`, which may remove a field
         route = self._sound(message, now)
         if route is None:
             return None
@@ -250,7 +250,7 @@ class ListenerTable:
         return known, EncodedMessage(encoded, payload, known.stamp)
 
     def _sound(self, message: UMessage, now_ms: int) -> Route | None:
-        """Its route; None, and counted, if the message is invalid or has expired."""
+        """Returns its route; None, and counted, if the message is invalid or has expired."""
         attributes = message.attributes
         route = self._routes.of(attributes)
         if route is not None:
@@ -275,15 +275,14 @@ class ListenerTable:
         self._ages_ms.append(age_ms)
 
     def take_ttl_counts(self) -> TtlCounts:
-        """Since the last call."""
+        """Returns the counts since the last call."""
         counts = TtlCounts(self._with_ttl, self._expired_count, tuple(self._ages_ms))
         self._with_ttl = self._expired_count = 0
         self._ages_ms.clear()
         return counts
 
     def _mend(self, attributes: UAttributes) -> bool:
-        """True if it is valid without its traceparent, which is gone then: that says how to trace the message, not what
-        it is."""
+        """Remove an invalid traceparent, which is not part of the content. Returns True if the rest is valid."""
         if attrs.has_valid_traceparent(attributes):
             return False
         traceparent = attributes.traceparent
@@ -294,21 +293,20 @@ class ListenerTable:
             return False
         self.mended["traceparent"] += 1
         source = attributes.source.SerializeToString()
-        if source not in self._told and len(self._told) < SOURCES_TOLD_MAX:
-            self._told.add(source)
-            what = "taken without its traceparent, which is none of the W3C; told once for each source"
+        if source not in self._logged_sources and len(self._logged_sources) < SOURCES_LOGGED_MAX:
+            self._logged_sources.add(source)
+            what = "invalid traceparent removed; logged once for each source"
             shown = traceparent[:TRACEPARENT_SHOWN_MAX]
             log.warning(what, source=uris.format(attributes.source), traceparent=shown)
         return True
 
     def wants(self, message: UMessage) -> bool:
-        """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops
-        that."""
+        """True if a listener's filter matches, or if the message can't be valid: `deliver` counts and drops it then."""
         route = self._routes.of(message.attributes)
         return route is None or bool(route.found)
 
     def accepts(self, message: UMessage) -> bool:
-        """True if it is valid and has not expired; else it is counted in `dropped`."""
+        """True if it is valid and has not expired; else counts it in `dropped`."""
         return self._sound(message, self._now_ms()) is not None
 
     def _call_all(self, calls: Iterable[_ListenerCall]) -> Awaitable[None] | None:
@@ -343,7 +341,7 @@ def _calls_of(listener: UListener, messages: list[UMessage]) -> list[_ListenerCa
 
 
 async def all_of(pending: Sequence[Awaitable[Any]]) -> None:
-    """Completes when all of them have; raises what the first of them has raised that failed."""
+    """Completes when all have completed; raises the exception of the first one that has failed."""
     for result in await asyncio.gather(*pending, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

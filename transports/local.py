@@ -1,12 +1,12 @@
-"""The in-process reference transport: ordered, acknowledged last, and breakable on demand from a seed.
+"""The in-process reference transport: ordered, acknowledged last, with faults on demand from a seed.
 
 send_batch -> checks (valid?) -> its address    -> LocalNetwork (Faults) -> every other member: Arrivals -> listeners
-              waits while         refused?                     |                            taken, or again, in order
-              a member is full    nobody listens?              |-> wanted by no listener: kept for receive
-                                                               '-> a named member that is away: its session keeps it
+              waits while         refused?                     |                            taken, or redelivered, in
+              order a member is full    nobody listens?              |-> wanted by no listener: kept for `receive` '-> a
+              named member that is away: its session keeps it
 
-Messages are delivered as the very objects that were sent: treat them as immutable, as every message is once it is
-built. A network lives on one event loop.
+The objects that were sent are delivered without a copy: treat them as immutable, like every message. A network lives on
+one event loop.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# waiting or being taken by one member; beyond it senders wait, so that they feel a slow one
+# waiting or being taken by one member; beyond it senders wait for it
 QUEUE_MESSAGES_MAX: Final = 8_192
 QUEUE_BYTES_MAX: Final = 32 << 20  # the same in bytes: 4 KiB for each
 # kept for a named member that is away, as brokers are configured; some 50 MB of small ones
 SESSION_MESSAGES_MAX: Final = 100_000
 SESSION_BYTES_MAX: Final = 64 << 20  # the same in bytes
-PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
+PULL_MESSAGES_MAX: Final = 1_024  # the newest messages that no listener wanted, kept for `receive`
 PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
-IN_FLIGHT_MESSAGES: Final = 1_024  # unanswered at once, where answers take their time
+IN_FLIGHT_MESSAGES: Final = 1_024  # unanswered at once, if `answer_s` is set
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
-# how long what a session has kept waits for the listener that wants it to be registered
+# how long kept messages of a session wait until the listener that wants them is registered
 UNCLAIMED_MS_MAX: Final = 30_000
 
 log = structlog.get_logger()
@@ -56,19 +56,19 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, each a chance from 0 to 1, all drawn from one seed: the same sends see the same faults.
+    """Faults, each with a probability from 0 to 1, all drawn from one seed: the same sends get the same faults.
 
-    Nothing here reorders a stream: messages of one (source, sink) stay in order whatever happens.
+    No fault reorders a stream: messages of one (source, sink) stay in order.
     """
 
     seed: int = 0
     fail_send: float = 0.0  # per message: UNAVAILABLE, and it was not sent
     unsure_send: float = 0.0  # per message: UNAVAILABLE, though it was sent (a retry makes a duplicate)
-    refuse: float = 0.0  # per message: PERMISSION_DENIED, not to be tried again
+    refuse: float = 0.0  # per message: PERMISSION_DENIED, no retry
     drop_connection: float = 0.0  # per batch: the sender loses the network for `away_ms` before the batch leaves
     away_ms: int = 20
     duplicate: float = 0.0  # per message and member: delivered twice in a row
-    delay_ms_max: int = 0  # each message is late by a random time up to this; streams overtake one another
+    delay_ms_max: int = 0  # each message is delayed by a random time up to this; streams overtake one another
 
 
 NO_FAULTS: Final = Faults()
@@ -85,7 +85,7 @@ NOBODY: Final = nobody_listens("no member of the network listens at this address
 
 
 class Kept(deque[UMessage]):
-    """Messages in order, and their bytes: attributes and payload."""
+    """Messages in order, and the sum of their bytes: attributes and payload."""
 
     def __init__(self, messages: Iterable[UMessage] = ()) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def size(message: UMessage) -> int:
 
 @dataclass
 class MemberSession:
-    """What a network keeps for a named member that is away."""
+    """Filters of a named member that is away, and the messages that the network keeps for it."""
 
     filters: list[Filter] = field(default_factory=list)  # what it listened to when it left
     kept: Kept = field(default_factory=Kept)
@@ -125,7 +125,7 @@ class MemberSession:
         return any(matches(filter, message) for filter in self.filters)
 
     def keep(self, message: UMessage) -> bool:
-        """False if nobody would want it, or there is no room."""
+        """Keep `message`. Returns False if no filter matches, or at a limit."""
         has_room = len(self.kept) < SESSION_MESSAGES_MAX and self.kept.octets < SESSION_BYTES_MAX
         if keeps := has_room and self.wants(message):
             self.kept.append(message)
@@ -138,7 +138,7 @@ def matches(filter: Filter, message: UMessage) -> bool:
 
 
 class LocalNetwork:
-    """Everybody on it hears everybody else, and not itself."""
+    """Every member receives the messages of all others, but not its own."""
 
     _named: ClassVar[WeakValueDictionary[str, LocalNetwork]] = WeakValueDictionary()
 
@@ -146,19 +146,18 @@ class LocalNetwork:
         self.name = name
         self.members: list[LocalTransport] = []
         self.sessions: dict[str, MemberSession] = {}  # of named members that have left
-        self.room = asyncio.Event()  # set whenever a member may have room again
-        self.cut_off: set[str] = set()  # authorities that have no network
-        self._refused: dict[tuple[str, str], re.Pattern[str]] = {}  # (address, sender), as `refuse` was told
-        # until a sender hears what has become of a batch: as long as a network far away takes
-        self.answer_s = 0.0
-        self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
+        self.freed = asyncio.Event()  # set whenever a member may have free capacity again
+        self.cut_off: set[str] = set()  # authorities without network
+        self._refused: dict[tuple[str, str], re.Pattern[str]] = {}  # (address, sender), as given to `refuse`
+        self.answer_s = 0.0  # delay of the statuses of a batch, as on a network far away
+        self._delayed: list[tuple[float, int, LocalTransport, UMessage]] = []  # due, order, receiver, message
         self._count = 0
-        self._release_at: dict[Any, float] = {}  # stream -> when its last late message is due
+        self._release_at: dict[Any, float] = {}  # stream -> when its last delayed message is due
         self.set_faults(faults)
 
     @classmethod
     def named(cls, name: str) -> LocalNetwork:
-        """The network of that name in this process; it lives as long as somebody holds it."""
+        """The network of that name in this process; it exists as long as it is referenced."""
         network = cls._named.get(name)
         if network is None:
             network = cls._named[name] = cls(name=name)
@@ -168,13 +167,13 @@ class LocalNetwork:
         return f"LocalNetwork({self.name!r}, members={len(self.members)}, faults={self.faults})"
 
     def set_faults(self, faults: Faults | None) -> None:
-        """From here on these go wrong; None: nothing does. What is late stays late, and what follows it on its stream
-        behind it."""
+        """Use these faults from now on; None: none. Delayed messages stay delayed, and later ones of their stream stay
+        behind them."""
         self.faults = faults
         self._random = random.Random(faults.seed if faults is not None else 0)
 
     def break_(self) -> None:
-        """Every member loses the network, until `heal`."""
+        """Disconnect every member, until `heal`."""
         for member in self.members:
             member.disconnect()
 
@@ -183,7 +182,7 @@ class LocalNetwork:
             member.reconnect()
 
     def cut(self, authority: str) -> None:
-        """The member of that authority loses the network, or finds none when it joins, until `mend`."""
+        """The member of that authority is disconnected, now or when it joins, until `mend`."""
         self.cut_off.add(authority)
         for member in self._of(authority):
             member.disconnect()
@@ -194,20 +193,19 @@ class LocalNetwork:
             member.reconnect()
 
     def refuse(self, address: str, sender: str = "") -> None:
-        """From now on what the member of the authority `sender` ("": any) sends to `address` is answered
-        PERMISSION_DENIED, and goes to nobody. An address is one as LocalTransport.address_of makes it; a `*` in it
-        stands for any text."""
+        """From now on, messages from the authority `sender` ("": any) to `address` are answered PERMISSION_DENIED and
+        delivered to nobody. `address`: as LocalTransport.address_of makes it; `*` in it matches any text."""
         self._refused[address, sender] = re.compile(".*".join(map(re.escape, address.split("*"))))
 
     def allow(self, address: str | None = None, sender: str = "") -> None:
-        """Take back what `refuse` was told with the same words; None: all that it was told of `sender`."""
+        """Undo `refuse` with the same arguments; None: all of `sender`."""
         for rule in [one for one in self._refused if one[1] == sender and address in (None, one[0])]:
             del self._refused[rule]
 
     @property
     def has_late(self) -> bool:
-        """Something has been sent, and is late."""
-        return bool(self._held)
+        """True if messages are delayed."""
+        return bool(self._delayed)
 
     def refuses(self, address: str, sender: str) -> bool:
         return any(
@@ -219,20 +217,20 @@ class LocalNetwork:
         return bool(self._refused)
 
     def is_heard(self, sender: LocalTransport, message: UMessage) -> bool:
-        """True if a member other than `sender` listens to it, or the session of one that is away. What would only be
-        kept for `receive` is heard by nobody: nobody may ever ask for it."""
+        """True if a member other than `sender`, or the session of one that is away, listens to it. To be kept for
+        `receive` does not count: nobody may ever ask for it."""
         if any(member.hears(message) for member in self.members if member is not sender):
             return True
         return any(session.wants(message) for session in self.sessions.values())
 
     def heard(self, by: LocalTransport) -> None:
-        """`by` hears more than before: tell those that were answered that nobody listens."""
+        """`by` listens to more than before: notify members that were answered that nobody listens."""
         for member in list(self.members):
             if member is not by:
                 member.somebody_listens()
 
     def inject(self, message: UMessage) -> None:
-        """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
+        """Deliver `message` unchecked, as if a misbehaving member had sent it."""
         for member in self.members:
             member.arrive(message)
 
@@ -240,15 +238,15 @@ class LocalNetwork:
         return [member for member in self.members if member.authority == authority]
 
     def full(self, sender: LocalTransport) -> bool:
-        """True if a member other than `sender` has no room for more."""
+        """True if a member other than `sender` is full."""
         return any(one.arrivals.is_full and one.connected and one is not sender for one in self.members)
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
-        """Hand `message` to every other member, unless a fault strikes."""
+        """Deliver `message` to every other member, unless a fault strikes."""
         for session in self.sessions.values():
             session.keep(message)
         others = [member for member in self.members if member is not sender]
-        if self.faults is None and not self._held:
+        if self.faults is None and not self._delayed:
             for member in others:
                 member.arrive(message)
             return OK
@@ -259,11 +257,11 @@ class LocalNetwork:
             return NOT_SENT
         for member in others:
             for _ in range(2 if self._strikes(faults.duplicate) else 1):
-                self._late(faults, member, message) if faults.delay_ms_max or self._held else member.arrive(message)
+                self._late(faults, member, message) if faults.delay_ms_max or self._delayed else member.arrive(message)
         return UNSURE if self._strikes(faults.unsure_send) else OK
 
     def drops(self, sender: LocalTransport) -> bool:
-        """True if a fault takes the network from `sender` just now; it comes back by itself."""
+        """True if a fault disconnects `sender` now; it is reconnected after `away_ms`."""
         if self.faults is None or not self._strikes(self.faults.drop_connection):
             return False
         sender.disconnect()
@@ -274,7 +272,7 @@ class LocalNetwork:
         return chance > 0 and self._random.random() < chance
 
     def _late(self, faults: Faults, member: LocalTransport, message: UMessage) -> None:
-        """Deliver later, though never before an earlier message of the same stream."""
+        """Deliver later, but not before an earlier message of the same stream."""
         loop = asyncio.get_running_loop()
         attributes = message.attributes
         sink = uris.key(attributes.sink) if attributes.HasField("sink") else None
@@ -283,20 +281,20 @@ class LocalNetwork:
         self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
         self._count += 1
         member.arrivals.count(size(message), 1)
-        heapq.heappush(self._held, (due, self._count, member, message))
+        heapq.heappush(self._delayed, (due, self._count, member, message))
         loop.call_at(due, self._release)
 
     def _release(self) -> None:
-        """One due message; there is one call for each, and the heap says which, so that equal times keep their
-        order."""
-        _, _, member, message = heapq.heappop(self._held)
+        """Deliver one due message. There is one call for each message; the heap chooses, which keeps the order of equal
+        times."""
+        _, _, member, message = heapq.heappop(self._delayed)
         member.arrivals.count(-size(message), -1)
         self._deliver(member, message)
-        if not self._held:
+        if not self._delayed:
             self._release_at.clear()
 
     def _deliver(self, member: LocalTransport, message: UMessage) -> None:
-        """To `member`, or to whoever has its session now."""
+        """Deliver to `member`, or to the member that has its session now."""
         if member.is_open or member.session is None:
             member.arrive(message)
         elif (session := self.sessions.get(member.session)) is not None:
@@ -309,23 +307,23 @@ class LocalNetwork:
 
 class LocalConfig(TransportSettings):
     network: str = "default"
-    """members of the same name, in this process, hear one another"""
+    """members with the same network name, in this process, receive each other's messages"""
     session: str | None = Field(default=None, min_length=1)
-    """a name, for which the network keeps what its listeners want while it is away"""
+    """a name; while the member is away, the network keeps the messages that its listeners want"""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """Of `send_batch`, where answers take their time."""
+    """One `send_batch`, if `answer_s` is set."""
 
-    failed: bool = False  # and will say so
-    lost: bool = False  # the connection, meanwhile: what was sent may have arrived, or not
-    # addresses that it answers `nobody_listens` for: what is behind must not overtake it, though somebody has come
+    failed: bool = False  # some status will be a failure of the network
+    lost: bool = False  # the connection was lost meanwhile: it is unknown whether the messages have arrived
+    # addresses that it answers `nobody_listens` for: later messages must not overtake, even if somebody listens now
     absent: set[str] = field(default_factory=set)
 
 
 class LocalTransport(TransportBase):
-    """A member of a LocalNetwork. `disconnect` and `reconnect` break and mend its own connection."""
+    """A member of a LocalNetwork. `disconnect` and `reconnect` affect only its own connection."""
 
     capabilities = (
         Capability.PUSH
@@ -342,7 +340,7 @@ class LocalTransport(TransportBase):
         self.session = config.session
         if self.session is not None:
             self.capabilities = type(self).capabilities | Capability.PERSISTENT_SESSION
-        self._resumed = MemberSession()  # what is left of the one before us, and its listeners that have not come again
+        self._resumed = MemberSession()  # of the member before us: messages and filters that are not claimed yet
         self._resumed_until = 0.0  # loop time
         self.arrivals: Arrivals[UMessage] = Arrivals(
             self._deliver,
@@ -355,10 +353,10 @@ class LocalTransport(TransportBase):
         self._for_pull = Kept()
         self._turn, self._calls = asyncio.Lock(), set[_Call]()
         self._on_heard: list[HeardCallback] = []
-        self._was_unheard = False  # answered `nobody_listens`, and not told since that somebody does
+        self._was_unheard = False  # answered `nobody_listens`, and not yet notified that somebody listens
         self.hangs: Literal["", "before", "after"] = ""
-        """`send_batch` does not return, before or after it has sent: a fault that `open` mends, after `close`."""
-        # what the network does to us is told in the owner's context, not in that of who breaks it
+        """`send_batch` does not return, before or after sending: a fault that `close` and `open` end."""
+        # callbacks run in the owner's context, not in that of the caller that breaks the network
         self._context = contextvars.copy_context()
 
     @classmethod
@@ -379,17 +377,17 @@ class LocalTransport(TransportBase):
             if self.session is not None and self.session in self.network.sessions:
                 self._resumed = self.network.sessions.pop(self.session)
                 self._resumed_until = asyncio.get_running_loop().time() + UNCLAIMED_MS_MAX / 1000
-            for filter in self.listeners.filters:  # registered before
+            for filter in self.listeners.filters:  # registered before `open`
                 await self.listen(filter)
             self.reconnect()
 
     async def close(self) -> None:
-        """Leave the network, after what arrived has been taken, or DRAIN_MS_MAX."""
+        """Leave the network when everything that has arrived is taken, after DRAIN_MS_MAX at the latest."""
         if not self.is_open:
             return
         self.is_open = False
         self.network.members.remove(self)
-        self.network.room.set()  # nobody waits for us any more
+        self.network.freed.set()  # nobody need wait for us any more
         if self.session is not None:
             self.network.sessions[self.session] = MemberSession([*self._resumed.filters, *self.listeners.filters])
         left = await self.arrivals.finish(DRAIN_MS_MAX / 1000) if self.connected else self.arrivals.close()
@@ -398,16 +396,15 @@ class LocalTransport(TransportBase):
         self._for_pull = Kept()
 
     def abandon(self) -> None:
-        """Leave as a process that is killed does: nothing drains, nobody is told; a session keeps what was not
-        taken."""
+        """Leave like a process that is killed: without draining or notifying; a session keeps what was not taken."""
         if self.is_open:
             self.is_open = self._connected = False
             self.network.members.remove(self)
             self._leave_session(self.arrivals.close())
-            self.network.room.set()
+            self.network.freed.set()
 
     def _leave_session(self, left: list[UMessage]) -> None:
-        """From here on the network keeps what comes, behind what was not taken."""
+        """Let the network keep messages from now on, behind those that were not taken."""
         self._drop_unclaimed()
         if self.session is not None:
             session = MemberSession(list({*self._resumed.filters, *self.listeners.filters}))
@@ -419,11 +416,11 @@ class LocalTransport(TransportBase):
             self._resumed = MemberSession()
 
     def disconnect(self) -> None:
-        """Lose the network: sending answers UNAVAILABLE, what was not taken waits; what others send meanwhile is
+        """Lose the network: sending answers UNAVAILABLE, messages that were not taken wait; messages of others are
         missed, or kept by the session."""
         if self.connected:
             self.arrivals.pause()
-            self.network.room.set()
+            self.network.freed.set()
             for call in self._calls:
                 call.failed = call.lost = True
             self._change(False)
@@ -435,7 +432,7 @@ class LocalTransport(TransportBase):
             self.network.heard(self)
 
     def _change(self, connected: bool) -> None:
-        """In the owner's context, whoever cuts or mends the network."""
+        """Set `connected` in the owner's context, whoever changes the network."""
         self._context.copy().run(self.set_connected, connected)
 
     @property
@@ -485,14 +482,14 @@ class LocalTransport(TransportBase):
             if octets > self.wire_bytes_max:
                 statuses.append(too_large(octets, self.wire_bytes_max))
                 continue
-            # no key and no topic could say it on arrival
+            # there is no key or topic from which the receiver could complete it
             message = attrs.completed(message, self.authority)
             if (status := self._answer_of_address(message, call)) is not None:
                 statuses.append(status)
                 continue
             while self.connected and self.network.full(self):
-                self.network.room.clear()
-                await self.network.room.wait()
+                self.network.freed.clear()
+                await self.network.freed.wait()
                 now = self.checks.now_ms()
             status = self.network.carry(self, message) if self.connected else LOST if self.is_open else NOT_OPEN
             if _is_of_the_network(status):
@@ -501,7 +498,7 @@ class LocalTransport(TransportBase):
         return statuses
 
     def _answer_of_address(self, message: UMessage, call: _Call) -> UStatus | None:
-        """Why the network does not carry what goes there; None if it does, or is away."""
+        """Returns why the network does not carry messages to this address; None if it does, or is away."""
         attributes = message.attributes
         may_be_unheard = self.tells_absence and attributes.type == attrs.PUBLISH
         if not self.connected or not (may_be_unheard or self.network.refuses_some):
@@ -523,13 +520,13 @@ class LocalTransport(TransportBase):
         self._on_heard.append(callback)
 
     def somebody_listens(self) -> None:
-        """Perhaps where nobody did when we last sent there."""
+        """Notify that somebody may listen where nobody did before."""
         if self._was_unheard:
             self._was_unheard = False
             self._context.copy().run(tell, self._on_heard, None)
 
     def hears(self, message: UMessage) -> bool:
-        """True if it goes to a listener, at once or when we are connected again."""
+        """True if it would be delivered to a listener, now or after a reconnect."""
         if not self.connected and self.session is None:
             return False
         self._drop_unclaimed()
@@ -551,7 +548,7 @@ class LocalTransport(TransportBase):
         )
 
     async def listen(self, filter: Filter) -> None:
-        """A session that was resumed may have brought what belongs to a listener before the listener came."""
+        """Deliver what a resumed session has kept for this filter."""
         if self._resumed.filters:
             kept = self._resumed.kept
             self._resumed.kept = Kept(message for message in kept if not matches(filter, message))
@@ -563,7 +560,7 @@ class LocalTransport(TransportBase):
             self.network.heard(self)
 
     def listen_at_open(self, filter: Filter) -> None:
-        """The members of a network hear everything, and match it with their listeners."""
+        """Nothing to do: members receive all messages and match them with their listeners."""
 
     def _drop_unclaimed(self) -> None:
         if self._resumed.filters and asyncio.get_running_loop().time() >= self._resumed_until:
@@ -599,11 +596,11 @@ class LocalTransport(TransportBase):
 
     def _took(self, _batch: list[UMessage], _error: BaseException | None) -> None:
         if not self.arrivals.is_full:
-            self.network.room.set()
+            self.network.freed.set()
 
 
 def _is_of_the_network(status: UStatus) -> bool:
-    """False also where only this one's receiver is missing."""
+    """True if the network has failed; False if only the receiver of this message is missing."""
     return status.code == UCode.UNAVAILABLE and not is_nobody_listening(status)
 
 

@@ -1,10 +1,10 @@
-"""Which filters match what arrives: looked up, not searched.
+"""Which filters match a message: looked up, not searched.
 
-filter (source, sink) -> put -> by key; and which shapes of filters there are: which of their parts are wildcards
-(type, source, sink) of a message -> of -> Route: one look-up for each shape, kept; renewed when a filter of it changes
+filter (source, sink) -> put -> by key; and the shapes of filters in use: which of their parts are wildcards
+(type, source, sink) of a message -> of -> Route: one look-up for each shape, cached; renewed when its filters change
 
-Nearly all filters name one topic, so nearly all have one shape. The first sight of a topic costs the same with 100,000
-filters as with ten, and one filter more costs nothing to the routes that it does not match.
+Nearly all filters name one topic, so nearly all have one shape. The first message of a topic costs the same with
+100,000 filters as with ten, and a new filter costs nothing for routes that it does not match.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from uprotocol.uri import Key
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.uri_pb2 import UUri
 
-RENEWED_MAX: Final = 1_024  # routes that one filter renews, some 2 ms; if it matches more, all are found anew when seen
-REACHES_MAX: Final = 256  # sets of filters that many routes share, as long as few wide filters match most of them
-ADDRESS_BYTES_MAX: Final = 512  # of a source or a sink, fields that nobody knows included: twice what a valid one has
+RENEWED_MAX: Final = 1_024  # routes that one filter renews, some 2 ms; if it matches more, the cache is cleared
+REACHES_MAX: Final = 256  # sets of filters that many routes share, while few wide filters match most of them
+ADDRESS_BYTES_MAX: Final = 512  # of a source or a sink, with unknown fields: twice the size of a valid one
 
 FilterPair = tuple[Key, Key | None]
 Found = list[tuple["Filter", list[UListener]]]
@@ -48,14 +48,14 @@ class Filter:
 
     @classmethod
     def of(cls, source: UUri, sink: UUri | None, local_authority: str = "") -> Filter:
-        """Raises UStatusError(INVALID_ARGUMENT) for a pair that the specification does not list."""
+        """Raises UStatusError(INVALID_ARGUMENT) for a pair that the specification does not allow."""
         validate_filters(source, sink)
         source = uris.with_authority(source, local_authority)
         sink = uris.with_authority(sink, local_authority) if sink is not None else None
         return cls((uris.key(source), uris.key(sink) if sink is not None else None), source, sink)
 
     def matches(self, source: UUri, sink: UUri | None) -> bool:
-        """Without sink filter only messages without sink match; a message without sink matches no sink filter."""
+        """Without sink filter only messages without sink match; with a sink filter only messages with a sink."""
         if (self.sink is None) != (sink is None):
             return False
         return uris.matches(self.source, source) and (
@@ -64,34 +64,34 @@ class Filter:
 
 
 class Route:
-    """Who listens to messages of one (type, source, sink). It stays the same object when that changes."""
+    """The listeners for messages of one (type, source, sink). Stays the same object when they change."""
 
     __slots__ = ("by_filter", "found")
 
     def __init__(self, found: Found, by_filter: dict[int, list[UListener]]) -> None:
         self.found = found
-        # by the identity of the Filter, which is quicker than its hash; of None: those of all, once
+        # by the identity of the Filter, which is faster than its hash; by that of None: all listeners, each once
         self.by_filter = by_filter
 
 
 class Routes:
-    """The filters with their listeners, and the routes that were seen."""
+    """The filters with their listeners, and the cached routes."""
 
-    def __init__(self, local_authority: str, on_anew: Callable[[], None]) -> None:
-        """`on_anew()`: routes that were given out are not kept up any more."""
-        self._local, self._on_anew = local_authority, on_anew
+    def __init__(self, local_authority: str, on_cleared: Callable[[], None]) -> None:
+        """`on_cleared()`: routes that were returned before are not renewed any more."""
+        self._local, self._on_cleared = local_authority, on_cleared
         self.filters: dict[FilterPair, tuple[Filter, list[UListener]]] = {}
         self._shapes: Counter[_Shapes] = Counter()
         self._routes: dict[_Packed, Route | None] = {}  # None: no valid message has it
         self._reaches: Cache[tuple[int, ...], _Reach] = Cache(REACHES_MAX)
-        self.looks = 0  # at the filters, for a route
+        self.looks = 0  # how often filters were looked up for a route
 
     def listeners(self, filter: Filter) -> list[UListener]:
         known = self.filters.get(filter.key)
         return [] if known is None else known[1]
 
     def put(self, filter: Filter, listeners: list[UListener]) -> None:
-        """These listen to it from now on; none: it is gone."""
+        """Set the listeners of a filter; none: remove it."""
         known, shapes = self.filters.get(filter.key), _shapes(filter.key)
         if listeners:
             self.filters[filter.key] = (filter if known is None else known[0], listeners)
@@ -105,7 +105,7 @@ class Routes:
         self._renew(filter, shapes)
 
     def of(self, attributes: UAttributes) -> Route | None:
-        """None: no valid message can have these addresses."""
+        """The route of a message; None if no valid message can have these addresses."""
         if not attributes.HasField("source"):
             return None
         source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
@@ -131,7 +131,7 @@ class Routes:
     # What matches
 
     def _reach(self, packed: _Packed) -> _Reach:
-        """The filters that match, and who gets what comes by each of them."""
+        """The filters that match, and the listeners by filter."""
         self.looks += 1
         source = self._key(packed[1])
         sink = None if packed[2] is None else self._key(packed[2])
@@ -179,7 +179,7 @@ class Routes:
                 route.found, route.by_filter = self._reach(packed)
 
     def _variants(self, filter: Filter) -> list[_Packed]:
-        """The routes of a filter without wildcards: of each type, and with the local authority named or not."""
+        """The cached routes of a filter without wildcards: of each type, with and without the local authority."""
         source, sink = filter.source, filter.sink
         sources = self._named_or_not(source)
         sinks: list[bytes | None] = [None] if sink is None else [*self._named_or_not(sink)]
@@ -191,7 +191,7 @@ class Routes:
         return [packed, packed[-_NUMBERS.size :]] if uri.authority_name == self._local else [packed]
 
     def _of_authority(self, authority: str) -> list[_Packed]:
-        """The routes with that source authority: a filter with other wildcards may match them."""
+        """The cached routes with that source authority: a filter with other wildcards may match them."""
         name = authority.encode()
         length = len(name) + _NUMBERS.size
         of_it = [one for one in self._routes if len(one[1]) == length and one[1].startswith(name)]
@@ -201,7 +201,7 @@ class Routes:
 
     def _start_anew(self) -> None:
         self._routes.clear()
-        self._on_anew()
+        self._on_cleared()
 
 
 _ONE: Final = (uris.EXACT, None)
@@ -214,7 +214,7 @@ def _shapes(key: FilterPair) -> _Shapes:
 
 
 def _pack(uri: UUri) -> bytes:
-    """Its key as bytes, which take less room than a tuple."""
+    """Its key as bytes, which take less memory than a tuple."""
     return uri.authority_name.encode() + _NUMBERS.pack(uri.ue_id, uri.ue_version_major, uri.resource_id)
 
 

@@ -201,7 +201,7 @@ class Subscriber:
         """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win, where the network keeps
         their order."""
         network: Any = self._transport.network
-        if network.weather is not CALM or network._held:
+        if network.weather is not CALM or network.has_late:
             await self.wish(topic, last)
             return
         lock = self._busy.setdefault(uris.key(topic), asyncio.Lock())

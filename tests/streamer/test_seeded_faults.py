@@ -109,7 +109,7 @@ async def test_what_was_acknowledged_arrives_in_order(
         # a restart with records that wait; what is volatile ends with the process
         if not volatile and draw.random() < 0.5:
             for name in ("vehicle", "mcu"):
-                await world.until(lambda network=world.networks[name]: not network._held)
+                await world.until(lambda network=world.networks[name]: not network.has_late)
                 await world.taken(name)
             await world.restart()
     wanted = {

@@ -1,13 +1,13 @@
 """MQTT 5: uProtocol over a broker, in-vehicle and off-vehicle.
 
-transport.py -> window.py  send, answered by PUBACK       mapping.py  UMessage <-> PUBLISH, pure
-             -> session.py  which filters the broker has  wire.py     PUBLISH, PUBACK <-> bytes; what is known already
-             -> losses.py  what the broker has lost           rate.py     how many may leave in a second, pure
-             -> link.py    keeps a connection up          packets.py  the rare packets <-> bytes, pure
-                -> connection.py  TCP, TLS, packets -> broker
-                   websocket.py   the same over WebSocket
-             -> answers.py  a second connection, for calls that listeners make
-config.py  settings    subscriptions.py  which copy of a message counts, pure    reasons.py  reason codes -> UCode
+transport.py -> window.py     send, answered by PUBACK      mapping.py  UMessage <-> PUBLISH, pure
+             -> receiving.py  PUBLISH -> listeners          wire.py     PUBLISH, PUBACK <-> bytes, with templates
+             -> session.py    filters that the broker has   packets.py  the rare packets <-> bytes, pure
+             -> losses.py     messages that the broker has lost
+             -> link.py       keeps a connection up -> connection.py  TCP, TLS, packets -> broker
+                                                       websocket.py   the same over WebSocket
+                answers.py    a second connection, for calls that listeners make
+config.py  settings    subscriptions.py  filters, and copies of a message, pure    reasons.py  reason codes -> UCode
 """
 
 from typing import Final
@@ -25,7 +25,7 @@ CAPABILITIES: Final = (
     | Capability.PUBLISH_WITHOUT_SINK
     | Capability.ABSENCE
 )
-"""In-vehicle and with a session, as by default; an instance says what its settings leave of them."""
+"""In-vehicle and with a session, as by default; an instance has fewer if its settings say so."""
 
 PLUGIN: Final = TransportPlugin("mqtt5", Mqtt5Config, Mqtt5Transport, CAPABILITIES)
 
