@@ -47,10 +47,6 @@ def documented() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("module", [module for module in rows() if not module.endswith("*_pb2")])
 def test_what_is_listed_is_there(module: str) -> None:
     for library, needs in (("transports.zenoh", "zenoh"), ("transports.dds", "cyclonedds"), ("spark", "pyspark")):
-        ("transports.zenoh", "zenoh"),
-        ("transports.dds", "cyclonedds"),
-        ("spark_ingest", "pyspark"),
-    ):
         if module.startswith(library):
             pytest.importorskip(needs, exc_type=ImportError)
     imported = importlib.import_module(module)

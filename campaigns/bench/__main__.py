@@ -180,6 +180,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json-only", action="store_true", help="no table, only the JSON line on stdout")
     parser.add_argument("--soak", type=int, metavar="N", help="pass N messages, and see that memory stays flat")
     parser.add_argument(
+        "--rate", type=float, default=0, metavar="R", help="with --soak: R a second (default: at full speed)"
+    )
+    parser.add_argument(
         "--dir",
         type=Path,
         metavar="DIR",
@@ -204,7 +207,7 @@ def _scale() -> dict[str, Any]:
 
 def _run_soak(arguments: argparse.Namespace, directory: Path) -> int:
     names = [name for name in arguments.legs or SOAK_LEGS if name in LEGS]
-    results, whole = _each(names, lambda name: soak(name, arguments.soak, directory / name, _say))
+    results, whole = _each(names, lambda name: soak(name, arguments.soak, directory / name, _say, arguments.rate))
     print(json.dumps({"soak": results}))
     return 0 if whole else 1
 

@@ -29,9 +29,11 @@ def slope(points: list[tuple[int, float]]) -> float:
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread * 1e6 if spread else 0.0
 
 
-def soak(name: str, messages: int, directory: Path, say: Callable[[str], None]) -> dict[str, float]:
-    """Pass `messages` through the streamer. Raises BenchError if one is lost or memory grows by more than
-    GROWTH_MIB_MAX."""
+def soak(name: str, messages: int, directory: Path, say: Callable[[str], None], rate: float = 0) -> dict[str, float]:
+    """Pass `messages` through the streamer, `rate` a second (0: as fast as it goes).
+
+    Raises BenchError if one is lost or memory grows by more than GROWTH_MIB_MAX.
+    """
     if messages < SOAK_MESSAGES_MIN:
         raise BenchError(
             f"a soak needs {SOAK_MESSAGES_MIN:,} messages or more: the first {FILL_MESSAGES:,} only fill "
@@ -40,9 +42,9 @@ def soak(name: str, messages: int, directory: Path, say: Callable[[str], None]) 
     points: list[tuple[int, float]] = []
     with lane("streamer", LEGS[name], directory) as streamer:
         for passed in range(STEP_MESSAGES, messages + 1, STEP_MESSAGES):
-            rate = streamer.throughput(STEP_MESSAGES)
+            per_s = streamer.run(STEP_MESSAGES, rate)["per_s"]
             points.append((passed, streamer.process.memory_mib("VmRSS")))
-            say(f"{name}: {passed:>10,} messages, {points[-1][1]:7.1f} MiB, {rate:,.0f}/s")
+            say(f"{name}: {passed:>10,} messages, {points[-1][1]:7.1f} MiB, {per_s:,.0f}/s")
         peak = streamer.process.memory_mib("VmHWM")
     after = [point for point in points if point[0] >= FILL_MESSAGES]
     growth = max(size for _, size in after) - after[0][1]
