@@ -1,4 +1,4 @@
-"""Makes a repository for a transport of your own, from a template that passes the conformance suite.
+"""Makes a repository for a new transport, from a template that passes the conformance suite.
 
 python -m transports.new redis ../up-transport-redis
 
@@ -18,30 +18,30 @@ from transports import plugin
 from uprotocol.status import UStatusError, invalid
 
 HERE: Final = Path(__file__).resolve().parent
-PLACES: Final = (HERE / "template", HERE.parent / "examples" / "transport-template")  # of a wheel, of a checkout
+TEMPLATES: Final = (HERE / "template", HERE.parent / "examples" / "transport-template")  # of a wheel, of a checkout
 FILES: Final = ("*.toml", "*.md", "*.py", "tests/*.py")
 NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 def renamed(text: str, name: str) -> str:
-    """`text` of the template, for a transport of that name."""
+    """`text` of the template, renamed for the transport `name`."""
     camel = "".join(part.capitalize() for part in name.split("_"))
     text = re.sub(r"\bHub(?=Config|Transport)", camel, text.replace("TestHubnet", f"Test{camel}"))
     return text.replace("hubnet", name)
 
 
 def make(name: str, directory: Path) -> list[Path]:
-    """The files that were written to `directory`, which is made. Raises UStatusError: INVALID_ARGUMENT."""
+    """Write the repository to a new `directory`; returns its files. Raises UStatusError: INVALID_ARGUMENT."""
     if NAME.fullmatch(name) is None or len(name) > 40:
         raise invalid(
-            f"a transport's name has lower-case letters, digits and single underscores, and 40 characters at most, "
+            "expected a name of lower-case letters, digits and single underscores, at most 40 characters, "
             f"got {name!r}: take the name of your network, such as redis"
         )
     if name in plugin.names():
-        raise invalid(f"there is a transport {name} already: take another name")
+        raise invalid(f"the transport {name} exists already: take another name")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise invalid(f"{directory} is there already: name a directory that is new or empty")
-    template = next(place for place in PLACES if place.is_dir())
+        raise invalid(f"{directory} exists and is not an empty directory: name a directory that is new or empty")
+    template = next(folder for folder in TEMPLATES if folder.is_dir())
     written = []
     for path in sorted(found for pattern in FILES for found in template.glob(pattern)):
         target = directory / renamed(str(path.relative_to(template)), name)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         written = make(given.name, given.directory)
     except (UStatusError, OSError) as error:
-        print(f"Nothing was made: {error.message if isinstance(error, UStatusError) else error}", file=sys.stderr)
+        print(f"Nothing was written: {error.message if isinstance(error, UStatusError) else error}", file=sys.stderr)
         return 2
     print("\n".join(map(str, written)))
     print(f"Try it: cd {given.directory} && pip install -e '.[test]' && pytest; then read README.md there.")

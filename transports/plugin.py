@@ -6,7 +6,7 @@ mynet = "my_package.mynet:PLUGIN"   # PLUGIN = TransportPlugin("mynet", MyConfig
 name -> entry point -> import -> a TransportPlugin?      settings -> config -> create -> a UTransport?
         NOT_FOUND      FAILED_PRECONDITION               INVALID_ARGUMENT      FAILED_PRECONDITION
 
-What a foreign plugin does wrong is one sentence that names it and its package, never a traceback of ours.
+An error of a foreign plugin is reported in one sentence that names it and its package, without a traceback.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
 GROUP: Final = "up_streamer.transports"
-ERROR_CHARACTERS_MAX: Final = 300  # of somebody else's exception in a sentence of ours
+ERROR_CHARACTERS_MAX: Final = 300  # of a plugin's exception that we quote
 
 _SHAPE: Final = 'PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)'
 
 
 class Unusable(UStatusError):
-    """A plugin that is installed does not work here: FAILED_PRECONDITION, with one line that names it, its package and
-    what to do."""
+    """An installed plugin does not work here: FAILED_PRECONDITION, with one line that names it, its package and what to
+    do."""
 
     @classmethod
     def of(cls, point: EntryPoint, why: str) -> Self:
@@ -45,7 +45,7 @@ class Unusable(UStatusError):
 
 
 class NotMade(Unusable):
-    """Its constructor failed, and not with a UStatusError: the trouble of that one endpoint."""
+    """Its constructor has raised something else than a UStatusError: this affects one endpoint only."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TransportPlugin:
 
 
 def names() -> dict[str, EntryPoint]:
-    """Every transport that is installed, by name."""
+    """All installed transports, by name."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -71,18 +71,18 @@ def load(name: str) -> TransportPlugin:
     """Import the plugin `name`.
 
     Raises NOT_FOUND for an unknown name, and FAILED_PRECONDITION for one that can't be used: a module that it needs is
-    missing, its import fails, or what the entry point names is no whole TransportPlugin.
+    missing, its import fails, or its entry point does not name a complete TransportPlugin.
     """
     point = names().get(name)
     if point is None:
         raise UStatusError(
-            UCode.NOT_FOUND, f"there is no transport {name!r}; installed are {', '.join(sorted(names())) or 'none'}"
+            UCode.NOT_FOUND, f"unknown transport {name!r}; installed: {', '.join(sorted(names())) or 'none'}"
         )
     try:
         plugin = point.load()
     except ModuleNotFoundError as error:
         raise Unusable.of(point, f"needs a module that is not installed ({error}): {_remedy(point, error)}") from error
-    except Exception as error:  # it is the plugin's import, so it may be anything
+    except Exception as error:  # the plugin's import may raise anything
         raise Unusable.of(point, f"can't be imported from {point.value!r}: {_said(error)}; {_ask(point)}") from error
     if mistake := _mistake(plugin):
         raise Unusable.of(point, f"is wrong: {mistake}; {_ask(point)}")
@@ -91,14 +91,14 @@ def load(name: str) -> TransportPlugin:
 
 
 def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, BaseModel]:
-    """The plugin `name`, and its configuration. Raises as `load`, and pydantic's ValidationError for settings that
-    don't fit."""
+    """The plugin `name` and its configuration. Raises as `load`, and pydantic's ValidationError for invalid
+    settings."""
     plugin = load(name)
     try:
         return plugin, plugin.config.model_validate(dict(settings))
     except (ValidationError, UStatusError):
         raise
-    except Exception as error:  # a validator of the plugin's
+    except Exception as error:  # from a validator of the plugin
         point = names()[name]
         raise Unusable.of(
             point, f"fails to check its settings: {_said(error)}; change them, or {_ask(point)}"
@@ -106,17 +106,17 @@ def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, 
 
 
 def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> UTransport:
-    """A closed transport from its name and its settings.
+    """Make a closed transport from its name and its settings.
 
-    Raises as `load`, INVALID_ARGUMENT for settings that don't fit, what UStatusError the plugin's constructor raises,
-    and NotMade for anything else that it does.
+    Raises as `load`, INVALID_ARGUMENT for invalid settings, the UStatusError that the plugin's constructor raises, and
+    NotMade for any other exception or result of it.
     """
     try:
         plugin, config = configure(name, settings)
     except ValidationError as error:
         raise invalid(f"transport {name!r}: {explain(error, load(name).config)}") from None
     try:
-        transport: Any = plugin.create(config, local)  # it is another's: whatever it may be
+        transport: Any = plugin.create(config, local)  # foreign code may return anything
     except UStatusError:
         raise
     except Exception as error:
@@ -126,13 +126,13 @@ def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> U
         ) from error
     if not isinstance(transport, UTransport):
         point = names()[name]
-        what = f"its create must answer a uprotocol.transport.UTransport, and answers {_shown(transport)}"
+        what = f"its create must return a uprotocol.transport.UTransport, and returns {_shown(transport)}"
         raise NotMade.of(point, f"is wrong: {what}; {_ask(point)}")
     return transport
 
 
 def _mistake(plugin: Any) -> str:
-    """What is wrong with what an entry point names; empty if nothing."""
+    """What is wrong with the object that an entry point names; "" if nothing."""
     if not isinstance(plugin, TransportPlugin):
         what = f"a transports.plugin.TransportPlugin, such as {_SHAPE}"
         return f"its entry point must name {what}, and names {_shown(plugin)}"
@@ -152,34 +152,34 @@ def _package(point: EntryPoint) -> str:
 
 
 def _remedy(point: EntryPoint, error: ModuleNotFoundError) -> str:
-    """What to install: what the extra of the plugin's name asks for. Not the extra itself: its package may be on no
-    index."""
+    """What to install: the requirements of the extra with the plugin's name. Not the extra itself: its package may be
+    on no index."""
     package = _package(point)
     needed: list[str] = []
     if point.dist is not None:
-        with contextlib.suppress(Exception):  # metadata that can't be read is no reason to say nothing
+        with contextlib.suppress(Exception):  # unreadable metadata: give the general advice
             needed = _of_extra(point.name, point.dist.requires or [])
     if needed:
         return f"try pip install {' '.join(needed)} (its extra {point.name!r})"
     top = (error.name or point.module).partition(".")[0]
     if top == point.module.partition(".")[0]:
-        return f"its own module is not there, so the package is not whole: install {package or 'it'} again"
+        return f"its own module is missing, so the package is incomplete: install {package or 'it'} again"
     return f"install what provides {top!r}, as the documentation of {package or 'that plugin'} says"
 
 
 def _of_extra(extra: str, requirements: Sequence[str]) -> list[str]:
-    """Of a package's requirements those of one extra, quoted for a shell, without their conditions."""
+    """The requirements of one extra of a package, quoted for a shell, without their conditions."""
     condition = re.compile(rf"""\bextra\s*==\s*['"]{re.escape(extra)}['"]""")
     parts = [requirement.partition(";") for requirement in requirements]
     return [f"'{what.strip()}'" for what, _, condition_of in parts if condition.search(condition_of)]
 
 
 def _ask(point: EntryPoint) -> str:
-    return f"ask the maker of {_package(point) or point.value}, who finds the rules in docs/writing-a-transport.md"
+    return f"ask the maker of {_package(point) or point.value}; the rules are in docs/writing-a-transport.md"
 
 
 def _said(error: Exception) -> str:
-    """One line of it, of bounded length."""
+    """The exception in one line of bounded length."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return words if len(words) <= ERROR_CHARACTERS_MAX else words[: ERROR_CHARACTERS_MAX - 3] + "..."
 
@@ -189,7 +189,7 @@ def _shown(value: Any) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
-    """One line for each thing that is wrong: where, what came, what was expected. `model`: which has refused it."""
+    """All mistakes in one line: where, what came, what was expected. `model`: the one that raised `error`."""
 
     def what(one: Any) -> str:
         if one["type"] == "extra_forbidden":
@@ -202,8 +202,7 @@ def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str
 
 
 def did_you_mean(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """Which key beside it may be meant by the unknown one at `location` in what `model` describes; empty if none is
-    like it."""
+    """A suggestion for the unknown key at `location` in a configuration of `model`; "" if no key is similar."""
     *outer, key = location
     table: type[BaseModel] | None = model
     for part in outer:
@@ -217,7 +216,7 @@ def did_you_mean(model: type[BaseModel], location: Sequence[int | str]) -> str:
 
 
 def _table_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The model of the table, or of each in the list of tables, that stands under `key`."""
+    """The model of the table, or of the list of tables, under `key`."""
     field = next((field for name, field in model.model_fields.items() if key in (name, field.alias)), None)
     waiting: list[Any] = [] if field is None else [field.annotation]
     while waiting:

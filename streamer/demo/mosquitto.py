@@ -1,7 +1,7 @@
-"""A private, real mosquitto on an ephemeral loopback port: for tests, the demo and benchmarks.
+"""A private mosquitto on a free loopback port: for tests, the demo and benchmarks.
 
-PATH -> container                           with Broker() as broker:  broker.port
-  the first that is there runs it           it installs nothing: in a checkout, tools/mosquitto.py does
+the binary on PATH, else a container        with Broker() as broker:  broker.port
+                                            installs nothing: in a checkout, tools/mosquitto.py does
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from transports.ports import free_port
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-# where distributions put daemons, often not on a user's PATH
+# where distributions install daemons, often not on a user's PATH
 PATHS: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
-PORT_TRIES_MAX: Final = 5  # somebody may take the port between our look and mosquitto's bind
+PORT_TRIES_MAX: Final = 5  # another process may take the port before mosquitto binds it
 START_MS_MAX: Final = 20_000  # a container's start on a busy machine
 STOP_MS_MAX: Final = 10_000  # mosquitto writes its store within milliseconds; beyond this it hangs
 PROBE_MS: Final = 10
@@ -46,13 +46,13 @@ MISSING: Final = (
 
 
 def find() -> str | None:
-    """The mosquitto binary, if there is one."""
+    """Path of the mosquitto binary, or None."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
 
 
 def runner() -> Callable[[Path], ServerProcess | _Container]:
-    """What runs mosquitto with a configuration file: the binary, else a container. Raises FAILED_PRECONDITION: neither
-    is there."""
+    """A function that runs mosquitto with a configuration file: the binary, else a container. Raises
+    FAILED_PRECONDITION: there is neither."""
     binary = find()
     if binary is not None:
         return lambda config: ServerProcess([binary, "-c", str(config)], config.parent / "log")
@@ -133,7 +133,8 @@ class ServerProcess:
 
 
 class _Container:
-    """mosquitto in a container on the host's network, so that configuration and ports are the same as without."""
+    """mosquitto in a container on the host's network, so that configuration and ports are the same as for the
+    binary."""
 
     def __init__(self, config: Path) -> None:
         from testcontainers.core.container import DockerContainer
@@ -196,7 +197,7 @@ class Broker(Server):
 
     @property
     def log(self) -> str:
-        """What mosquitto has said so far."""
+        """The output of mosquitto so far."""
         return (self._directory / "log").read_text(errors="replace") if self._directory is not None else ""
 
     def _starting(self) -> Iterator[float]:
@@ -225,15 +226,15 @@ class Broker(Server):
         raise UStatusError(UCode.UNAVAILABLE, f"mosquitto did not start; it said: {said}")
 
     def change_acl(self, text: str) -> None:
-        """Other access rules, soon also for who is connected. It was started with some."""
-        assert self.acl is not None, "mosquitto reads anew what it was started with"
+        """Change the access rules, soon also for connected clients. `acl` must have been set at the start."""
+        assert self.acl is not None, "mosquitto reloads only files that it was started with"
         self.acl = text
         if self._directory is not None and self._running is not None:
             _private(self._directory / "acl", text)
             self._running.send_signal(signal.SIGHUP)
 
     def close(self) -> None:
-        """Stop it and remove what it wrote. May be called twice."""
+        """Stop it and remove its files. May be called twice."""
         self.stop()
         atexit.unregister(self.close)
         if self._directory is not None:
@@ -269,8 +270,8 @@ class Broker(Server):
             "log_dest stderr",
             "log_type error\nlog_type warning\nlog_type notice",
             "max_inflight_messages 0",  # else 20: a round trip for every 20 messages
-            # else 1000, and what is beyond is lost; with 0, which means no limit, mosquitto 2.0 hangs up after each
-            # publish that its access rules refuse
+            # else 1000, and more are lost; with 0 (no limit), mosquitto 2.0 hangs up after each publish that its access
+            # rules refuse
             "max_queued_messages 100000000",
             f"allow_anonymous {'false' if self.users is not None else 'true'}",
             f"persistence {'true' if self.persistent else 'false'}",
@@ -293,21 +294,21 @@ class Broker(Server):
 
 
 def _make_directory() -> tuple[Path, int]:
-    """A new one, and a file descriptor that holds its lock: the kernel gives that up when we end, however we do."""
+    """A new directory, and a file descriptor that holds its lock, which the kernel releases however we end."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if directory.exists():  # else somebody who removes leftovers was quicker
+            if directory.exists():  # else another process has removed it as a leftover
                 return directory, lock
             os.close(lock)
 
 
 def _remove_leftovers() -> None:
-    """What a process that was killed could not remove."""
+    """Remove the directories of killed processes."""
     for directory in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, or its owner lives
+        with contextlib.suppress(OSError):  # of another user, or its owner is alive
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == os.geteuid():
@@ -324,7 +325,7 @@ def _private(path: Path, text: str) -> Path:
 
 
 def _password_line(name: str, password: str) -> str:
-    """As mosquitto_passwd writes it ($7$: PBKDF2 with SHA-512), which is not part of every installation."""
+    """As mosquitto_passwd writes it ($7$: PBKDF2 with SHA-512); not every installation has that tool."""
     salt, rounds = os.urandom(12), 101
     digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, rounds)
     return f"{name}:$7${rounds}${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n"

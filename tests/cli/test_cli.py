@@ -114,7 +114,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["subscribe", TOPIC, "-t", "local", "-a", "Vehicle1"], "lower-case"),
     (
         ["subscribe", TOPIC, "-t", "pigeon", "-a", "vehicle1"],
-        "no transport 'pigeon'; installed are dds, local, mqtt5, zenoh",
+        "unknown transport 'pigeon'; installed: dds, local, mqtt5, zenoh",
     ),
     (["subscribe", TOPIC, *ON_LOCAL, "-s", "bogus"], "expected KEY=VALUE, got 'bogus'"),
     (["subscribe", TOPIC, *ON_LOCAL, "-s", "netwrok=x"], "netwrok: unknown key"),
@@ -212,7 +212,7 @@ BAD_CONFIGS: list[tuple[str, list[str]]] = [
     (ONE + "colour = 1\n", ["bad.toml:8:", "unknown key 'colour'"]),
     (ONE.replace("[streamer]", "[streamer]\nadmni = 1"), ["bad.toml:3: streamer.admni: unknown key 'admni'"]),
     (ONE + "settings = { netwrok = 'x' }\n", ["bad.toml:8: endpoint.0.settings.netwrok: unknown key 'netwrok'"]),
-    (ONE.replace('"local"', '"pigeon"'), ["bad.toml:6: endpoint 'v': there is no transport 'pigeon'"]),
+    (ONE.replace('"local"', '"pigeon"'), ["bad.toml:6: endpoint 'v': unknown transport 'pigeon'"]),
     (
         ONE.replace("[streamer]", '[streamer]\nadmin = "127.0.0.1:99999"'),
         ["bad.toml:3: streamer.admin: expected HOST:PORT"],

@@ -154,7 +154,7 @@ UNMADE: dict[str, tuple[str, list[str]]] = {
     ),
     "it makes something else": (
         GOOD + "PLUGIN = TransportPlugin('pigeon', PigeonConfig, lambda config, local: config, Capability.PUSH)",
-        ["must answer a uprotocol.transport.UTransport", "an instance of PigeonConfig"],
+        ["must return a uprotocol.transport.UTransport", "an instance of PigeonConfig"],
     ),
 }
 """What shows only when the transport is made."""

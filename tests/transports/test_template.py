@@ -88,11 +88,11 @@ def test_the_configuration_of_a_copy_is_accepted(copy: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mqtt5", "there is a transport mqtt5 already"),
+        ("mqtt5", "the transport mqtt5 exists already"),
         ("Redis", "lower-case letters"),
         ("9p", "lower-case letters"),
         ("a-b", "lower-case letters"),
-        ("x" * 41, "40 characters at most"),
+        ("x" * 41, "at most 40 characters"),
     ],
 )
 def test_a_name_that_will_not_do(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str) -> None:
@@ -113,6 +113,6 @@ def test_a_wheel_has_the_template() -> None:
     """Where `transports.new` looks for it."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     (target,) = build["force-include"].values()
-    assert ROOT / target == new.PLACES[0]
-    assert new.PLACES[1] == TEMPLATE
+    assert ROOT / target == new.TEMPLATES[0]
+    assert new.TEMPLATES[1] == TEMPLATE
     assert list(build["force-include"]) == [str(TEMPLATE.relative_to(ROOT))]

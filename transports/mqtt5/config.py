@@ -1,4 +1,4 @@
-"""What can be set for an MQTT 5 transport."""
+"""Settings of an MQTT 5 transport."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_header_value(value: str) -> bool:
 
 
 def first_line(setting: str, file: Path) -> str:
-    """A secret that `setting` names the file of. Blocks. Raises UStatusError(FAILED_PRECONDITION)."""
+    """The secret in `file`, which `setting` names. Blocks. Raises UStatusError(FAILED_PRECONDITION)."""
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()[0]
     except (OSError, IndexError, UnicodeDecodeError) as error:
@@ -33,23 +33,23 @@ def first_line(setting: str, file: Path) -> str:
 
 
 class TlsConfig(BaseModel):
-    """TLS; with `cert_file` and `key_file` the broker can tell who we are (mTLS)."""
+    """TLS; with `cert_file` and `key_file` the broker can authenticate us (mTLS)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ca_file: Path | None = Field(default=None, description="certificates to trust; the system's without it")
+    ca_file: Path | None = Field(default=None, description="trusted certificates; default: the system's")
     cert_file: Path | None = Field(
         default=None,
-        description="our own certificate, and those that lead to the CA; all three files are read at each connect, "
-        "so a certificate can be renewed while running",
+        description="our own certificate, and its chain up to the CA; all three files are read at each connect, so a "
+        "certificate can be renewed while running",
     )
     key_file: Path | None = Field(default=None, description="its private key")
-    insecure: bool = Field(default=False, description="don't check who the broker is: for tests only")
+    insecure: bool = Field(default=False, description="don't check the broker's certificate: for tests only")
     alpn: list[str] = Field(
         default=[],
         max_length=ALPN_NAMES_MAX,
-        description="protocol names to offer (ALPN), where a port serves several protocols: AWS IoT Core on port 443 "
-        "wants `x-amzn-mqtt-ca`, with a custom authorizer `mqtt`",
+        description="protocol names to offer (ALPN), if a port serves several protocols: AWS IoT Core on port 443 "
+        "needs `x-amzn-mqtt-ca`, with a custom authorizer `mqtt`",
     )
 
     @field_validator("alpn")
@@ -79,7 +79,7 @@ class WebSocketConfig(BaseModel):
     )
     secret_headers: dict[str, Path] = Field(
         default={},
-        description="the same, with values that are the first lines of files (name = path); read at each connect, so a "
+        description="the same, with the value in the first line of a file (name = path); read at each connect, so a "
         "token can be changed while running",
     )
 
@@ -99,11 +99,11 @@ class WebSocketConfig(BaseModel):
             if not HEADER_NAME.fullmatch(name):
                 raise ValueError(f"expected the name of an HTTP header, got {name!r}")
             if name in OWN_HEADERS or name.startswith("sec-websocket-"):
-                raise ValueError(f"the header {name!r} is set by the WebSocket itself: take it out")
+                raise ValueError(f"the header {name!r} is set by the WebSocket itself: remove it")
             if names.count(name) > 1:
-                raise ValueError(f"the header {name!r} is there twice: keep it in headers or in secret_headers")
+                raise ValueError(f"the header {name!r} is set twice: keep it in headers or in secret_headers")
         for name, value in self.headers.items():
-            if not is_header_value(value.get_secret_value()):  # which may be a secret: the error does not show it
+            if not is_header_value(value.get_secret_value()):  # not shown in the error: it may be a secret
                 raise ValueError(f"the value of the header {name!r} has a line break or another control character")
         return self
 
@@ -119,34 +119,37 @@ class Mqtt5Config(TransportSettings):
         default=None,
         min_length=1,
         max_length=200,
-        description="names the session; without it, each start has a new one. Two clients with one name throw each "
-        "other out",
+        description="names the session; default: a new one at each start. Two clients with one name end each other's "
+        "connections",
     )
     clean_start: bool = Field(
         default=False,
-        description="forget what an earlier start with this `client_id` left at the broker: once, reconnections resume",
+        description="forget the session that an earlier start with this `client_id` left at the broker; reconnections "
+        "resume the new one",
     )
     session_expiry_s: int = Field(
         default=300,
         ge=0,
         le=0xFFFF_FFFF,
-        description="how long the broker keeps subscriptions and messages while we are away; 0: not at all, "
+        description="how long the broker keeps subscriptions and messages while there is no connection; 0: not at all, "
         "4294967295: for ever",
     )
-    keep_alive_s: int = Field(default=30, ge=1, le=65_535, description="a silent broker is given up after twice that")
-    username: str | None = Field(default=None, description="who we are to the broker, unless our certificate says so")
-    password: SecretStr | None = Field(default=None, description="for `username`; or `password_file`")
+    keep_alive_s: int = Field(
+        default=30, ge=1, le=65_535, description="after twice that without a sign of the broker, we reconnect"
+    )
+    username: str | None = Field(default=None, description="our login, unless the broker uses our certificate")
+    password: SecretStr | None = Field(default=None, description="of `username`; or `password_file`")
     password_file: Path | None = Field(
         default=None,
         description="its first line is the password; read at each connect, so a password can be changed while running",
     )
     tls: TlsConfig | None = Field(
-        default=None, description="encrypt; an empty table will do where the system trusts the broker's certificate"
+        default=None, description="encrypt; an empty table suffices if the system trusts the broker's certificate"
     )
     websocket: WebSocketConfig | None = Field(
         default=None,
-        description="MQTT over WebSocket, `wss` with `tls`; an empty table will do where the path is /mqtt. "
-        "Proxies that the environment names (HTTPS_PROXY) are not used",
+        description="MQTT over WebSocket, `wss` with `tls`; an empty table suffices for the path /mqtt. Proxies from "
+        "the environment (HTTPS_PROXY) are not used",
     )
     receive_maximum: int = Field(
         default=2_048, ge=1, le=65_535, description="messages that the broker may send ahead of our acknowledgement"
@@ -155,30 +158,29 @@ class Mqtt5Config(TransportSettings):
         default=8_192,
         ge=1,
         le=65_000,
-        description="messages that we send ahead of the broker's acknowledgement, where the way to it is long; it may "
+        description="messages that we send ahead of the broker's acknowledgement, if the round trip is long; it may "
         "ask for fewer (mosquitto: `max_inflight_messages`, 20 unless set)",
     )
     messages_per_s: int | None = Field(
         default=None,
         ge=10,
-        description="messages that we send in any one second, whatever they are, for a broker that throws away what is "
-        "more (AWS IoT Core: 100). What is more waits here",
+        description="messages that we send in any one second, for a broker that throws more away (AWS IoT Core: 100). "
+        "Further messages wait here",
     )
     connect_timeout_ms: int = Field(
         default=5_000,
         ge=1,
-        description="each: for the name, an address, TLS, the answer to a WebSocket's upgrade, and that to CONNECT",
+        description="for each step: name look-up, an address, TLS, the upgrade to a WebSocket, the answer to CONNECT",
     )
     sys_topics: bool = Field(
         default=True,
-        description="ask the broker for its count of dropped messages (`$SYS/broker/publish/messages/dropped`), which "
-        "mosquitto tells. A broker that hangs up over the question (rumqttd) is asked once a day: false saves that "
-        "connection",
+        description="subscribe to the broker's count of dropped messages (`$SYS/broker/publish/messages/dropped`), "
+        "which mosquitto has. A broker that hangs up over it (rumqttd) is asked once a day: false avoids that",
     )
     ttl_reading: TtlReading = Field(
         default=TtlReading.RESTORED,
-        description="what the ttl of a message is that has waited: as long as its sender meant, or what the broker has "
-        'left of it, as the specification has it; see "Time to live"',
+        description="the ttl of a message that has waited: as its sender set it, or what the broker has left of it, as "
+        'in the specification; see "Time to live"',
     )
 
     @property
@@ -192,7 +194,7 @@ class Mqtt5Config(TransportSettings):
 
     @property
     def alpn(self) -> list[str]:
-        """The protocol names that TLS offers; none: it does not say any."""
+        """The protocol names that TLS offers; empty: no ALPN."""
         if self.websocket is not None:
             return ["http/1.1"]
         return self.tls.alpn if self.tls is not None else []
@@ -200,7 +202,7 @@ class Mqtt5Config(TransportSettings):
     @field_validator("host")
     @classmethod
     def _is_host(cls, host: str) -> str:
-        """Without the brackets that an IPv6 address has in a URL."""
+        """Removes the brackets that an IPv6 address has in a URL."""
         if re.search(r"[/@\s]", host):
             raise ValueError(f"expected a host name or an address, without scheme, user, port and path, got {host!r}")
         return host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -210,7 +212,7 @@ class Mqtt5Config(TransportSettings):
         if self.websocket is not None and self.tls is not None and self.tls.alpn:
             raise ValueError(
                 f"tls.alpn {self.tls.alpn} and websocket exclude each other: a WebSocket begins as HTTP, and offers "
-                "http/1.1. Take one of them out"
+                "http/1.1. Remove one of them"
             )
         return self
 
