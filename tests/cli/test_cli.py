@@ -172,7 +172,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["dead-letters", "--data-dir", "damaged", "--limit", "0"], "--limit"),
     (["usubscription", "-a", "v", "-t", "local"], "--store"),
     (["usubscription", "-a", "V", "-t", "local", "--store", "x.db"], "lower-case"),
-    (["usubscription", "-a", "v", "-t", "pigeon", "--store", "x.db"], "no transport 'pigeon'"),
+    (["usubscription", "-a", "v", "-t", "pigeon", "--store", "x.db"], "unknown transport 'pigeon'"),
     (["usubscription", "-a", "v", "-t", "local", "--store", "nowhere/x.db"], "make it first"),
     (
         ["usubscription", "-a", "v", "-t", "mqtt5", "--store", "x.db", "-s", "port=1"],

@@ -588,7 +588,7 @@ def test_a_broker_that_knows_none_of_the_names() -> None:
         ({"websocket": {"headers": {"a b": "x"}}}, "the name of an HTTP header, got 'a b'"),
         ({"websocket": {"headers": {"Upgrade": "x"}}}, "set by the WebSocket itself"),
         ({"websocket": {"headers": {"Sec-WebSocket-Protocol": "x"}}}, "set by the WebSocket itself"),
-        ({"websocket": {"headers": {"a": "x"}, "secret_headers": {"A": "f"}}}, "there twice"),
+        ({"websocket": {"headers": {"a": "x"}, "secret_headers": {"A": "f"}}}, "set twice"),
         ({"websocket": {"headers": {"a": "x\r\nb: y"}}}, "value of the header 'a' has a line break"),
         ({"websocket": {}, "tls": {"alpn": ["mqtt"]}}, "exclude each other"),
         ({"tls": {"alpn": [""]}}, r"tls\.alpn: expected names of 1 to 255 ASCII characters"),

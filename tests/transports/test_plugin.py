@@ -195,7 +195,7 @@ def test_an_extra_is_named_only_where_the_package_has_it(install: Install) -> No
 def test_an_entry_point_to_nothing_is_told(install: Install) -> None:
     install("", target="no_such_pigeon.loft:PLUGIN")
     message = failure("pigeon", {}).message
-    assert "the package is not whole: install up-transport-pigeon again" in message
+    assert "the package is incomplete: install up-transport-pigeon again" in message
 
 
 def test_a_long_complaint_is_cut(install: Install) -> None:
