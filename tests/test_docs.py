@@ -222,7 +222,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "history.file.retention:WAL_BYTES_MIN", "history.file.retention:WAL_BYTES_MAX",
     ]),
     ("history", "(a sixteenth, at most # MiB)", MIB, ["history.file.retention:TRANSACTION_BYTES_MAX"]),
-    ("usubscription", "the ids of the last # commands", 1, ["usubscription.handled:HANDLED_MAX"]),
+    ("usubscription", "the ids of the last # commands", 1, ["usubscription.store.tables:HANDLED_MAX"]),
     ("usubscription", "at most # changes together", 1, ["usubscription.store.database:OUTBOX_CHANGES_MAX"]),
     ("usubscription", "tried again after # s doubling to # s", 1_000, [
         "usubscription.telling:RETRY_FIRST_MS", "usubscription.telling:RETRY_MAX_MS",
@@ -241,7 +241,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "usubscription.store.database:REGISTERED_FOR_ALL_MAX", "usubscription.store.database:OUTBOX_CHANGES_MAX",
     ]),
     ("usubscription", "The details of a subscription have at most # bytes, and each # of them", 1, [
-        "usubscription.store.database:DETAILS_BYTES_MAX", "usubscription.quota:UNIT_BYTES",
+        "usubscription.store.database:DETAILS_BYTES_MAX", "usubscription.store.quota:UNIT_BYTES",
     ]),
     ("usubscription", "# requests waiting for the store", 1, ["usubscription.store.store:WAITING_MAX"]),
     ("usubscription", "with up to # subscribers is answered from memory", 1,

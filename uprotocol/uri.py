@@ -116,7 +116,7 @@ def validate_authority(authority: str) -> None:
         _validate_ip_literal(authority)
     elif not _NAME.fullmatch(authority):
         raise invalid(
-            f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no port, no user)"
+            f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only: no port, no user"
         )
 
 

@@ -1,10 +1,10 @@
 """The uSubscription service, versions 3 and 4 on one store.
 
-service.py    joins the parts: a request's way from its arrival to what follows its commit
-requests.py   where requests come in and responses leave
-state.py      decides: what becomes of a subscription (pure)
-store/        the database, and the threads around it: one transaction per batch
+service.py    connects the parts, from a request to what follows its commit
+requests.py   receives requests and sends responses
+state.py      decides the result of each event (pure)
+store/        the database and its threads: one transaction per batch; quota.py: limits for each client
 notifier.py   sends changes, in order; telling.py: their messages, and destinations that are away
-remote.py     the services of other authorities; audit.py: what do you have of ours?
-inspect.py    a look into a store from outside
+remote.py     commands to the services of other authorities; audit.py: which of our subscriptions they have
+inspect.py    reads a store from another process
 """

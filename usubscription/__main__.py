@@ -1,6 +1,6 @@
 """A uSubscription service as a process: `python -m usubscription --authority cloud --store cloud.db --transport zenoh`.
 
-options, file -> ServiceConfig -> transport -> service -> one line on stdout: ready -> SIGTERM, SIGINT: stopped cleanly
+options, file -> ServiceConfig -> transport -> service -> one line on stdout: ready -> SIGTERM, SIGINT: clean stop
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from uprotocol.transport import LocalUriProvider
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 
-SWITCH_INTERVAL_S: Final = 0.0002  # between threads and loop: with Python's 5 ms a lookup waits for the writer
-GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests hold no cycles: a search for them is a pause that a caller feels
+SWITCH_INTERVAL_S: Final = 0.0002  # between threads: with Python's default of 5 ms the event loop waits for the writer
+GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests create no cycles, and a collection delays them noticeably
 
 Ready = Callable[[dict[str, Any]], None]
 
@@ -52,14 +52,14 @@ class ServiceConfig(BaseModel):
     """version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that opened the
     link"""
     remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1)
-    """of one remote command; the specification has 5 minutes"""
+    """of one remote command; 5 minutes in the specification"""
     reset: MayReset = "linked"
     """what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares with this one.
     `all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED"""
     log_format: logs.Format = "text"
     """of the log, on standard error: `text` or `json`"""
     audit_ms: int = Field(default=AUDIT_MS, ge=1)
-    """between questions for what remote services have of ours"""
+    """between two audits of the remote services"""
 
 
 def load(path: Path) -> ServiceConfig:
@@ -85,7 +85,7 @@ def validate(content: dict[str, Any], where: str) -> ServiceConfig:
 async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> None:
     """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened.
 
-    With a damaged store it answers everything UNAVAILABLE, and tells `ready`: {"ready": false, "trouble": what to do}.
+    With a damaged store it answers everything UNAVAILABLE, and passes `ready` {"ready": false, "trouble": what to do}.
     """
     local = LocalUriProvider(config.authority, ENTITY_TYPE, 4)
     transport = create(config.transport, config.settings, local)
@@ -101,7 +101,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> Non
         )
         await service.start()
         gc.collect()
-        gc.freeze()  # what is loaded stays: a full collection would look at it again for 30 ms
+        gc.freeze()  # a full collection would examine the loaded objects again, which takes 30 ms
         try:
             state = {"ready": service.trouble is None, "service": "core.usubscription", "authority": config.authority}
             trouble = {"trouble": service.trouble} if service.trouble is not None else {}
@@ -116,7 +116,7 @@ def _print(state: dict[str, Any]) -> None:
 
 
 def run(config: ServiceConfig, ready: Ready = _print) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. Says on stdout when it is ready, and on stderr why it is not."""
+    """Serve until SIGTERM or SIGINT. Returns the exit code. Prints to stdout when it is ready, and errors to stderr."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 
@@ -136,7 +136,7 @@ def run(config: ServiceConfig, ready: Ready = _print) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
-    """Options over the file. Raises UStatusError, or SystemExit as argparse does."""
+    """Options override the file. Raises UStatusError, or SystemExit as argparse does."""
     parser = argparse.ArgumentParser(
         prog="python -m usubscription",
         description="A uSubscription service (versions 3 and 4).",
@@ -176,4 +176,4 @@ def main(arguments: Sequence[str] | None = None, prepare: Callable[[ServiceConfi
 
 
 if __name__ == "__main__":
-    leave(main(prepare=lambda config: logs.configure("info", config.log_format)))  # on stderr: stdout says "ready"
+    leave(main(prepare=lambda config: logs.configure("info", config.log_format)))  # to stderr; stdout is for "ready"

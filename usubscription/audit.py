@@ -1,13 +1,13 @@
-"""What do you have of ours? Asked of each service with which we have links, or which may hold copies from before a
-Reset.
+"""Audits: which of our subscriptions do other services have? They are sent to each service with which we have links, or
+which may have subscriptions from before a Reset.
 
 start, reconnect, Reset, every audit_ms -> FetchSubscriptions(subscriber = us) -> compare with the links
                                                                                   '-> Notified | Lost | Orphaned
-Partners: the services that may hold copies of our subscriptions, in a file of its own beside the store: it outlives a
-Reset and the store's loss.
-first command to a service -> remember -> FILE -> the command leaves          an audit says: nothing of ours -> forget
+Partners: the services that may have subscriptions of ours, in a separate file beside the store, which survives a Reset
+and the loss of the store.
+first command to a service -> remember -> FILE -> send the command          an audit finds no subscription -> forget
 
-A topic counts only if no command about it was under way from before the question until after its answer, so neither
+A topic is compared only if no command about it ran from before the request until after its answer, so that neither
 list is stale.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 from collections.abc import Awaitable, Callable
 from itertools import islice
@@ -26,64 +25,65 @@ from typing import Final
 import structlog
 from pydantic import TypeAdapter
 
-from storage.disk import REAL_DISK, Disk, read_json
+from storage.disk import REAL_DISK, Disk
+from storage.saved import SavedFile
 from uprotocol.core.usubscription.asking import end
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.state import Event, Key, Link, Lost, Notified, Orphaned, Status
-from usubscription.store.store import Store
+from usubscription.state import Key, Lost, Notified, Orphaned, RemoteLink, Status, TopicEvent
+from usubscription.store.store import SubscriptionStore
 
 AUDITS_AT_ONCE: Final = 16
-# services without links: if all of these are silent, those with links wait 100 s for their next turn
+# services without links in one round: if all of them are silent, those with links wait 100 s for the next round
 PARTNERS_A_ROUND_MAX: Final = 160
-# that a service may have of ours beside our links to it; more is a lie, or a store that was lost long ago
+# subscriptions that a service may have beside our links to it; with more its answer is not used
 UNKNOWN_MAX: Final = 20_000
-# services, each of a version: twice the largest fleet measured, 1 MB; then the oldest are forgotten
+# services (each version counts): twice the largest fleet measured, 1 MB; then the oldest are forgotten
 PARTNERS_MAX: Final = 20_000
+PARTNERS_BYTES_MAX: Final = 8 << 20  # of the file
 _PARTNERS: Final = TypeAdapter(list[tuple[str, int]])  # authority, version
-# between two saves of them: a fleet that is subscribed to brings hundreds a second, and each save is a file that waits
-# for the disk, with all else that does
+# between two saves: subscriptions to a fleet add hundreds a second, and each save waits for the disk
 PARTNERS_SAVE_MS: Final = 100
-SUSPECTS_MS: Final = 5_000  # between questions for what is doubtful, while its service can't be asked
+SUSPECTS_MS: Final = 5_000  # between two audits of suspects while their service does not answer
 
 Partner = tuple[str, int]
-"""Authority, and the major version in which we subscribed there."""
+"""The authority of a service, and the major version in which we subscribed there."""
 
-Fetch = Callable[[str, int, int], Awaitable[dict[Key, Status]]]
-"""(authority, major, how many at most) -> what that service has of ours. Raises UStatusError."""
+FetchTheirs = Callable[[str, int, int], Awaitable[dict[Key, Status]]]
+"""(authority, major, maximal number) -> our subscriptions in that service. Raises UStatusError."""
 
 log = structlog.get_logger()
 
 
 class Auditor:
-    """Lives on the loop. `now` asks for a round."""
+    """Runs audits on the event loop. `now` requests a round."""
 
     def __init__(
         self,
-        store: Store,
+        store: SubscriptionStore,
         partners: Partners,
         *,
-        fetch: Fetch,
+        fetch: FetchTheirs,
         is_busy: Callable[[Key], bool],
         interval_ms: int,
         random: Callable[[], float],
     ) -> None:
         self._store, self._partners = store, partners
         self._fetch, self._is_busy, self._interval_ms, self._random = fetch, is_busy, interval_ms, random
-        # and which suspicion it is, so that an answer ends none that came after the question
+        # topics that may have ended, with a number, so that an answer clears no suspicion that came after its request
         self._suspects: dict[Key, int] = {}
         self._suspicions = itertools.count()
-        self._due: dict[Partner, None] = {}  # partners without links that have not had their turn, in order
-        self._everybody = False
+        self._due: dict[Partner, None] = {}  # partners without links that are still to be audited, in order
+        self._is_full_round = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Auditor(suspects={len(self._suspects)}, partners={len(self._partners.all())})"
+        return f"Auditor(suspects={len(self._suspects)}, partners={len(self._partners.known)})"
 
     @property
     def quiet(self) -> bool:
-        """True if no round is asked for and nothing is to be checked."""
+        """True if no round is requested and there are no suspects."""
         return not self._suspects and not self._wake.is_set()
 
     def start(self) -> None:
@@ -93,21 +93,21 @@ class Auditor:
         await end(self._task)
 
     def now(self) -> None:
-        self._everybody = True
+        self._is_full_round = True
         self._wake.set()
 
     def stranger(self, partner: Partner) -> None:
-        """A service that we don't know of has something of ours."""
+        """A service that is not a known partner has a subscription of ours."""
         if len(self._due) < PARTNERS_MAX and partner not in self._due:
             self._due[partner] = None
             self._wake.set()
 
-    def submit(self, event: Event) -> None:
-        with contextlib.suppress(UStatusError):  # full or stopping: the next audit will see it
+    def submit(self, event: TopicEvent) -> None:
+        with contextlib.suppress(UStatusError):  # full or stopping: the next audit finds it again
             self._store.submit(event)
 
     def suspect(self, topic: Key) -> None:
-        """Its service says that it ended, which may be old news: ask."""
+        """A notification says that `topic` has ended, which may be outdated: an audit decides."""
         self._suspects[topic] = next(self._suspicions)
         self._wake.set()
 
@@ -120,27 +120,27 @@ class Auditor:
                 async with asyncio.timeout(min(wait_s, SUSPECTS_MS / 1000) if self._suspects else wait_s):
                     await self._wake.wait()
             self._wake.clear()
-            everybody = self._everybody or loop.time() >= next_all
-            if everybody:
-                self._everybody, next_all = False, self._next_all()
+            is_full = self._is_full_round or loop.time() >= next_all
+            if is_full:
+                self._is_full_round, next_all = False, self._next_all()
             try:
-                await self._round(everybody)
+                await self._round(is_full)
             except UStatusError as error:
-                log.warning("no audit of the remote subscriptions", why=error.message)
+                log.warning("the remote subscriptions can't be audited", why=error.message)
             except Exception:
                 log.exception("auditing the remote subscriptions failed")
 
     def _next_all(self) -> float:
         return asyncio.get_running_loop().time() + self._interval_ms / 1000 * (0.75 + self._random() / 2)
 
-    async def _round(self, everybody: bool) -> None:
-        """Those with links first, or of them those that are in doubt; of the others some, and the rest in rounds that
-        follow at once."""
+    async def _round(self, is_full: bool) -> None:
+        """Audit the services with links first (all of them, or those with suspects), then some other partners; the rest
+        of them in further rounds that follow at once."""
         linked = await self._in_doubt()
-        if everybody:
+        if is_full:
             linked |= dict.fromkeys(await self._store.read(lambda reader: reader.linked()))
-        if everybody and not self._due:
-            self._due = dict.fromkeys(self._partners.all())
+        if is_full and not self._due:
+            self._due = dict.fromkeys(self._partners.known)
         others = list(islice(self._due, PARTNERS_A_ROUND_MAX))
         for partner in others:
             del self._due[partner]
@@ -151,7 +151,7 @@ class Auditor:
             self._wake.set()
 
     async def _in_doubt(self) -> dict[Partner, None]:
-        """Whom to ask about the suspects; of those that have a command under way its answer decides."""
+        """The services of the suspects. A suspect with a pending command is cleared: the answer decides."""
         suspects, found = dict(self._suspects), dict[Partner, None]()
         by_authority: dict[str, list[Key]] = {}
         for topic in suspects:
@@ -172,11 +172,11 @@ class Auditor:
         try:
             theirs = await self._fetch(authority, major, UNKNOWN_MAX + len(before))
         except UStatusError as error:
-            log.info("a remote uSubscription does not say what it has of ours", authority=authority, why=str(error))
+            log.info("a remote uSubscription does not list our subscriptions", authority=authority, why=str(error))
             if error.code not in FINAL:
-                return  # later, perhaps
+                return  # to be repeated
             if error.code == UCode.UNIMPLEMENTED and not before:
-                self._partners.forget((authority, major))  # it never will
+                self._partners.forget((authority, major))
         after = await self._links(authority)
         stable = {
             topic: link
@@ -197,22 +197,22 @@ class Auditor:
             self._partners.forget((authority, major))
 
     def _clear(self, topic: Key, suspects: dict[Key, int]) -> None:
-        """Unless we were told again meanwhile: what is known may be older than that."""
+        """Clear a suspect, unless it was suspected again meanwhile: then the answer may be outdated."""
         if self._suspects.get(topic) == suspects[topic]:
             del self._suspects[topic]
 
-    async def _links(self, authority: str) -> dict[Key, Link]:
+    async def _links(self, authority: str) -> dict[Key, RemoteLink]:
         return dict(await self._store.read(lambda reader: reader.links(authority)))
 
-    def _compare(self, ours: dict[Key, Link], theirs: dict[Key, Status] | None, suspects: dict[Key, int]) -> None:
-        """`theirs` None: it can't say."""
+    def _compare(self, ours: dict[Key, RemoteLink], theirs: dict[Key, Status] | None, suspects: dict[Key, int]) -> None:
+        """`theirs` None: the service can't list them."""
         for topic, link in ours.items():
             suspect = topic in suspects
             if suspect:
                 self._clear(topic, suspects)
             if theirs is None:
                 if suspect:
-                    self.submit(Notified(topic, Status.UNSUBSCRIBED))  # it said so, and nothing speaks against it
+                    self.submit(Notified(topic, Status.UNSUBSCRIBED))  # nothing contradicts the notification
             elif topic not in theirs:
                 self.submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
             elif theirs[topic] is not link.state:
@@ -220,54 +220,45 @@ class Auditor:
 
 
 class Partners:
-    """Lives on the loop; the disk is written on a thread, once for all that came meanwhile."""
+    """Used on the event loop; a thread writes the file, once for all changes that wait."""
 
     def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
-        self.path, self._disk = path, disk
-        self._known: dict[Partner, int] = {}  # and with which change it came
+        self._file = SavedFile(path, _PARTNERS, PARTNERS_BYTES_MAX, disk)
+        self.known: dict[Partner, int] = {}  # with the number of the change that added it; read only
         self._changes = self._saved = 0
         self._saving: asyncio.Future[None] | None = None
         self._saved_at = -math.inf  # loop time
 
     def __repr__(self) -> str:
-        return f"Partners({len(self._known)})"
-
-    def __contains__(self, partner: Partner) -> bool:
-        return partner in self._known
-
-    def all(self) -> list[Partner]:
-        return list(self._known)
+        return f"Partners({len(self.known)})"
 
     async def load(self) -> None:
-        """A file that can't be read is told and replaced: the links in the store name those that count most."""
+        """Read the file. If it can't be read, that is logged: the links in the store have the current partners."""
         try:
-            self._known = dict.fromkeys(await asyncio.to_thread(read_json, self.path, _PARTNERS), 0)
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError) as error:
-            what = "the file of services that may have subscriptions of ours can't be read"
-            log.warning(what, path=str(self.path), why=str(error))
+            self.known = dict.fromkeys(await asyncio.to_thread(self._file.load) or (), 0)
+        except UStatusError as error:
+            log.warning("the saved partners can't be used", why=error.message)
 
     async def remember(self, partner: Partner) -> None:
-        """Completes when it is on disk, or can't be: that is told, and holds no command."""
-        mine = self._known.get(partner)
-        if mine is None:
+        """Wait until `partner` is on disk. A failure is logged, and stops no command."""
+        change = self.known.get(partner)
+        if change is None:
             self._changes += 1
-            mine = self._known[partner] = self._changes
-            if len(self._known) > PARTNERS_MAX:
-                del self._known[next(iter(self._known))]
-        await self._is_saved(mine)
+            change = self.known[partner] = self._changes
+            if len(self.known) > PARTNERS_MAX:
+                del self.known[next(iter(self.known))]
+        await self._wait_saved(change)
 
     def forget(self, partner: Partner) -> None:
-        """On disk with the next save: until then it is asked once more after a restart."""
-        if self._known.pop(partner, None) is not None:
+        """Written with the next save; after a restart before that it is audited once more."""
+        if self.known.pop(partner, None) is not None:
             self._changes += 1
 
     async def close(self) -> None:
-        await self._is_saved(self._changes)
+        await self._wait_saved(self._changes)
 
-    async def _is_saved(self, change: int) -> None:
-        """With all that came until then: thousands wait for one save, and go on together."""
+    async def _wait_saved(self, change: int) -> None:
+        """Thousands may wait for one save."""
         while self._saved < change:
             if self._saving is None:
                 self._saving = asyncio.ensure_future(self._save())
@@ -279,9 +270,8 @@ class Partners:
             await asyncio.sleep(early_s)
         changes = self._changes
         try:
-            await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
-        except OSError as error:
-            what = "the services that may have subscriptions of ours can't be noted"
-            log.warning(what, path=str(self.path), why=str(error))
+            await asyncio.to_thread(self._file.save, list(self.known))
+        except UStatusError as error:
+            log.warning("the partners can't be saved", why=error.message)
         finally:
             self._saved, self._saving, self._saved_at = changes, None, loop.time()

@@ -1,7 +1,7 @@
-"""A look into a store, while its service runs or not: list, filter, watch. Reads only, and blocks.
+"""Lists, filters and watches the content of a store, whether its service runs or not. Reads only; its calls block.
 
-store.db --Reader--> subscriptions(filters) -> entries as they are printed
-                     watch() -> what was added, changed, removed, as it happens
+store.db --StoreReader--> subscriptions(filters) -> entries to print
+                          watch() -> added, changed and removed subscriptions
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription.state import Command, Key, Link, Row
-from usubscription.store.reader import Reader
+from usubscription.state import Command, Key, RemoteLink, Row
+from usubscription.store.reader import StoreReader
 
-WATCH_MS: Final = 200  # between looks whether the store has changed: one PRAGMA, so it costs nothing
+WATCH_MS: Final = 200  # between two checks for changes: one cheap PRAGMA
 
-Entry = dict[str, Any]
-"""One line for the operator: plain values, fit for JSON."""
+ViewEntry = dict[str, Any]
+"""One line for the operator, with plain values for JSON."""
 
 
 class StoreView:
@@ -33,9 +33,9 @@ class StoreView:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            why = f"there is no store at {self.path}: name the file that the service was started with"
+            why = f"there is no store at {self.path}: pass the file that the service was started with"
             raise UStatusError(UCode.NOT_FOUND, why)
-        self._reader = Reader(self.path, from_outside=True)
+        self._reader = StoreReader(self.path, from_outside=True)
 
     def close(self) -> None:
         self._reader.close()
@@ -46,13 +46,13 @@ class StoreView:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[Entry]:
-        """Those that match both patterns (None: any), in the order in which they came."""
+    def subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[ViewEntry]:
+        """Subscriptions that match both patterns (None: any), in their order."""
         links = dict(self._reader.links())
         return [_entry(row, links.get(row.topic)) for row in self._rows(topic, subscriber)]
 
-    def links(self) -> list[Entry]:
-        """What this service has agreed, or has yet to agree, with others: one entry for each remote topic."""
+    def links(self) -> list[ViewEntry]:
+        """The links to other services: one entry for each remote topic."""
         return [
             {
                 "topic": _text(topic),
@@ -65,14 +65,14 @@ class StoreView:
             for topic, link in self._reader.links()
         ]
 
-    def registrations(self) -> list[Entry]:
-        """Who is told of changes; topic None: of all."""
+    def registrations(self) -> list[ViewEntry]:
+        """The clients registered for changes; topic None: of everything."""
         return [
             {"client": _text(client), "version": major, "topic": _text(topic) if topic else None}
             for client, major, topic in self._reader.registrations()
         ]
 
-    def summary(self) -> Entry:
+    def summary(self) -> ViewEntry:
         """Counts."""
         links = self._reader.links()
         return {
@@ -91,8 +91,8 @@ class StoreView:
         *,
         stop: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> Iterator[Entry]:
-        """First all that there is, then each change, until `stop()`: entries with "event" known, added, changed or
+    ) -> Iterator[ViewEntry]:
+        """Yields all subscriptions, then each change until `stop()`: entries with "event" known, added, changed or
         removed."""
         known = {(row.topic, row.subscriber): row for row in self._rows(topic, subscriber)}
         for row in known.values():
@@ -125,7 +125,7 @@ def _text(key: Key) -> str:
     return uris.format(to_uri(key))
 
 
-def _entry(row: Row, link: Link | None = None) -> Entry:
+def _entry(row: Row, link: RemoteLink | None = None) -> ViewEntry:
     entry = {
         "topic": _text(row.topic),
         "subscriber": _text(row.subscriber),

@@ -1,13 +1,12 @@
-"""Tells changes: to the subscriber, to those who registered, and to everybody on the change topics; after the answer,
-in order.
+"""Notifies subscribers and registered clients of changes, and publishes them on the change topics, in order.
 
 outbox (committed) -> wait for the responses of their requests -> by destination -> send_batch -> Sent(number)
                                                                       |                             -> deleted later
-                                                                      '-> in trouble: Hold -> told from the store
-                                                                                              (telling.py)
+                                                                      '-> failed: Hold -> sent from the store
+                                                                                          (telling.py)
 
-A destination is an authority, or the change topics of the own network: each keeps its order, and its trouble is its
-own.
+A destination is an authority, or the change topics of the own network. Each keeps its order; one that fails does not
+delay others.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from uprotocol.transport import UTransport
 from usubscription.requests import ResponseTracker, Tag
 from usubscription.store.database import Hold, Sent
 from usubscription.store.reader import StoredChange
-from usubscription.store.store import Store
-from usubscription.telling import Part, Teller, Troubles
+from usubscription.store.store import SubscriptionStore
+from usubscription.telling import ChangeSender, Delivery, Troubles
 
-CHANGES_WAITING_MAX: Final = 10_000  # in memory; the others are read from the store when it is their turn
-CHANGES_BATCH_MAX: Final = 128  # some 400 messages at once: each batch waits for the network to take it
-CHANGES_SLICE: Final = 16  # made in one go, 1 ms of the loop: what waits for it is answers
-WOKEN_AT_ONCE: Final = 16  # that waited for a change: with what they go on to do, some 2 ms of the loop
-# while changes follow one another, so that they leave together: a message alone costs ten times as much
+CHANGES_WAITING_MAX: Final = 10_000  # in memory; others are read from the store when it is their turn
+CHANGES_BATCH_MAX: Final = 128  # some 400 messages: the next batch waits until the network has accepted them
+CHANGES_SLICE: Final = 16  # changes in one turn of the event loop, 1 ms, so that answers are not delayed
+WOKEN_AT_ONCE: Final = 16  # waiting commands that are woken in one turn: some 2 ms with what they do next
+# while changes follow each other, so that they are sent together: a single message costs ten times as much
 GATHER_MS: Final = 5
-# while more requests wait than one transaction takes, their answers come first, for so long; telling costs the loop as
-# much as answering, and who asks is waiting
+# how long changes wait while more requests are queued than one transaction takes: a change costs as much of the event
+# loop as an answer, for which a caller is waiting
 ANSWERS_FIRST_MS: Final = 1_000
-# between notes of what was told: each is a commit, and after a crash only what came since is told twice
+# between two Sent events: each is a commit, and after a crash only later changes are sent twice
 NOTE_MS: Final = 200
 STORE_RETRY_FIRST_MS: Final = 200  # while the store can't be read or written; doubles up to ...
 STORE_RETRY_MAX_MS: Final = 5_000
@@ -49,43 +48,42 @@ STORE_RETRY_MAX_MS: Final = 5_000
 log = structlog.get_logger()
 
 
-class Notifier:
-    """Sends what is in the outbox. `sent` is the number of the last change that was told; `dropped` counts messages by
+class ChangeNotifier:
+    """Sends the changes in the outbox. `sent` is the number of the last one that was sent; `dropped` counts messages by
     reason."""
 
     def __init__(
         self,
         transport: UTransport,
         authority: str,
-        store: Store,
+        store: SubscriptionStore,
         responses: ResponseTracker,
         also: Collection[str] = (),
     ) -> None:
-        self._teller, self._store, self._responses = Teller(transport, authority, also), store, responses
+        self._sender, self._store, self._responses = ChangeSender(transport, authority, also), store, responses
         self._waiting: deque[tuple[StoredChange, Tag | None]] = deque()
-        self._behind = True  # there may be more in the store than is waiting here
+        self._behind = True  # the store may have changes that are not in `_waiting`
         self._news = asyncio.Event()
         self.awaited: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by the number of the change
         self._count = itertools.count()  # so that futures are never compared
         self._task: asyncio.Task[None] | None = None
         self._noting: asyncio.TimerHandle | None = None
-        self._last = 0.0  # loop time at which something was told
+        self._last = 0.0  # loop time of the last batch
         self.sent = 0
-        self.dropped = self._teller.dropped
-        self.troubles = Troubles(self._teller, store)
+        self.dropped = self._sender.dropped
+        self.troubles = Troubles(self._sender, store)
         transport.on_connection(lambda connected: self.troubles.retry_now() if connected else None)
 
     def __repr__(self) -> str:
-        return (
-            f"Notifier(sent={self.sent}, waiting={len(self._waiting)}{'+' if self._behind else ''}, {self.troubles!r})"
-        )
+        waiting = f"{len(self._waiting)}{'+' if self._behind else ''}"
+        return f"ChangeNotifier(sent={self.sent}, waiting={waiting}, {self.troubles!r})"
 
     def start(self) -> None:
         self._news.set()
         self._task = asyncio.ensure_future(self._run())
 
     async def stop(self) -> None:
-        """What was not told stays in the store."""
+        """Unsent changes stay in the store."""
         await end(self._task)
         await self.troubles.stop()
         if self._noting is not None:
@@ -94,7 +92,7 @@ class Notifier:
 
     def _note(self) -> None:
         self._noting = None
-        with contextlib.suppress(UStatusError):  # then these are told again after a restart
+        with contextlib.suppress(UStatusError):  # then these are sent again after a restart
             self._store.submit(Sent(self.sent))
 
     def add(self, changes: Sequence[StoredChange], tag: Tag | None) -> None:
@@ -105,12 +103,12 @@ class Notifier:
         self._news.set()
 
     def look(self) -> None:
-        """There is more in the store than was added."""
+        """The store has changes that were not added here."""
         self._behind = True
         self._news.set()
 
     async def notified(self, number: int) -> None:
-        """Completes when all changes up to `number` were told."""
+        """Wait until all changes up to `number` were sent."""
         if self.sent >= number:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -118,8 +116,8 @@ class Notifier:
         await future
 
     async def notified_up_to(self, number: int) -> None:
-        """Wakes those that wait for it and no others: there may be thousands, each behind another change. Some on each
-        turn of the loop, since each goes on with a call."""
+        """Wake those that wait for changes up to `number`, WOKEN_AT_ONCE in each turn of the event loop, since each
+        continues with a call."""
         self.sent = max(self.sent, number)
         woken = 0
         while self.awaited and self.awaited[0][0] <= self.sent:
@@ -137,7 +135,7 @@ class Notifier:
     async def _run(self) -> None:
         backoff, begun = Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS), False
         while True:
-            if begun and self.idle:
+            if begun and not self._waiting and not self._behind:
                 self._news.clear()
                 await self._news.wait()
             try:
@@ -150,26 +148,24 @@ class Notifier:
                 is_soon = asyncio.get_running_loop().time() - self._last < GATHER_MS / 1000
                 if is_soon and len(self._waiting) < CHANGES_BATCH_MAX:
                     await asyncio.sleep(GATHER_MS / 1000)
-                await self._answers_first()
+                if not self._responses.lull.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(ANSWERS_FIRST_MS / 1000):
+                            await self._responses.lull.wait()
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), CHANGES_BATCH_MAX))]
-                await self._tell(batch)
+                await self._send_batch(batch)
                 backoff.reset()
                 continue
             except UStatusError as error:
                 log.warning("changes can't be read from the store", why=error.message)
             except Exception:
-                log.exception("telling changes failed")
+                log.exception("sending changes failed")
             self._waiting.clear()  # they may be newer than what could not be read
-            self._behind = True  # from the store again, from the last one that was told
+            self._behind = True  # continue from the store, after the last change that was sent
             await backoff.wait()
 
-    async def _answers_first(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWERS_FIRST_MS / 1000):
-                await self._responses.lull.wait()
-
     async def _catch_up(self) -> None:
-        self._behind = False  # first: what is added from here on either waits behind these, or sets it again
+        self._behind = False  # before the read, so that a change added meanwhile is not missed
         found = await self._store.read(lambda reader: reader.outbox(self.sent, CHANGES_WAITING_MAX))
         last = found[-1].number if found else 0
         added = [entry for entry in self._waiting if entry[0].number > last]
@@ -179,13 +175,18 @@ class Notifier:
         else:
             self._waiting.extend(added)
 
-    async def _tell(self, batch: list[tuple[StoredChange, Tag | None]]) -> None:
+    async def _send_batch(self, batch: list[tuple[StoredChange, Tag | None]]) -> None:
         tags = {tag for _, tag in batch if tag is not None}
         if tags:
             await self._responses.left(tags)
-        parts = await self._parts([stored for stored, _ in batch if stored.number > self.sent])
-        held = [part for part in parts if part.destination in self.troubles]
-        held += await self._send([part for part in parts if part.destination not in self.troubles])
+        deliveries: list[Delivery] = []
+        for count, stored in enumerate(stored for stored, _ in batch if stored.number > self.sent):
+            if count and not count % CHANGES_SLICE:
+                await asyncio.sleep(0)
+            deliveries += self._sender.deliveries(stored)
+        troubled = self.troubles.commands
+        held = [delivery for delivery in deliveries if delivery.destination in troubled]
+        held += await self._send([delivery for delivery in deliveries if delivery.destination not in troubled])
         if held:
             await self._hold(held)
         await self.notified_up_to(batch[-1][0].number)
@@ -193,31 +194,23 @@ class Notifier:
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)
 
-    async def _parts(self, changes: Sequence[StoredChange]) -> list[Part]:
-        parts: list[Part] = []
-        for number, stored in enumerate(changes):
-            if number and not number % CHANGES_SLICE:
-                await asyncio.sleep(0)
-            parts += self._teller.parts(stored)
-        return parts
-
-    async def _send(self, parts: list[Part]) -> list[Part]:
-        """What was not taken. The first one of it has its destination's trouble; the others behind it are tried once
-        more without it."""
-        held: list[Part] = []
-        while parts:
-            failed, _ = await self._teller.send(parts)
+    async def _send(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Returns what was not accepted. The destination of the first failure is in trouble; the failed deliveries to
+        others are sent once more without it."""
+        held: list[Delivery] = []
+        while deliveries:
+            failed, _ = await self._sender.send(deliveries)
             if not failed:
                 break
             troubled = failed[0].destination
             self.troubles.begin(troubled)
-            held += [part for part in failed if part.destination == troubled]
-            parts = [part for part in failed if part.destination != troubled]
+            held += [delivery for delivery in failed if delivery.destination == troubled]
+            deliveries = [delivery for delivery in failed if delivery.destination != troubled]
         return held
 
-    async def _hold(self, held: list[Part]) -> None:
-        """Into the store, before anything behind it counts as told."""
-        event = Hold(tuple((part.destination, part.number, part.change, tuple(part.recipients)) for part in held))
+    async def _hold(self, held: list[Delivery]) -> None:
+        """Store the deliveries before later changes count as sent."""
+        event = Hold(tuple((one.destination, one.number, one.change, tuple(one.recipients)) for one in held))
         backoff = Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS)
         with self.troubles.holding(held):
             while True:

@@ -1,12 +1,12 @@
-"""The remote leg: what this service has to tell the services of other authorities, until they have answered.
+"""Commands to the services of other authorities, repeated until they are answered.
 
-link with a command -> Commands of its authority -> Places -> Subscribe, Unsubscribe -> Answered | TimedOut -> store
-                         |                                                                               -> update()
-                         | replaced while under way: waited for a little while, so that the two can't overtake
-                         | no answer: said again, with back-off; after a failure again, with back-off, for ever
-notifications to us, audits (audit.py: what do you have of ours?) -> Notified | Lost | Orphaned
+link with a command -> Commands of its authority -> FreshCalls -> Subscribe, Unsubscribe -> Answered | TimedOut -> store
+                         |                                                                                  -> update()
+                         | replaced while it runs: wait shortly for its answer, so that the next can't overtake it
+                         | no answer: repeated with back-off; after a failure as well, without a limit
+notifications to us, audits (audit.py: which of our subscriptions do you have?) -> Notified | Lost | Orphaned
 
-The subscriber in all of it is this service itself (core.usubscription).
+The subscriber in all of them is this service itself (core.usubscription).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,45 +29,120 @@ from uprotocol.status import FINAL, UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.audit import Auditor, Partners
-from usubscription.notifier import Notifier
-from usubscription.places import Places
-from usubscription.state import Answered, Command, Event, Key, Link, Notified, Status, TimedOut, retry_delay_ms
-from usubscription.store.store import Store
+from usubscription.notifier import ChangeNotifier
+from usubscription.state import (
+    Answered,
+    Command,
+    Key,
+    Notified,
+    RemoteLink,
+    Status,
+    TimedOut,
+    TopicEvent,
+    retry_delay_ms,
+)
+from usubscription.store.store import SubscriptionStore
 
 TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-max-timeout~1
-# a fleet that is away holds some for each of its services; beyond it commands wait out a back-off
+# a fleet that is away has some for each of its services; further commands are repeated after a back-off
 CALLS_PENDING_MAX: Final = 40_000
-AUDIT_MS: Final = 300_000  # between questions for what the remote services have of ours
-AUDIT_CALL_MS: Final = 10_000  # for the answer to one
-RECENT_MS: Final = 60_000  # a late notification about an Unsubscribe may be under way that long
-RECENT_MAX: Final = 10_000  # topics for which that is remembered
+AUDIT_MS: Final = 300_000  # between two audits of the remote services
+AUDIT_CALL_MS: Final = 10_000  # timeout of a page of an audit
+RECENT_MS: Final = 60_000  # how late a notification about an Unsubscribe may arrive
+RECENT_MAX: Final = 10_000  # topics with a recent Unsubscribe
 
-# topics in flight before there was an answer: a few lost requests hold nobody up, a dead service costs little
+# calls that nobody has answered, to all services together: half of what one caller may have waiting for a network
+# (express.messages_max), since audits and others need some, too. Further ones would be refused, one by one
+FRESH_MAX: Final = 512
+# after this time a call is no longer fresh, so a silent service delays others only for that long ...
+FRESH_MS: Final = 1_000
+FRESH_SILENT_MS: Final = 10_000  # ... or for this time, while no service answers: the network may be away
+
+# topics in flight before the first answer: some lost requests delay nobody, and a dead service costs little
 WINDOW_FIRST: Final = 16
 WINDOW_MAX: Final = 256  # topics in flight: fills one group commit of the other service
-# of one command: the first, which has its whole timeout, and the newest; more would only cost memory
+# calls of one command: the first, which has its whole timeout, and the newest; more would only cost memory
 CALLS_KEPT_MAX: Final = 2
-# without an answer the same command is said again, for networks that lose what nobody hears; doubles ...
+# before an unanswered command is repeated, for networks that lose messages without a receiver; doubles ...
 REPEAT_FIRST_MS: Final = 10_000
 REPEAT_MAX_MS: Final = 60_000  # ... up to this
-# a command that a later one replaced may still be answered: so that they can't overtake each other
+# how long a replaced command waits for its answer before the next is sent, so that they can't overtake each other
 SUPERSEDED_GRACE_MS: Final = 2_000
 STORE_RETRY_MS: Final = 1_000  # after the store refused an answer
-# between two times that a sign of life ends the waiting: a busy service gives thousands a second
+# at most once in this time a message of a service ends the waiting: a busy service sends thousands a second
 RETRY_NOW_MS: Final = 1_000
 
 log = structlog.get_logger()
 
 
+class FreshCalls:
+    """Limits how many calls to remote services are fresh; waiting calls start in order. A call is fresh until it is
+    answered, or for FRESH_MS, so a silent service delays calls to others only for that long."""
+
+    def __init__(self) -> None:
+        self._free = FRESH_MAX
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.answered_at = -math.inf  # loop time of the last answer of any service
+
+    def __repr__(self) -> str:
+        return f"FreshCalls(free={self._free}, waiting={len(self._waiting)})"
+
+    async def begin(self) -> FreshCall:
+        """Wait until one more call may start."""
+        if self._free:
+            self._free -= 1
+        else:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if mine.done() and not mine.cancelled():
+                    self.release()
+                raise
+        return FreshCall(self)
+
+    def release(self) -> None:
+        """Let the next waiting call start."""
+        while self._waiting:
+            following = self._waiting.popleft()
+            if not following.done():
+                following.set_result(None)
+                return
+        self._free += 1
+
+
+class FreshCall:
+    def __init__(self, calls: FreshCalls) -> None:
+        self._calls, self._loop = calls, asyncio.get_running_loop()
+        self._begun_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(FRESH_MS / 1000, self._on_timer)
+
+    def _on_timer(self) -> None:
+        now = self._loop.time()
+        others_are_answered = now - self._calls.answered_at < FRESH_MS / 1000
+        if others_are_answered or now - self._begun_at >= FRESH_SILENT_MS / 1000:
+            self.end()
+        else:
+            self._timer = self._loop.call_later(FRESH_MS / 1000, self._on_timer)
+
+    def end(self) -> None:
+        """The call is no longer fresh. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._calls.release()
+
+
 class Remote:
-    """The commands to all authorities. `update` gives it every link that changes."""
+    """The commands to all authorities. Call `update` with every changed link."""
 
     def __init__(
         self,
         transport: UTransport,
         authority: str,
-        store: Store,
-        notifier: Notifier,
+        store: SubscriptionStore,
+        notifier: ChangeNotifier,
         *,
         timeout_ms: int = TIMEOUT_MS,
         audit_ms: int = AUDIT_MS,
@@ -79,7 +155,7 @@ class Remote:
             transport, self._locals, "*", self._on_change, strict=True, calls_pending_max=CALLS_PENDING_MAX
         )
         self._commands: dict[str, Commands] = {}
-        self.places = Places()
+        self.fresh_calls = FreshCalls()
         self._recent: dict[Key, float] = {}
         self._started_at = -math.inf  # loop time
         self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), runtime.disk)
@@ -94,7 +170,7 @@ class Remote:
         return f"Remote({self._authority}, authorities={len(self._commands)}, commands={commands}, {self.auditor!r})"
 
     async def start(self) -> None:
-        """Listen, then go on with what was not answered before the restart."""
+        """Register listeners, then repeat the commands that were not answered before the restart."""
         self._open = True
         self._started_at = asyncio.get_running_loop().time()
         await self.partners.load()
@@ -103,12 +179,12 @@ class Remote:
         links = await self.store.read(lambda reader: reader.links())
         for topic, link in links:
             self.update(topic, link, last)
-        if self.partners.all() or any(link.command is None for _, link in links):
+        if self.partners.known or any(link.command is None for _, link in links):
             self.auditor.now()
         self.auditor.start()
 
     async def stop(self) -> None:
-        """What was not answered goes on after the restart."""
+        """Unanswered commands are repeated after the next start."""
         self._open = False
         await self.auditor.stop()
         for commands in list(self._commands.values()):
@@ -117,11 +193,11 @@ class Remote:
         await self.partners.close()
 
     def commands_to(self, authority: str) -> int:
-        """How many are not answered."""
+        """The number of unanswered commands."""
         return len(self._commands.get(authority, ()))
 
-    def update(self, topic: Key, link: Link, after: int) -> None:
-        """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
+    def update(self, topic: Key, link: RemoteLink, after: int) -> None:
+        """The link of `topic` is now `link`. Its command, if any, is sent after the changes up to `after`."""
         if not self._open:
             return
         commands = self._commands.get(topic[0])
@@ -137,15 +213,15 @@ class Remote:
         commands.update(topic, link, after)
 
     def forget_all(self) -> None:
-        """After a Reset no command is due any more; what others still have of ours is found by asking all of them."""
+        """Drop all commands after a Reset; an audit finds the subscriptions that other services still have."""
         for commands in self._commands.values():
             commands.clear()
         self.auditor.now()
 
-    # -- for the commands ----------------------------------------------------------------------------------------------
+    # -- called by Commands --------------------------------------------------------------------------------------------
 
     def idle(self, commands: Commands) -> None:
-        """`commands` has nothing left to do."""
+        """`commands` is empty."""
         if self._commands.get(commands.authority) is commands:
             del self._commands[commands.authority]
 
@@ -154,40 +230,40 @@ class Remote:
 
     # -- the calls -----------------------------------------------------------------------------------------------------
 
-    async def call(self, topic: Key, link: Link) -> Status:
-        """One try. Raises UStatusError."""
+    async def call(self, topic: Key, link: RemoteLink) -> Status:
+        """Send the command once, and return the status in its answer. Raises UStatusError."""
         authority, major, codec = topic[0], link.major, CODECS[link.major]
         topic_uri, own = to_uri(topic), self._locals[major].get_source()
         if link.command is Command.UNSUBSCRIBE:
             request = codec.unsubscribe(topic_uri, own)
             await self._services.call(authority, major, UNSUBSCRIBE, request, self._timeout_ms)
             return Status.UNSUBSCRIBED
-        # without expiry; older services read who subscribes (C-11)
+        # without expiry; services of older revisions read the subscriber (C-11)
         request = codec.subscribe(topic_uri, None, link.sample_period_ms, own)
         return codec.read_status(await self._services.call(authority, major, SUBSCRIBE, request, self._timeout_ms))
 
-    # -- what the others say -------------------------------------------------------------------------------------------
+    # -- notifications and audits --------------------------------------------------------------------------------------
 
-    def _on_change(self, major: int, source: str, told: Subscription) -> None:
-        topic = uris.key(told.topic)
-        if topic[0] != source or uris.key(told.subscriber)[:3] != (self._authority, ENTITY_TYPE, major):
-            return  # not about us, or not theirs to say
+    def _on_change(self, major: int, source: str, change: Subscription) -> None:
+        topic = uris.key(change.topic)
+        if topic[0] != source or uris.key(change.subscriber)[:3] != (self._authority, ENTITY_TYPE, major):
+            return  # not about us, or not about a topic of the sender
         commands = self._commands.get(source)
         if commands is not None:
-            commands.retry_now()  # it is there
-            if told.status is Status.SUBSCRIBED and commands.told_too(topic):
-                return  # as most services do after each answer
-        elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners:
-            self.auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
-        # about an earlier Unsubscribe of ours, or about what came after it? Ask.
-        if told.status is Status.UNSUBSCRIBED:
-            # what was recent before the start is forgotten
+            commands.retry_now()  # the service is available
+            if change.status is Status.SUBSCRIBED and commands.confirm(topic):
+                return  # most services send this after each answer
+        elif change.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners.known:
+            self.auditor.stranger((source, major))  # it has a subscription that we don't know: our store was lost
+        # it may be about an earlier Unsubscribe of ours, or about a later Subscribe: an audit decides
+        if change.status is Status.UNSUBSCRIBED:
+            # after a start recent commands are not known
             since = max(self._recent.get(topic, -math.inf), self._started_at)
             if asyncio.get_running_loop().time() - since < RECENT_MS / 1000:
                 self.auditor.suspect(topic)
                 return
             self._recent.pop(topic, None)
-        self.auditor.submit(Notified(topic, told.status))
+        self.auditor.submit(Notified(topic, change.status))
 
     def _connection_changed(self, connected: bool) -> None:
         if connected and self._open:
@@ -196,111 +272,110 @@ class Remote:
             self.auditor.now()
 
     async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
-        """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`:
-        it says nothing about a subscription, so it ends none."""
+        """Our subscriptions in that service. Raises UStatusError; DATA_LOSS for an answer that can't be read or has
+        more than `most` entries. Such an answer ends no subscription."""
         found: dict[Key, Status] = {}
         own = self._locals[major].get_source()
         async for page in self._services.listed(authority, major, None, own, AUDIT_CALL_MS):
             if len(found) > most:
-                what = f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
-                raise UStatusError(UCode.DATA_LOSS, what)
+                why = f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
+                raise UStatusError(UCode.DATA_LOSS, why)
             found |= {uris.key(one.topic): one.status for one in page}
         return found
 
 
 @dataclass(slots=True, eq=False)
-class _Command:
-    """The last word on one topic."""
+class _RemoteCommand:
+    """The last command for one topic."""
 
-    link: Link
-    after: int  # changes up to this number are told first
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced, or to be said again now
-    again: bool = False
+    link: RemoteLink
+    after: int  # it is sent after the changes up to this number
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # it was replaced, answered, or is to be repeated now
+    repeat_now: bool = False
     repeats: int = 0
-    told: bool = False  # a notification says SUBSCRIBED, which counts where the answer has said PENDING
+    confirmed: bool = False  # a notification says SUBSCRIBED, which counts if the answer says SUBSCRIBE_PENDING
 
 
-class Commands(CommandQueue[Key, _Command]):
-    """Those to the service of one authority, until each is answered. `update` gives it every link that changes.
+class Commands(CommandQueue[Key, _RemoteCommand]):
+    """The unanswered commands to the service of one authority. Call `update` with every changed link.
 
-    Topics don't wait for each other, so a lost request holds its own topic only. The window grows with the answers: a
-    service that is not there gets few calls, one that answers some hundreds at once.
+    Topics do not wait for each other, so a lost request delays only its own topic. The window grows with the answers: a
+    service that is away gets few calls, one that answers gets hundreds at once.
     """
 
     def __init__(self, remote: Remote, authority: str) -> None:
-        super().__init__(self._see_answered, WINDOW_FIRST, idle=lambda: remote.idle(self))
+        super().__init__(self._run_until_answered, WINDOW_FIRST, idle=lambda: remote.idle(self))
         self._remote, self.authority = remote, authority
         self._loop = asyncio.get_running_loop()
         self._answered_at = self._retried_at = self._loop.time()
-        self._departure = asyncio.Lock()  # commands pass in the order in which they began to run
+        self._departure = asyncio.Lock()  # keeps the order of the commands
 
     def __repr__(self) -> str:
         return f"Commands({self.authority}, {super().__repr__()})"
 
-    def update(self, topic: Key, link: Link, after: int) -> None:
-        """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
-        known = self.get(topic)
+    def update(self, topic: Key, link: RemoteLink, after: int) -> None:
+        """As Remote.update."""
+        known = self.commands.get(topic)
         if link.command is None:
             self.drop(topic)
         else:
             if known is not None and known.link.generation == link.generation:
                 after = known.after
             delay_ms = retry_delay_ms(link.attempt, self._remote.random()) if link.attempt else 0
-            self.put(topic, _Command(link, after), delay_ms)
+            self.put(topic, _RemoteCommand(link, after), delay_ms)
         if known is not None:
             known.news.set()
 
-    def told_too(self, topic: Key) -> bool:
-        """Its service says that `topic` is SUBSCRIBED. True if that is for the command about it to heed."""
-        command = self.get(topic)
+    def confirm(self, topic: Key) -> bool:
+        """A notification says that `topic` is SUBSCRIBED. Returns True if there is a command for it."""
+        command = self.commands.get(topic)
         if command is not None:
-            command.told = True
+            command.confirmed = True
         return command is not None
 
     def clear(self) -> None:
-        """No command is due any more."""
-        under_way = self.under_way()
+        running = self.running()
         super().clear()
-        for command in under_way:
+        for command in running:
             command.news.set()
 
     def retry_now(self, *, connected: bool = False) -> None:
-        """The other service may be there again: don't wait. `connected`: what is under way may have been lost."""
+        """Retry at once, since the service may be available again. `connected`: requests in flight may be lost."""
         now = self._loop.time()
         if not connected and now - self._retried_at < RETRY_NOW_MS / 1000:
             return
         self._retried_at = now
-        for command in self.under_way():
+        for command in self.running():
             if connected or command.repeats > 1:
-                command.again = True
+                command.repeat_now = True
                 command.news.set()
         self.hurry()
 
-    async def _see_answered(self, topic: Key, command: _Command) -> int:
-        """The outcome comes back through `update`, which replaces the command; if it does not, it runs again."""
+    async def _run_until_answered(self, topic: Key, command: _RemoteCommand) -> int:
+        """The result is stored, and `update` then replaces the command; otherwise it runs again."""
         try:
             async with self._departure:
                 if command.link.command is Command.SUBSCRIBE:
                     await self._remote.partners.remember((topic[0], command.link.major))
-                # a dispatcher that is notified of SUBSCRIBE_PENDING prepares to forward: this comes before the command
+                # SUBSCRIBE_PENDING is notified before the command: a dispatcher then prepares to forward
                 await self._remote.notifier.notified(command.after)
-            place = await self._remote.places.take()
+            fresh = await self._remote.fresh_calls.begin()
             try:
                 event = await self._answer(topic, command) if self.is_current(topic, command) else None
             finally:
-                place.give_back()
+                fresh.end()
             if event is not None:
                 await self._remote.store.submit(event)
-            if command.told and isinstance(event, Answered) and event.status is Status.SUBSCRIBE_PENDING:
+            if command.confirmed and isinstance(event, Answered) and event.status is Status.SUBSCRIBE_PENDING:
                 await self._remote.store.submit(Notified(topic, Status.SUBSCRIBED))
         except UStatusError as error:
-            log.warning("the answer of a remote uSubscription could not be stored: asking again", why=error.message)
+            log.warning("the answer of a remote uSubscription could not be stored: trying again", why=error.message)
         except Exception:
-            log.exception("a command to a remote uSubscription failed: asking again", authority=self.authority)
+            log.exception("a command to a remote uSubscription failed: trying again", authority=self.authority)
         return STORE_RETRY_MS
 
-    async def _answer(self, topic: Key, command: _Command) -> Event | None:
-        """What the other service made of the command; None if a later command replaced it and no answer came in
+    async def _answer(self, topic: Key, command: _RemoteCommand) -> TopicEvent | None:
+        """Send the command until it is answered. Returns None if a later command replaced it and no answer came in
         time."""
         calls: list[asyncio.Task[Status]] = []
         backoff = Backoff(REPEAT_FIRST_MS, REPEAT_MAX_MS)
@@ -321,41 +396,41 @@ class Commands(CommandQueue[Key, _Command]):
                 if not current:
                     return None
                 if self._loop.time() - self._answered_at > wait_ms / 1000:
-                    self.window = 1  # nobody answers at all
+                    self.window = 1  # the service does not answer at all
         finally:
             await end(*calls)
 
-    def _call(self, topic: Key, command: _Command) -> asyncio.Task[Status]:
-        is_first = command.repeats == 1  # that has its place already
+    def _call(self, topic: Key, command: _RemoteCommand) -> asyncio.Task[Status]:
+        is_first = command.repeats == 1  # counted as fresh by the caller
         call = asyncio.ensure_future(
             self._remote.call(topic, command.link) if is_first else self._repeat(topic, command)
         )
         call.add_done_callback(lambda _: command.news.set())
         return call
 
-    async def _repeat(self, topic: Key, command: _Command) -> Status:
-        place = await self._remote.places.take()
+    async def _repeat(self, topic: Key, command: _RemoteCommand) -> Status:
+        fresh = await self._remote.fresh_calls.begin()
         try:
             return await self._remote.call(topic, command.link)
         finally:
-            place.give_back()
+            fresh.end()
 
-    async def _wait(self, topic: Key, command: _Command, calls: list[asyncio.Task[Status]], wait_ms: int) -> None:
-        """Until a call is done, it is time to repeat, somebody asks for it, or the command is replaced."""
+    async def _wait(self, topic: Key, command: _RemoteCommand, calls: list[asyncio.Task[Status]], wait_ms: int) -> None:
+        """Wait until a call is done, `wait_ms` are over, `repeat_now` is set, or the command is replaced."""
         was_current = self.is_current(topic, command)
-        command.again = False
+        command.repeat_now = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_ms / 1000):
                 while not (
-                    command.again
+                    command.repeat_now
                     or (was_current and not self.is_current(topic, command))
                     or any(call.done() for call in calls)
                 ):
                     command.news.clear()
                     await command.news.wait()
 
-    def _event(self, topic: Key, link: Link, call: asyncio.Task[Status]) -> Event:
-        """Only a "no" for good ends a subscription; whatever else comes back is a shortage, and waited out."""
+    def _event(self, topic: Key, link: RemoteLink, call: asyncio.Task[Status]) -> TopicEvent:
+        """Only a permanent refusal ends a subscription; after any other error the command is repeated."""
         try:
             status = call.result()
         except UStatusError as error:
@@ -364,8 +439,8 @@ class Commands(CommandQueue[Key, _Command]):
             log.info("a remote uSubscription refused", topic=uris.format(to_uri(topic)), why=str(error))
             status = Status.UNSUBSCRIBED
         except Exception:
-            log.exception("asking a remote uSubscription failed", topic=uris.format(to_uri(topic)))
+            log.exception("calling a remote uSubscription failed", topic=uris.format(to_uri(topic)))
             return TimedOut(topic, link.generation)
-        self._answered_at = self._remote.places.answered_at = self._loop.time()
+        self._answered_at = self._remote.fresh_calls.answered_at = self._loop.time()
         self.window = min(self.window + 1, WINDOW_MAX)
         return Answered(topic, link.generation, status)

@@ -1,17 +1,17 @@
-"""Where requests come in, in the order of arrival, and where responses leave.
+"""Receives requests in the order of arrival, and sends responses.
 
-network -> //AUTHORITY/0/FF/FFFF -> Gate -> by version and resource -> CommandEntry, the other methods, responses to own
-                                     |                                 calls, changes that others tell
-                                     '-> a method that there is not: UNIMPLEMENTED
-CommandEntry: arrived batch -> codec -> store.command -> one transaction -> answered -> responses -> one send_batch
-                                 '-> refused at once: commstatus and UStatus
+network -> //AUTHORITY/0/FF/FFFF -> Gate -> by version and resource -> CommandEntry, other methods, responses to own
+                                     |                                 calls, change notifications of other services
+                                     '-> unknown method: UNIMPLEMENTED
+CommandEntry: batch of requests -> codec -> store.command -> one transaction -> answered -> responses -> one send_batch
+                                     '-> refused at once: commstatus and UStatus
 
-Networks keep the order of what comes through one filter, but not between filters: Zenoh's Python binding has a thread
-for each. Subscribe and Unsubscribe of both versions go through one queue to the store: of the commands of one client
-about one topic the last one wins. They come in batches, without a task for each, since a fleet that reconnects sends
-thousands a second. The other methods are served by InMemoryRpcServer; to callers there is no difference.
+Networks keep the order within one filter, but not between filters: Zenoh's Python binding has a thread for each. So
+there is a single filter, and Subscribe and Unsubscribe of both versions use one queue to the store: the last command of
+a client for a topic wins. They are handled in batches, without a task for each, since a fleet that reconnects sends
+thousands a second. InMemoryRpcServer serves the other methods.
 
-The network has checked what arrives: it is valid and has not expired.
+The transport has validated the messages, and checked that they have not expired.
 """
 
 from __future__ import annotations
@@ -50,51 +50,48 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.quota import Caller, Quota, weight
 from usubscription.store.database import Commanded, Outcome
-from usubscription.store.store import WAITING_MAX, Store
+from usubscription.store.quota import Quota, UEntity, weight
+from usubscription.store.store import WAITING_MAX, SubscriptionStore
 
 COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)
-RESPONSES_WAITING_MAX: Final = 20_000  # for the network to take them: as many as there may be requests before the store
-RESPONSES_BATCH_MAX: Final = 128  # at once: beyond it what waits behind them would feel it
-# for a response to leave first, from its commit on; one that the RPC server had to drop never does
+RESPONSES_WAITING_MAX: Final = 20_000  # as many as requests may wait for the store
+RESPONSES_BATCH_MAX: Final = 128  # a larger batch would delay other messages noticeably
+# how long a change waits for the response of its request, from the commit on: a dropped response is never sent
 ANSWER_WAIT_MS_MAX: Final = 1_000
-DRAIN_MS_MAX: Final = 5_000  # close() gives the network this long to take what is answered
+DRAIN_MS_MAX: Final = 5_000  # how long stop() waits until the network has accepted the responses
 
 _CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
 
 Tag = tuple[int, int]
-"""A request's id."""
+"""The id of a request: msb and lsb."""
 
 log = structlog.get_logger()
 
 
 class ResponseTracker:
-    """Which responses have left, so that what they bring about leaves later (C-23).
-
-    Remembered is what is still to leave, not what has left: of that there may be any number before a change asks for
-    it.
-    """
+    """Knows which responses are still to be sent, so that changes are sent after the response that caused them
+    (C-23)."""
 
     def __init__(self) -> None:
-        # -> loop time after which nobody waits for it, ascending; so it holds what came in a second
+        # -> loop time after which a change no longer waits for it, ascending; so it has the responses of one second
         self._expected: dict[Tag, float] = {}
         self._news = asyncio.Event()
-        # cleared from when more commands wait for an answer than one transaction takes until none does
+        # not set while many commands wait: from when they exceed one transaction until none is left
         self.lull = asyncio.Event()
         self.lull.set()
 
     def __len__(self) -> int:
-        """How many are still to leave."""
+        """The number of responses that are still to be sent."""
         return len(self._expected)
 
     def expect(self, tag: Tag) -> None:
-        """The response to `tag` is about to leave. Call it on the turn of the loop on which the response is given."""
+        """The response to `tag` will be sent. Call it in the turn of the event loop in which the response is queued."""
         self._expected[tag] = asyncio.get_running_loop().time() + ANSWER_WAIT_MS_MAX / 1000
         self._forget()
 
     def sent(self, messages: Sequence[UMessage]) -> None:
-        """They have left, or won't."""
+        """The messages were sent, or have failed."""
         for message in messages:
             self._expected.pop((message.attributes.reqid.msb, message.attributes.reqid.lsb), None)
         self._news.set()
@@ -105,7 +102,7 @@ class ResponseTracker:
             del self._expected[first[0]]
 
     async def left(self, tags: set[Tag]) -> None:
-        """Completes when the responses to all of `tags` that were expected have left, or each had its time."""
+        """Wait until the expected responses to `tags` were sent, or ANSWER_WAIT_MS_MAX is over for each."""
         self._forget()
         while waiting := [self._expected[tag] for tag in tags if tag in self._expected]:
             self._news.clear()
@@ -116,11 +113,11 @@ class ResponseTracker:
 
 
 class Gate(UTransport):
-    """The transport as the parts of the service see it: one filter for all that is sent to the service. Their listeners
-    take batches, have sinks of the service itself, and never keep it waiting."""
+    """The transport for the parts of the service, with a single filter for all messages to the service. Their listeners
+    accept batches, have sinks of the service, and return no awaitable."""
 
     def __init__(self, inner: UTransport, authority: str, also: Collection[str] = ()) -> None:
-        """`also`: other authorities, or families of them, that the service is addressed by."""
+        """`also`: other authorities of the service, or families of them."""
         self._inner, self._own = inner, frozenset((authority, *also))
         self._sink = uris.pattern(uris.WILDCARD_AUTHORITY if also else authority, ENTITY_TYPE)
         self.capabilities = inner.capabilities
@@ -147,12 +144,12 @@ class Gate(UTransport):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        assert sink_filter is not None, "the service listens to what is sent to itself"
+        assert sink_filter is not None, "expected a sink of the service"
         assert isinstance(listener, UBatchListener)
         if not self._listeners:
             await self._inner.register_listener(uris.ANY, self, self._sink)
         self.unserved.served(sink_filter)
-        known = self._listeners.setdefault(_key(sink_filter), [])
+        known = self._listeners.setdefault((sink_filter.ue_version_major, sink_filter.resource_id), [])
         if not any(one is listener for _, one in known):
             known.append((source_filter, listener))
 
@@ -161,11 +158,11 @@ class Gate(UTransport):
     ) -> None:
         assert sink_filter is not None
         assert isinstance(listener, UBatchListener)
-        key = _key(sink_filter)
+        key = (sink_filter.ue_version_major, sink_filter.resource_id)
         known = self._listeners.get(key, [])
         rest = [(source, one) for source, one in known if one is not listener]
         if len(rest) == len(known):
-            raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or is gone already")
+            raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or is unregistered already")
         if rest:
             self._listeners[key] = rest
             return
@@ -177,40 +174,36 @@ class Gate(UTransport):
         self.on_receive_batch([message])
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
-        """Each listener gets its share in the order of arrival."""
-        shares: dict[int, tuple[UBatchListener, list[UMessage]]] = {}
+        """Deliver to each listener its messages in the order of arrival."""
+        batches: dict[int, tuple[UBatchListener, list[UMessage]]] = {}
         for message in messages:
-            attributes = message.attributes
-            if len(self._own) > 1 and not uris.is_one_of(attributes.sink.authority_name, self._own):
-                continue  # another service's
-            listeners = self._listeners.get(_key(attributes.sink))
+            attributes, sink = message.attributes, message.attributes.sink
+            if len(self._own) > 1 and not uris.is_one_of(sink.authority_name, self._own):
+                continue  # for another service
+            listeners = self._listeners.get((sink.ue_version_major, sink.resource_id))
             if listeners is None:
                 self.unserved.answer(attributes)
                 continue
             for source, listener in listeners:
                 if uris.matches(source, attributes.source):
-                    shares.setdefault(id(listener), (listener, []))[1].append(message)
-        for listener, share in shares.values():
+                    batches.setdefault(id(listener), (listener, []))[1].append(message)
+        for listener, batch in batches.values():
             try:
-                listener.on_receive_batch(share)
+                listener.on_receive_batch(batch)
             except Exception:
-                what = "a part of the service failed; its messages count as taken"
-                log.exception(what, listener=repr(listener), messages=len(share))
-
-
-def _key(sink: UUri) -> tuple[int, int]:
-    return sink.ue_version_major, sink.resource_id
+                what = "a part of the service failed; its messages count as received"
+                log.exception(what, listener=repr(listener), messages=len(batch))
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One command until it is answered."""
+    """One command that waits for its answer."""
 
     entry: CommandEntry
     codec: V3 | V4
     request: UAttributes
-    topic: UUri | None  # as it was passed to Subscribe
-    who: Caller
+    topic: UUri | None  # of Subscribe, exactly as it was passed
+    who: UEntity
     weight: int
     tag: Tag
     waits: bool = True
@@ -226,8 +219,8 @@ class PendingRequest:
             responses.refuse(request, answer)
             return
         codec, topic = self.codec, self.topic
-        said = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
-        response = UMessage(payload=said.SerializeToString())
+        payload = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
+        response = UMessage(payload=payload.SerializeToString())
         attributes = response.attributes
         attributes.id.CopyFrom(uuids.new())
         attributes.type = attrs.RESPONSE
@@ -242,9 +235,14 @@ class CommandEntry:
     """Subscribe and Unsubscribe of all versions. `requests` counts by method and version, as `subscribe_v4`."""
 
     def __init__(
-        self, gate: Gate, store: Store, authority: str, check: RequestCheck | None, also: Collection[str] = ()
+        self,
+        gate: Gate,
+        store: SubscriptionStore,
+        authority: str,
+        check: RequestCheck | None,
+        also: Collection[str] = (),
     ) -> None:
-        """`also`: the service's other authorities; the share of its own in what may wait is larger."""
+        """`also`: the other authorities of the service; its own clients may have more waiting requests."""
         self._gate, self._store, self._authority, self._check = gate, store, authority, check
         self.waiting = Quota("requests waiting", WAITING_MAX, {authority, *also})
         self.refused: Counter[str] = Counter()
@@ -265,11 +263,11 @@ class CommandEntry:
             await self._gate.register_listener(_CALLERS, self, sink)
 
     async def close(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         for sink in self._sinks:
             try:
                 await self._gate.unregister_listener(_CALLERS, self, sink)
-            except UStatusError as error:  # closed already, and its listeners with it, or never opened
+            except UStatusError as error:  # the transport is closed already, or was never opened
                 if error.code not in (UCode.NOT_FOUND, UCode.UNAVAILABLE):
                     raise
 
@@ -284,7 +282,7 @@ class CommandEntry:
                 self.responses.refuse(request.attributes, error)
 
     def _take(self, request: UMessage) -> None:
-        """Raises UStatusError; RESOURCE_EXHAUSTED for a caller that has its share of what may wait for the store."""
+        """Raises UStatusError; RESOURCE_EXHAUSTED for a caller that has too many waiting requests."""
         attributes = request.attributes
         source, id, codec = attributes.source, attributes.id, CODECS[attributes.sink.ue_version_major]
         subscribes = attributes.sink.resource_id == codec.methods[SUBSCRIBE].resource
@@ -292,7 +290,7 @@ class CommandEntry:
         if self._check is not None:
             self._check(request)
         who, size = (source.authority_name, source.ue_id), weight(len(request.payload))
-        if (why := self.waiting.room(who, size)) is not None:
+        if (why := self.waiting.refusal(who, size)) is not None:
             self.refused["waiting"] += 1
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{why}: wait for the answers")
         event: Subscribe | Unsubscribe
@@ -305,11 +303,11 @@ class CommandEntry:
         self._store.command(Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")), pending)
         self.is_waiting(who, size)
 
-    def is_waiting(self, who: Caller, more: int) -> None:
-        """So many requests more of `who`; below zero: they are answered."""
+    def is_waiting(self, who: UEntity, more: int) -> None:
+        """Count `more` waiting requests of `who`; negative: they are answered."""
         self.waiting.add(who, more)
         lull = self._gate.responses.lull
         if self.waiting.used > BATCH_MAX:
             lull.clear()
-        elif not self.waiting.used:  # a burst goes on while somebody waits: fewer do where the store keeps up
+        elif not self.waiting.used:
             lull.set()

@@ -2,7 +2,7 @@
 up://AUTHORITY/0/4/..., one store.
 
 request -> codec -> store (committed) -> hooks -> response -> notifier: notifications, publishes -> remote commands
-                                         on_change: a dispatcher in this process gets ready before the subscriber has
+                                         on_change: a dispatcher in this process is ready before the subscriber gets
                                          its answer
 """
 
@@ -41,7 +41,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription.notifier import Notifier
+from usubscription.notifier import ChangeNotifier
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
 from usubscription.requests import DRAIN_MS_MAX, CommandEntry, Gate
 from usubscription.state import Change, Expire, Key, Row
@@ -55,14 +55,14 @@ from usubscription.store.database import (
     Settle,
     Unregister,
 )
-from usubscription.store.reader import Reader
-from usubscription.store.store import LONG, Store
+from usubscription.store.reader import StoreReader
+from usubscription.store.store import LONG, SubscriptionStore
 
-PAGE_ENTRIES_MAX: Final = 20_000  # of a listing (A-37), and three quarters of what a message may have
-REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
-EXPIRY_CHECK_MS: Final = 1_000  # at the latest: the clock may jump
-EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
-HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
+PAGE_ENTRIES_MAX: Final = 20_000  # of a list (A-37); also at most three quarters of a message
+REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, which includes hundreds
+EXPIRY_CHECK_MS: Final = 1_000  # at most between two checks: the clock may jump
+EXPIRED_BATCH_MAX: Final = 1_000  # ended in one transaction
+HOOK_MS_MAX: Final = 5_000  # timeout of a hook; then the answers are sent
 
 MayReset = Literal["linked", "all", "off"]
 Handler = Callable[[Any, UMessage], Message | Awaitable[Message]]
@@ -72,7 +72,7 @@ log = structlog.get_logger()
 
 
 class USubscriptionService:
-    """One service, for the topics and clients of `authority`; its state is in the SQLite file at `path`."""
+    """The service for the topics and clients of `authority`; its state is in the SQLite file at `path`."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class USubscriptionService:
         also: Iterable[str] = (),
         reset: MayReset = "linked",
     ) -> None:
-        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers
-        for them.
+        """`also`: other authorities, or families like `*.vin123`, that have no uSubscription of their own: this one
+        serves them.
 
-        `reset`: a uSubscription service may end what it shares with this one ("linked"), everything ("all", as the
-        specification has it), or nothing ("off"). `subscriptions_max` is for all together, see quota.py; what is stored
-        already stays.
+        `reset`: what a Reset by another uSubscription service ends: what it shares with this one ("linked"), everything
+        ("all", as in the specification), or nothing ("off"). `subscriptions_max`: of all clients together, see
+        store/quota.py; stored subscriptions stay.
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         self._now_ms, self._message_bytes_max = runtime.now_ms, message_bytes_max
@@ -104,8 +104,8 @@ class USubscriptionService:
         gate = self._gate = Gate(transport, authority, self.also)
         most, disk = subscriptions_max, runtime.disk
         database = Database(path, authority, also=self.also, majors=remote_majors, disk=disk, subscriptions_max=most)
-        self.store = Store(database, self._committed, self._answered, self._in_trouble, runtime=runtime)
-        self.notifier = Notifier(transport, authority, self.store, gate.responses, self.also)
+        self.store = SubscriptionStore(database, self._committed, self._answered, self._in_trouble, runtime=runtime)
+        self.notifier = ChangeNotifier(transport, authority, self.store, gate.responses, self.also)
         self.remote = Remote(
             gate, authority, self.store, self.notifier, timeout_ms=remote_timeout_ms, audit_ms=audit_ms, runtime=runtime
         )
@@ -142,34 +142,33 @@ class USubscriptionService:
 
     @property
     def healthy(self) -> bool:
-        """False while the disk does not take what is asked of it, and for good while there is `trouble`."""
+        """False while the store can't write, and permanently if there is `trouble`."""
         return self.store.healthy
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with a store that is damaged, and what to do about it. Every request is answered UNAVAILABLE
-        with it meanwhile."""
+        """How the store is damaged, and what to do about it. Meanwhile every request is answered UNAVAILABLE with this
+        text."""
         return self.store.trouble
 
     @property
     def lost_changes(self) -> int:
-        """Changes of subscriptions that were stored once and were not there any more at the start: those clients have
-        to ask again."""
+        """Stored changes of subscriptions that were missing at the start: their clients have to subscribe again."""
         return self.store.database.lost_changes
 
     @property
     def requests(self) -> Counter[str]:
-        """Requests by method and version, as `subscribe_v4`."""
+        """Requests by method and version, for example `subscribe_v4`."""
         return self._calls + self.entry.requests
 
     @property
     def refused(self) -> Counter[str]:
-        """Requests that a caller may not make, or not any more, by reason."""
+        """Refused requests by reason."""
         return self._refused + self.store.database.refused + self.entry.refused
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages that were not sent or not taken, by reason."""
+        """Messages that were not sent or not accepted, by reason."""
         total = Counter(outbox_full=self.store.database.outbox_dropped)
         servers = (server.dropped for server in self._servers.values())
         for dropped in (self.notifier.dropped, self.entry.dropped, *servers):
@@ -177,7 +176,7 @@ class USubscriptionService:
         return total
 
     async def open(self) -> None:
-        """Open the store, so that `subscriptions` answers. Nothing is served yet, and the transport is not used.
+        """Open the store, so that `subscriptions` works. The transport is not used yet.
 
         Raises UStatusError: ALREADY_EXISTS, FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see
         schema.open_store).
@@ -187,15 +186,15 @@ class USubscriptionService:
             self._is_open = True
 
     async def start(self) -> None:
-        """Open the store, go on where it stopped, serve. The transport must be open, or be opening. With a damaged
-        store it serves, too: see `trouble`.
+        """Open the store, continue where the last process stopped, and serve. The transport must be open or being
+        opened. It also serves with a damaged store: see `trouble`.
 
-        Raises UStatusError as `open`, or what the transport says.
+        Raises UStatusError as `open`, or the error of the transport.
         """
         await self.open()
         try:
             if self.trouble is None:
-                await self._go_on()
+                await self._resume()
             for major, server in self._servers.items():
                 for name, handle in self._handlers.items():
                     if (method := CODECS[major].methods.get(name)) is not None:
@@ -210,7 +209,7 @@ class USubscriptionService:
             self._expirer = asyncio.ensure_future(self._expire_loop())
         self._started = True
 
-    async def _go_on(self) -> None:
+    async def _resume(self) -> None:
         try:
             if await self.store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
                 await self.store.submit(Settle())
@@ -219,10 +218,10 @@ class USubscriptionService:
         except UStatusError:
             if self.store.trouble is None:
                 raise
-            await self._halt()  # damage that reading showed
+            await self._halt()  # the store is damaged
 
     async def stop(self) -> None:
-        """Answer what is being handled, then close the store. May be called twice."""
+        """Answer the running requests, then close the store. May be called twice."""
         self._gate.unserved.is_settled = False
         await asyncio.gather(*(server.close() for server in self._servers.values()))
         await self.entry.close()
@@ -236,7 +235,7 @@ class USubscriptionService:
         self._started = False
 
     async def _halt(self) -> None:
-        """Do nothing more by ourselves."""
+        """Stop everything that is not caused by a request."""
         await end(self._expirer)
         await self.remote.stop()
         await self.notifier.stop()
@@ -246,13 +245,12 @@ class USubscriptionService:
             self._halting = asyncio.ensure_future(self._halt())
 
     def on_change(self, hook: Hook) -> None:
-        """`hook(changes)` after every commit that changed something, before the answers leave; an awaitable is
-        awaited."""
+        """Call `hook(changes)` after every commit that changed something, before the answers are sent. If it returns an
+        awaitable, that is awaited."""
         self._hooks.append(hook)
 
     async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
-        """Those that match the patterns, in the order in which they came. Raises UNAVAILABLE if the service does not
-        run."""
+        """Subscriptions that match the patterns, in their order. Raises UNAVAILABLE if the service does not run."""
         rows, _ = await self.store.read(
             lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()), lane=LONG
         )
@@ -265,11 +263,11 @@ class USubscriptionService:
         return handle(codec, request)
 
     def _host(self, request: UMessage) -> str:
-        """The host that the caller is on: what an address without authority in its request means."""
+        """The authority of the caller, which an address without authority in its request refers to."""
         return request.attributes.source.authority_name or self.authority
 
     async def _registration(self, event: type[Register | Unregister], codec: V3 | V4, request: UMessage) -> Message:
-        """It stays over restarts (A-46). To end it is OK, also where there is nothing to end (A-48)."""
+        """A registration survives restarts (A-46). Unregister answers OK even without a registration (A-48)."""
         client, topic = codec.read_registration(request, self._host(request))
         await self.store.submit(event(client, codec.major, topic))
         return codec.done(REGISTER)
@@ -280,14 +278,14 @@ class USubscriptionService:
         try:
             codec.check_reset(request)
             if self._may_reset == "off":
-                raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off here (usubscription.reset = "off")')
+                raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off (usubscription.reset = "off")')
             await self.store.submit(Reset(host), (id.msb, id.lsb))
         except UStatusError as error:
             if error.code == UCode.PERMISSION_DENIED:
                 self._refused["reset"] += 1
                 log.warning("a Reset was refused", caller=caller, why=error.message)
             raise
-        of = "everybody" if host is None else "its own authority"
+        of = "all" if host is None else "its own authority"
         log.warning("a Reset has ended subscriptions", caller=caller, of=of)
         return codec.done(RESET)
 
@@ -295,12 +293,12 @@ class USubscriptionService:
         asked, now_ms = codec.read_fetch(request, self._host(request)), self._now_ms()
 
         page = self._page
-        if codec.major == 4 and asked.after is None:  # as the specification has it: everything at once
+        if codec.major == 4 and asked.after is None:  # as in the specification: everything at once
             page = Page(SUBSCRIPTIONS_MAX, self._message_bytes_max, asked=False)
 
-        def fetch(reader: Reader) -> Message:
+        def fetch(reader: StoreReader) -> Message:
             rows = reader.each(asked.topic, asked.subscriber, now_ms, after=asked.after or 0, offset=asked.offset)
-            with contextlib.closing(rows):  # it may not have been read to its end
+            with contextlib.closing(rows):  # it may have more rows than were read
                 return codec.fetched(rows, page)
 
         return await self.store.read(fetch, lane=LONG)
@@ -313,7 +311,7 @@ class USubscriptionService:
         if found is not None:
             return V3_CODEC.subscribers(*found, page)
 
-        def fetch(reader: Reader) -> Message:
+        def fetch(reader: StoreReader) -> Message:
             return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, offset, page.entries_max), page)
 
         return self.store.read(fetch)
@@ -321,7 +319,7 @@ class USubscriptionService:
     # -- after a commit ------------------------------------------------------------------------------------------------
 
     async def _committed(self, outcomes: list[Outcome]) -> None:
-        """Before the answers leave."""
+        """Call the hooks, before the answers are sent."""
         if not self._hooks:
             return
         changes = [stored.change for outcome in outcomes for stored in outcome.changes]
@@ -341,7 +339,7 @@ class USubscriptionService:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
 
     def _answered(self, outcomes: list[Outcome]) -> None:
-        """The responses are on their way; now everybody else."""
+        """The responses are queued: notify others, send remote commands, note expiries."""
         for outcome in outcomes:
             if outcome.many_changes:
                 self.remote.forget_all()
@@ -366,7 +364,7 @@ class USubscriptionService:
     # -- expiry --------------------------------------------------------------------------------------------------------
 
     async def _expire_loop(self) -> None:
-        """Look at once (for what expired while we were down), when the next one is due, and once a second."""
+        """Check at the start (for what expired while we were down), when the next one expires, and once a second."""
         while True:
             try:
                 if await self._expire():
@@ -384,7 +382,7 @@ class USubscriptionService:
                     await self._expiry_news.wait()
 
     async def _expire(self) -> bool:
-        """True if there may be more."""
+        """End expired subscriptions. Returns True if there may be more."""
         if not self.store.healthy:
             await self.store.submit(Probe())
         now_ms = self._now_ms()

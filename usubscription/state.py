@@ -1,13 +1,14 @@
-"""What becomes of a subscription: the one machine behind versions 3 and 4, and no I/O in it.
+"""The state machine of subscriptions, for versions 3 and 4. Pure.
 
 Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> link (remote topic) --> Command to the
                                      ^   status that clients see                  |                     remote service
                                      +------------- LINK_... to every record -----+<-- its answer, its notifications,
                                                                                        a timeout
 
-`step` takes what is stored about one topic and one event, and returns what is to be stored and said. Both levels are
-tables: a record is what one subscriber sees, a link is what this service has agreed with the topic's own service.
-UNSUBSCRIBE_PENDING exists in links only: a client that unsubscribed is unsubscribed at once, whatever the remote says.
+`step` takes the stored state of one topic and an event, and returns what to store and which changes to send. Both
+levels are tables: a record is the subscription of one subscriber, a link is the subscription of this service at the
+topic's own service. Only links are ever UNSUBSCRIBE_PENDING: a client's Unsubscribe takes effect at once, whatever the
+remote service answers.
 """
 
 from __future__ import annotations
@@ -19,46 +20,47 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from uprotocol.core.usubscription.wire import Change as Change
-from uprotocol.core.usubscription.wire import Key as Key
 from uprotocol.core.usubscription.wire import Row as Row
 from uprotocol.core.usubscription.wire import Status as Status
 from uprotocol.core.usubscription.wire import Subscribe as Subscribe
 from uprotocol.core.usubscription.wire import Unsubscribe as Unsubscribe
+from uprotocol.uri import Key as Key
 
-# before the first repetition of a remote command: a restart of the peer takes about that long
+# before the first repetition of a remote command: about the time of a restart of the peer
 RETRY_FIRST_MS: Final = 1_000
-RETRY_MAX_MS: Final = 60_000  # between later ones: a vehicle that comes back should not wait longer than a minute
+RETRY_MAX_MS: Final = 60_000  # between repetitions: a vehicle that is back should not wait longer than a minute
 
 U, SP, S, UP = Status.UNSUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED, Status.UNSUBSCRIBE_PENDING
 
 
 class Command(enum.IntEnum):
-    """What a link still has to tell the remote service; the numbers are the method ids of both versions."""
+    """The command of a link that the remote service has not answered; the numbers are the method ids of both
+    versions."""
 
     SUBSCRIBE = 1
     UNSUBSCRIBE = 2
 
 
-class Record(NamedTuple):
-    """One subscriber's relation to one topic; no record is UNSUBSCRIBED."""
+class SubscriptionRecord(NamedTuple):
+    """The subscription of one subscriber to one topic; never UNSUBSCRIBED."""
 
     status: Status
-    major: int  # of the request that was last made: notifications speak it
+    major: int  # of the last request; notifications have the same version
     expires_ms: int | None = None  # Unix milliseconds; None: never
     sample_period_ms: int | None = None
-    details: bytes = b""  # version 3's SubscribeAttributes.details, passed through
-    bare: bool = False  # it passed the topic without authority, and looks for it so in what it is told
+    details: bytes = b""  # SubscribeAttributes.details of version 3, passed through
+    bare: bool = False  # the topic in its request had no authority, and has none in its notifications
 
 
-class Link(NamedTuple):
-    """This service's relation to one remote topic; no link is UNSUBSCRIBED."""
+class RemoteLink(NamedTuple):
+    """The subscription of this service to one remote topic; a stored link is never UNSUBSCRIBED."""
 
     state: Status = U
     major: int = 4
     command: Command | None = None  # not answered yet
-    generation: int = 0  # of the command: the answer to an older one no longer counts
+    generation: int = 0  # of the command; answers to older ones are ignored
     attempt: int = 0  # timeouts of this command so far
-    sample_period_ms: int | None = None  # as last asked for
+    sample_period_ms: int | None = None  # of the last command
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -71,14 +73,14 @@ class _OfTopic:
 
 @dataclass(frozen=True)
 class Expire(_OfTopic):
-    """Look whether this record's time is over."""
+    """Check whether this record has expired."""
 
     subscriber: Key
 
 
 @dataclass(frozen=True)
 class Answered(_OfTopic):
-    """The remote service answered the command of that generation; a refusal is UNSUBSCRIBED (A-45)."""
+    """The remote service answered the command of this generation; a refusal is UNSUBSCRIBED (A-45)."""
 
     generation: int
     status: Status
@@ -86,54 +88,54 @@ class Answered(_OfTopic):
 
 @dataclass(frozen=True)
 class TimedOut(_OfTopic):
-    """No answer in time, or one that says that the remote service can't be reached."""
+    """No answer in time, or an error that the remote service can't be reached."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Notified(_OfTopic):
-    """The remote service says that its subscription of ours changed."""
+    """The remote service notified us of a change of our subscription."""
 
     status: Status
 
 
 class Lost(_OfTopic):
-    """The remote service does not know of a subscription that it had confirmed."""
+    """The remote service no longer has a subscription that it had confirmed."""
 
 
 @dataclass(frozen=True)
 class Orphaned(_OfTopic):
-    """The remote service knows of a subscription of ours that we don't have."""
+    """The remote service has a subscription of ours that we don't have."""
 
     major: int
 
 
 class Ended(_OfTopic):
-    """What was agreed with the topic's own service is void, and that service need not be told: it says so itself."""
+    """The topic's own service has ended the link by a Reset; it needs no command."""
 
 
 class Moved(_OfTopic):
-    """The topic is of this service now, or not any more: it answers for other authorities than before."""
+    """The topic now belongs to this service, or no longer does: the authorities of the service have changed."""
 
 
-Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Ended | Moved
+TopicEvent = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Ended | Moved
 
 
-class Records(Protocol):
-    """The records of one topic; looked up one by one, since a topic may have a million."""
+class TopicRecords(Protocol):
+    """The records of one topic. They are looked up individually, since a topic may have a million."""
 
-    def get(self, subscriber: Key, /) -> Record | None: ...
+    def get(self, subscriber: Key, /) -> SubscriptionRecord | None: ...
     def has_others(self, subscriber: Key, /) -> bool: ...
-    def items(self) -> Iterable[tuple[Key, Record]]: ...
+    def items(self) -> Iterable[tuple[Key, SubscriptionRecord]]: ...
 
 
 @dataclass(slots=True)
-class Step:
-    """What an event does: to be stored in one transaction, and said afterwards."""
+class StepResult:
+    """The result of an event: to be stored in one transaction; the changes are sent afterwards."""
 
-    link: Link
-    records: dict[Key, Record | None] = field(default_factory=dict)  # None: gone
+    link: RemoteLink
+    records: dict[Key, SubscriptionRecord | None] = field(default_factory=dict)  # None: deleted
     changes: list[Change] = field(default_factory=list)
     answer: Status = U
 
@@ -173,13 +175,13 @@ RECORD_TRANSITIONS: Final[Mapping[tuple[Status, RecordEvent], Status]] = {
     (U, R.UNSUBSCRIBE): U,
     (U, R.EXPIRE): U,
 }
-"""A missing entry is a programmer's error: records are never UNSUBSCRIBE_PENDING, and follow their link."""
+"""A missing entry can't occur: records are never UNSUBSCRIBE_PENDING, and follow their link."""
 
 
 class LinkEvent(enum.Enum):
-    WANT = enum.auto()  # somebody subscribes
-    WANT_MORE = enum.auto()  # somebody wants a smaller sample period than the link asked for
-    UNWANT = enum.auto()  # the last one left
+    WANT = enum.auto()  # a client subscribes
+    WANT_MORE = enum.auto()  # a client wants a smaller sample period than that of the link
+    UNWANT = enum.auto()  # the last client unsubscribed
     ANSWER_SUBSCRIBED = enum.auto()
     ANSWER_PENDING = enum.auto()
     ANSWER_UNSUBSCRIBED = enum.auto()
@@ -192,13 +194,13 @@ class LinkEvent(enum.Enum):
 
 
 class Send(enum.Enum):
-    """What a transition does with the link's command."""
+    """The effect of a transition on the link's command."""
 
-    NOTHING = enum.auto()  # as it is
+    NOTHING = enum.auto()
     SUBSCRIBE = enum.auto()
     UNSUBSCRIBE = enum.auto()
-    AGAIN = enum.auto()
-    DONE = enum.auto()  # no command is due any more
+    REPEAT = enum.auto()
+    DONE = enum.auto()  # remove it
 
 
 class LinkRule(NamedTuple):
@@ -214,18 +216,18 @@ LINK_TRANSITIONS: Final[Mapping[tuple[Status, LinkEvent], LinkRule]] = {
     (SP, L.UNWANT): LinkRule(UP, Send.UNSUBSCRIBE),
     (SP, L.WANT_MORE): LinkRule(SP, Send.SUBSCRIBE),
     (SP, L.ANSWER_SUBSCRIBED): LinkRule(S, Send.DONE, R.LINK_SUBSCRIBED),
-    (SP, L.ANSWER_PENDING): LinkRule(SP, Send.DONE),  # it forwards itself: its notification will say more
+    (SP, L.ANSWER_PENDING): LinkRule(SP, Send.DONE),  # it has to ask another service: a notification follows
     (SP, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
-    (SP, L.TIMEOUT): LinkRule(SP, Send.AGAIN),
+    (SP, L.TIMEOUT): LinkRule(SP, Send.REPEAT),
     (SP, L.NOTIFIED_SUBSCRIBED): LinkRule(S, Send.DONE, R.LINK_SUBSCRIBED),
     (SP, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
     (SP, L.LOST): LinkRule(SP, Send.SUBSCRIBE),
     (S, L.UNWANT): LinkRule(UP, Send.UNSUBSCRIBE),
-    (S, L.WANT_MORE): LinkRule(S, Send.SUBSCRIBE),  # messages keep coming meanwhile, so nobody is pending
+    (S, L.WANT_MORE): LinkRule(S, Send.SUBSCRIBE),  # messages continue meanwhile, so no record becomes pending
     (S, L.ANSWER_SUBSCRIBED): LinkRule(S, Send.DONE),
     (S, L.ANSWER_PENDING): LinkRule(SP, Send.DONE, R.LINK_PENDING),
     (S, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
-    (S, L.TIMEOUT): LinkRule(S, Send.AGAIN),
+    (S, L.TIMEOUT): LinkRule(S, Send.REPEAT),
     (S, L.NOTIFIED_PENDING): LinkRule(SP, Send.DONE, R.LINK_PENDING),
     (S, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
     (S, L.LOST): LinkRule(SP, Send.SUBSCRIBE, R.LINK_PENDING),
@@ -233,11 +235,11 @@ LINK_TRANSITIONS: Final[Mapping[tuple[Status, LinkEvent], LinkRule]] = {
     (UP, L.ANSWER_SUBSCRIBED): LinkRule(U, Send.DONE),  # any answer ends it
     (UP, L.ANSWER_PENDING): LinkRule(U, Send.DONE),
     (UP, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE),
-    (UP, L.TIMEOUT): LinkRule(UP, Send.AGAIN),
+    (UP, L.TIMEOUT): LinkRule(UP, Send.REPEAT),
 }
 LINK_IGNORES: Final = frozenset(
     {
-        *((U, event) for event in LinkEvent if event not in (L.WANT, L.ORPHANED)),  # of a link that is gone
+        *((U, event) for event in LinkEvent if event not in (L.WANT, L.ORPHANED)),  # there is no link
         *((state, L.WANT) for state in (SP, S)),
         *((state, L.ORPHANED) for state in (SP, S, UP)),
         *((UP, event) for event in (L.WANT_MORE, L.UNWANT, L.LOST)),
@@ -246,7 +248,7 @@ LINK_IGNORES: Final = frozenset(
         (S, L.NOTIFIED_SUBSCRIBED),
     }
 )
-"""Together with LINK_TRANSITIONS every pair there is: an event in one of these changes nothing."""
+"""These pairs change nothing. Together with LINK_TRANSITIONS they are all pairs."""
 
 _ANSWERS: Final = {S: L.ANSWER_SUBSCRIBED, SP: L.ANSWER_PENDING, U: L.ANSWER_UNSUBSCRIBED, UP: L.ANSWER_UNSUBSCRIBED}
 _NOTIFICATIONS: Final = {
@@ -260,14 +262,16 @@ _NOTIFICATIONS: Final = {
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: int, generation: int) -> Step:
-    """What `event` does to its topic. `generation` is what a new command gets: a number that was never used before."""
-    machine = _Machine(event.topic, records, Step(link), remote, now_ms, generation)
+def step(
+    event: TopicEvent, records: TopicRecords, link: RemoteLink, *, remote: bool, now_ms: int, generation: int
+) -> StepResult:
+    """Apply `event` to its topic. `generation`: for a new command, a number that was never used before."""
+    machine = _Machine(event.topic, records, StepResult(link), remote, now_ms, generation)
     match event:
         case Subscribe():
             machine.subscribe(event)
         case Unsubscribe():
-            # version 4's client has its answer (C-16)
+            # in version 4 the answer is enough (C-16)
             machine.remove(event.subscriber, R.UNSUBSCRIBE, tell_subscriber=event.major == 3)
         case Expire():
             known = records.get(event.subscriber)
@@ -275,14 +279,14 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
                 machine.remove(event.subscriber, R.EXPIRE)
         case Answered() | TimedOut() if link.command is not None and event.generation == link.generation:
             machine.move(_ANSWERS[event.status] if isinstance(event, Answered) else L.TIMEOUT)
-        # while a command is under way its answer decides: this may be about what was before the command
+        # while a command is not answered, its answer decides: this may be older than the command
         case Notified() | Lost() if link.command is None:
             machine.move(_NOTIFICATIONS[event.status] if isinstance(event, Notified) else L.LOST)
         case Moved():
-            machine.place()
+            machine.change_service()
         case Ended():
-            machine.step.link = Link()
-            machine.tell_all(R.LINK_UNSUBSCRIBED)
+            machine.step.link = RemoteLink()
+            machine.update_all(R.LINK_UNSUBSCRIBED)
         case Orphaned() if link.state is U:
             machine.step.link = link._replace(major=event.major)
             machine.move(L.ORPHANED)
@@ -290,13 +294,13 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
 
 
 def is_past(expires_ms: int | None, now_ms: int) -> bool:
-    """Strictly: a subscription is still tracked in the millisecond of its expiry."""
+    """False in the millisecond of the expiry itself: the subscription is still valid then."""
     return expires_ms is not None and expires_ms < now_ms
 
 
 def retry_delay_ms(attempt: int, random: float) -> int:
-    """How long to wait before try `attempt` + 1 (1, 2, ...) of a remote command; `random` of [0, 1) spreads it over the
-    upper half."""
+    """The wait before try `attempt` + 1 (1, 2, ...) of a remote command; `random` of [0, 1) spreads it over the upper
+    half."""
     delay = min(RETRY_FIRST_MS << min(attempt - 1, 16), RETRY_MAX_MS)
     return int(delay * (0.5 + random / 2))
 
@@ -304,17 +308,17 @@ def retry_delay_ms(attempt: int, random: float) -> int:
 @dataclass(slots=True)
 class _Machine:
     topic: Key
-    records: Records
-    step: Step
+    records: TopicRecords
+    step: StepResult
     remote: bool
     now_ms: int
     generation: int
 
     def subscribe(self, event: Subscribe) -> None:
         known = self.records.get(event.subscriber)
-        # the last word counts in every version: docs/adr/usubscription-expiry-of-a-repeated-subscribe.md
+        # the last request counts in every version: docs/adr/usubscription-expiry-of-a-repeated-subscribe.md
         expires_ms = event.expires_ms
-        if is_past(expires_ms, self.now_ms):  # including one that expired before we looked
+        if is_past(expires_ms, self.now_ms):
             self.remove(event.subscriber, R.EXPIRE)
             return
         kind = R.SUBSCRIBE_LOCAL
@@ -322,17 +326,19 @@ class _Machine:
             self._want(event)
             kind = R.SUBSCRIBE_LINKED if self.step.link.state is S else R.SUBSCRIBE_UNLINKED
         status = RECORD_TRANSITIONS[known.status if known is not None else U, kind]
-        record = Record(status, event.major, expires_ms, event.sample_period_ms or None, event.details, event.bare)
+        record = SubscriptionRecord(
+            status, event.major, expires_ms, event.sample_period_ms or None, event.details, event.bare
+        )
         self.step.answer = status
         if record != known:
             self.step.records[event.subscriber] = record
-        told = (status, expires_ms, record.sample_period_ms)
-        if known is None or (known.status, known.expires_ms, known.sample_period_ms) != told:
-            self._tell(event.subscriber, record, status_changed=known is None or known.status is not status)
+        visible = (status, expires_ms, record.sample_period_ms)
+        if known is None or (known.status, known.expires_ms, known.sample_period_ms) != visible:
+            self._add_change(event.subscriber, record, status_changed=known is None or known.status is not status)
 
     def _want(self, event: Subscribe) -> None:
-        """Ask the remote service, if nobody has yet, or if this one wants more than was asked for, which makes nobody
-        pending (C-32)."""
+        """Subscribe at the remote service if there is no link, or if this client wants a smaller sample period; the
+        latter makes no record pending (C-32)."""
         period = event.sample_period_ms or None
         link = self.step.link
         if link.state in (U, UP):
@@ -348,19 +354,18 @@ class _Machine:
             return
         status = RECORD_TRANSITIONS[known.status, why]
         self.step.records[subscriber] = None
-        self._tell(subscriber, known._replace(status=status), tell_subscriber=tell_subscriber)
+        self._add_change(subscriber, known._replace(status=status), tell_subscriber=tell_subscriber)
         if self.remote and not self.records.has_others(subscriber):
             self.move(L.UNWANT)
 
-    def place(self) -> None:
-        """Pending ones stand at once where we answer for the topic ourselves; elsewhere its own service has to be
-        asked."""
+    def change_service(self) -> None:
+        """If the topic is ours now, pending records are confirmed; if not, the topic's own service has to be asked."""
         link = self.step.link
         if not self.remote:
             if link.state is SP:
                 self.step.link = link._replace(command=None)
                 self.move(L.NOTIFIED_SUBSCRIBED)
-            self.step.link = Link()
+            self.step.link = RemoteLink()
         elif link.state is U and any(True for _ in self.records.items()):
             self.step.link = link._replace(state=S)
             self.move(L.LOST)
@@ -375,25 +380,25 @@ class _Machine:
         match rule.send:
             case Send.SUBSCRIBE | Send.UNSUBSCRIBE:
                 link = link._replace(command=Command[rule.send.name], generation=self.generation, attempt=0)
-            case Send.AGAIN:
+            case Send.REPEAT:
                 link = link._replace(attempt=link.attempt + 1)
             case Send.DONE:
                 link = link._replace(command=None, attempt=0)
         self.step.link = link
         if rule.records is not None:
-            self.tell_all(rule.records)
+            self.update_all(rule.records)
 
-    def tell_all(self, event: RecordEvent) -> None:
-        """Every client of the topic learns what became of the link."""
+    def update_all(self, event: RecordEvent) -> None:
+        """Apply a change of the link to every record."""
         for subscriber, record in self.records.items():
             status = RECORD_TRANSITIONS[record.status, event]
             if status is not record.status:
                 changed = record._replace(status=status)
                 self.step.records[subscriber] = None if status is U else changed
-                self._tell(subscriber, changed)
+                self._add_change(subscriber, changed)
 
-    def _tell(
-        self, subscriber: Key, record: Record, *, tell_subscriber: bool = True, status_changed: bool = True
+    def _add_change(
+        self, subscriber: Key, record: SubscriptionRecord, *, tell_subscriber: bool = True, status_changed: bool = True
     ) -> None:
         tell = tell_subscriber and (status_changed or record.major >= 4)
         change = Change(self.topic, subscriber, record.status, record.major, *record[2:], tell, status_changed)
@@ -402,6 +407,6 @@ class _Machine:
 
 PAIRS: Final = frozenset(itertools.product((U, SP, S, UP), LinkEvent))
 assert frozenset(LINK_TRANSITIONS) | LINK_IGNORES == PAIRS, (
-    "every pair of state and event is in the table or ignored on purpose"
+    "every pair of state and event must be in the table or ignored"
 )
-assert not frozenset(LINK_TRANSITIONS) & LINK_IGNORES, "no pair is both"
+assert not frozenset(LINK_TRANSITIONS) & LINK_IGNORES, "no pair may be in both"

@@ -1,10 +1,10 @@
-"""Asking uSubscription, whichever version it speaks.
+"""Clients of uSubscription services, in version 3 and 4.
 
 client.py          USubscriptionClient: subscribe, unsubscribe, fetch, register
-interest.py        Interest: who wants what, kept fresh from several services
+interest.py        Interest: which authority wants which topic, from several services
 static_file.py     StaticFile: the same from a file
-table.py           what each source keeps: topic -> who wants it
-saved_interest.py  the same on disk, for a start without the service
+table.py           InterestTable: topic -> who wants it
+saved_interest.py  SavedInterest: a copy on disk, for a start without the service
 """
 
 from uprotocol.core.usubscription.wire import Status, Subscription

@@ -1,8 +1,8 @@
-"""RPC client of a uSubscription service, of version 3 or 4, whichever it speaks.
+"""RPC client of a uSubscription service of version 3 or 4.
 
 subscribe, unsubscribe -> CommandQueue: one per topic, the last one wins -> a batch in flight, in order -> answers
 fetch, register        -> at once
-(re)connected          -> what was subscribed and registered is said again, until it is taken or refused for good
+(re)connected          -> subscriptions and registrations are repeated until the service accepts or refuses them
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from uprotocol.core.usubscription.wire import (
     UNSUBSCRIBE,
     V3_CODEC,
     V4_CODEC,
-    Key,
+    WANTING,
     Status,
     Subscription,
 )
@@ -33,22 +33,22 @@ from uprotocol.message import UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
+from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-CALL_MS: Final = 10_000  # for one answer; a service that commits to disk under load needs well under a second
-# a listing may take that many times as long as other calls: a million subscriptions are 40 MB and some seconds
+CALL_MS: Final = 10_000  # timeout of a call; a service that commits to disk under load needs less than a second
+# the timeout of a page of a list is that many times longer: a million subscriptions are 40 MB and some seconds
 LIST_FACTOR: Final = 6
-PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
-COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that was not answered yet
-RESTORED_AT_ONCE_MAX: Final = 1_000  # topics and registrations that are said again after a reconnect
-COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
-# before what could not be said again after a reconnect is tried once more; doubles up to ...
-RESTORE_FIRST_MS: Final = 500
-RESTORE_MAX_MS: Final = 30_000  # ... as long as the service can't take it
-# entries of one listing, as many as our own service stores; one that always has more is broken
+PROBE_MS: Final = 1_000  # timeout of the calls that find out the version
+COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that is not answered
+RESTORED_AT_ONCE_MAX: Final = 1_000  # topics and registrations that are repeated at once after a reconnect
+COMMANDS_BATCH_MAX: Final = 64  # commands in flight: enough to fill a group commit of the service
+RESTORE_FIRST_MS: Final = 500  # before the repetition after a reconnect is tried again; doubles up to ...
+RESTORE_MAX_MS: Final = 30_000  # ... while the service does not accept it
+# entries of one list, as many as our own service stores; a service that sends more is broken
 LISTED_MAX: Final = 5_000_000
-NOT_SPOKEN: Final = frozenset(
+UNSUPPORTED: Final = frozenset(
     {UCode.UNIMPLEMENTED, UCode.NOT_FOUND, UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.CANCELLED}
 )
 
@@ -58,7 +58,7 @@ ChangeCallback = Callable[[Subscription], None]
 
 
 class HistorySource(Protocol):
-    """What `subscribe(since=...)` needs: history.reading.feed.HistoryFeed is one."""
+    """The interface that `subscribe(since=...)` needs. history.reading.feed.HistoryFeed implements it."""
 
     async def subscribe_since(self, topic: UUri, since: Any, listener: UListener) -> Any: ...
 
@@ -66,8 +66,8 @@ class HistorySource(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Command:
-    """The last word on one topic, and everybody who waits for its answer."""
+class _ClientCommand:
+    """The last command for one topic, and the callers that wait for its answer."""
 
     method: str
     topic: UUri
@@ -76,9 +76,9 @@ class _Command:
 
 
 class USubscriptionClient:
-    """One client of the service of `authority` (None: the local one), over `transport`.
+    """A client of the service of `authority` (None: the local one), over `transport`.
 
-    `version` 3 or 4; None: found out with the first call. Failures are UStatusError; UNAVAILABLE if no service answers.
+    `version` 3 or 4; None: the first call finds it out. Failures are UStatusError; UNAVAILABLE if no service answers.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class USubscriptionClient:
         history: HistorySource | None = None,
     ) -> None:
         if version is not None and version not in CODECS:
-            raise invalid(f"uSubscription has the versions 3 and 4, not {version}")
+            raise invalid(f"expected version 3 or 4 of uSubscription, got {version}")
         self.transport, self._local = transport, local
         self.authority = authority or local.get_authority()
         self.version = version
@@ -102,15 +102,15 @@ class USubscriptionClient:
         self._services = Services(transport, dict.fromkeys(CODECS, local), self.authority, self._on_change)
         self._probing: asyncio.Task[int] | None = None
         self._commands = CommandQueue(self._send_command, COMMANDS_BATCH_MAX, in_batches=True)
-        self._subscribed: dict[Key, _Command] = {}
-        self._listeners: dict[Key, list[tuple[UListener, bool]]] = {}  # and whether the history feeds it
+        self._subscribed: dict[Key, _ClientCommand] = {}
+        self._listeners: dict[Key, list[tuple[UListener, bool]]] = {}  # True: the history delivers to it
         self._registered: dict[Key | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
-        # what the service may have forgotten: what was asked, and of which topic
+        # method and topic of what has to be repeated, since the service may have lost it
         self._restoring: CommandQueue[tuple[str, Key | None], Backoff] = CommandQueue(
             self._restore, RESTORED_AT_ONCE_MAX
         )
-        self._told_of_failure = False
+        self._is_failure_logged = False
         self._open = False
         transport.on_connection(self._connection_changed)
 
@@ -119,21 +119,21 @@ class USubscriptionClient:
 
     @property
     def restoring(self) -> int:
-        """Of how many topics and registrations the service has not been told again since the last reconnect."""
+        """The number of topics and registrations that were not repeated yet since the last reconnect."""
         return len(self._restoring)
 
     async def open(self) -> None:
-        """Listen for answers and for change notifications. May be called twice."""
+        """Start to receive answers and change notifications. May be called twice."""
         if self._open:
             return
         await self._services.open()
         self._open = True
 
     async def close(self) -> None:
-        """Stop. What is subscribed stays so, in the service. May be called twice."""
+        """Stop. Subscriptions stay in the service. May be called twice."""
         self._open = False
         for command in await self._commands.stop():
-            _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command left"))
+            _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command was sent"))
         await self._restoring.stop()
         await end(self._probing)
         await self._services.close()
@@ -156,22 +156,21 @@ class USubscriptionClient:
         sample_period_ms: int | None = None,
         since: Any = None,
     ) -> Status:
-        """Subscribe to `topic`, until `expires_ms` (Unix ms) if given, and hear it with `listener`.
+        """Subscribe to `topic`, until `expires_ms` (Unix ms) if given, and register `listener`.
 
-        `since` (a sequence number, time or message id; history.reading.feed.Since) brings what was published after
-        it, too: the
-        listener is then fed by the history alone. Raises UStatusError: what the service or the history answers,
-        UNIMPLEMENTED for `since` without a history, ABORTED if an unsubscribe overtook this.
+        `since` (a sequence number, time or message id; history.reading.feed.Since) also delivers what was published
+        after it; then the history delivers all messages to the listener. Raises UStatusError: the error of the service
+        or the history, UNIMPLEMENTED for `since` without a history, ABORTED if an unsubscribe replaced this command.
         """
         topic = uris.with_authority(topic, self._local.get_authority())
         if since is not None and (self._history is None or listener is None):
-            what = "subscribe(since=...) needs a listener and a client that was made with history=..."
-            raise UStatusError(UCode.UNIMPLEMENTED, what)
+            why = "subscribe(since=...) needs a listener, and a client that was created with history=..."
+            raise UStatusError(UCode.UNIMPLEMENTED, why)
         if listener is not None:
-            await self._listen(topic, listener, since)  # first: nothing may fall between the answer and the listener
+            await self._listen(topic, listener, since)  # before the request, so that no message is missed
         try:
             return await self._command(
-                _Command(SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
+                _ClientCommand(SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
             )
         except BaseException:
             if listener is not None:
@@ -179,37 +178,37 @@ class USubscriptionClient:
             raise
 
     async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
-        """End the subscription, and every listener of it that this client has (`listener`: only that one, if there are
-        others)."""
+        """End the subscription and remove all its listeners. If `listener` is given and there are others, only remove
+        that one."""
         topic = uris.with_authority(topic, self._local.get_authority())
         listeners = [one for one, _ in self._listeners.get(uris.key(topic), [])]
         if listener is not None and any(one is not listener for one in listeners):
             await self._unlisten(topic, listener)
             return
         self._subscribed.pop(uris.key(topic), None)
-        await self._command(_Command(UNSUBSCRIBE, topic))
+        await self._command(_ClientCommand(UNSUBSCRIBE, topic))
         for one in listeners:
             await self._unlisten(topic, one)
 
-    async def _command(self, command: _Command) -> Status:
+    async def _command(self, command: _ClientCommand) -> Status:
         self._require_open()
         key = uris.key(command.topic)
-        before = self._commands.get(key)
+        before = self._commands.commands.get(key)
         if before is None and len(self._commands) >= COMMANDS_WAITING_MAX:
-            what = f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit"
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-        if before is not None and not self._commands.has_left(key, before):
+            why = f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit: wait for answers"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, why)
+        if before is not None and not self._commands.is_running(key, before):
             if before.method == command.method:
                 command.waiting.extend(before.waiting)
             else:
-                what = "a later command for the same topic replaced this one before it left"
-                _settle(before, UStatusError(UCode.ABORTED, what))
+                why = "a later command for the same topic replaced this one before it was sent"
+                _settle(before, UStatusError(UCode.ABORTED, why))
         future: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         command.waiting.append(future)
         self._commands.put(key, command)
         return await future
 
-    async def _send_command(self, key: Key, command: _Command) -> None:
+    async def _send_command(self, key: Key, command: _ClientCommand) -> None:
         try:
             codec = CODECS[await self.find_version()]
             status = Status.UNSUBSCRIBED
@@ -227,27 +226,27 @@ class USubscriptionClient:
             log.exception("a command could not be sent", command=repr(command))
             _settle(command, UStatusError(UCode.INTERNAL, repr(error)))
         else:
-            # in the order of the answers, before any caller goes on
+            # in the order of the answers, before any caller continues
             if command.method == SUBSCRIBE and self._commands.is_current(key, command):
                 self._subscribed.pop(key, None)
-                if status.wanting:  # it is to be said again after a reconnect
+                if status in WANTING:  # to be repeated after a reconnect
                     self._subscribed[key] = command
             _settle(command, status)
 
-    # -- questions -----------------------------------------------------------------------------------------------------
+    # -- requests for information --------------------------------------------------------------------------------------
 
     async def fetch_subscriptions(
         self, topic: UUri | None = None, subscriber: UUri | None = None
     ) -> list[Subscription]:
-        """All subscriptions that match; both are patterns in version 4. A version 3 service takes one of them, and no
-        wildcards.
+        """Returns all subscriptions that match. In version 4 both arguments are patterns; in version 3 exactly one of
+        them must be given, without wildcards.
 
-        Raises UNIMPLEMENTED where the service's version can't do what is asked.
+        Raises UNIMPLEMENTED if the version of the service can't do this.
         """
         version = await self.find_version()
         if version == 3 and (topic is None) == (subscriber is None):
-            what = "a version 3 service lists the subscriptions of one topic or of one subscriber only"
-            raise UStatusError(UCode.UNIMPLEMENTED, what)
+            why = "a version 3 service lists only the subscriptions of one topic or of one subscriber"
+            raise UStatusError(UCode.UNIMPLEMENTED, why)
         self._require_open()
         found: list[Subscription] = []
         timeout_ms = self._call_ms * LIST_FACTOR
@@ -258,8 +257,8 @@ class USubscriptionClient:
 
     def _require_bounded(self, listed: Sized) -> None:
         if len(listed) > self._listed_max:
-            what = f"the uSubscription of {self.authority} lists more than {self._listed_max} entries, the limit"
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+            why = f"the uSubscription of {self.authority} lists more than {self._listed_max} entries, the limit"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, why)
 
     async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
         if await self.find_version() == 4:
@@ -274,8 +273,8 @@ class USubscriptionClient:
         return found
 
     async def register_for_notifications(self, topic: UUri | None = None) -> None:
-        """Be told of changes: of `topic` (version 3, where it is required), or of everything (version 4). `on_change`
-        hears them."""
+        """Register for changes of `topic` (version 3, which requires it) or of everything (version 4). The callbacks of
+        `on_change` get them."""
         await self._register(wire.REGISTER, topic)
         self._registered[uris.key(topic) if topic is not None else None] = topic
 
@@ -286,22 +285,22 @@ class USubscriptionClient:
     async def _register(self, method: str, topic: UUri | None) -> None:
         version = await self.find_version()
         if version == 3 and topic is None:
-            raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service tells of one topic at a time: name one")
+            raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service registers for one topic: name one")
         await self._call(method, CODECS[version].registration(topic))
 
     async def reset(self) -> None:
-        """Flush the service. It allows that to uSubscription services only (PERMISSION_DENIED)."""
+        """Reset the service. It accepts this only from uSubscription services (else PERMISSION_DENIED)."""
         await self._call(wire.RESET, CODECS[await self.find_version()].reset())
 
     def on_change(self, callback: ChangeCallback) -> None:
-        """`callback(subscription)` for every change notification that reaches us, of own subscriptions and of
-        registered topics."""
+        """Call `callback(subscription)` for every change notification, about own subscriptions and registered
+        topics."""
         self._changes.append(callback)
 
     # -- the service ---------------------------------------------------------------------------------------------------
 
     async def find_version(self) -> int:
-        """3 or 4, whichever the service answers to. Raises UNAVAILABLE if neither."""
+        """Returns the version that the service answers, 3 or 4. Raises UNAVAILABLE if it answers none."""
         if self.version is not None:
             return self.version
         self._require_open()
@@ -316,32 +315,32 @@ class USubscriptionClient:
             self.version = task.result()
 
     async def _probe(self) -> int:
-        """Ask both at once for next to nothing, so that an old service costs no more than PROBE_MS.
+        """Call both versions at once with a cheap request, so that an old service costs at most PROBE_MS.
 
-        Version 4 is asked twice: one lost message must not make a service an old one for good.
+        Version 4 is called twice: a single lost message must not make the client use version 3.
         """
         four, three = wire.service(self.authority, 4), wire.service(self.authority, 3)
         request = V4_CODEC.fetch_subscriptions(four, None)
-        first = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request))
-        again = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request, after_ms=self._probe_ms // 2))
-        old = asyncio.ensure_future(self._speaks(3, wire.FETCH_SUBSCRIBERS, V3_CODEC.fetch_subscribers(three)))
+        first = asyncio.ensure_future(self._answers(4, wire.FETCH_SUBSCRIPTIONS, request))
+        second = asyncio.ensure_future(self._answers(4, wire.FETCH_SUBSCRIPTIONS, request, self._probe_ms // 2))
+        old = asyncio.ensure_future(self._answers(3, wire.FETCH_SUBSCRIBERS, V3_CODEC.fetch_subscribers(three)))
         try:
-            for asked in asyncio.as_completed((first, again)):
-                if await asked:
+            for call in asyncio.as_completed((first, second)):
+                if await call:
                     return 4
             if await old:
                 return 3
         finally:
-            await end(first, again, old)
-        what = f"no uSubscription service answers at {self.authority}: is it running and reachable?"
-        raise UStatusError(UCode.UNAVAILABLE, what)
+            await end(first, second, old)
+        why = f"no uSubscription service answers at {self.authority}: is it running and reachable?"
+        raise UStatusError(UCode.UNAVAILABLE, why)
 
-    async def _speaks(self, version: int, method: str, request: Message, after_ms: int = 0) -> bool:
+    async def _answers(self, version: int, method: str, request: Message, after_ms: int = 0) -> bool:
         await asyncio.sleep(after_ms / 1000)
         try:
             await self._services.call(self.authority, version, method, request, max(self._probe_ms - after_ms, 1))
         except UStatusError as error:
-            return error.code not in NOT_SPOKEN
+            return error.code not in UNSUPPORTED
         return True
 
     async def _call(self, method: str, request: Message) -> UPayload:
@@ -370,11 +369,11 @@ class USubscriptionClient:
         known = self._listeners.pop(key, [])
         if rest := [entry for entry in known if entry[0] is not listener]:
             self._listeners[key] = rest
-        if any(is_fed for one, is_fed in known if one is listener):
+        if any(from_history for one, from_history in known if one is listener):
             assert self._history is not None
             await self._history.unsubscribe(topic, listener)
             return
-        with contextlib.suppress(UStatusError):  # the transport may have lost it
+        with contextlib.suppress(UStatusError):  # a transport that was closed has lost it
             await self.transport.unregister_listener(topic, listener)
 
     def _on_change(self, version: int, source: str, change: Subscription) -> None:
@@ -384,14 +383,14 @@ class USubscriptionClient:
     def _connection_changed(self, connected: bool) -> None:
         if not connected or not self._open:
             return
-        self._told_of_failure = False
+        self._is_failure_logged = False
         for method, known in ((SUBSCRIBE, self._subscribed), (wire.REGISTER, self._registered)):
             for key in known:
                 self._restoring.put((method, key), Backoff(RESTORE_FIRST_MS, RESTORE_MAX_MS))
 
     async def _restore(self, what: tuple[str, Key | None], backoff: Backoff) -> int | None:
-        """Say again what is wanted: the service may have been replaced while we were away. Repeating changes nothing
-        otherwise. What it refuses for good is wanted no more."""
+        """Repeat a subscription or registration: the service may have lost it while we were away; otherwise this
+        changes nothing. After a permanent refusal it is no longer wanted."""
         method, key = what
         wanted: dict[Any, Any] = self._subscribed if method == SUBSCRIBE else self._registered
         if key not in wanted:
@@ -399,21 +398,21 @@ class USubscriptionClient:
         try:
             if method == wire.REGISTER:
                 await self._register(wire.REGISTER, wanted[key])
-            elif key is not None and not self._commands.is_busy(key):  # else a newer command is on its way
-                await self._command(_Command(SUBSCRIBE, wanted[key].topic, wanted[key].options))
+            elif key is not None and not self._commands.is_busy(key):  # else there is a newer command
+                await self._command(_ClientCommand(SUBSCRIBE, wanted[key].topic, wanted[key].options))
         except UStatusError as error:
             if error.code in FINAL:
-                log.warning("the service refuses what it had granted", what=method, topic=key, why=str(error))
+                log.warning("the service refuses what it accepted before", method=method, topic=key, why=str(error))
                 wanted.pop(key, None)
             elif key in wanted:
-                if not self._told_of_failure:
-                    self._told_of_failure = True
+                if not self._is_failure_logged:
+                    self._is_failure_logged = True
                     log.warning("not everything could be restored after the reconnect: trying again", why=str(error))
                 return backoff.next_ms()
         return None
 
 
-def _settle(command: _Command, answer: Status | UStatusError) -> None:
+def _settle(command: _ClientCommand, answer: Status | UStatusError) -> None:
     for future in command.waiting:
         if future.done():
             continue
@@ -421,4 +420,4 @@ def _settle(command: _Command, answer: Status | UStatusError) -> None:
             future.set_result(answer)
         else:
             future.set_exception(answer)
-            future.exception()  # seen, even if its caller has gone
+            future.exception()  # mark as retrieved: the caller may be cancelled

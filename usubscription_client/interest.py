@@ -1,12 +1,12 @@
-"""Who wants what, kept fresh: what a streamer asks before it forwards.
+"""Which authorities want which topics: a streamer looks this up before it forwards.
 
 uSubscription of A --fetch, notifications-> ServiceInterest ---+
 uSubscription in this process --hook------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
 the file of the Rust streamer ------------> StaticFile --------+
 
-A subscription that is pending counts like one that stands: the streamer must be ready before the first message. A
-service that is away does not change what is known of it; `healthy` says so. Until a service has given its first
-complete answer, nobody knows who else wants a topic: it is undecided, and stays so for as long as that takes.
+A pending subscription counts like a confirmed one: the streamer must be ready before the first message. While a service
+is away, its last known interest stays, and `healthy` is False. Until its first complete answer every topic is
+undecided: more authorities may want it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import structlog
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.asking import end
-from uprotocol.core.usubscription.wire import Entry, Key, Status, Subscription, to_uri
+from uprotocol.core.usubscription.wire import Entry, Status, Subscription, to_uri
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import CALL_MS, PROBE_MS, USubscriptionClient
@@ -36,34 +37,34 @@ from usubscription_client.table import (
     SUBSCRIPTIONS_MAX,
     Changed,
     InterestSource,
-    Positions,
+    LogPositions,
     Topics,
     Want,
     is_wide,
     merge,
 )
 
-# between fetches when all is well: notifications do the work, this only mends what they lost
+# between fetches while the service answers: they only correct what lost notifications left out
 REFRESH_MS: Final = 60_000
-RETRY_FIRST_MS: Final = 500  # between two fetches at least; after a failed one twice as long, which doubles up to ...
-RETRY_MAX_MS: Final = 15_000  # ... so that a service that returns is noticed soon
-LET_GO_LOOKS_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
+RETRY_FIRST_MS: Final = 500  # least time between two fetches; after a failure twice as long, which doubles up to ...
+RETRY_MAX_MS: Final = 15_000  # ... so that a service that is back is used soon
+FORGET_CANDIDATES_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
 TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; each costs a registration there
-# of one authority, so that topics which it makes up keep out its own alone
+# topics of one authority, so that one that invents topics blocks only its own
 AUTHORITY_TOPICS_ASKED_MAX: Final = TOPICS_ASKED_MAX // 8
 ASKS_AT_ONCE: Final = 32  # calls in flight to services that can't list
-# that had to be waited for: then topics for which there was no room may be asked, so they are to be looked at again
-ANSWERS_FOR_ROOM: Final = 256
-# topics of which is known when they changed, some 150 bytes each: more than change between two looks of who is awake
+# after that many answers topics that found no capacity are reported as changed, so that they are asked again
+ANSWERS_UNTIL_RETRY: Final = 256
+# entries of the journal of changed topics, some 150 bytes each: more than change between two calls of `changed_since`
 JOURNAL_TOPICS_MAX: Final = 4_096
-# what the service has on disk itself is remembered a second time for its damage only
+# the service stores the same itself: this copy is only for the case that its file is damaged
 EMBEDDED_SAVE_DELAY_S: Final = 60.0
 
 log = structlog.get_logger()
 
 
 class ServiceInterest(InterestSource):
-    """What the uSubscription service of `authority` knows, asked over `transport`."""
+    """The subscriptions of the uSubscription service of `authority`, fetched over `transport`."""
 
     def __init__(
         self,
@@ -78,14 +79,14 @@ class ServiceInterest(InterestSource):
         lives_there: Callable[[str], bool] = lambda authority: True,
         subscriptions_max: int = SUBSCRIPTIONS_MAX,
     ) -> None:
-        """`saved` is a file that keeps what is known over a restart, for when the service is away then.
+        """`saved`: a file that keeps the interest over a restart, in case the service is away then.
 
-        `lives_there(authority)`: it is one of the service's own network. Of subscriptions to others' topics by others'
-        clients, it has nothing to say.
+        `lives_there(authority)`: the authority is in the service's own network. A subscription is ignored if neither
+        its topic nor its subscriber is.
         """
         super().__init__(authority, subscriptions_max=subscriptions_max)
         self._lives_there = lives_there
-        self.ignored = 0  # subscriptions of which it has nothing to say
+        self.ignored = 0  # subscriptions
         self._saved = SavedInterest(saved, self.subscriptions, runtime.disk) if saved is not None else None
         probe_ms = min(call_ms, PROBE_MS)
         self._client = USubscriptionClient(
@@ -93,13 +94,13 @@ class ServiceInterest(InterestSource):
         )
         self._client.on_change(self._on_change)
         self._refresh_ms, self._random = refresh_ms, runtime.rng.random
-        self.healthy, self._why = False, ""  # and why it could not be asked the last time
-        self._asked: dict[str, dict[Key, UUri]] = {}  # by the topics' authority; the longest known first
+        self.healthy, self._why = False, ""  # the last error
+        self._asked: dict[str, dict[Key, UUri]] = {}  # by authority; the longest known topics first
         self._asked_count = 0
         self._unanswered: set[Key] = set()
         self._answered: set[Key] = set()
         self._fetching = asyncio.Lock()
-        self._had_no_room = False  # for a topic that was to be asked
+        self._was_full = False  # when a topic was to be asked
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_loaded = False
@@ -112,7 +113,7 @@ class ServiceInterest(InterestSource):
         return self._client.version != 3
 
     async def load(self) -> None:
-        """What was known before the restart serves until the service is heard."""
+        """Read the interest that was saved before the restart; it is used until the service answers."""
         if self._saved is None or self._is_loaded:
             return
         self._is_loaded = True
@@ -142,45 +143,44 @@ class ServiceInterest(InterestSource):
             await self._saved.close()
 
     async def ask(self, topic: UUri) -> None:
-        """FetchSubscribers and RegisterForNotifications, once per topic; a failure is repeated with the next
-        refresh."""
+        """FetchSubscribers and RegisterForNotifications, once per topic; the next refresh repeats failures."""
         authority = topic.authority_name
-        of_it = self._asked.get(authority, {})
-        if self.can_list or uris.key(topic) in of_it:
+        asked = self._asked.get(authority, {})
+        if self.can_list or uris.key(topic) in asked:
             return
         freed: UUri | None = None
-        if self._asked_count >= TOPICS_ASKED_MAX or len(of_it) >= AUTHORITY_TOPICS_ASKED_MAX:
-            freed = self._let_go(authority if of_it else max(self._asked, key=lambda one: len(self._asked[one])))
+        if self._asked_count >= TOPICS_ASKED_MAX or len(asked) >= AUTHORITY_TOPICS_ASKED_MAX:
+            freed = self._forget_one(authority if asked else max(self._asked, key=lambda one: len(self._asked[one])))
             if freed is None:
-                what = {"authority": self.name, "of": authority, "topics": len(of_it)}
-                log.warning("no more topics can be asked of this service", **what)
-                self._had_no_room = True
+                limits = {"authority": self.name, "of": authority, "topics": len(asked)}
+                log.warning("the limit of topics to ask of this service is reached", **limits)
+                self._was_full = True
                 return
         self._note_asked(topic)
         if not await self._ask(topic):
             self._news.set()
         if freed is not None:
             self.changed(frozenset([uris.key(freed)]))  # it is undecided again
-            with contextlib.suppress(UStatusError):  # it may go on telling us
+            with contextlib.suppress(UStatusError):  # then more notifications come, which is harmless
                 await self._client.unregister_for_notifications(freed)
 
     def _note_asked(self, topic: UUri) -> None:
-        of_it = self._asked.setdefault(topic.authority_name, {})
-        self._asked_count += uris.key(topic) not in of_it
-        of_it[uris.key(topic)] = topic
+        asked = self._asked.setdefault(topic.authority_name, {})
+        self._asked_count += uris.key(topic) not in asked
+        asked[uris.key(topic)] = topic
 
-    def _let_go(self, authority: str) -> UUri | None:
-        """Forget a topic of `authority` that nobody wants; who publishes it again has it asked again. None: all are
-        wanted."""
-        of_it = self._asked[authority]
-        for key in list(islice(of_it, LET_GO_LOOKS_MAX)):
-            topic = of_it.pop(key)
+    def _forget_one(self, authority: str) -> UUri | None:
+        """Forget a topic of `authority` that nobody wants; it is asked again if it is published again. Returns None if
+        all are wanted."""
+        asked = self._asked[authority]
+        for key in list(islice(asked, FORGET_CANDIDATES_MAX)):
+            topic = asked.pop(key)
             if not self.wants(topic):
                 self._asked_count -= 1
                 self._answered.discard(key)
                 self._unanswered.discard(key)
                 return topic
-            of_it[key] = topic  # behind the others: it is looked at last
+            asked[key] = topic  # moved to the end
         return None
 
     def decided(self, topic: UUri) -> bool:
@@ -191,18 +191,18 @@ class ServiceInterest(InterestSource):
         loop = asyncio.get_running_loop()
         while True:
             self._news.clear()
-            if not self._transport.connected:  # a call would only wait for the network, and be late when it is there
+            if not self._transport.connected:  # a call would wait for the network, and delay the first useful one
                 await self._news.wait()
                 continue
-            # whatever we are told: a notification costs its sender nothing
+            # a limit also for notifications, which cost their sender nothing
             earliest = loop.time() + RETRY_FIRST_MS / 1000
             await self.refresh()
             self._first_answer.set()
             if self.healthy:
                 backoff.reset()
-            if self._had_no_room:
-                self._had_no_room = False
-                self.changed(None)  # whoever has such a topic asks again
+            if self._was_full:
+                self._was_full = False
+                self.changed(None)  # so that the topics are asked again
             wait_ms = (self._refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
@@ -216,11 +216,11 @@ class ServiceInterest(InterestSource):
                 await self._fetch()
             except UStatusError as error:
                 if self.healthy or str(error) != self._why:
-                    what = "uSubscription can't be asked: the last known interest serves"
+                    what = "uSubscription does not answer: the last known interest is used"
                     log.warning(what, authority=self.name, why=str(error))
                 self.healthy, self._why = False, str(error)
             except Exception:
-                log.exception("asking uSubscription failed", authority=self.name)
+                log.exception("fetching from uSubscription failed", authority=self.name)
                 self.healthy = False
             else:
                 self.healthy = not self._unanswered
@@ -229,30 +229,31 @@ class ServiceInterest(InterestSource):
         could_list = self.can_list
         version = await self._client.find_version()
         if self.can_list != could_list:
-            self.changed(None)  # who waits for this service has to ask it by topic, or no more
+            self.changed(None)  # which topics are undecided depends on `can_list`
         if version == 4:
             await self._take_all(self._fetch_all)
             return
-        topics = [topic for of_it in self._asked.values() for topic in of_it.values()]
+        topics = [topic for asked in self._asked.values() for topic in asked.values()]
         for start in range(0, len(topics), ASKS_AT_ONCE):
             answered = await asyncio.gather(*(self._ask(topic) for topic in topics[start : start + ASKS_AT_ONCE]))
             if not any(answered):
-                raise UStatusError(UCode.UNAVAILABLE, "it answers no more")
+                raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service has stopped answering")
 
     async def _fetch_all(self) -> Iterable[Subscription]:
         """Register first, then fetch."""
         await self._client.register_for_notifications()
-        return filter(self._may_say, await self._client.fetch_subscriptions())
+        return filter(self._is_its_own, await self._client.fetch_subscriptions())
 
-    def _may_say(self, told: Subscription) -> bool:
-        topic, subscriber = told.topic, told.subscriber
+    def _is_its_own(self, subscription: Subscription) -> bool:
+        """False if the service has no authority over this subscription."""
+        topic, subscriber = subscription.topic, subscription.subscriber
         is_topic = not is_wide(uris.key(topic)) and uris.is_topic(topic)
         if is_topic and (self._lives_there(topic.authority_name) or self._lives_there(subscriber.authority_name)):
             return True
         if not self.ignored:
-            what = f"{uris.format(topic)} for {uris.format(subscriber)}"
-            why = "a uSubscription tells of a subscription that is not of its network: passed over"
-            log.warning(why, authority=self.name, what=what)
+            what = "a uSubscription reports a subscription outside of its network, which is ignored"
+            addresses = {"topic": uris.format(topic), "subscriber": uris.format(subscriber)}
+            log.warning(what, authority=self.name, **addresses)
         self.ignored += 1
         return False
 
@@ -268,15 +269,15 @@ class ServiceInterest(InterestSource):
             return False
         self._unanswered.discard(key)
         known = [Subscription(topic, subscriber, Status.SUBSCRIBED) for subscriber in subscribers]
-        if self.replace(filter(self._may_say, known), only=topic) or key not in self._answered:
+        if self.replace(filter(self._is_its_own, known), only=topic) or key not in self._answered:
             self._answered.add(key)
             self.changed(frozenset([key]))
         return True
 
     def _on_change(self, change: Subscription) -> None:
         if not change.topic.resource_id:
-            self._news.set()  # it was reset, and with it our registration
-        elif self._may_say(change):
+            self._news.set()  # after a Reset our registration is lost, too
+        elif self._is_its_own(change):
             self._take([change])
 
     def _connection_changed(self, connected: bool) -> None:
@@ -287,7 +288,7 @@ class ServiceInterest(InterestSource):
 
 
 class EmbeddedService(Protocol):
-    """What EmbeddedInterest needs of a usubscription.service.USubscriptionService."""
+    """The part of usubscription.service.USubscriptionService that EmbeddedInterest uses."""
 
     authority: str
 
@@ -297,13 +298,13 @@ class EmbeddedService(Protocol):
     async def subscriptions(self) -> Sequence[Entry]: ...
 
     def on_change(self, hook: Callable[[Sequence[Entry]], Awaitable[None] | None]) -> None:
-        """Calls `hook` after the commit and before the answers leave."""
+        """Call `hook` after each commit, before the answers are sent."""
 
 
 class EmbeddedInterest(InterestSource):
-    """Straight from the service in this process: fresh before a subscriber has its answer.
+    """The subscriptions of the service in this process: current before a subscriber gets its answer.
 
-    `saved` is a file that keeps who wants what over a restart, for when the service's own file can't be read then.
+    `saved`: a file that keeps the interest over a restart, in case the service's own file is damaged then.
     """
 
     def __init__(self, service: EmbeddedService, saved: Path | None = None, runtime: Runtime = REAL) -> None:
@@ -325,16 +326,16 @@ class EmbeddedInterest(InterestSource):
         await self.load()
 
     async def stop(self) -> None:
-        """The service has its own owner."""
+        """The service itself is stopped by its owner."""
         if self._saved is not None:
             await self._saved.close()
 
     async def refresh(self) -> None:
-        """Read everything. Where the service can't read its file, what was known before serves."""
+        """Read everything. If the service can't read its file, the last known interest is used."""
         try:
             await self._take_all(self._read)
         except UStatusError as error:
-            what = "the subscriptions can't be read: the last known interest serves"
+            what = "the subscriptions can't be read: the last known interest is used"
             log.error(what, authority=self.name, why=str(error))
             self.healthy = False
             if not self.complete and self._saved is not None and (changed := self.replace(self._saved.load())):
@@ -357,20 +358,20 @@ def _subscription(entry: Entry) -> Subscription:
 
 
 class Interest:
-    """The union of several sources. `version` rises with every change of any of them; `changed_since` says what it was,
-    so that whoever keeps what follows from it need not work out all of it anew."""
+    """The union of several sources. `version` increases with every change; `changed_since` returns the changed topics,
+    so that results for other topics can be kept."""
 
-    def __init__(self, sources: Iterable[InterestSource], positions: Callable[[], Positions] = tuple) -> None:
-        """`positions()`: where the logs are in which new subscriptions count."""
+    def __init__(self, sources: Iterable[InterestSource], positions: Callable[[], LogPositions] = tuple) -> None:
+        """`positions()`: the current end of each log."""
         self.sources = tuple(sources)
         self.version = 0
         self._journal: deque[tuple[int, Key]] = deque()  # version, and a topic that changed with it
-        self._journal_after = 0  # all that changed after this version is in the journal
+        self._journal_after = 0  # the journal has all changes after this version
         self._callbacks: list[Changed] = []
-        self._to_ask: dict[str, dict[Key, UUri]] = {}  # by the topics' authority, which take turns
+        self._to_ask: dict[str, dict[Key, UUri]] = {}  # by authority; authorities take turns
         self._to_ask_count = 0
         self._asking: dict[Key, asyncio.Task[None]] = {}
-        self._room_in: int | None = None  # answers, until there may be room for topics that were not asked
+        self._retry_in: int | None = None  # answers, until topics that were not asked are reported as changed
         for source in self.sources:
             source.positions = positions
             source.on_change(self._changed)
@@ -379,14 +380,14 @@ class Interest:
         return f"Interest({', '.join(map(repr, self.sources))}, version={self.version})"
 
     async def load(self) -> None:
-        """Learn what is on disk. Raises UStatusError for a file that somebody has to mend."""
+        """Read what is on disk. Raises UStatusError for a file that has to be repaired."""
         await asyncio.gather(*(source.load() for source in self.sources))
 
     async def start(self) -> None:
         await asyncio.gather(*(source.start() for source in self.sources))
 
     async def answered(self) -> None:
-        """Returns when each source whose network is there has answered, or has failed once."""
+        """Wait until each source whose network is available has answered or failed once."""
         await asyncio.gather(*(source.answered() for source in self.sources))
 
     async def stop(self) -> None:
@@ -400,15 +401,12 @@ class Interest:
         await asyncio.gather(*(source.refresh() for source in self.sources))
 
     async def ask(self, topic: UUri) -> None:
-        """Ask the sources that can't list about `topic`. Costs nothing where all of them can, or have been asked."""
+        """Ask the sources that can't list about `topic`, unless they were asked before."""
         await asyncio.gather(*(source.ask(topic) for source in self.sources if not source.can_list))
 
     def undecided(self, topic: UUri) -> list[str]:
-        """The scopes of the sources that may yet name somebody who wants `topic`; `on_change` tells when one of them
-        has answered.
-
-        Sources that can't list are asked about it.
-        """
+        """The scopes of the sources that have not answered yet whether somebody wants `topic`. Sources that can't list
+        are asked about it. An answer is reported by `on_change`."""
         undecided = [source for source in self.sources if not source.decided(topic)]
         if any(not source.can_list for source in undecided):
             self._ask_soon(topic)
@@ -423,16 +421,16 @@ class Interest:
             waiting[key] = topic
             self._to_ask_count += 1
             self._ask_next()
-        elif self._room_in is None:  # it is asked when it is seen again
-            self._room_in = ANSWERS_FOR_ROOM
+        elif self._retry_in is None:
+            self._retry_in = ANSWERS_UNTIL_RETRY
 
     def _ask_next(self, answered: Key | None = None) -> None:
         if answered is not None:
             del self._asking[answered]
-            if self._room_in is not None:
-                self._room_in -= 1
-                if self._room_in <= 0 or not self._to_ask_count:
-                    self._room_in = None
+            if self._retry_in is not None:
+                self._retry_in -= 1
+                if self._retry_in <= 0 or not self._to_ask_count:
+                    self._retry_in = None
                     self._changed(None)
         while self._to_ask and len(self._asking) < ASKS_AT_ONCE:
             authority, waiting = next(iter(self._to_ask.items()))
@@ -448,20 +446,20 @@ class Interest:
             task.add_done_callback(lambda _, key=key: self._ask_next(key))  # type: ignore[misc]
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
-        """Which authorities want `topic`. Pure lookup: ask it once per topic, and again when that has changed."""
+        """Which authorities want `topic`. Only a lookup; the result is valid until the topic changes."""
         return merge([source.wants(topic) for source in self.sources])
 
     def wants_by_name(self, topic: UUri) -> Mapping[str, Want]:
-        """The same of those alone who have subscribed to just this, be it a topic or a pattern."""
+        """Which authorities have subscribed to exactly `topic`, which may be a pattern."""
         key = uris.key(topic)
         return merge([source.wants_by_name(key) for source in self.sources])
 
     def names(self, topic: UUri) -> bool:
-        """True if somebody has subscribed to exactly `topic`, and not just to a pattern of it."""
+        """True if somebody has subscribed to exactly `topic`."""
         return any(source.names(topic) for source in self.sources)
 
     def topics(self) -> list[UUri]:
-        """Every topic that somebody wants, patterns included, each once."""
+        """Every topic and pattern that somebody wants, once each."""
         return list({uris.key(topic): topic for source in self.sources for topic in source.topics()}.values())
 
     @property
@@ -470,7 +468,7 @@ class Interest:
 
     @property
     def complete(self) -> bool:
-        """Every source that can list has given its first complete answer."""
+        """True when every source that can list has given its first complete answer."""
         return all(source.complete for source in self.sources if source.can_list)
 
     @property
@@ -479,14 +477,14 @@ class Interest:
 
     @property
     def unhealthy(self) -> list[str]:
-        """Names of the sources whose knowledge may be stale."""
+        """Names of the sources whose data may be stale."""
         return [source.name for source in self.sources if not source.healthy]
 
     def on_change(self, callback: Changed) -> None:
         self._callbacks.append(callback)
 
     def changed_since(self, version: int) -> Topics:
-        """The topics, and patterns of them, that have changed since then. None: any may have."""
+        """The topics and patterns that have changed after `version`. None: any may have changed."""
         if version < self._journal_after:
             return None
         changed = set[Key]()

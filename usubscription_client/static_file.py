@@ -1,6 +1,6 @@
-"""Subscriptions from a file: the JSON that the Rust streamer reads, with the same interface as a service.
+"""Subscriptions from a JSON file in the format of the Rust streamer, with the same interface as a service.
 
-{"//authority-b/3039/1/8001": ["//authority-a/5678/1/1234"]}         topic -> those who subscribed to it
+{"//authority-b/3039/1/8001": ["//authority-a/5678/1/1234"]}         topic -> its subscribers
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client.table import InterestSource
 
-FILE_BYTES_MAX: Final = 256 * 1024 * 1024  # a million subscriptions; more is no file that somebody wrote
+FILE_BYTES_MAX: Final = 256 << 20  # more than a million subscriptions
 
 
 class StaticFile(InterestSource):
-    """The interest that `path` lists. Read at start and at every refresh."""
+    """The interest in the file at `path`. It is read at the start and at every refresh."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(str(path), scope=uris.WILDCARD_AUTHORITY)
@@ -29,7 +29,7 @@ class StaticFile(InterestSource):
         self.healthy = False
 
     async def load(self) -> None:
-        """Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with the entry that can't be read."""
+        """Read the file. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT that names the invalid entry."""
         if not self.complete:
             await self._take_all(self._read)
 
@@ -38,7 +38,7 @@ class StaticFile(InterestSource):
         await self.load()
 
     async def refresh(self) -> None:
-        """Read it again. A file that went bad leaves what is known, and `healthy` False."""
+        """Read the file again. If it is invalid now, the known interest stays, and `healthy` is False."""
         try:
             await self._take_all(self._read)
         except UStatusError:
@@ -51,7 +51,7 @@ class StaticFile(InterestSource):
 
 
 def read(path: Path) -> list[Subscription]:
-    """The subscriptions in the file at `path`. Blocks. Raises NOT_FOUND or INVALID_ARGUMENT."""
+    """Returns the subscriptions in the file at `path`. Blocks. Raises NOT_FOUND or INVALID_ARGUMENT."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise invalid(
@@ -80,10 +80,10 @@ def _entry(path: Path, topic: str, subscribers: Any) -> list[Subscription]:
         found = []
         for subscriber in subscribers:
             if not isinstance(subscriber, str):
-                raise invalid(f"expected a subscriber URI as text, got {_kind(subscriber)}")
+                raise invalid(f"expected a subscriber URI as a string, got {_kind(subscriber)}")
             uri = uris.parse(subscriber)
             if not uri.authority_name or uris.has_wildcard(uri):
-                raise invalid(f"a subscriber is one uEntity of a named authority, got {subscriber!r}")
+                raise invalid(f"a subscriber has an authority and no wildcards, got {subscriber!r}")
             found.append(Subscription(topic_uri, uri, Status.SUBSCRIBED))
     except UStatusError as error:
         raise invalid(f"{path}, topic {topic!r}: {error.message}") from None
@@ -98,6 +98,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(
+    return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(value), "a number"
     )

@@ -1,7 +1,7 @@
-"""Topic -> who wants it, by authority, and how often: what every source of interest keeps. Pure.
+"""The table of every source of interest: topic -> which authorities want it, and how often. Pure.
 
 put(subscription), replace(all) --> topics --> wants(topic) -> {authority: Want}
-      since(topic): from where a subscription that is new here counts
+      since(topic): the log positions after which a new subscription counts
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from types import MappingProxyType
 from typing import Final
 
 from uprotocol import uri as uris
-from uprotocol.core.usubscription.wire import Key, Status, Subscription, to_uri
+from uprotocol.core.usubscription.wire import WANTING, Status, Subscription, to_uri
+from uprotocol.uri import Key
 from uprotocol.v1.uri_pb2 import UUri
 
-Positions = tuple[int, ...]
-"""Up to where each log had come, in the order of the logs. Later positions are greater; () is before all others."""
+LogPositions = tuple[int, ...]
+"""The last position in each log, in the order of the logs. Later positions are greater; () is before all others."""
 
 Topics = frozenset[Key] | None
-"""The topics, or patterns of them, of which something has changed. None: of any."""
+"""The topics, or patterns of topics, whose interest has changed. None: any of them may have changed."""
 Changed = Callable[[Topics], None]
 
-FROM_THE_CURSOR: Final[Positions] = ()
-CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
-SUBSCRIPTIONS_MAX: Final = 5_000_000  # as many as our own service stores
+FROM_THE_CURSOR: Final[LogPositions] = ()
+CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; with more the fetch starts again
+SUBSCRIPTIONS_MAX: Final = 5_000_000  # the same as in our own service
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """One authority's interest in one topic. `sample_period_ms` None: every message.
+    """The interest of one authority in one topic. `sample_period_ms` None: every message.
 
-    `since`: it counts for what came after these positions; FROM_THE_CURSOR: for all that the peer has not been through.
+    `since`: it counts for records after these positions; FROM_THE_CURSOR: for all records after the peer's cursor.
     """
 
     sample_period_ms: int | None = None
-    since: Positions = FROM_THE_CURSOR
+    since: LogPositions = FROM_THE_CURSOR
 
 
 NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
@@ -46,22 +47,24 @@ NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
 class _Topic:
     uri: UUri
     subscribers: dict[Key, Want] = field(default_factory=dict)
-    wants: Mapping[str, Want] | None = None  # by authority; None: to be made anew
+    wants: Mapping[str, Want] | None = None  # by authority; None: has to be computed
 
 
 class InterestTable:
-    """Topic -> subscribers -> authorities. A lookup costs some dictionary accesses, however many topics have
-    wildcards."""
+    """Topic -> subscribers -> authorities. A lookup costs some dictionary accesses, independent of the number of
+    topics with wildcards."""
 
     def __init__(
-        self, since: Callable[[UUri], Positions] = lambda _: FROM_THE_CURSOR, subscriptions_max: int = SUBSCRIPTIONS_MAX
+        self,
+        since: Callable[[UUri], LogPositions] = lambda _: FROM_THE_CURSOR,
+        subscriptions_max: int = SUBSCRIPTIONS_MAX,
     ) -> None:
-        """`since(topic)` says from where a subscription counts that was not known here before."""
+        """`since(topic)`: the positions after which a new subscription counts."""
         self._since, self._most = since, subscriptions_max
-        self.count = 0  # of subscriptions
-        self.left_out = 0  # since there was no room for more
+        self.count = 0  # subscriptions
+        self.left_out = 0  # subscriptions beyond `subscriptions_max`
         self._topics: dict[Key, _Topic] = {}
-        # of those with a wildcard, how many have which: version 4 allows all instances, and all versions; a file more
+        # topics by their wildcards: version 4 allows wildcard instances and versions, a static file also others
         self._shapes: Counter[uris.Shape] = Counter()
         self._callbacks: list[Changed] = []
 
@@ -77,36 +80,36 @@ class InterestTable:
         return merge([self.wants_by_name(one) for one in keys])
 
     def wants_by_name(self, topic: Key) -> Mapping[str, Want]:
-        """The same of those alone who have subscribed to just this, be it a topic or a pattern."""
+        """Which authorities have subscribed to exactly `topic`, which may be a pattern."""
         found = self._topics.get(topic)
         return _wants_of(found) if found is not None else NOBODY
 
     def names(self, topic: UUri) -> bool:
-        """True if a subscription names exactly `topic`, and not a pattern of it."""
+        """True if there is a subscription to exactly `topic`."""
         return uris.key(topic) in self._topics
 
     def topics(self) -> list[UUri]:
         return [entry.uri for entry in self._topics.values()]
 
     def subscriptions(self) -> Iterator[Subscription]:
-        """Everything that is known; pending ones count as subscribed. What changes while it is read may be missed."""
+        """All subscriptions; pending ones count as subscribed. Changes during the iteration may be missed."""
         for entry in list(self._topics.values()):
             for key, want in list(entry.subscribers.items()):
                 yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, want.sample_period_ms)
 
     def one_of_each_authority(self) -> Iterator[Subscription]:
-        """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of
-        them. What changes while it is read may be missed."""
+        """What forwarding needs: for each topic one subscriber of each authority, with the smallest sample period of
+        that authority. Changes during the iteration may be missed."""
         for entry in list(self._topics.values()):
-            named = {key[0]: key for key in reversed(entry.subscribers)}  # the first one of each
+            named = {key[0]: key for key in reversed(entry.subscribers)}  # the first subscriber of each authority
             for authority, want in list(_wants_of(entry).items()):
                 yield Subscription(entry.uri, to_uri(named[authority]), Status.SUBSCRIBED, None, want.sample_period_ms)
 
     def put(self, subscription: Subscription) -> bool:
-        """Take one subscription as it is now. True if that changed anything."""
+        """Add, update or remove one subscription. True if that changed anything."""
         topic_key, subscriber = uris.key(subscription.topic), uris.key(subscription.subscriber)
         entry = self._topics.get(topic_key)
-        if subscription.status.wanting:
+        if subscription.status in WANTING:
             known = entry.subscribers.get(subscriber) if entry is not None else None
             if known is not None and known.sample_period_ms == subscription.sample_period_ms:
                 return False
@@ -133,19 +136,19 @@ class InterestTable:
         return True
 
     def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> frozenset[Key]:
-        """These are all there are (of topic `only`, if given). The topics of which that changed anything."""
+        """Replace everything (or everything about topic `only`) by `subscriptions`. Returns the changed topics."""
         listed = {(uris.key(one.topic), uris.key(one.subscriber)): one for one in subscriptions}
         topics = self._topics if only is None else {uris.key(only)} & self._topics.keys()
-        gone = [
+        removed = [
             Subscription(self._topics[topic].uri, to_uri(subscriber), Status.UNSUBSCRIBED)
             for topic in topics
             for subscriber in self._topics[topic].subscribers
             if (topic, subscriber) not in listed
         ]
-        return self.put_all((*gone, *listed.values()))
+        return self.put_all((*removed, *listed.values()))
 
     def put_all(self, subscriptions: Iterable[Subscription]) -> frozenset[Key]:
-        """The topics of which that changed anything."""
+        """Put each of them. Returns the changed topics."""
         return frozenset([uris.key(one.topic) for one in subscriptions if self.put(one)])
 
     def on_change(self, callback: Changed) -> None:
@@ -157,7 +160,7 @@ class InterestTable:
 
 
 def is_wide(key: Key) -> bool:
-    """No subscription that a service may take, for the specification forbids these wildcards."""
+    """True if `key` has wildcards that the specification forbids in subscriptions."""
     authority, ue_id, _, resource = key
     return (
         authority == uris.WILDCARD_AUTHORITY
@@ -176,14 +179,14 @@ def _wants_of(entry: _Topic) -> Mapping[str, Want]:
 
 
 def _both(one: Want, other: Want) -> Want:
-    """What satisfies both subscribers of an authority."""
+    """The interest that satisfies both subscribers of an authority."""
     mine, others = one.sample_period_ms, other.sample_period_ms
     period_ms = None if mine is None or others is None else min(mine, others)  # None is every message (A-33)
     return Want(period_ms, min(one.since, other.since))
 
 
 def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
-    """The union; the smallest sample period and the earliest place win."""
+    """The union of `parts`, with the smallest sample periods and the earliest positions."""
     filled = [part for part in parts if part]
     if len(filled) <= 1:
         return filled[0] if filled else NOBODY
@@ -196,55 +199,54 @@ def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
 
 
 class InterestSource(InterestTable):
-    """One place that knows subscriptions: a service, or a file.
+    """One source of subscriptions: a service or a file.
 
-    `scope` is the authority whose clients and topics this source knows; the wildcard: all. `positions()` tells where
-    the logs are in which subscriptions count. A subscription that the first answer after a start names may be as old as
-    what waits in the logs, so it counts from each peer's cursor; one that comes later counts from where the logs are
-    then.
+    `scope`: the authority whose clients and topics this source knows; the wildcard: all. `positions()`: the current
+    end of each log. A subscription in the first answer after a start may be older than records in the logs, so it
+    counts from each peer's cursor; a later one counts from the end of the logs at that time.
     """
 
-    can_list = True  # False: it knows only the topics that it was asked about
-    healthy = True  # False while what is known may be stale
+    can_list = True  # False: it knows only topics that it was asked about
+    healthy = True  # False while its data may be stale
     complete = False  # True from the first complete answer after a start
 
     def __init__(self, name: str, scope: str | None = None, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
         super().__init__(lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max)
         self.name, self.scope = name, scope if scope is not None else name
         self.also: Collection[str] = ()  # other authorities, or families of them, whose topics it knows
-        self.positions: Callable[[], Positions] = tuple
-        self._meanwhile: list[Subscription] | None = None  # what changes while all of it is fetched
+        self.positions: Callable[[], LogPositions] = tuple
+        self._meanwhile: list[Subscription] | None = None  # changes during a fetch
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, topics={len(self)}, healthy={self.healthy})"
 
     async def load(self) -> None:
-        """Learn what can be known without any network: what is on disk. Called before `start`, or by it."""
+        """Read what is on disk. Called before `start`, or by it."""
 
     async def start(self) -> None:
-        """Learn what there is, from now on. Returns as `answered`; a service's failure is retried, not raised."""
+        """Start to keep the table current. Returns as `answered`; a failure of a service is retried, not raised."""
 
     async def answered(self) -> None:
-        """Returns when what `start` began has succeeded or failed once; at once where the network that leads to the
+        """Wait until the first fetch after `start` has succeeded or failed. Returns at once while the network to the
         service is away."""
 
     async def stop(self) -> None:
-        """Nothing to stop, unless a source has something."""
+        """End what `start` began."""
 
     async def refresh(self) -> None:
-        """Fetch again now."""
+        """Fetch everything now."""
 
     def decided(self, topic: UUri) -> bool:
-        """False until the first complete answer after a start, or, of a source that can't list, the first one about
-        `topic`."""
+        """False until the first complete answer after a start, or (if the source can't list) until the first answer
+        about `topic`."""
         return self.complete
 
     async def ask(self, topic: UUri) -> None:
-        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises
+        """Fetch the subscribers of `topic` and keep them current. A source that can list does nothing. Never raises
         UStatusError."""
 
     async def _take_all(self, fetch: Callable[[], Awaitable[Iterable[Subscription]]]) -> None:
-        """These are all there are, and what changes meanwhile counts on top, so that nothing falls between."""
+        """Replace everything by the result of `fetch`, then apply the changes that arrived during the fetch."""
         try:
             meanwhile: list[Subscription] | None = None
             while meanwhile is None or len(meanwhile) >= CHANGES_KEPT_MAX:
@@ -255,7 +257,7 @@ class InterestSource(InterestTable):
         changed = self.replace(subscriptions) | self.put_all(meanwhile)
         if not self.complete:
             self.complete = True
-            self.changed(None)  # nothing is undecided any more
+            self.changed(None)  # no topic is undecided any more
         elif changed:
             self.changed(changed)
 

@@ -38,7 +38,9 @@ class PerMinute:
             kind = None
         count, bytes = self._kinds.get(kind, (0, 0))
         stored = count < self._count_max and self._count < ALL * self._count_max
-        whole = stored and (not bytes or bytes + size <= self._bytes_max) and self._bytes + size <= ALL * self._bytes_max
+        whole = (
+            stored and (not bytes or bytes + size <= self._bytes_max) and self._bytes + size <= ALL * self._bytes_max
+        )
         self._kinds[kind] = count + stored, bytes + size * whole
         self._count += stored
         self._bytes += size * whole

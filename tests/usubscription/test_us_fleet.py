@@ -16,9 +16,9 @@ from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription import places, remote
+from usubscription import remote
 from usubscription.state import Status
-from usubscription.store.reader import Reader
+from usubscription.store.reader import StoreReader
 
 VEHICLES, EACH = 40, 10
 TOPICS = [uris.uri(f"vin{vehicle}", 0x20, 1, 0x8000 + n) for vehicle in range(VEHICLES) for n in range(EACH)]
@@ -174,8 +174,8 @@ async def test_a_burst_lasts_until_nobody_waits_for_an_answer(world: Any) -> Non
 
 async def test_a_silent_vehicle_holds_up_no_other(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do a few of them, which take all places there are."""
-    monkeypatch.setattr(places, "FRESH_MAX", 16)
-    monkeypatch.setattr(places, "FRESH_MS", 50)
+    monkeypatch.setattr(remote, "FRESH_MAX", 16)
+    monkeypatch.setattr(remote, "FRESH_MS", 50)
     world.patch.setattr("usubscription.remote.REPEAT_FIRST_MS", 60_000)
     silent = {"vin0", "vin1", "vin2"}
     service, raw, fleet = await begin(world, lambda vehicle: [] if vehicle in silent else [SUBSCRIBED])
@@ -198,12 +198,12 @@ async def test_a_fleet_that_is_away_gets_no_more_than_its_network_may_hold(
 ) -> None:
     """Whatever is beyond that would be refused, and come late."""
     world.patch.setattr("usubscription.remote.REPEAT_FIRST_MS", 600_000)
-    monkeypatch.setattr(places, "FRESH_MAX", 16)
-    monkeypatch.setattr(places, "FRESH_SILENT_MS", 600_000)
+    monkeypatch.setattr(remote, "FRESH_MAX", 16)
+    monkeypatch.setattr(remote, "FRESH_SILENT_MS", 600_000)
     answered = asyncio.Event()
     service, raw, fleet = await begin(world, lambda vehicle: [SUBSCRIBED] if answered.is_set() else [])
     await asyncio.gather(*subscribe_all(raw, TOPICS))
-    await until(lambda: f"free=0, waiting={len(TOPICS) - 16}" in repr(service.remote.places))
+    await until(lambda: f"free=0, waiting={len(TOPICS) - 16}" in repr(service.remote.fresh_calls))
     await until(lambda: len(fleet.asked) >= 16)
     assert len(fleet.asked) == 16
 
@@ -214,14 +214,14 @@ async def test_an_audit_reads_the_links_of_whom_it_asks(world: Any, monkeypatch:
     await asyncio.gather(*subscribe_all(raw, TOPICS))
     await standing(service, TOPICS)
     rows: list[int] = []
-    links = Reader.links
+    links = StoreReader.links
 
-    def counted(self: Reader, authority: str | None = None) -> Any:
+    def counted(self: StoreReader, authority: str | None = None) -> Any:
         found = links(self, authority)
         rows.append(len(found))
         return found
 
-    monkeypatch.setattr(Reader, "links", counted)
+    monkeypatch.setattr(StoreReader, "links", counted)
     service.remote.auditor.now()
     await until(lambda: len(rows) >= 2 * VEHICLES)
     assert set(rows) == {EACH}

@@ -21,6 +21,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client import (
+    WANTING,
     EmbeddedInterest,
     Interest,
     ServiceInterest,
@@ -117,7 +118,7 @@ def test_whatever_came_before_the_table_is_what_was_put_last(
     for topic in (TOPIC, OTHER, uris.parse("//dev1/50020/1/8001")):
         wanted: dict[str, int | None] = {}
         for one in last.values():
-            if one.status.wanting and uris.matches(one.topic, topic):
+            if one.status in WANTING and uris.matches(one.topic, topic):
                 name, period = one.subscriber.authority_name, one.sample_period_ms
                 known = wanted.get(name, period)
                 wanted[name] = None if known is None or period is None else min(known, period)
@@ -381,7 +382,7 @@ async def test_static_file_reads_what_the_rust_streamer_reads(tmp_path: Path) ->
     [
         ("{", "not the JSON"),
         ("[]", "expected an object"),
-        ('{"//a/1/1/8001": "x"}', "expected a list of subscriber URIs for topic '//a/1/1/8001', got a text"),
+        ('{"//a/1/1/8001": "x"}', "expected a list of subscriber URIs for topic '//a/1/1/8001', got a string"),
         ('{"//a/1/1/8001": [1]}', "expected a subscriber URI as text, got a number"),
         ('{"//A/1/1/8001": []}', "lower-case"),
         ('{"//a/1/1/1": []}', "8000 to FFFE"),

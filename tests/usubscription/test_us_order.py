@@ -19,8 +19,8 @@ from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription import handled
 from usubscription.state import Key, Subscribe, Unsubscribe
+from usubscription.store import tables
 from usubscription.store.database import Commanded, Database, Outcome, Reset
 
 TOPIC = uris.parse("//dev1/20/1/8001")
@@ -176,7 +176,7 @@ def test_a_command_that_was_not_stored_may_come_again(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_of_commands_is_bounded_on_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handled, "HANDLED_MAX", 100)
+    monkeypatch.setattr(tables, "HANDLED_MAX", 100)
     db = Database(tmp_path / "s.db", "own")
     db.open()
     for start in range(0, 3_000, 50):

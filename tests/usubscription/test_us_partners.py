@@ -53,7 +53,7 @@ async def no_copies(world: Any) -> bool:
 
 
 async def no_partners(world: Any) -> bool:
-    return not world.services["a"].remote.partners.all()
+    return not world.services["a"].remote.partners.known
 
 
 async def test_a_reset_ends_our_copies_at_every_other_service(world: Any) -> None:
@@ -126,7 +126,7 @@ async def test_a_subscription_that_stands_is_not_touched_by_any_of_it(world: Any
         await asyncio.sleep(0.1)
     assert {row.status.name for row in await service.subscriptions()} == {"SUBSCRIBED"}
     assert len(await world.services["b"].subscriptions()) == 2
-    assert sorted(service.remote.partners.all()) == [("b", 3), ("b", 4), ("c", 4)]
+    assert sorted(service.remote.partners.known) == [("b", 3), ("b", 4), ("c", 4)]
 
 
 async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
@@ -141,7 +141,7 @@ async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
     await world.service("a", audit_call_ms=50)
 
     async def asked() -> bool:
-        left = {authority for authority, _ in world.services["a"].remote.partners.all()}
+        left = {authority for authority, _ in world.services["a"].remote.partners.known}
         # those that don't answer are kept, the others have nothing of ours
         return left == {f"gone{number}" for number in range(20)}
 
@@ -157,7 +157,7 @@ async def test_what_is_remembered_is_on_disk_when_remember_returns(tmp_path: Pat
     await asyncio.gather(*(known.remember((f"v{number}", 4)) for number in range(500)))
     again = Partners(tmp_path / "p")
     await again.load()
-    assert again.all() == known.all()
+    assert again.known.keys() == known.known.keys()
     known.forget(("v7", 4))
     await known.close()
     await again.load()
@@ -169,7 +169,7 @@ async def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     known = Partners(tmp_path / "p")
     for number in range(25):
         await known.remember((f"v{number}", 4))
-    assert [authority for authority, _ in known.all()] == [f"v{number}" for number in range(15, 25)]
+    assert [authority for authority, _ in known.known] == [f"v{number}" for number in range(15, 25)]
 
 
 @pytest.mark.parametrize("content", ["", "[", "[1]", '[["a"]]', '[["a", 1e999]]', '{"a": 1}', "\x00\xff"])
@@ -177,11 +177,11 @@ async def test_a_file_that_cannot_be_read_does_no_harm(tmp_path: Path, content: 
     (tmp_path / "p").write_text(content)
     known = Partners(tmp_path / "p")
     await known.load()
-    assert known.all() == []
+    assert known.known == {}
     await known.remember(("b", 4))
     again = Partners(tmp_path / "p")
     await again.load()
-    assert again.all() == [("b", 4)]
+    assert list(again.known) == [("b", 4)]
 
 
 async def test_a_disk_that_refuses_the_file_holds_no_command(tmp_path: Path) -> None:

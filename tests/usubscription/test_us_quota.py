@@ -18,9 +18,9 @@ from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.quota import UNIT_BYTES, Quota
 from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
 from usubscription.store.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
+from usubscription.store.quota import UNIT_BYTES, Quota
 from usubscription.store.store import WAITING_MAX
 from usubscription_client import Subscription
 
@@ -141,8 +141,8 @@ def test_registrations_have_shares_too(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_family_of_our_own_is_one_of_ours() -> None:
     quota = Quota("things", WHOLE, {"dev1", "*.vin1"})
     quota.add(("ecu1.vin1", 1), 8)
-    assert quota.room(("ecu1.vin1", 2), 8) is None
-    assert quota.room(("ecu1.vin2", 2), 9) is not None
+    assert quota.refusal(("ecu1.vin1", 2), 8) is None
+    assert quota.refusal(("ecu1.vin2", 2), 9) is not None
 
 
 # -- pages
@@ -306,7 +306,7 @@ def test_the_shares_are_those_of_the_page() -> None:
         fits = Quota("subscriptions", Limits(mib << 20).subscriptions_max, {"cloud"})
         authority = "cloud" if callers == 1 else "vehicle"
         assert fits.whole >= fleet
-        assert fits.room((authority, 0), each) is None
+        assert fits.refusal((authority, 0), each) is None
         assert f"| {mib:,}" in page
 
 

@@ -25,15 +25,15 @@ from usubscription.state import (
     Command,
     Expire,
     Key,
-    Link,
     LinkEvent,
     Lost,
     Notified,
     Orphaned,
-    Record,
     RecordEvent,
+    RemoteLink,
     Status,
     Subscribe,
+    SubscriptionRecord,
     TimedOut,
     Unsubscribe,
     retry_delay_ms,
@@ -56,7 +56,7 @@ LIFETIME = st.none() | st.none() | st.integers(-5, 50)
 START_MS = 1_900_000_000_000
 
 
-class DictRecords(dict[Key, Record]):
+class DictRecords(dict[Key, SubscriptionRecord]):
     def has_others(self, subscriber: Key) -> bool:
         return any(key != subscriber for key in self)
 
@@ -209,7 +209,7 @@ class Subscriptions(RuleBasedStateMachine):
             if link.command is not None:
                 self.command(topic, link, "answered", Status.SUBSCRIBED)
 
-    def command(self, topic: Key, link: Link, fate: str, answer: Status) -> None:
+    def command(self, topic: Key, link: RemoteLink, fate: str, answer: Status) -> None:
         if fate == "request lost":
             self.apply(TimedOut(topic, link.generation))
             return
@@ -434,8 +434,13 @@ def test_retries_back_off_with_jitter_and_have_a_limit(attempt: int, jitter: flo
 
 def test_a_step_stores_nothing_by_itself() -> None:
     """Pure: the same input gives the same result, and the input stays as it was."""
-    records = DictRecords({SUBSCRIBERS[0]: Record(Status.SUBSCRIBED, 4), SUBSCRIBERS[1]: Record(Status.SUBSCRIBED, 3)})
-    link = Link(Status.SUBSCRIBED, 4)
+    records = DictRecords(
+        {
+            SUBSCRIBERS[0]: SubscriptionRecord(Status.SUBSCRIBED, 4),
+            SUBSCRIBERS[1]: SubscriptionRecord(Status.SUBSCRIBED, 3),
+        }
+    )
+    link = RemoteLink(Status.SUBSCRIBED, 4)
     before = dict(records)
     event = Notified(REMOTE_TOPICS[0], Status.UNSUBSCRIBED)
     results = [step(event, records, link, remote=True, now_ms=0, generation=1) for _ in range(2)]

@@ -23,7 +23,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status, Subscribe
 from usubscription.store import database, schema
 from usubscription.store.database import Database, Hold, Outcome, Register, Unregister
-from usubscription.store.store import Store
+from usubscription.store.store import SubscriptionStore
 from usubscription.store.tables import Tables
 
 TOPIC: Key = ("dev1", 0x20, 1, 0x8001)
@@ -291,7 +291,9 @@ def _no_trouble() -> None:
 async def test_many_requests_share_a_transaction(path: Path) -> None:
     batches: list[int] = []
     database = Database(path, "dev1")
-    store = Store(database, lambda outcomes: batches.append(len(outcomes)), lambda outcomes: None, _no_trouble)
+    store = SubscriptionStore(
+        database, lambda outcomes: batches.append(len(outcomes)), lambda outcomes: None, _no_trouble
+    )
     await store.start()
     events = [Subscribe(("dev1", number + 1, 1, 0x8000), APP, 4) for number in range(1000)]
     outcomes = await asyncio.gather(*(store.submit(event) for event in events))
@@ -310,7 +312,9 @@ async def test_answers_come_after_the_commit_and_after_the_hook(path: Path) -> N
         count.close()
         await asyncio.sleep(0)
 
-    store = Store(Database(path, "dev1"), committed, lambda outcomes: order.append("consequences"), _no_trouble)
+    store = SubscriptionStore(
+        Database(path, "dev1"), committed, lambda outcomes: order.append("consequences"), _no_trouble
+    )
     await store.start()
     future = store.submit(Subscribe(FAR, APP, 4))
     future.add_done_callback(lambda _: order.append("answer"))
@@ -322,7 +326,7 @@ async def test_answers_come_after_the_commit_and_after_the_hook(path: Path) -> N
 
 
 async def test_a_question_that_fails_is_an_error_of_its_asker_alone(path: Path) -> None:
-    store = Store(Database(path, "dev1"), lambda outcomes: None, lambda outcomes: None, _no_trouble)
+    store = SubscriptionStore(Database(path, "dev1"), lambda outcomes: None, lambda outcomes: None, _no_trouble)
     await store.start()
     results = await asyncio.gather(
         store.read(lambda reader: 1 // 0), store.read(lambda reader: reader.count()), return_exceptions=True

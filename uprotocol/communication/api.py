@@ -43,7 +43,8 @@ class CallOptions:
 DEFAULT_OPTIONS: Final = CallOptions()
 
 RequestHandler = Callable[[UMessage], "UPayload | Message | Awaitable[UPayload | Message | None] | None"]
-"""Gets the whole request: `request.attributes.source` is the caller; `.token` and `.permission_level` are its claims."""
+"""Gets the whole request: `request.attributes.source` is the caller; `.token` and `.permission_level` are claims of
+it."""
 
 RequestCheck = Callable[[UMessage], None]
 """Raises UStatusError (PERMISSION_DENIED, UNAUTHENTICATED) to refuse a request. The specification leaves enforcement to
@@ -105,8 +106,8 @@ class Subscriber(abc.ABC):
 
     @abc.abstractmethod
     async def subscribe(self, topic: UUri, listener: UListener, **options: Any) -> Any:
-        """Subscribe to `topic` and register `listener`. `options` are passed to the subscription service (expiry, sample
-        period). Returns the answer of the service.
+        """Subscribe to `topic` and register `listener`. `options` are passed to the subscription service (expiry,
+        sample period). Returns the answer of the service.
 
         Raises UStatusError; then nothing is registered.
         """

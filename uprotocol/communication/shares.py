@@ -186,8 +186,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, caller: str, seconds: float) -> AsyncIterator[None]:
-        """As `begin`. The caller queues the answer, if there is one, in the same turn of the event loop in which it leaves
-        the context."""
+        """As `begin`. If there is an answer, queue it in the same turn of the event loop in which the context ends."""
         await self.begin(caller, seconds)
         try:
             yield

@@ -1,12 +1,11 @@
-"""The state of the service in one SQLite file. Blocks, so it lives on the store's threads.
+"""The state of the service in one SQLite file. Its calls block, so they run on the store's threads.
 
 apply([event, ...]) --one transaction--> state.step on what is stored -> tables.py: records, links, outbox -> commit
                                                                                               -> [Outcome, ...]
-Reader: the committed state, for questions
+StoreReader: queries of the committed state
 
-A change is stored in the outbox with those who are to be told, in the transaction that makes it, and leaves it once it
-was sent; a link carries the command that the remote service has not answered. So a crash between any two steps loses
-neither.
+The transaction of a change also stores it in the outbox, with its recipients, and it stays there until it is sent; a
+link contains the command that the remote service has not answered. So a crash between any two steps loses neither.
 """
 
 from __future__ import annotations
@@ -30,31 +29,30 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import state
-from usubscription.handled import Handled
-from usubscription.quota import UNIT_BYTES, Quota, caller, weight
-from usubscription.state import Change, Event, Key, Link, Status, Subscribe, Unsubscribe
+from usubscription.state import Change, Key, RemoteLink, Status, Subscribe, TopicEvent, Unsubscribe
 from usubscription.store import schema
-from usubscription.store.reader import Reader, StoredChange
-from usubscription.store.tables import UNSEEN, StoredRecords, Tables
+from usubscription.store.quota import UNIT_BYTES, Quota, UEntity, weight
+from usubscription.store.reader import StoredChange, StoreReader
+from usubscription.store.tables import NO_TOPIC, Handled, StoredRecords, Tables
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
-REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
-REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
-DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change of it carries them to everybody who is told
-# changes waiting for the network, a Reset of a full store included; then the oldest are dropped
+REGISTRATIONS_MAX: Final = 200_000  # for topics: one per topic and streamer
+REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change
+DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change carries them to all its recipients
+# changes that are not sent yet, including a Reset of a full store; beyond it the oldest are dropped
 OUTBOX_CHANGES_MAX: Final = 3_000_000
-WAL_BYTES_MAX: Final = 8 << 20  # of the write-ahead log, once it was emptied
-WAL_HELD_BYTES_MAX: Final = 32 << 20  # ... and while somebody reads the file: beyond it nothing is stored
-V3: Final = 3  # the version whose subscribers hear of their own end
+WAL_BYTES_MAX: Final = 8 << 20  # the write-ahead log is cut to this size when it is emptied
+WAL_HELD_BYTES_MAX: Final = 32 << 20  # ... and its limit while a reader prevents that: beyond it nothing is stored
+V3: Final = 3  # the version whose subscribers are notified of their own Unsubscribe
 
 log = structlog.get_logger()
 
-# -- events that are not about one topic
+# -- events that are not about a single topic
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """`topic` None: for everything, as version 4 does."""
+    """`topic` None: for everything, as in version 4."""
 
     client: Key
     major: int
@@ -70,26 +68,26 @@ class Unregister:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget what is shared with the authority `of`, or everything (None), and tell whom it concerned."""
+    """Delete what is shared with the authority `of`, or everything (None), and notify the clients concerned."""
 
     of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The changes up to this number have been told."""
+    """The changes up to this number were sent."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Write something, to see whether the disk takes it."""
+    """Write something, to find out whether the disk works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commanded:
-    """A client's command, with the id of its request (16 bytes): one that comes again does not undo a later one."""
+    """A client's command with the id of its request (16 bytes): a redelivery does not undo later commands."""
 
     event: Subscribe | Unsubscribe
     request: bytes
@@ -97,14 +95,14 @@ class Commanded:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep these changes (destination, number, change, recipients there) until their destination takes them."""
+    """Keep these changes (destination, number, change, recipients there) until their destination accepts them."""
 
     changes: tuple[tuple[str, int, Change, tuple[tuple[Key, int], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The changes held for `destination` up to this number have been told."""
+    """The changes held for `destination` up to this number were sent."""
 
     destination: str
     number: int
@@ -112,28 +110,28 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Bring topics whose authority this service answers for, or does not any more, to the right place: once after a
-    start."""
+    """After a start: apply state.Moved to topics of authorities for which this service now answers, or no longer
+    answers."""
 
 
-StoreEvent = Settle | Event | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
+StoreEvent = Settle | TopicEvent | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one event."""
+    """The result of one event."""
 
     answer: Status = Status.UNSUBSCRIBED
     changes: list[StoredChange] = field(default_factory=list)
     topic: Key | None = None
-    link: Link | None = None  # of `topic`, if that changed
-    many_changes: bool = False  # too many for a list: they are in the outbox only
-    links: list[tuple[Key, Link]] = field(default_factory=list)  # of a Reset: those that it has changed
+    link: RemoteLink | None = None  # of `topic`, if it changed
+    many_changes: bool = False  # too many for `changes`: they are only in the outbox
+    links: list[tuple[Key, RemoteLink]] = field(default_factory=list)  # of a Reset: those that it changed
     tag: Any = None
 
 
 class Database:
-    """The writing side; one thread at a time."""
+    """Applies events to the store; used by one thread at a time."""
 
     def __init__(
         self,
@@ -154,9 +152,9 @@ class Database:
         self._file = SqliteFile(schema.STORE, self.path, disk, pragmas)
         self._tables = Tables(self._file, outbox_changes_max)
         self._handled = Handled(self._tables)
-        self._is_loaded = False  # what is counted in memory is what the file has
-        self.refused: Counter[str] = Counter()  # by the limit that was reached
-        # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
+        self._is_loaded = False  # the counts in memory agree with the file
+        self.refused: Counter[str] = Counter()  # by limit
+        # committed changes that are missing: the file or its write-ahead log was damaged, or is an older copy
         self.lost_changes = 0
         self._make_quotas()
 
@@ -165,22 +163,18 @@ class Database:
 
     @property
     def outbox_dropped(self) -> int:
-        """Changes that were not told, because too many waited."""
+        """Changes that were dropped because too many waited."""
         return self._tables.dropped
 
-    @property
-    def _quotas(self) -> tuple[Quota, ...]:
-        return self.subscriptions, self._for_topics, self._for_all
-
     def open(self) -> None:
-        """Raises UStatusError as schema.open_store and FileKind.not_opened do. A damaged file is left as it is."""
+        """Raises UStatusError as schema.open_store and FileKind.not_opened. A damaged file is left unchanged."""
         with_room(self._file.disk.reserve, self.path, self._open)
 
     def _open(self) -> None:
         try:
             db = schema.open_store(self._file, self.authority)
             self._load()
-            self._heed_mark(db)
+            self._compare_mark(db)
         except (sqlite3.Error, OSError, DamagedError) as error:
             self.close()
             raise self._file.kind.not_opened(error, self.path) from error
@@ -193,10 +187,10 @@ class Database:
         self._is_loaded = False
         self._file.close()
 
-    def reader(self) -> Reader:
-        return Reader(self.path, disk=self._file.disk)
+    def reader(self) -> StoreReader:
+        return StoreReader(self.path, disk=self._file.disk)
 
-    # -- what is counted in memory
+    # -- counts in memory
 
     def _load(self) -> None:
         self._make_quotas()
@@ -211,9 +205,14 @@ class Database:
         self.subscriptions = Quota("subscriptions", self._subscriptions_max, self._own)
         self._for_topics = Quota("registrations for topics", REGISTRATIONS_MAX, self._own)
         self._for_all = Quota("registrations for everything", REGISTERED_FOR_ALL_MAX, self._own)
+        self._added: list[tuple[Quota, UEntity, int]] = []  # in the current transaction
+
+    def _count(self, quota: Quota, client: Key, more: int) -> None:
+        quota.add(client[:2], more)
+        self._added.append((quota, client[:2], more))
 
     def _load_quotas(self) -> None:
-        """What is there stays, also where it is more than a share of today."""
+        """Stored entries stay, even if they exceed the current limits."""
         stored = self._tables.execute(
             """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?)
                FROM subscription s JOIN uri c ON c.id = s.subscriber GROUP BY s.subscriber""",
@@ -225,25 +224,26 @@ class Database:
         for authority, ue_id, topic in self._tables.execute(query):
             (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
 
-    def _heed_mark(self, db: sqlite3.Connection) -> None:
-        """SQLite cuts a damaged write-ahead log in silence; the mark beside the file says how far we had come."""
+    def _compare_mark(self, db: sqlite3.Connection) -> None:
+        """SQLite silently ignores the rest of a damaged write-ahead log; the mark beside the file has the number of the
+        last change."""
         marked: Marked | None = None
         tables, path = self._tables, str(self.path)
         try:
             marked = read_mark(self.path)
         except (OSError, BadMarkError) as error:
-            log.warning("the mark of the subscriptions can't be used, and begins anew", path=path, why=str(error))
+            log.warning("the mark of the subscriptions can't be read: a new one is created", path=path, why=str(error))
         row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
-        if row is None:  # of an older program; or the name was lost with the write-ahead log, and then the mark has it
+        if row is None:  # the id was lost with the write-ahead log: the mark has it, too
             row = ((os.urandom(16) if marked is None else marked.incarnation).hex(),)
             try:
                 db.execute("INSERT INTO meta VALUES('id', ?)", row)
-            except sqlite3.OperationalError:  # a disk that is full, say; then the next start makes it
+            except sqlite3.OperationalError:  # for example a full disk; the next start tries again
                 return
         store_id = bytes.fromhex(row[0])
         if marked is not None and marked.incarnation == store_id and marked.seq > tables.number:
             self.lost_changes = marked.seq - tables.number
-            tables.number = marked.seq  # no number names two changes
+            tables.number = marked.seq  # numbers are never used twice
             what = "changes of subscriptions are lost: the end of the store was damaged"
             log.error(what, path=path, changes=self.lost_changes)
         try:
@@ -254,47 +254,41 @@ class Database:
     # -- applying
 
     def apply(self, events: Iterable[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
-        """All of `events` in order, in one transaction: committed when this returns.
+        """Apply all `events` in order, in one transaction, which is committed when this returns.
 
-        What one event may not do is its own UStatusError. Raises UStatusError (UNAVAILABLE, RESOURCE_EXHAUSTED) if the
-        disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
+        An event that is refused has a UStatusError as its result. Raises UStatusError (UNAVAILABLE, RESOURCE_EXHAUSTED)
+        if the disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
-        work = list(events)
-        return with_room(self._file.disk.reserve, self.path, lambda: self._try(work, now_ms))
+        batch = list(events)
+        return with_room(self._file.disk.reserve, self.path, lambda: self._apply_all(batch, now_ms))
 
-    def _try(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
+    def _apply_all(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
+        tables = self._tables
         try:
             db = self._file.connect()
             self._file.require_in_place()
             self._file.require_wal_below(WAL_HELD_BYTES_MAX)
             if not self._is_loaded:
                 self._load()
-            return self._apply_all(db, events, now_ms)
+            number, held = tables.number, tables.held
+            self._added.clear()
+            try:
+                with transaction(db):
+                    outcomes = [self._apply(event, now_ms) for event in events]
+                    self._handled.store()
+                    tables.finish()
+            except BaseException:
+                tables.number, tables.held = number, held
+                tables.forget()
+                self._handled.forget()
+                for quota, client, more in self._added:
+                    quota.add(client, -more)
+                raise
         except sqlite3.Error as error:
             self._file.reset()
-            # where it is not full, nobody knows whether the transaction is on disk all the same
+            # unless the disk is full, it is unknown whether the transaction is on disk
             self._is_loaded = self._is_loaded and is_full(error, self.path)
             raise self._file.kind.fault(error, self.path, "used") from error
-
-    def _apply_all(
-        self, db: sqlite3.Connection, events: Iterable[StoreEvent], now_ms: int
-    ) -> list[Outcome | UStatusError]:
-        tables = self._tables
-        number, held = tables.number, tables.held
-        for quota in self._quotas:
-            quota.begin()
-        try:
-            with transaction(db):
-                outcomes = [self._apply(event, now_ms) for event in events]
-                self._handled.store()
-                tables.finish()
-        except BaseException:
-            tables.number, tables.held = number, held
-            tables.forget()
-            self._handled.forget()
-            for quota in self._quotas:
-                quota.rollback()
-            raise
         if tables.number != number:
             self._file.move_mark(tables.number)
         return outcomes
@@ -327,12 +321,12 @@ class Database:
         return Outcome()
 
     def _refusal(self, event: Subscribe, now_ms: int) -> UStatusError | None:
-        """Why it may not be stored. One that is there already, and takes no more room than it had, always may."""
+        """Why it may not be stored. An existing subscription that does not become larger is never refused."""
         size = len(event.details)
         if size > DETAILS_BYTES_MAX:
-            why = f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}"
+            why = f"the details of a subscription may have {DETAILS_BYTES_MAX} bytes, got {size}"
             return self._full("details", why)
-        full = self.subscriptions.room(caller(event.subscriber), weight(size))
+        full = self.subscriptions.refusal(event.subscriber[:2], weight(size))
         if full is None or state.is_past(event.expires_ms, now_ms):
             return None
         topic = self._tables.find(event.topic)
@@ -346,25 +340,24 @@ class Database:
         return UStatusError(UCode.RESOURCE_EXHAUSTED, why)
 
     def _command(self, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
-        """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks
-        go back."""
+        """Networks may redeliver a request after later ones. Its id says nothing about the order: clocks go back."""
         about = Handled.about(command.subscriber, command.topic)
         if self._handled.is_past(request, about):
-            why = "this request was handled before, and later ones about the topic since: it changes nothing"
+            why = "this request was handled before, and later ones about its topic since: it changes nothing"
             return UStatusError(UCode.ABORTED, why)
         done = self._apply(command, now_ms)
         if isinstance(done, Outcome):
             self._handled.add(request, about)
         return done
 
-    def _step(self, event: Event, now_ms: int) -> Outcome:
+    def _step(self, event: TopicEvent, now_ms: int) -> Outcome:
         tables = self._tables
         remote = not uris.is_one_of(event.topic[0], self._own)
         creates = isinstance(event, Subscribe | state.Orphaned)
         topic = tables.id(event.topic) if creates else tables.find(event.topic)
         if topic is None:
             return Outcome()
-        link = tables.link(topic) if remote or isinstance(event, state.Moved) else Link()
+        link = tables.link(topic) if remote or isinstance(event, state.Moved) else RemoteLink()
         records = StoredRecords(tables, topic)
         done = state.step(event, records, link, remote=remote, now_ms=now_ms, generation=next(self._generations))
         if done.link.command is not None and done.link.generation != link.generation:
@@ -372,19 +365,20 @@ class Database:
         for subscriber, record in done.records.items():
             known = records.seen.get(subscriber)
             had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
-            self.subscriptions.add(caller(subscriber), has - had)
+            if has != had:
+                self._count(self.subscriptions, subscriber, has - had)
             tables.keep(topic, subscriber, record, is_known=known is not None)
-        outcome = Outcome(done.answer, self._tell(topic, done.changes))
+        outcome = Outcome(done.answer, self._add_changes(topic, done.changes))
         if done.link != link:
             tables.keep_link(topic, done.link)
             outcome.topic, outcome.link = event.topic, done.link
         elif isinstance(event, state.TimedOut):
             outcome.topic, outcome.link = event.topic, link
         if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
-            tables.unused.add(topic)  # perhaps: the sweep looks
+            tables.unused.add(topic)  # checked at the end of the transaction
         return outcome
 
-    def _tell(self, topic: int, changes: Iterable[Change]) -> list[StoredChange]:
+    def _add_changes(self, topic: int, changes: Iterable[Change]) -> list[StoredChange]:
         if not changes:
             return []
         registered = self._tables.registered(topic)
@@ -394,11 +388,11 @@ class Database:
             for client in registered:
                 if client not in recipients and (client[1] >= 4 or change.status_changed):
                     recipients.append(client)
-            stored.append(self._tables.note(change, recipients))
+            stored.append(self._tables.add_change(change, recipients))
         return stored
 
     def _settle(self, now_ms: int) -> None:
-        """What it changes is in the outbox."""
+        """The changes are in the outbox."""
         for topic, is_linked in self._tables.topics():
             if uris.is_one_of(topic[0], self._own) == is_linked:
                 self._step(state.Moved(topic), now_ms)
@@ -410,30 +404,31 @@ class Database:
         if not self._tables.register(topic, event.client, event.major):
             return Outcome()  # it was registered already
         quota = self._for_topics if topic else self._for_all
-        if (why := quota.room(caller(event.client))) is not None:
+        if (why := quota.refusal(event.client[:2])) is not None:
             self._tables.unregister(topic, event.client, event.major)
             return self._full("registrations", why)
-        quota.add(caller(event.client), 1)
+        self._count(quota, event.client, 1)
         return Outcome()
 
     def _unregister(self, event: Unregister) -> None:
         topic = 0 if event.topic is None else self._tables.find(event.topic)
         if topic is not None and self._tables.unregister(topic, event.client, event.major):
-            (self._for_topics if topic else self._for_all).add(caller(event.client), -1)
+            self._count(self._for_topics if topic else self._for_all, event.client, -1)
 
     # -- resetting
 
     def _reset(self) -> Outcome:
-        """Everything goes, then everybody who was subscribed or registered is told."""
+        """Delete everything, and notify all who were subscribed or registered."""
         self._tables.reset()
         self._handled.reset()
-        for quota in self._quotas:
-            quota.clear()
+        for quota in (self.subscriptions, self._for_topics, self._for_all):
+            for (authority, ue_id), has in quota.all():
+                self._count(quota, (authority, ue_id, 0, 0), -has)
         return Outcome(many_changes=True)
 
     def _reset_shared(self, authority: str, now_ms: int) -> Outcome | UStatusError:
-        """What we have agreed with the service of `authority`, and what its clients have here; what others have is not
-        its to end."""
+        """End our links to the service of `authority`, and the subscriptions and registrations of its clients here;
+        it must not end those of others."""
         if uris.is_one_of(authority, self._own):
             return _denied(f"this is the uSubscription of {authority}: only another one may reset what it shares")
         topics, subscribed, registered = self._tables.shared(authority)
@@ -445,13 +440,13 @@ class Database:
         outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
         abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
         self._handled.reset(abouts)
-        told = {recipient for stored in outcome.changes for recipient in stored.recipients}
+        notified = {recipient for stored in outcome.changes for recipient in stored.recipients}
         for client, major, topic in registered:
             self._unregister(Unregister(client, major, topic))
-            if (client, major) not in told:
-                told.add((client, major))
-                change = Change(topic or UNSEEN, client, Status.UNSUBSCRIBED, major)
-                outcome.changes.append(self._tables.note(change, [(client, major)]))
+            if (client, major) not in notified:
+                notified.add((client, major))
+                change = Change(topic or NO_TOPIC, client, Status.UNSUBSCRIBED, major)
+                outcome.changes.append(self._tables.add_change(change, [(client, major)]))
         return outcome
 
 

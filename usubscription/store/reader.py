@@ -1,6 +1,6 @@
-"""Questions about the committed state of a store, and how its rows are read.
+"""Reads the committed state of a store.
 
-Reader: subscribers of a topic, subscriptions that match, what has expired, links, registrations, the outbox
+StoreReader: subscribers of a topic, matching subscriptions, expired ones, links, registrations, the outbox
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Final, NamedTuple
 from storage.disk import REAL_DISK, Disk
 from storage.faults import DamagedError
 from uprotocol import uri as uris
-from usubscription.state import Change, Command, Key, Link, Row, Status
+from usubscription.state import Change, Command, Key, RemoteLink, Row, Status
 from usubscription.store.schema import PRAGMAS, STORE
 
 
 class StoredChange(NamedTuple):
-    """A change in the outbox: its number, and who gets a Notification of it in which major version."""
+    """A change in the outbox: its number, and the recipients of its Notification with their major versions."""
 
     number: int
     change: Change
@@ -34,12 +34,12 @@ _ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authorit
     FROM subscription s JOIN uri t ON t.id = s.topic JOIN uri c ON c.id = s.subscriber"""
 
 
-class Reader:
-    """Questions about the committed state, on a connection of its own."""
+class StoreReader:
+    """Queries of the committed state, on a connection of its own."""
 
     def __init__(self, path: Path, *, from_outside: bool = False, disk: Disk = REAL_DISK) -> None:
-        """`from_outside`: nobody has said yet that it is a store, and of a version that we know. Raises UStatusError as
-        FileKind.not_opened does, and FAILED_PRECONDITION."""
+        """`from_outside`: check that the file is a store of a known version. Raises UStatusError as
+        FileKind.not_opened, and FAILED_PRECONDITION."""
         self.path, self._db = path, disk.connect(path)
         try:
             for setting in (*PRAGMAS, "query_only = ON"):
@@ -56,10 +56,8 @@ class Reader:
         self._db.close()
 
     def subscribers(self, topic: Key, now_ms: int, offset: int, limit: int) -> tuple[list[Key], bool]:
-        """Those subscribed to exactly `topic`, in the order in which they came, and whether there are more behind
-        them."""
-        # one row for all of them: SQLite gives up Python's lock at each row, and while the writer works each return
-        # waits for it
+        """Subscribers of exactly `topic`, in the order of their subscriptions, and whether more follow."""
+        # a single row for all of them: SQLite releases Python's lock at each row, and then waits for the writer
         (text,) = self._db.execute(
             f"""SELECT json_group_array(json_array(authority, ue_id, version, resource)) FROM (
                SELECT c.authority, c.ue_id, c.version, c.resource FROM subscription s JOIN uri c ON c.id = s.subscriber
@@ -71,8 +69,7 @@ class Reader:
         return found[:limit], len(found) > limit
 
     def pairs(self) -> Iterator[tuple[Key, Key, int | None]]:
-        """(topic, subscriber, expires_ms) of all there are, in the order in which they came. Equal keys are one
-        object."""
+        """(topic, subscriber, expires_ms) of all subscriptions, in their order. Equal keys are one object."""
         keys: dict[int, Key] = {
             id: (sys.intern(authority), *rest) for id, authority, *rest in self._db.execute("SELECT * FROM uri")
         }
@@ -84,7 +81,7 @@ class Reader:
     def subscriptions(
         self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None
     ) -> tuple[list[Row], bool]:
-        """Those that match both patterns (None: any), in the order in which they came, and whether there are more."""
+        """Subscriptions that match both patterns (None: any), in their order, and whether more follow."""
         asked = -1 if limit is None else limit + 1
         found = [row for _, row in self.each(topic, subscriber, now_ms, offset=offset, limit=asked)]
         return found[:limit], limit is not None and len(found) > limit
@@ -99,7 +96,7 @@ class Reader:
         offset: int = 0,
         limit: int = -1,
     ) -> Generator[tuple[int, Row], None, None]:
-        """The same, one by one, with the number of each (`after` one of them): there may be a million."""
+        """The same as an iterator with the number of each, beginning after number `after`."""
         wheres, values = ["(s.expires_ms IS NULL OR s.expires_ms >= ?)", "s.seq > ?"], [now_ms, after]
         for alias, column, pattern in (("t", "topic", topic), ("c", "subscriber", subscriber)):
             if pattern is not None:
@@ -111,7 +108,7 @@ class Reader:
             yield row[12], Row(row[0:4], row[4:8], _STATUSES[row[8]], row[9], row[10], row[11] or b"")
 
     def expired(self, now_ms: int, limit: int) -> tuple[list[tuple[Key, Key]], int | None]:
-        """(topic, subscriber) of what has expired, the oldest first, and when the next one will."""
+        """(topic, subscriber) of expired subscriptions, the oldest first, and when the next one expires (Unix ms)."""
         rows = self._db.execute(
             f"{_ROWS} WHERE s.expires_ms < ? ORDER BY s.expires_ms LIMIT ?", (now_ms, limit)
         ).fetchall()
@@ -120,9 +117,9 @@ class Reader:
         ).fetchone()
         return [(row[0:4], row[4:8]) for row in rows], following
 
-    def links(self, authority: str | None = None) -> list[tuple[Key, Link]]:
-        """All links (to `authority`), in the order in which their commands were given."""
-        # by the index of addresses: each vehicle's are asked for by themselves
+    def links(self, authority: str | None = None) -> list[tuple[Key, RemoteLink]]:
+        """All links (to `authority`), in the order of their commands."""
+        # uses the index of addresses, since an audit reads the links of each vehicle
         which, values = ("", ()) if authority is None else ("WHERE u.authority = ?", (authority,))
         rows = self._db.execute(
             f"""SELECT u.authority, u.ue_id, u.version, u.resource, l.state, l.major, l.command, l.generation,
@@ -133,7 +130,7 @@ class Reader:
         return [(row[0:4], read_link(row[4:])) for row in rows]
 
     def linked(self) -> list[tuple[str, int]]:
-        """(authority, major) of the services with which there is a link that has no command."""
+        """(authority, major) of services with a link without a pending command."""
         return self._db.execute(
             """SELECT u.authority, l.major FROM link l JOIN uri u ON u.id = l.topic WHERE l.command IS NULL
                GROUP BY u.authority, l.major ORDER BY min(l.generation)"""
@@ -152,12 +149,12 @@ class Reader:
         return self._changes("SELECT id, change FROM outbox WHERE id > ? ORDER BY id LIMIT ?", after, limit)
 
     def held(self, destination: str, limit: int) -> list[StoredChange]:
-        """The oldest changes that wait for `destination`."""
+        """The oldest changes that are held for `destination`."""
         query = "SELECT number, change FROM held WHERE destination = ? ORDER BY number LIMIT ?"
         return self._changes(query, destination, limit)
 
     def _changes(self, query: str, *values: str | int) -> list[StoredChange]:
-        """Raises DATA_LOSS: a bit that flipped in a text is no error to SQLite."""
+        """Raises DATA_LOSS for text that can't be read: SQLite does not detect damage there."""
         rows = self._db.execute(query, values).fetchall()
         try:
             return [_read_change(number, text) for number, text in rows]
@@ -166,11 +163,11 @@ class Reader:
             raise STORE.fault(damage, self.path, "read") from None
 
     def destinations_held(self) -> list[str]:
-        """Destinations that have not been told everything."""
+        """Destinations with held changes."""
         return [destination for (destination,) in self._db.execute("SELECT DISTINCT destination FROM held").fetchall()]
 
     def outbox_last(self) -> int:
-        """The number of the newest change that may not have been told."""
+        """The number of the newest change in the outbox."""
         return self._number("SELECT coalesce(max(id), 0) FROM outbox")
 
     def outbox_count(self) -> int:
@@ -181,12 +178,12 @@ class Reader:
         return str(authority)
 
     def answers_for(self) -> set[str]:
-        """The authorities, or families of them, whose topics are kept as the service's own."""
+        """The authorities, and families of them, whose topics are stored as the service's own."""
         row = self._db.execute("SELECT value FROM meta WHERE key = 'answers_for'").fetchone()
         return set(row[0].split()) if row is not None else {self.authority()}
 
     def data_version(self) -> int:
-        """Differs after every commit of somebody else."""
+        """Changes after every commit of another connection."""
         return self._number("PRAGMA data_version")
 
     def count(self) -> int:
@@ -198,7 +195,7 @@ class Reader:
 
 
 def _matches(alias: str, column: str, pattern: Key) -> tuple[str, list[Any]]:
-    """dsn~uri-pattern-matching~2 in SQL: only the pattern's wildcards count."""
+    """dsn~uri-pattern-matching~2 in SQL: only wildcards of the pattern count."""
     authority, ue_id, version, resource = pattern
     equal: dict[str, Any] = {}
     if authority != uris.WILDCARD_AUTHORITY:
@@ -214,16 +211,16 @@ def _matches(alias: str, column: str, pattern: Key) -> tuple[str, list[Any]]:
         equal[f"{alias}.version"] = version
     if resource != uris.WILDCARD_RESOURCE:
         equal[f"{alias}.resource"] = resource
-    if len(equal) == 4:  # one thing: so that the index of its subscriptions is used
+    if len(equal) == 4:  # no wildcards: use the index
         return f"s.{column} = (SELECT id FROM uri WHERE {URI_IS})", list(pattern)
     return " AND ".join(f"{expression} = ?" for expression in equal) or "1", list(equal.values())
 
 
-def read_link(row: Sequence[Any]) -> Link:
-    return Link(Status(row[0]), row[1], Command(row[2]) if row[2] is not None else None, row[3], row[4], row[5])
+def read_link(row: Sequence[Any]) -> RemoteLink:
+    return RemoteLink(Status(row[0]), row[1], Command(row[2]) if row[2] is not None else None, row[3], row[4], row[5])
 
 
-_encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps would make one for each change
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would create an encoder at each call
 
 
 def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
@@ -232,8 +229,7 @@ def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
 
 
 def _read_change(number: int, text: str) -> StoredChange:
-    """What a program of schema 2 or older has written ends with the recipients."""
-    topic, subscriber, status, major, expires_ms, period, details, status_changed, recipients, *bare = json.loads(text)
+    topic, subscriber, status, major, expires_ms, period, details, status_changed, recipients, bare = json.loads(text)
     change = Change(
         _to_key(topic),
         _to_key(subscriber),
@@ -242,7 +238,7 @@ def _read_change(number: int, text: str) -> StoredChange:
         expires_ms,
         period,
         bytes.fromhex(details),
-        bare=bare == [1],
+        bare=bool(bare),
         status_changed=status_changed,
     )
     return StoredChange(number, change, tuple((_to_key(key), major) for key, major in recipients))

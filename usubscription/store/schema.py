@@ -1,4 +1,4 @@
-"""The store's file: its tables, its versions, and whose it is.
+"""The store's file: its tables, its version, and the authority that it belongs to.
 
 open_store(file, authority) -> take -> look | make -> connect -> update -> of this authority? writable?
 """
@@ -13,41 +13,35 @@ from typing import Final
 from storage.faults import DamagedError, is_full
 from storage.file import FileKind, SqliteFile, Step, tables_of
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x75507375  # "uPsu"
-# up to this size each row is held against its indexes at the start: a bit that turned shows
+# up to this size the start compares each row with its indexes, which detects damaged rows
 CHECKED_WHOLE_BYTES_MAX: Final = 64 << 20
-CACHE_KIB: Final = 64 * 1024  # of SQLite's pages: holds the upper levels of the indexes of a million subscriptions
+CACHE_KIB: Final = 64 * 1024  # SQLite's pages: the upper levels of the indexes of a million subscriptions
 PRAGMAS: Final = (f"cache_size = -{CACHE_KIB}", "temp_store = MEMORY")  # of each connection
 
-_ADDED_IN_2: Final = (
-    # told to others already, and still to be told to this destination
-    """CREATE TABLE held(destination TEXT NOT NULL, number INTEGER NOT NULL, change TEXT NOT NULL,
-       PRIMARY KEY(destination, number)) WITHOUT ROWID""",
-    # commands that were handled: the request's id, and a hash of client and topic
-    "CREATE TABLE handled(number INTEGER PRIMARY KEY, request BLOB NOT NULL, about INTEGER NOT NULL)",
-)
-# 1: the subscriber passed the topic without authority
-_ADDED_IN_3: Final = ("ALTER TABLE subscription ADD COLUMN bare INTEGER NOT NULL DEFAULT 0",)
 SCHEMA: Final = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE uri(id INTEGER PRIMARY KEY, authority TEXT NOT NULL, ue_id INTEGER NOT NULL,
        version INTEGER NOT NULL, resource INTEGER NOT NULL, UNIQUE(authority, ue_id, version, resource))""",
-    # seq is the order of first subscription, in which lists are given (A-36)
+    # seq is the order of first subscription, which is the order of lists (A-36); bare 1: a topic without authority
     """CREATE TABLE subscription(seq INTEGER PRIMARY KEY, topic INTEGER NOT NULL, subscriber INTEGER NOT NULL,
        status INTEGER NOT NULL, major INTEGER NOT NULL, expires_ms INTEGER, sample_period_ms INTEGER, details BLOB,
-       UNIQUE(subscriber, topic))""",
+       bare INTEGER NOT NULL DEFAULT 0, UNIQUE(subscriber, topic))""",
     "CREATE INDEX subscription_topic ON subscription(topic)",
     "CREATE INDEX subscription_expiry ON subscription(expires_ms) WHERE expires_ms IS NOT NULL",
     """CREATE TABLE link(topic INTEGER PRIMARY KEY, state INTEGER NOT NULL, major INTEGER NOT NULL, command INTEGER,
        generation INTEGER NOT NULL, attempt INTEGER NOT NULL, sample_period_ms INTEGER)""",
-    # topic 0: all of them
+    # topic 0: all topics
     """CREATE TABLE registration(topic INTEGER NOT NULL, client INTEGER NOT NULL, major INTEGER NOT NULL,
        PRIMARY KEY(topic, client, major)) WITHOUT ROWID""",
     "CREATE INDEX registration_client ON registration(client)",
     "CREATE TABLE outbox(id INTEGER PRIMARY KEY AUTOINCREMENT, change TEXT NOT NULL)",
-    *_ADDED_IN_2,
-    *_ADDED_IN_3,
+    # changes that this destination has not accepted yet
+    """CREATE TABLE held(destination TEXT NOT NULL, number INTEGER NOT NULL, change TEXT NOT NULL,
+       PRIMARY KEY(destination, number)) WITHOUT ROWID""",
+    # handled commands: the request's id, and a hash of client and topic
+    "CREATE TABLE handled(number INTEGER PRIMARY KEY, request BLOB NOT NULL, about INTEGER NOT NULL)",
 )
 
 
@@ -64,26 +58,26 @@ def _check(db: sqlite3.Connection) -> str:
         return ""
     odd_ones = "SELECT count(*) FROM subscription WHERE status NOT IN (1, 2) OR major NOT IN (3, 4)"
     (odd,) = db.execute(odd_ones).fetchone()
-    return f"{odd} subscriptions have a state that there is not" if odd else ""
+    return f"{odd} subscriptions have an unknown state or version" if odd else ""
 
 
 STORE: Final = FileKind(
     "uSubscription store",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    migrations={1: executing(_ADDED_IN_2), 2: executing(_ADDED_IN_3)},
+    migrations={},
     whole_bytes_max=CHECKED_WHOLE_BYTES_MAX,
     check=_check,
-    advice=", and left as it is: stop the service, restore the file from a backup (or move it away to begin without "
-    "subscriptions), and start again",
+    advice=", and is left unchanged: stop the service, restore the file from a backup (or move it away to begin "
+    "without subscriptions), and start again",
 )
 
 
 def open_store(file: SqliteFile, authority: str) -> sqlite3.Connection:
-    """It never begins anew over a file that is there. Raises sqlite3.Error, OSError, DamagedError, UStatusError:
-    ALREADY_EXISTS (in use), FAILED_PRECONDITION (another program's, newer, of another authority)."""
+    """Open the store, or create it if there is no file. Raises sqlite3.Error, OSError, DamagedError, UStatusError:
+    ALREADY_EXISTS (in use), FAILED_PRECONDITION (of another program, newer, of another authority)."""
     file.take()
-    if file.path.is_dir():  # a gateway goes on without it, as with any store that it may not open
+    if file.path.is_dir():  # then a gateway continues without it, as with any store that it may not open
         raise PermissionError("it is a folder, not a file")
     if not file.look():
         if file.path.exists():
@@ -93,21 +87,21 @@ def open_store(file: SqliteFile, authority: str) -> sqlite3.Connection:
     file.update(file.version)
     row = db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
     if row is None:
-        raise DamagedError("it does not say whose it is")
+        raise DamagedError("it has no authority")
     if row[0] != authority:
-        why = f"it belongs to authority {row[0]!r}, not {authority!r}: use that one's own store"
+        why = f"it belongs to authority {row[0]!r}, not {authority!r}: use a store of its own"
         raise file.kind.refusal(file.path, why)
     try:
-        # a read-only file shows here
+        # fails for a read-only file
         db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))
     except sqlite3.OperationalError as error:
-        if not is_full(error, file.path):  # a full disk passes; what is asked meanwhile is refused
+        if not is_full(error, file.path):  # with a full disk the service starts, and refuses what it can't store
             raise
     return db
 
 
 def _fill(db: sqlite3.Connection, authority: str) -> None:
     executing(SCHEMA)(db)
-    # a store that was made anew is not an older copy: it has an id of its own
+    # each new store has its own id, so that it is not mistaken for an older copy
     values = [("authority", authority), ("id", os.urandom(16).hex())]
     db.executemany("INSERT INTO meta VALUES(?, ?)", values)

@@ -1,8 +1,8 @@
-"""Threads around the database: one writes, one reads, the loop never waits for a disk.
+"""Threads around the database: one writes, two read, and the event loop never waits for the disk.
 
-submit(event) -> queue -> writer's thread: whatever has come, one transaction -> loop: Index, committed(outcomes)
-                                                                                  answers, answered(outcomes)
-read(question) -> queue -> a reader's thread: whatever has come -> loop: the answers
+submit(event) -> queue -> writer's thread: all waiting events in one transaction -> loop: Index, committed(outcomes)
+                                                                                     answers, answered(outcomes)
+read(query) -> queue -> a reader's thread: all waiting queries -> loop: answers
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status
 from usubscription.store.database import Database, Outcome, StoreEvent
-from usubscription.store.reader import Reader
+from usubscription.store.reader import StoreReader
 from usubscription.store.schema import STORE
 
-READ_BATCH_MAX: Final = 8  # of questions: each answer may be a page of 768 KiB, and they lie in memory together
-# from one commit to the next while requests keep coming: the more share a commit, the less each costs
+READ_BATCH_MAX: Final = 8  # queries: each answer may be a page of 768 KiB, and all are in memory together
+# between two commits while requests keep coming: a commit of more requests costs less for each
 GATHER_MS: Final = 4
-# then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
+# answers in one turn of the event loop: a request that needs 0.1 ms must not wait for 256 answers
 ANSWERS_AT_ONCE: Final = 8
 
-SUBSCRIBERS_MAX: Final = 256  # of a topic that is answered from here: their answer takes 0.3 ms of the loop
+SUBSCRIBERS_MAX: Final = 256  # subscribers of a topic in an answer from memory, which takes 0.3 ms of the loop
 
-QUICK, LONG = "quick", "long"  # the lanes of questions: those about one topic don't wait behind a listing of everything
+QUICK, LONG = "quick", "long"  # lanes of queries: those about one topic do not wait behind a list of everything
 
 A = TypeVar("A")
 
 log = structlog.get_logger()
 
 
-class Command(Reply[Outcome], Protocol):
+class CommandWaiter(Reply[Outcome], Protocol):
     tag: Any
 
 
 class Index:
-    """Who is subscribed to each topic, as committed: a dispatcher asks for it at every new topic, and must not wait for
-    the store's threads. The file stays the owner; this is its table folded by topic, some 120 bytes per subscription.
+    """The committed subscribers of each topic, in memory: a dispatcher requests them for every new topic, and must not
+    wait for the store's threads. Some 120 bytes per subscription.
 
-    Lives on the loop, but for `load`, which comes first.
+    Used on the event loop, except `load`, which is called first.
     """
 
     def __init__(self) -> None:
@@ -59,15 +59,14 @@ class Index:
     def __repr__(self) -> str:
         return f"Index({len(self._topics)} topics)"
 
-    def load(self, reader: Reader) -> None:
-        """Blocks; a million subscriptions take a second."""
+    def load(self, reader: StoreReader) -> None:
+        """Read all subscriptions. Blocks; a million of them take a second."""
         topics = self._topics
         for topic, subscriber, expires_ms in reader.pairs():
             topics.setdefault(topic, {})[subscriber] = expires_ms
 
     def apply(self, outcomes: Iterable[Outcome]) -> None:
-        """What was committed, in that order. Whoever comes, goes or gets another time is in a change; nothing else
-        counts here."""
+        """Apply the committed changes, in their order."""
         for outcome in outcomes:
             if outcome.many_changes:  # a reset
                 self._topics.clear()
@@ -81,7 +80,7 @@ class Index:
                         del self._topics[topic]
 
     def subscribers(self, topic: Key, now_ms: int, offset: int, limit: int) -> tuple[list[Key], bool] | None:
-        """As Reader.subscribers; None if there are so many that the store has to be asked."""
+        """As StoreReader.subscribers; None if there are more than SUBSCRIBERS_MAX."""
         known = self._topics.get(topic)
         if known is None:
             return [], False
@@ -92,9 +91,9 @@ class Index:
         return page[:limit], len(page) > limit
 
 
-class Store:
-    """The service's memory. `committed` is awaited after a commit and before its answers are given, `answered` is
-    called after."""
+class SubscriptionStore:
+    """The store of the service. `committed` is awaited after a commit and before its answers, `answered` is called
+    after them."""
 
     def __init__(
         self,
@@ -105,13 +104,13 @@ class Store:
         runtime: Runtime = REAL,
     ) -> None:
         self.database = database
-        self._committed, self._tell, self._on_trouble = committed, answered, on_trouble
+        self._committed, self._answered, self._on_trouble = committed, answered, on_trouble
         self._now_ms = runtime.now_ms
         self._start_worker = runtime.worker
         self._writer: Answerer[tuple[StoreEvent, Any], Outcome] | None = None
-        self._readers: dict[str, Answerer[Callable[[Reader], Any], Any]] = {}
-        self._reading: dict[str, Reader] = {}
-        self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by what waits before the writer
+        self._readers: dict[str, Answerer[Callable[[StoreReader], Any], Any]] = {}
+        self._reading: dict[str, StoreReader] = {}
+        self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by the writer's queue
         self._answering: asyncio.Task[None] | None = None
         self._commits = True
         self.trouble: str | None = None
@@ -119,11 +118,11 @@ class Store:
 
     @property
     def healthy(self) -> bool:
-        """False while nothing can be stored."""
+        """False while the store can't write."""
         return self._commits and self.trouble is None
 
     async def start(self) -> None:
-        """Open the file. One that is damaged is left as it is: `trouble` says what is wrong. Raises UStatusError as
+        """Open the file. A damaged file is left unchanged, and `trouble` says what is wrong. Raises UStatusError as
         Database.open."""
         try:
             await asyncio.to_thread(self._open)
@@ -143,24 +142,23 @@ class Store:
         self._answering = asyncio.ensure_future(self._answer())
 
     def _damaged(self, error: UStatusError) -> None:
-        """From here on nothing is read and nothing written, until a person has come: what is asked is answered with the
-        reason."""
+        """Stop reading and writing, and answer every request with the reason, until the file is repaired."""
         if self.trouble is None:
             self.trouble = error.message
             log.error("the subscriptions are damaged: every request is answered UNAVAILABLE", why=error.message)
             self._on_trouble()
 
-    def _seen(self, answers: Sequence[Any]) -> list[Any]:
-        """What callers get of `answers`: damage is UNAVAILABLE to them."""
-        seen = list(answers)
-        for place, answer in enumerate(answers):
+    def _without_damage(self, answers: Sequence[Any]) -> list[Any]:
+        """Returns `answers` with UNAVAILABLE instead of DATA_LOSS, and stops the store after that."""
+        found = list(answers)
+        for index, answer in enumerate(answers):
             if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS:
                 self._damaged(answer)
-                seen[place] = UStatusError(UCode.UNAVAILABLE, answer.message)
-        return seen
+                found[index] = UStatusError(UCode.UNAVAILABLE, answer.message)
+        return found
 
     def require(self) -> Answerer[tuple[StoreEvent, Any], Outcome]:
-        """The writer. Raises UNAVAILABLE while the store can't be used."""
+        """Returns the writer. Raises UNAVAILABLE while the store can't be used."""
         if self.trouble is not None:
             raise UStatusError(UCode.UNAVAILABLE, self.trouble)
         if self._writer is None:
@@ -168,10 +166,10 @@ class Store:
         return self._writer
 
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
-        self._batches.put_nowait((batch, self._seen(answers)))
+        self._batches.put_nowait((batch, self._without_damage(answers)))
 
     def _read(self, batch: list[Any], answers: Sequence[Any]) -> None:
-        give(batch, self._seen(answers))
+        give(batch, self._without_damage(answers))
 
     def _open(self) -> None:
         self.database.open()
@@ -181,7 +179,7 @@ class Store:
         except BaseException as error:
             self._close()
             fault: BaseException = error
-            if isinstance(error, KeyError | ValueError):  # a bit that flipped in a row is no error to SQLite
+            if isinstance(error, KeyError | ValueError):  # SQLite does not detect damage within a row
                 fault = DamagedError(f"{error!r} while its subscriptions were read")
             if isinstance(fault, sqlite3.Error | DamagedError):
                 raise STORE.fault(fault, self.database.path, "read") from error
@@ -194,7 +192,7 @@ class Store:
         self.database.close()
 
     async def stop(self) -> None:
-        """Commit and answer what waits, then close the file. May be called twice."""
+        """Commit and answer what is queued, then close the file. May be called twice."""
         writer, readers, self._writer, self._readers = self._writer, self._readers, None, {}
         if writer is not None and self._answering is not None:
             await writer.close()
@@ -206,20 +204,20 @@ class Store:
         await asyncio.to_thread(self._close)
 
     def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
-        """Apply `event`; the future completes once it is on disk. `tag` comes back in the outcome."""
+        """Apply `event`; the future completes when it is on disk. `tag` is returned in the outcome."""
         return self.require().ask((event, tag))
 
-    def command(self, event: StoreEvent, asked: Command) -> None:
-        """Apply `event`, and tell `asked` once it is on disk. Raises as `submit`."""
+    def command(self, event: StoreEvent, asked: CommandWaiter) -> None:
+        """Apply `event`, and call `asked.answered` when it is on disk. Raises as `submit`."""
         self.require().put((event, asked.tag), asked)
 
-    def read(self, question: Callable[[Reader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
-        """`question(reader)` on a reader's thread; what may look at the whole store goes to the LONG one."""
+    def read(self, query: Callable[[StoreReader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
+        """Run `query(reader)` on a reader's thread; one that may read the whole store belongs to the LONG lane."""
         self.require()
-        return self._readers[lane].ask(question)
+        return self._readers[lane].ask(query)
 
     def _write(self, events: list[tuple[StoreEvent, Any]]) -> Sequence[Outcome | BaseException]:
-        """On the writer's thread."""
+        """Runs on the writer's thread."""
         outcomes = self.database.apply([event for event, _ in events], self._now_ms())
         for outcome, (_, tag) in zip(outcomes, events, strict=True):
             if isinstance(outcome, Outcome):
@@ -227,7 +225,7 @@ class Store:
         return outcomes
 
     async def _answer(self) -> None:
-        """Batches one after the other: hook, answers, consequences."""
+        """For each batch: update the index, call `committed`, give the answers, call `answered`."""
         while True:
             batch, answers = await self._batches.get()
             try:
@@ -241,22 +239,22 @@ class Store:
                 for start in range(0, len(batch), ANSWERS_AT_ONCE):
                     end = start + ANSWERS_AT_ONCE
                     give(batch[start:end], answers[start:end])
-                    self._tell([answer for answer in answers[start:end] if isinstance(answer, Outcome)])
+                    self._answered([answer for answer in answers[start:end] if isinstance(answer, Outcome)])
                     if end < len(batch):
                         await asyncio.sleep(0)
             except Exception:
-                log.exception("what follows a commit failed")
+                log.exception("the handling of a committed batch failed")
                 give(batch, answers)
             finally:
                 self._batches.task_done()
 
 
-def _answer_reads(reader: Reader, questions: list[Callable[[Reader], Any]]) -> list[Any]:
-    """On a reader's thread."""
+def _answer_reads(reader: StoreReader, queries: list[Callable[[StoreReader], Any]]) -> list[Any]:
+    """Runs on a reader's thread."""
     answers: list[Any] = []
-    for question in questions:
+    for query in queries:
         try:
-            answers.append(question(reader))
+            answers.append(query(reader))
         except sqlite3.Error as error:
             answers.append(STORE.fault(error, reader.path, "read"))
         except Exception as error:
@@ -264,4 +262,4 @@ def _answer_reads(reader: Reader, questions: list[Callable[[Reader], Any]]) -> l
     return answers
 
 
-__all__ = ["LONG", "QUICK", "WAITING_MAX", "Store"]
+__all__ = ["LONG", "QUICK", "WAITING_MAX", "SubscriptionStore"]

@@ -1,7 +1,7 @@
-"""What every client of a uSubscription does: commands in order, calls, and hearing of changes.
+"""What every client of a uSubscription needs: commands in order, calls, and change notifications.
 
-put(topic, command) -> known -> (a delay) -> ready -> a window of topics -> run(topic, command) -> done, or again later
-                         '-> replaced by a later command of its topic: the last one wins
+put(topic, command) -> commands -> (a delay) -> ready -> a window of topics -> run(topic, command) -> done, or repeated
+                         '-> replaced by a later command for its topic: the last one wins
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 async def end(*tasks: asyncio.Future[Any] | None) -> None:
-    """They are cancelled, and have ended."""
+    """Cancel `tasks`, and wait until they have ended."""
     known = [task for task in tasks if task is not None]
     for task in known:
         task.cancel()
@@ -38,8 +38,10 @@ async def end(*tasks: asyncio.Future[Any] | None) -> None:
 
 
 class CommandQueue(Generic[K, C]):
-    """One command of a topic is in flight, and the last one wins; topics don't wait for each other. Commands leave in
-    the order in which they were last given, at most `window` at once. A topic is whatever has its turn in order."""
+    """At most one command for each topic runs, and a later command replaces an earlier one; topics do not wait for each
+    other. Commands start in the order of `put`, at most `window` at once. A topic may be any key.
+
+    `commands`: the last command for each topic that has one. Read only."""
 
     def __init__(
         self,
@@ -49,88 +51,77 @@ class CommandQueue(Generic[K, C]):
         idle: Callable[[], None] = lambda: None,
         in_batches: bool = False,
     ) -> None:
-        """`run(topic, command)` sees one command through: None when it is done, or after how many milliseconds it is to
-        run again, unless it was replaced meanwhile. `idle()` is called whenever nothing is left.
-        `in_batches`: the next ones leave when all before them are done, so that whoever gets them has many at once."""
+        """`run(topic, command)` executes one command. It returns None when the command is done, or the milliseconds
+        after which it runs again (unless it was replaced meanwhile). `idle()` is called whenever nothing is left.
+        `in_batches`: the next commands start when all running ones are done, so that the receiver gets many at once."""
         self._run, self.window, self._idle, self._in_batches = run, window, idle, in_batches
-        self._known: dict[K, C] = {}
+        self.commands: dict[K, C] = {}
         self._timers: dict[K, asyncio.TimerHandle] = {}
-        self._ready: dict[K, None] = {}  # due, and nothing of that topic is running
+        self._ready: dict[K, None] = {}  # topics whose command is due, and that run nothing
         self._running: dict[K, asyncio.Task[None]] = {}
-        self._left: dict[K, C] = {}  # what is under way
+        self._started: dict[K, C] = {}  # running commands
 
     def __repr__(self) -> str:
-        return f"CommandQueue(known={len(self)}, running={len(self._running)}, window={self.window})"
+        return f"CommandQueue(commands={len(self)}, running={len(self._running)}, window={self.window})"
 
     def __len__(self) -> int:
-        return len(self._known)
-
-    def __contains__(self, topic: K) -> bool:
-        return topic in self._known
-
-    def get(self, topic: K) -> C | None:
-        """The last command of `topic`."""
-        return self._known.get(topic)
+        return len(self.commands)
 
     def is_current(self, topic: K, command: C) -> bool:
-        """False once it was replaced."""
-        return self._known.get(topic) is command
+        """False after `command` was replaced or dropped."""
+        return self.commands.get(topic) is command
 
-    def has_left(self, topic: K, command: C) -> bool:
-        """True while it is under way."""
-        return self._left.get(topic) is command
+    def is_running(self, topic: K, command: C) -> bool:
+        return self._started.get(topic) is command
 
     def is_busy(self, topic: K) -> bool:
-        """True while a command about `topic` waits or may be under way."""
-        return topic in self._known or topic in self._running
+        """True while a command for `topic` waits or may be running."""
+        return topic in self.commands or topic in self._running
 
-    def all(self) -> list[C]:
-        return list(self._known.values())
-
-    def under_way(self) -> list[C]:
-        """Those that nothing has replaced."""
-        return [command for topic, command in self._left.items() if self.is_current(topic, command)]
+    def running(self) -> list[C]:
+        """The running commands that were not replaced."""
+        return [command for topic, command in self._started.items() if self.is_current(topic, command)]
 
     def put(self, topic: K, command: C, delay_ms: int = 0) -> None:
-        """The last word on `topic`; it goes to the end."""
+        """Append `command`, in place of an earlier one for `topic`."""
         self._forget(topic)
-        self._known[topic] = command
-        self._at(topic, delay_ms)
-        if self._in_batches:  # with all that is put on this turn of the loop
-            asyncio.get_running_loop().call_soon(self._go_on)
+        self.commands[topic] = command
+        self._schedule(topic, delay_ms)
+        if self._in_batches:  # together with all that are put in this turn of the event loop
+            asyncio.get_running_loop().call_soon(self._start_ready)
         else:
-            self._go_on()
+            self._start_ready()
 
     def drop(self, topic: K) -> None:
         self._forget(topic)
-        self._go_on()
+        self._start_ready()
 
     def clear(self) -> None:
-        """No command is due any more; those that run go on."""
-        for topic in list(self._known):
+        """Drop all commands; running ones continue."""
+        for topic in list(self.commands):
             self._forget(topic)
 
     def hurry(self, *topics: K) -> None:
-        """What waits for its time need not: of these topics, or of all."""
+        """End the delay of these topics, or of all."""
         for topic in topics or list(self._timers):
-            self._at(topic, 0)
-        self._go_on()
+            self._schedule(topic, 0)
+        self._start_ready()
 
     async def stop(self) -> list[C]:
-        """End what is under way; returns what had not left."""
-        rest = [command for topic, command in self._known.items() if not self.has_left(topic, command)]
+        """Cancel what runs. Returns the commands that were not running."""
+        rest = [command for topic, command in self.commands.items() if not self.is_running(topic, command)]
         self.clear()
         await end(*self._running.values())
         return rest
 
     def _forget(self, topic: K) -> None:
-        self._known.pop(topic, None)
+        self.commands.pop(topic, None)
         self._ready.pop(topic, None)
         timer = self._timers.pop(topic, None)
         if timer is not None:
             timer.cancel()
 
-    def _at(self, topic: K, delay_ms: int) -> None:
+    def _schedule(self, topic: K, delay_ms: int) -> None:
         timer = self._timers.pop(topic, None)
         if timer is not None:
             timer.cancel()
@@ -139,43 +130,44 @@ class CommandQueue(Generic[K, C]):
         elif topic not in self._running:
             self._ready[topic] = None
 
-    def _go_on(self) -> None:
-        may_leave = not self._in_batches or not self._running
-        while may_leave and self._ready and len(self._running) < self.window:
+    def _start_ready(self) -> None:
+        may_start = not self._in_batches or not self._running
+        while may_start and self._ready and len(self._running) < self.window:
             topic = next(iter(self._ready))
             del self._ready[topic]
-            self._running[topic] = task = asyncio.ensure_future(self._see_through(topic))
+            self._running[topic] = task = asyncio.ensure_future(self._execute(topic))
             task.add_done_callback(lambda _, topic=topic: self._ended(topic))  # type: ignore[misc]
-        if not self._known and not self._running:
+        if not self.commands and not self._running:
             self._idle()
 
-    async def _see_through(self, topic: K) -> None:
-        command = self._known.get(topic)
+    async def _execute(self, topic: K) -> None:
+        command = self.commands.get(topic)
         if command is None or topic in self._timers:
-            return  # it was taken back, or replaced by one that is not due
-        self._left[topic] = command
-        again_ms = None
+            return  # it was dropped, or replaced by one that is not due
+        self._started[topic] = command
+        repeat_ms = None
         try:
-            again_ms = await self._run(topic, command)
+            repeat_ms = await self._run(topic, command)
         except Exception:
-            log.exception("a command failed, and is given up", topic=topic)
+            log.exception("a command failed and is dropped", topic=topic)
         finally:
-            del self._left[topic]
+            del self._started[topic]
         if self.is_current(topic, command):
-            if again_ms is None:
+            if repeat_ms is None:
                 self._forget(topic)
             else:
-                self._at(topic, again_ms)
+                self._schedule(topic, repeat_ms)
 
     def _ended(self, topic: K) -> None:
         del self._running[topic]
-        if topic in self._known and topic not in self._timers:
+        if topic in self.commands and topic not in self._timers:
             self._ready[topic] = None
-        self._go_on()
+        self._start_ready()
 
 
 class Services:
-    """The uSubscription services of an authority, or of all: asking them, hearing what they tell, in each version."""
+    """Calls to the uSubscription services of one authority or of all, and their change notifications, in each
+    version."""
 
     def __init__(
         self,
@@ -187,8 +179,8 @@ class Services:
         strict: bool = False,
         calls_pending_max: int = CALLS_PENDING_MAX,
     ) -> None:
-        """`own`: who we are to each version. `on_change(version, the authority that tells, the change)`; `strict` as in
-        Codec.read_change."""
+        """`own`: the own address for each version. `on_change(version, authority of the sender, change)`; `strict` as
+        in Codec.read_change."""
         self._transport, self._own, self._authority = transport, own, authority
         self._on_change, self._strict = on_change, strict
         self._rpc = {
@@ -204,7 +196,7 @@ class Services:
 
     async def close(self) -> None:
         for version, own in self._own.items():
-            with contextlib.suppress(UStatusError):  # the transport may have been closed before us
+            with contextlib.suppress(UStatusError):  # a transport that was closed earlier has no listeners
                 await self._transport.unregister_listener(service(self._authority, version), self, own.get_source())
         for rpc in self._rpc.values():
             await rpc.close()
@@ -217,13 +209,13 @@ class Services:
     async def listed(
         self, authority: str, version: int, topic: UUri | None, subscriber: UUri | None, timeout_ms: int
     ) -> AsyncIterator[Sequence[Subscription]]:
-        """What FetchSubscriptions says, page by page; `timeout_ms` is of one page."""
+        """The answer of FetchSubscriptions, page by page; `timeout_ms` is for one page."""
         codec = CODECS[version]
-        place: int | None = 0
-        while place is not None:
-            request = codec.fetch_subscriptions(topic, subscriber, place)
+        after: int | None = 0
+        while after is not None:
+            request = codec.fetch_subscriptions(topic, subscriber, after)
             answer = await self.call(authority, version, FETCH_SUBSCRIPTIONS, request, timeout_ms)
-            page, place = codec.read_subscriptions(answer, place, strict=self._strict)
+            page, after = codec.read_subscriptions(answer, after, strict=self._strict)
             yield page
 
     def on_receive(self, message: UMessage) -> None:

@@ -1,12 +1,12 @@
-"""core.usubscription on the wire: versions 3 and 4, both directions. Pure.
+"""The messages of core.usubscription: versions 3 and 4, both directions. Pure.
 
 client                                                               service
 subscribe(topic, ...) --> SubscribeRequest, SubscriptionRequest  --> read_subscribe(request) -> Subscribe
 read_status(payload) <--- SubscribeResponse, ...                <--- subscribed(topic, status)
 read_change(payload) <--- Subscription, Update                  <--- change(entry)
 
-Version 3 is read in all its published revisions (with and without subscriber, offset, before). The two differ in method
-numbers, status numbers and topic rules; whoever uses a codec sees neither.
+All published revisions of version 3 can be read (with and without subscriber, offset, before). The codecs hide that the
+versions differ in method numbers, status numbers and topic rules.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, invalid
+from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -33,10 +34,10 @@ R = TypeVar("R")
 
 ENTITY_TYPE: Final = 0x0000  # of core.usubscription
 CHANGE_RESOURCE: Final = 0x8000
-ENTRY_BYTES: Final = 5  # before each entry of a list: its tag and its size
-SEQ_MAX: Final = (1 << 63) - 1  # of SQLite's integers
-EXPIRY_MS_MIN: Final = -62_135_596_800_000  # 0001-01-01, the first Timestamp there is
-EXPIRY_MS_MAX: Final = 253_402_300_799_999  # the end of 9999, the last one
+ENTRY_BYTES: Final = 5  # tag and size of each entry of a list
+SEQ_MAX: Final = (1 << 63) - 1  # the largest integer of SQLite
+EXPIRY_MS_MIN: Final = -62_135_596_800_000  # 0001-01-01, the first Timestamp
+EXPIRY_MS_MAX: Final = 253_402_300_799_999  # the end of 9999, the last Timestamp
 
 SUBSCRIBE: Final = "subscribe"
 UNSUBSCRIBE: Final = "unsubscribe"
@@ -46,28 +47,22 @@ REGISTER: Final = "register"
 UNREGISTER: Final = "unregister"
 RESET: Final = "reset"
 
-Key = tuple[str, int, int, int]
-"""A UUri as `uprotocol.uri.key` gives it."""
-
 
 class Status(enum.IntEnum):
-    """The numbers of version 3; version 4's are these plus one."""
+    """The numbers of version 3; those of version 4 are larger by one."""
 
     UNSUBSCRIBED = 0
     SUBSCRIBE_PENDING = 1
     SUBSCRIBED = 2
     UNSUBSCRIBE_PENDING = 3
 
-    @property
-    def wanting(self) -> bool:
-        """True while the subscriber wants the topic's messages: a pending one does, too."""
-        return self in (Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED)
 
-
+WANTING: Final = (Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED)
+"""In these the subscriber wants the messages of the topic."""
 _STATUSES: Final = tuple(Status)
 
 
-# -- what requests say -------------------------------------------------------------------------------------------------
+# -- contents of requests ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +72,8 @@ class Subscribe:
     major: int
     expires_ms: int | None = None  # Unix milliseconds; None: never
     sample_period_ms: int | None = None
-    details: bytes = b""  # version 3's SubscribeAttributes.details, passed through
-    bare: bool = False  # the topic was passed without authority
+    details: bytes = b""  # SubscribeAttributes.details of version 3, passed through
+    bare: bool = False  # the topic in the request had no authority
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +85,28 @@ class Unsubscribe:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What FetchSubscriptions asks for; the filters are patterns in version 4, and name one thing in version 3."""
+    """The filters of FetchSubscriptions: patterns in version 4, single topics or subscribers in version 3."""
 
     topic: Key | None = None
     subscriber: Key | None = None
     offset: int = 0
-    after: int | None = None  # version 4, of who can take pages
+    after: int | None = None  # version 4; None: the caller can't read pages
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """How much of a listing one answer may hold, and whether its caller asks for the rest."""
+    """The limits of one answer with a list."""
 
     entries_max: int
     bytes_max: int
-    asked: bool = True
+    asked: bool = True  # the caller will request the rest
 
 
-# -- what answers and changes say --------------------------------------------------------------------------------------
+# -- contents of answers and changes -----------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
-    """One subscription, as the service lists it."""
+    """One subscription in the list of a service."""
 
     topic: Key
     subscriber: Key
@@ -122,7 +117,7 @@ class Row(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What subscribers and those who registered are told."""
+    """A change of a subscription, for its subscriber and for registered clients."""
 
     topic: Key
     subscriber: Key
@@ -131,16 +126,16 @@ class Change(NamedTuple):
     expires_ms: int | None = None
     sample_period_ms: int | None = None
     details: bytes = b""
-    bare: bool = False  # its subscriber is told the topic without authority, as it passed it; nobody else is
+    bare: bool = False  # the subscriber (nobody else) gets the topic without authority, as in its request
     tell_subscriber: bool = True
-    status_changed: bool = True  # version 3 notifies of nothing else
+    status_changed: bool = True  # version 3 notifies only of changes of the status
 
 
 Entry = Row | Change
 
 
 class Subscription(NamedTuple):
-    """One subscription, as others read it."""
+    """One subscription, as a client reads it."""
 
     topic: UUri
     subscriber: UUri
@@ -150,7 +145,7 @@ class Subscription(NamedTuple):
 
 
 class Method(NamedTuple):
-    """One method of one version: its resource, and the messages that go and come."""
+    """One method of one version: its resource, and the types of request and response."""
 
     resource: int
     request: type[Any]
@@ -158,24 +153,17 @@ class Method(NamedTuple):
 
 
 class Codec:
-    """What both versions have in common. Reading raises UStatusError(INVALID_ARGUMENT), if no other code is named."""
+    """What both versions have in common. Reading raises UStatusError(INVALID_ARGUMENT) if no other code is named."""
 
     major: ClassVar[int]
     methods: ClassVar[dict[str, Method]]
     changes: ClassVar[type[Any]]
-    _service_mask: ClassVar[int]  # which part of a caller's entity id says that it is a uSubscription
-    _nests: ClassVar[bool]  # it has messages for the subscriber, the status and the options
+    _service_mask: ClassVar[int]  # the bits of a caller's entity id that are 0 for a uSubscription service
+    _nests: ClassVar[bool]  # version 3 has nested messages for the subscriber, the status and the options
     _expiry: ClassVar[str]  # names of fields
     _period: ClassVar[str]
 
-    # where the messages of a version keep something
-
-    def _options(self, message: Any) -> Any:
-        """The part with the expiry and the sample period."""
-        return message.attributes if self._nests else message
-
-    def _client(self, message: Any) -> Any:
-        return message.subscriber.uri if self._nests else message.subscriber
+    # fields that the versions have in different places
 
     def _status(self, message: Any) -> int | None:
         if self._nests:
@@ -189,17 +177,18 @@ class Codec:
             message.status = status + 1
 
     def _put_options(self, message: Any, expires_ms: int | None, sample_period_ms: int | None) -> None:
+        options = message.attributes if self._nests else message
         if expires_ms is not None:
-            getattr(self._options(message), self._expiry).CopyFrom(timestamp(expires_ms))
+            getattr(options, self._expiry).CopyFrom(timestamp(expires_ms))
         if sample_period_ms is not None:
-            setattr(self._options(message), self._period, sample_period_ms)
+            setattr(options, self._period, sample_period_ms)
 
     def _read_options(self, message: Any, read: Callable[[Timestamp], int]) -> tuple[int | None, int | None]:
-        options = self._options(message)
+        options = message.attributes if self._nests else message
         expires_ms = read(getattr(options, self._expiry)) if options.HasField(self._expiry) else None
         return expires_ms, getattr(options, self._period) or None
 
-    # requests: a client writes, the service reads; `own` is what an address without authority means
+    # requests: a client writes, the service reads; `own` is the authority of an address that has none
 
     def subscribe(
         self,
@@ -208,7 +197,7 @@ class Codec:
         sample_period_ms: int | None = None,
         subscriber: UUri | None = None,
     ) -> Message:
-        """`subscriber`: named to services of version 3 that still read that field (C-11)."""
+        """`subscriber`: for services of an older revision of version 3, which read this field (C-11)."""
         request: Message = self.methods[SUBSCRIBE].request(topic=topic, **self._naming(subscriber))
         self._put_options(request, expires_ms, sample_period_ms)
         return request
@@ -220,19 +209,22 @@ class Codec:
         return self.methods[RESET].request()  # type: ignore[no-any-return]
 
     def read_subscribe(self, request: UMessage, own: str) -> tuple[Subscribe, UUri]:
-        """What is asked, and the topic as it was passed, for the response."""
+        """Returns the request, and the topic exactly as it was passed, for the response."""
         asked = self._read(request, SUBSCRIBE)
         topic, subscriber = self._topic(asked, own), self._subscriber(request, asked, own)
         expires_ms, period = self._read_options(asked, _read_time)
+        details = b""
+        if self._nests and asked.attributes.details:
+            details = v3.SubscribeAttributes(details=asked.attributes.details).SerializeToString()
         bare = not asked.topic.authority_name
-        return Subscribe(topic, subscriber, self.major, expires_ms, period, self._details(asked), bare), asked.topic
+        return Subscribe(topic, subscriber, self.major, expires_ms, period, details, bare), asked.topic
 
     def read_unsubscribe(self, request: UMessage, own: str) -> Unsubscribe:
         asked = self._read(request, UNSUBSCRIBE)
         return Unsubscribe(self._topic(asked, own), self._subscriber(request, asked, own), self.major)
 
     def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
-        """Who, and for which topic: version 4 registers for all."""
+        """Returns the client, and the topic; None in version 4, which registers for all."""
         asked = self._read(request, REGISTER)
         topic = self._topic(asked, own) if self.major == 3 else None
         return self._subscriber(request, asked, own), topic
@@ -242,21 +234,21 @@ class Codec:
         self._read(request, RESET)
         if request.attributes.source.ue_id & self._service_mask != ENTITY_TYPE:
             source = uris.format(request.attributes.source)
-            what = f"only another uSubscription service (entity 0) may reset this one, not {source}"
-            raise UStatusError(UCode.PERMISSION_DENIED, what)
+            why = f"only another uSubscription service (entity 0) may reset this one, not {source}"
+            raise UStatusError(UCode.PERMISSION_DENIED, why)
 
     def _read(self, request: UMessage, method: str) -> Any:
         type = self.methods[method].request
         if not request.HasField("payload") and type not in _MAY_BE_EMPTY:
             raise invalid(f"expected a {type.DESCRIPTOR.full_name} as payload, got no payload")
-        return UPayload.of(request).unpack(type)
+        return UPayload(request.payload, request.attributes.payload_format).unpack(type)
 
     def _naming(self, subscriber: UUri | None) -> dict[str, Any]:
         return {}
 
     def _topic(self, asked: Any, own: str) -> Key:
         if not asked.HasField("topic"):
-            raise invalid("the request names no topic")
+            raise invalid("expected a topic in the request, got none")
         topic: UUri = asked.topic
         uris.validate(topic)
         self._check_topic(topic)
@@ -270,9 +262,6 @@ class Codec:
     def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
         return caller_of(request, own)
 
-    def _details(self, asked: Any) -> bytes:
-        return b""
-
     # answers and changes: the service writes, a client reads
 
     def subscribed(self, topic: UUri, status: Status) -> Message:
@@ -281,11 +270,12 @@ class Codec:
         return response
 
     def done(self, method: str) -> Message:
-        """The answer that says nothing else."""
+        """The empty answer of `method`."""
         return self.methods[method].answer()  # type: ignore[no-any-return]
 
     def fetched(self, rows: Iterable[tuple[int, Entry]], page: Page) -> Message:
-        """Raises RESOURCE_EXHAUSTED in version 4 for what needs a page, where the caller knows none."""
+        """The answer with `rows` and their numbers, as many as fit into `page`. Version 4 raises RESOURCE_EXHAUSTED if
+        not all fit and the caller can't read pages."""
         response = self.methods[FETCH_SUBSCRIPTIONS].answer()
         last = _fill_page(response.subscriptions, rows, self._fill, page)
         self._mark_more(response, last, page)
@@ -295,7 +285,7 @@ class Codec:
         raise NotImplementedError
 
     def change(self, change: Entry, *, bare: bool = False) -> Message:
-        """`bare`: with the topic as a subscriber has passed it that gave no authority."""
+        """`bare`: without the authority of the topic."""
         made = self.changes()
         self._fill(made, change)
         if bare:
@@ -305,65 +295,68 @@ class Codec:
     def _fill(self, made: Any, entry: Entry) -> None:
         if entry.topic[3]:  # the end of a registration has no topic
             fill_uri(made.topic, entry.topic)
-        fill_uri(self._client(made), entry.subscriber)
+        fill_uri(made.subscriber.uri if self._nests else made.subscriber, entry.subscriber)
         self._put_status(made, entry.status)
-        if entry.details and self._nests:  # version 4 has no place for them
+        if entry.details and self._nests:  # version 4 has no field for them
             made.attributes.MergeFromString(entry.details)
         self._put_options(made, entry.expires_ms, entry.sample_period_ms)
 
     def read_status(self, payload: UPayload) -> Status:
-        """The status in a subscribe response. Raises INTERNAL for one that says nothing: that is no refusal, and may be
-        asked again."""
+        """The status in a subscribe response. Raises INTERNAL if it can't be read: that is not a refusal, and the
+        request may be repeated."""
         try:
             status = self._status(payload.unpack(self.methods[SUBSCRIBE].answer))
             if status is not None:
                 return Status(status)
-            why = "it has no status"
+            why = "it has no status"  # falls through to the error
         except (UStatusError, ValueError) as error:
             why = str(error)
         raise UStatusError(UCode.INTERNAL, f"the answer of the uSubscription service can't be read: {why}")
 
     def read_subscriptions(
-        self, payload: UPayload, place: int = 0, *, strict: bool = False
+        self, payload: UPayload, after: int = 0, *, strict: bool = False
     ) -> tuple[list[Subscription], int | None]:
-        """The subscriptions behind `place`, and the place behind which there are more of them.
+        """Read the page that was requested with `after`. Returns its subscriptions, and the `after` of the next page
+        (None: this is the last one).
 
-        What nobody can be subscribed to is left out, since one such entry must not cost all the others; `strict`: all
-        of it can be read, or DATA_LOSS.
+        Invalid entries are left out; with `strict` they raise DATA_LOSS.
         """
         try:
-            entries, following = self._page(payload.unpack(self.methods[FETCH_SUBSCRIPTIONS].answer), place)
-            told = [self._told(entry, strict) for entry in entries]
+            entries, following = self._page(payload.unpack(self.methods[FETCH_SUBSCRIPTIONS].answer), after)
+            found = [self._subscription(entry, strict) for entry in entries]
         except UStatusError as error:
             if not strict:
                 raise
-            what = f"the list of the uSubscription service can't be read: {error.message}"
-            raise UStatusError(UCode.DATA_LOSS, what) from None
-        return told if strict else list(filter(_means_something, told)), following
+            why = f"the list of the uSubscription service can't be read: {error.message}"
+            raise UStatusError(UCode.DATA_LOSS, why) from None
+        return found if strict else list(filter(_is_possible, found)), following
 
-    def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
+    def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
         raise NotImplementedError
 
     def read_change(self, payload: UPayload, *, strict: bool = False) -> Subscription:
-        """What has changed; without topic (its resource is 0) everything has. `strict`: a status that is missing or of
-        a later specification does not end a subscription, but can't be read."""
-        told = payload.unpack(self.changes)
-        if strict and self._status(told) is None:
+        """The changed subscription. If it has no topic (the resource is 0), everything has changed.
+
+        A status that is missing or of a later specification counts as UNSUBSCRIBED; with `strict` it is an error.
+        """
+        message = payload.unpack(self.changes)
+        if strict and self._status(message) is None:
             raise invalid("the notification has no status")
-        change = self._told(told, strict)
-        if not strict and change.topic.resource_id and not _means_something(change):
-            what = f"{uris.format(change.topic)}, or for {uris.format(change.subscriber)}"
-            raise invalid(f"the change is about {what}, which nobody can be")
+        change = self._subscription(message, strict)
+        if not strict and change.topic.resource_id and not _is_possible(change):
+            topic, subscriber = uris.format(change.topic), uris.format(change.subscriber)
+            raise invalid(f"expected a change for a valid topic and subscriber, got {topic} and {subscriber}")
         return change
 
-    def _told(self, told: Any, strict: bool) -> Subscription:
-        status = self._status(told) or 0
-        if not 0 <= status < len(_STATUSES):  # of a later specification: no reason to forward for it
+    def _subscription(self, entry: Any, strict: bool) -> Subscription:
+        status = self._status(entry) or 0
+        if not 0 <= status < len(_STATUSES):  # of a later specification
             if strict:
                 raise invalid(f"subscription status {status} is unknown")
             status = 0
-        options = self._read_options(told, _read_time if strict else _milliseconds)
-        return Subscription(told.topic, self._client(told), _STATUSES[status], *options)
+        options = self._read_options(entry, _read_time if strict else _milliseconds)
+        subscriber = entry.subscriber.uri if self._nests else entry.subscriber
+        return Subscription(entry.topic, subscriber, _STATUSES[status], *options)
 
 
 class V3(Codec):
@@ -383,10 +376,10 @@ class V3(Codec):
 
     # requests
 
-    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, place: int = 0) -> Message:
-        """What comes behind `place`, as the page before has told it (0: from the beginning)."""
+    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, after: int = 0) -> Message:
+        """`after`: from the previous page (0: the first page)."""
         assert (topic is None) != (subscriber is None), "version 3 fetches by a topic or by a subscriber"
-        return v3.FetchSubscriptionsRequest(topic=topic, offset=place or None, **self._naming(subscriber))
+        return v3.FetchSubscriptionsRequest(topic=topic, offset=after or None, **self._naming(subscriber))
 
     def fetch_subscribers(self, topic: UUri, offset: int = 0) -> Message:
         return v3.FetchSubscribersRequest(topic=topic, offset=offset or None)
@@ -403,42 +396,38 @@ class V3(Codec):
             case "topic":
                 return Fetch(topic=self._topic(asked, own), offset=asked.offset)
             case "subscriber":
-                if asked.subscriber.uri == UUri():  # it is missing or empty: neither names anybody
+                if asked.subscriber.uri == UUri():  # missing or empty
                     raise invalid("FetchSubscriptions names a subscriber, but the SubscriberInfo has no uri")
                 return Fetch(subscriber=_named_entity(asked.subscriber.uri, own), offset=asked.offset)
         raise invalid("FetchSubscriptions of version 3 names a topic or a subscriber, got neither")
 
     def read_fetch_subscribers(self, request: UMessage, own: str) -> tuple[Key, int]:
-        """The topic, and how many to pass over."""
+        """Returns the topic and the offset."""
         asked = self._read(request, FETCH_SUBSCRIBERS)
         return self._topic(asked, own), asked.offset
 
     def _check_topic(self, topic: UUri) -> None:
-        """No wildcards, in type, instance or version either; an empty authority is the local one."""
+        """Wildcards are not allowed; an empty authority is the local one."""
         if uris.has_wildcard(topic):
-            raise invalid(f"the topic names one thing, but {uris.format(topic)} has wildcards")
+            raise invalid(f"expected a topic without wildcards, got {uris.format(topic)}")
 
     def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
-        """The caller; or, where an older client names one of its own authority, that one. Nobody acts for other
-        authorities (C-11)."""
+        """The caller; or the subscriber that an older client names, if it has the authority of the caller: nobody may
+        subscribe for other authorities (C-11)."""
         caller = caller_of(request, own)
         if not asked.HasField("subscriber") or not asked.subscriber.HasField("uri"):
             return caller
         named = _named_entity(asked.subscriber.uri, caller[0])
         return named if named[0] == caller[0] else caller
 
-    def _details(self, asked: Any) -> bytes:
-        details = asked.attributes.details
-        return v3.SubscribeAttributes(details=details).SerializeToString() if details else b""
-
     # answers
 
     def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
         response.has_more_records = last is not None
 
-    def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
+    def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
         count = len(page.subscriptions)
-        return page.subscriptions, place + count if page.has_more_records and count else None
+        return page.subscriptions, after + count if page.has_more_records and count else None
 
     def subscribers(self, subscribers: Iterable[Key], more: bool, page: Page) -> Message:
         response = v3.FetchSubscribersResponse()
@@ -448,7 +437,7 @@ class V3(Codec):
         return response
 
     def read_subscribers(self, payload: UPayload) -> tuple[list[UUri], bool]:
-        """And whether there are more."""
+        """Returns the subscribers, and whether there are more."""
         response = payload.unpack(v3.FetchSubscribersResponse)
         found = [one.uri for one in response.subscribers if _is_valid(one.uri)]
         return found, response.has_more_records and bool(found)
@@ -465,16 +454,16 @@ class V4(Codec):
         RESET: Method(6, v4.ResetRequest, v4.ResetResponse),
     }
     changes = v4.Subscription
-    _service_mask = 0xFFFF  # the entity's type counts here, whatever its instance
+    _service_mask = 0xFFFF  # the entity type; the instance does not matter
     _nests, _expiry, _period = False, "expiration", "sample_period"
 
     # requests
 
-    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, place: int = 0) -> Message:
-        """What comes behind `place`, as the page before has told it (0: from the beginning)."""
+    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, after: int = 0) -> Message:
+        """`after`: from the previous page (0: the first page)."""
         request = v4.FetchSubscriptionsRequest(topic_filter=topic, subscriber_filter=subscriber)
-        # beside what the specification has: paging.proto
-        request.MergeFromString(PageAsked(after=place).SerializeToString())
+        # an extension of the specification: paging.proto
+        request.MergeFromString(PageAsked(after=after).SerializeToString())
         return request
 
     def registration(self, topic: UUri | None) -> Message:
@@ -484,15 +473,15 @@ class V4(Codec):
         asked = self._read(request, FETCH_SUBSCRIPTIONS)
         topic = _filter(asked.topic_filter, own) if asked.HasField("topic_filter") else None
         subscriber = _filter(asked.subscriber_filter, own) if asked.HasField("subscriber_filter") else None
-        page = PageAsked.FromString(asked.SerializeToString())  # beside what the specification has, see paging.proto
+        page = PageAsked.FromString(asked.SerializeToString())  # an extension of the specification: paging.proto
         return Fetch(topic, subscriber, after=min(page.after, SEQ_MAX) if page.HasField("after") else None)
 
     def _check_topic(self, topic: UUri) -> None:
-        """The authority is named, type and resource are specific; instance and version may be wildcards."""
+        """Authority, entity type and resource must be given; instance and version may be wildcards."""
         if topic.authority_name in ("", uris.WILDCARD_AUTHORITY):
-            raise invalid(f"the topic names its authority, but {uris.format(topic)} does not")
+            raise invalid(f"expected a topic with a concrete authority, got {uris.format(topic)}")
         if topic.ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE:
-            raise invalid(f"the topic names its entity type, but {uris.format(topic)} has a wildcard there")
+            raise invalid(f"expected a topic with a concrete entity type, got {uris.format(topic)}")
 
     # answers
 
@@ -500,16 +489,17 @@ class V4(Codec):
         if last is None:
             return
         if not page.asked:
-            what = f"more subscriptions match than one answer can hold ({page.bytes_max} bytes)"
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{what}: narrow the filters, or ask for pages")
+            why = f"more subscriptions match than fit into one answer ({page.bytes_max} bytes)"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{why}: narrow the filters, or request pages")
         response.MergeFromString(PageGiven(next=last).SerializeToString())
 
-    def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
+    def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
         given = PageGiven.FromString(page.SerializeToString())
         if not given.HasField("next"):
             return page.subscriptions, None
-        if given.next <= place:
-            raise UStatusError(UCode.DATA_LOSS, "the pages of the uSubscription service don't come to an end")
+        if given.next <= after:
+            why = f"the uSubscription service answers page {after} with next page {given.next}: the pages never end"
+            raise UStatusError(UCode.DATA_LOSS, why)
         return page.subscriptions, given.next
 
 
@@ -522,7 +512,7 @@ CODECS: Final[dict[int, V3 | V4]] = {3: V3_CODEC, 4: V4_CODEC}
 
 
 def service(authority: str, major: int, resource: int = CHANGE_RESOURCE) -> UUri:
-    """A resource of the service of `authority`: the change topic, unless named."""
+    """A resource of the service of `authority`; the default is the change topic."""
     return uris.uri(authority, ENTITY_TYPE, major, resource)
 
 
@@ -535,8 +525,7 @@ def fill_uri(uri: UUri, key: Key) -> None:
 
 
 def caller_of(request: UMessage, own: str) -> Key:
-    """Who sent the request, as it is stored: with authority, and with resource 0. That it is one uEntity was checked
-    when it arrived."""
+    """The sender of the request, with authority and resource 0. The transport has checked that it has no wildcards."""
     source = request.attributes.source
     return (source.authority_name or own, source.ue_id, source.ue_version_major, uris.RESOURCE_REPLY)
 
@@ -544,7 +533,7 @@ def caller_of(request: UMessage, own: str) -> Key:
 def _named_entity(uri: UUri, own: str) -> Key:
     uris.validate(uri)
     if uris.has_wildcard(uri):
-        raise invalid(f"a subscriber is one uEntity, but {uris.format(uri)} has wildcards")
+        raise invalid(f"expected a subscriber without wildcards, got {uris.format(uri)}")
     return (uri.authority_name or own, uri.ue_id, uri.ue_version_major, uris.RESOURCE_REPLY)
 
 
@@ -557,7 +546,7 @@ _MAY_BE_EMPTY: Final = (v3.ResetRequest, v4.ResetRequest, v4.NotificationsReques
 
 
 def _fill_page(entries: Any, rows: Iterable[tuple[int, R]], fill: Callable[[Any, R], None], page: Page) -> int | None:
-    """The number of the last entry, if there are more behind it; an answer has at least one."""
+    """Fill `entries` with at least one of the numbered `rows`. Returns the number of the last one if more follow."""
     size = last = 0
     for number, row in rows:
         entry = entries.add()
@@ -570,11 +559,11 @@ def _fill_page(entries: Any, rows: Iterable[tuple[int, R]], fill: Callable[[Any,
     return None
 
 
-def _means_something(told: Subscription) -> bool:
-    """False for what no topic and no subscriber can be."""
-    topic = told.topic
+def _is_possible(subscription: Subscription) -> bool:
+    """False if the topic or the subscriber is invalid."""
+    topic = subscription.topic
     may_match = uris.is_topic(topic) or topic.resource_id == uris.WILDCARD_RESOURCE
-    return may_match and _is_valid(topic) and _is_valid(told.subscriber)
+    return may_match and _is_valid(topic) and _is_valid(subscription.subscriber)
 
 
 def _is_valid(address: UUri) -> bool:
@@ -595,10 +584,10 @@ def _milliseconds(time: Timestamp) -> int:
 
 
 def _read_time(time: Timestamp) -> int:
-    """Unix milliseconds; nothing that no Timestamp may hold."""
+    """Unix milliseconds. Raises INVALID_ARGUMENT for a time that a Timestamp must not have."""
     if not 0 <= time.nanos < 1_000_000_000:
         raise invalid(f"the expiry has {time.nanos} nanoseconds; a Timestamp has 0 to 999999999")
     milliseconds = _milliseconds(time)
     if not EXPIRY_MS_MIN <= milliseconds <= EXPIRY_MS_MAX:
-        raise invalid(f"the expiry lies {time.seconds} s from 1970; a Timestamp is of the years 1 to 9999")
+        raise invalid(f"the expiry is {time.seconds} s from 1970; a Timestamp is in the years 1 to 9999")
     return milliseconds
