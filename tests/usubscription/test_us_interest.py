@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.wire import WANTING
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -21,7 +22,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client import (
-    WANTING,
     EmbeddedInterest,
     Interest,
     ServiceInterest,
@@ -383,11 +383,11 @@ async def test_static_file_reads_what_the_rust_streamer_reads(tmp_path: Path) ->
         ("{", "not the JSON"),
         ("[]", "expected an object"),
         ('{"//a/1/1/8001": "x"}', "expected a list of subscriber URIs for topic '//a/1/1/8001', got a string"),
-        ('{"//a/1/1/8001": [1]}', "expected a subscriber URI as text, got a number"),
+        ('{"//a/1/1/8001": [1]}', "expected a subscriber URI as a string, got a number"),
         ('{"//A/1/1/8001": []}', "lower-case"),
         ('{"//a/1/1/1": []}', "8000 to FFFE"),
-        ('{"//a/1/1/8001": ["//*/1/1/0"]}', "one uEntity"),
-        ('{"//a/1/1/8001": ["/1/1/0"]}', "named authority"),
+        ('{"//a/1/1/8001": ["//*/1/1/0"]}', "has an authority and no wildcards"),
+        ('{"//a/1/1/8001": ["/1/1/0"]}', "has an authority and no wildcards"),
         ('{"//a/1/1/8001": [], "//a/1/1/8001": []}', "listed twice"),
     ],
 )

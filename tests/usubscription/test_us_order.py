@@ -184,7 +184,7 @@ def test_what_is_remembered_of_commands_is_bounded_on_disk_too(tmp_path: Path, m
             [Commanded(Subscribe(T, APP, 4), number.to_bytes(16, "big")) for number in range(start, start + 50)], 0
         )
     assert db._handled is not None
-    assert len(db._handled._about) == 100
+    assert len(db._handled._hashes) == 100
     assert len(db._handled._last) == 1
     assert db._file.connect().execute("SELECT count(*) FROM handled").fetchone()[0] < 100 + 1_100
     db.close()

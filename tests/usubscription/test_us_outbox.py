@@ -350,6 +350,16 @@ class Unreadable:
         return self._store.submit(event)
 
 
+class NoLull(asyncio.Event):
+    """Requests wait until `end`."""
+
+    def set(self) -> None:
+        pass
+
+    def end(self) -> None:
+        super().set()
+
+
 async def test_what_is_newer_than_what_could_not_be_read_is_not_told_first(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,11 +367,11 @@ async def test_what_is_newer_than_what_could_not_be_read_is_not_told_first(
     service, _, watchers = await watched(world, "dev1")
     raw = await world.raw()
     store = service.notifier._store = Unreadable(service.store)
-    all_answered = asyncio.Event()
-    monkeypatch.setattr(service.notifier, "_answers_first", all_answered.wait)
+    lull = NoLull()
+    monkeypatch.setattr(service.notifier._responses, "lull", lull)
     for number in range(4):
         await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
-    all_answered.set()
+    lull.end()
     await asyncio.wait_for(store.tried.wait(), WAIT_S)
     await raw.call(4, 1, v4.SubscribeRequest(topic=topic(4)))
     store.may_fail.set()

@@ -188,7 +188,7 @@ async def test_a_disk_that_refuses_the_file_holds_no_command(tmp_path: Path) -> 
     known = Partners(tmp_path / "none" / "p")
     async with asyncio.timeout(WAIT_S):
         await known.remember(("b", 4))
-    assert ("b", 4) in known
+    assert ("b", 4) in known.known
 
 
 async def test_what_comes_soon_after_a_save_shares_the_next_one(

@@ -96,6 +96,10 @@ def test_details_count_by_their_size(tmp_path: Path) -> None:
     db.close()
 
 
+def quotas(db: Database) -> tuple[Quota, ...]:
+    return db.subscriptions, db._for_topics, db._for_all
+
+
 def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> None:
     """A thousand batches of anything, some of which fail; then what was counted is what a start counts."""
     chance = random.Random(7)
@@ -121,10 +125,10 @@ def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> N
                 db.apply([*batch, Subscribe(None, None, 4)], 6)  # type: ignore[arg-type]
         else:
             db.apply(batch, chance.choice([0, 6]))
-        counted = [(dict(quota._callers), dict(quota._authorities), quota.used) for quota in db._quotas]
+        counted = [(dict(quota._clients.used), dict(quota._authorities.used), quota.used) for quota in quotas(db)]
         db._make_quotas()
         db._load_quotas()
-        assert counted == [(dict(quota._callers), dict(quota._authorities), quota.used) for quota in db._quotas]
+        assert counted == [(dict(quota._clients.used), dict(quota._authorities.used), quota.used) for quota in quotas(db)]
     db.close()
 
 
@@ -274,7 +278,7 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
     assert entry.waiting.used == 32
     await service.store.submit(Probe())  # behind all of them
     assert entry.waiting.used == 0
-    assert not entry.waiting._callers
+    assert not entry.waiting._clients.used
     assert len(await service.subscriptions()) == 32
 
 
