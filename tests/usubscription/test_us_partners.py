@@ -161,7 +161,7 @@ async def test_what_is_remembered_is_on_disk_when_remember_returns(tmp_path: Pat
     known.forget(("v7", 4))
     await known.close()
     await again.load()
-    assert ("v7", 4) not in again
+    assert ("v7", 4) not in again.known
 
 
 async def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,9 @@ def test_details_count_by_their_size(tmp_path: Path) -> None:
     db.close()
 
 
-def quotas(db: Database) -> tuple[Quota, ...]:
-    return db.subscriptions, db._for_topics, db._for_all
+def counts(db: Database) -> list[tuple[object, ...]]:
+    quotas = db.subscriptions, db._for_topics, db._for_all
+    return [(dict(quota._clients.used), dict(quota._authorities.used), quota.used) for quota in quotas]
 
 
 def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> None:
@@ -125,10 +126,10 @@ def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> N
                 db.apply([*batch, Subscribe(None, None, 4)], 6)  # type: ignore[arg-type]
         else:
             db.apply(batch, chance.choice([0, 6]))
-        counted = [(dict(quota._clients.used), dict(quota._authorities.used), quota.used) for quota in quotas(db)]
+        counted = counts(db)
         db._make_quotas()
         db._load_quotas()
-        assert counted == [(dict(quota._clients.used), dict(quota._authorities.used), quota.used) for quota in quotas(db)]
+        assert counted == counts(db)
     db.close()
 
 
