@@ -133,7 +133,8 @@ class ChangeNotifier:
         return not self._waiting and not self._behind
 
     async def _run(self) -> None:
-        backoff, begun = Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS), False
+        backoff: Backoff | None = None  # after a failure
+        begun = False
         while True:
             if begun and not self._waiting and not self._behind:
                 self._news.clear()
@@ -154,7 +155,7 @@ class ChangeNotifier:
                             await self._responses.lull.wait()
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), CHANGES_BATCH_MAX))]
                 await self._send_batch(batch)
-                backoff.reset()
+                backoff = None
                 continue
             except UStatusError as error:
                 log.warning("changes can't be read from the store", why=error.message)
@@ -162,6 +163,7 @@ class ChangeNotifier:
                 log.exception("sending changes failed")
             self._waiting.clear()  # they may be newer than what could not be read
             self._behind = True  # continue from the store, after the last change that was sent
+            backoff = backoff or Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS)
             await backoff.wait()
 
     async def _catch_up(self) -> None:

@@ -87,8 +87,10 @@ class ResponseTracker:
 
     def expect(self, tag: Tag) -> None:
         """The response to `tag` will be sent. Call it in the turn of the event loop in which the response is queued."""
-        self._expected[tag] = asyncio.get_running_loop().time() + ANSWER_WAIT_MS_MAX / 1000
-        self._forget()
+        now = asyncio.get_running_loop().time()
+        self._expected[tag] = now + ANSWER_WAIT_MS_MAX / 1000
+        while (first := next(iter(self._expected.items())))[1] <= now:
+            del self._expected[first[0]]
 
     def sent(self, messages: Sequence[UMessage]) -> None:
         """The messages were sent, or have failed."""
@@ -96,20 +98,14 @@ class ResponseTracker:
             self._expected.pop((message.attributes.reqid.msb, message.attributes.reqid.lsb), None)
         self._news.set()
 
-    def _forget(self) -> None:
-        now = asyncio.get_running_loop().time()
-        while self._expected and (first := next(iter(self._expected.items())))[1] <= now:
-            del self._expected[first[0]]
-
     async def left(self, tags: set[Tag]) -> None:
         """Wait until the expected responses to `tags` were sent, or ANSWER_WAIT_MS_MAX is over for each."""
-        self._forget()
-        while waiting := [self._expected[tag] for tag in tags if tag in self._expected]:
+        loop = asyncio.get_running_loop()
+        while waiting := [at for tag in tags if (at := self._expected.get(tag, 0.0)) > loop.time()]:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(max(waiting)):
                     await self._news.wait()
-            self._forget()
 
 
 class Gate(UTransport):

@@ -272,7 +272,7 @@ def step(
             machine.subscribe(event)
         case Unsubscribe():
             # in version 4 the answer is enough (C-16)
-            machine.remove(event.subscriber, R.UNSUBSCRIBE, tell_subscriber=event.major == 3)
+            machine.remove(event.subscriber, R.UNSUBSCRIBE, notify_subscriber=event.major == 3)
         case Expire():
             known = records.get(event.subscriber)
             if known is not None and is_past(known.expires_ms, now_ms):
@@ -348,13 +348,13 @@ class _Machine:
             self.step.link = link._replace(sample_period_ms=period)
             self.move(L.WANT_MORE)
 
-    def remove(self, subscriber: Key, why: RecordEvent, *, tell_subscriber: bool = True) -> None:
+    def remove(self, subscriber: Key, why: RecordEvent, *, notify_subscriber: bool = True) -> None:
         known = self.records.get(subscriber)
         if known is None:
             return
         status = RECORD_TRANSITIONS[known.status, why]
         self.step.records[subscriber] = None
-        self._add_change(subscriber, known._replace(status=status), tell_subscriber=tell_subscriber)
+        self._add_change(subscriber, known._replace(status=status), notify_subscriber=notify_subscriber)
         if self.remote and not self.records.has_others(subscriber):
             self.move(L.UNWANT)
 
@@ -398,10 +398,15 @@ class _Machine:
                 self._add_change(subscriber, changed)
 
     def _add_change(
-        self, subscriber: Key, record: SubscriptionRecord, *, tell_subscriber: bool = True, status_changed: bool = True
+        self,
+        subscriber: Key,
+        record: SubscriptionRecord,
+        *,
+        notify_subscriber: bool = True,
+        status_changed: bool = True,
     ) -> None:
-        tell = tell_subscriber and (status_changed or record.major >= 4)
-        change = Change(self.topic, subscriber, record.status, record.major, *record[2:], tell, status_changed)
+        notify = notify_subscriber and (status_changed or record.major >= 4)
+        change = Change(self.topic, subscriber, record.status, record.major, *record[2:], notify, status_changed)
         self.step.changes.append(change)
 
 

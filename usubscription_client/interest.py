@@ -380,7 +380,7 @@ class Interest:
         return f"Interest({', '.join(map(repr, self.sources))}, version={self.version})"
 
     async def load(self) -> None:
-        """Read what is on disk. Raises UStatusError for a file that has to be repaired."""
+        """Read the data on disk. Raises UStatusError for a file that has to be repaired."""
         await asyncio.gather(*(source.load() for source in self.sources))
 
     async def start(self) -> None:

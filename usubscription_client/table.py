@@ -221,7 +221,7 @@ class InterestSource(InterestTable):
         return f"{type(self).__name__}({self.name}, topics={len(self)}, healthy={self.healthy})"
 
     async def load(self) -> None:
-        """Read what is on disk. Called before `start`, or by it."""
+        """Read the data on disk. Called before `start`, or by it."""
 
     async def start(self) -> None:
         """Start to keep the table current. Returns as `answered`; a failure of a service is retried, not raised."""

@@ -37,7 +37,7 @@ from history.epochs.merging import Keeper, Merged, Part, passed_unread, times_of
 from history.reading.acceptor import Positions, Record
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.ids import is_frontiers, tells_of_epochs
+from uprotocol.core.ustreamer.ids import is_about_epochs, is_frontiers
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -217,7 +217,7 @@ class Assembler:
                 ready += self._add(record, record.epoch, now)
             elif is_frontiers(source := record.message.attributes.source):
                 ready += self._move(record, now)
-            elif tells_of_epochs(source):
+            elif is_about_epochs(source):
                 ready += self._begun(record, now)
             elif not self._was_plain(record):
                 plain.append(record)

@@ -709,7 +709,7 @@ class Followed:
             self.counts["spoofed"] += 1
             self.endpoint.dropped["spoofed"] += 1
             return None
-        if ids.tells_of_epochs(attributes.source):
+        if ids.is_about_epochs(attributes.source):
             return self._kept_in_order(attributes.source, message, origin, None)
         verdict = self._follows.ingress(self.endpoint).verdict_of(message)
         verdict.account.messages += 1

@@ -31,7 +31,7 @@ from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import cache as caches
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION, tells_of_epochs
+from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION, is_about_epochs
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
@@ -426,7 +426,7 @@ class Ingress(EncodedListener):
         return Verdict(target, target.stream_id(source, sink))
 
     def _decide_published(self, source: UUri) -> Verdict:
-        if tells_of_epochs(source) and not self._trusted:
+        if is_about_epochs(source) and not self._trusted:
             return Verdict(reason="spoofed")  # who follows takes it from the history; by itself it says nothing
         dispatch, target = self._dispatch, self._dispatch.logs.of(source)
         followed = None if self._trusted else dispatch.follows.of(self.endpoint, source)

@@ -405,7 +405,7 @@ def test_any_bytes_are_valid_refused_or_no_attributes_at_all(data: bytes) -> Non
 
 
 def test_validating_twice_says_the_same() -> None:
-    """Valid addresses are remembered, invalid ones are not, and neither changes the answer."""
+    """Valid addresses are cached, invalid ones are not; the result is the same."""
     good, bad = publish(), notification()
     bad.ClearField("sink")
     for _ in range(3):

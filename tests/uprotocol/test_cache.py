@@ -1,4 +1,4 @@
-"""The bounded dict of what can be worked out again."""
+"""The bounded dict of values that can be computed again."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ def test_what_is_there_already_is_replaced_and_clears_nothing() -> None:
 
 
 def test_there_is_room_for_the_streams_that_most_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches that are there already have it, too."""
+    """Existing caches have the new limit, too."""
     monkeypatch.setattr(cache, "streams_max", 2)
     of_streams, small = Cache[int, int](), Cache[int, int](1)
     raise_streams_max(5)

@@ -65,7 +65,7 @@ def test_what_was_written_is_read_back(payload: bytes | None, format: UPayloadFo
     if alone:
         builder.with_traceparent("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
     message = builder.build_from_upayload(UPayload(payload, format) if payload is not None else None)
-    for _ in range(2):  # the second time the stamp is known
+    for _ in range(2):  # the second time with a cached stamp
         read = STAMPS.read(message.SerializeToString())
         assert decoded(read) == message
         assert read.HasField("payload") == message.HasField("payload")
@@ -109,7 +109,7 @@ def test_an_unknown_priority_is_the_highest() -> None:
     ],
 )
 def test_a_second_id_or_half_of_one_is_read_as_protobuf_reads_it(second: bytes) -> None:
-    """It counts there; by hand it would be overlooked, and then a message has two ids."""
+    """Protobuf merges it into the first; a reader that ignores it would use another id."""
     first, other = (UMessageBuilder.publish(TOPIC).build().attributes.SerializeToString() + second for _ in range(2))
     stamps = Stamps()
     for encoded in (first, other):
@@ -121,7 +121,7 @@ def test_a_second_id_or_half_of_one_is_read_as_protobuf_reads_it(second: bytes) 
 
 
 def test_a_stamp_keeps_no_message_alive() -> None:
-    """A protobuf message that is kept keeps what it is part of: the first payload of each topic, say."""
+    """A nested protobuf message keeps the whole message alive, for example the first payload of each topic."""
     message = UMessageBuilder.publish(TOPIC).with_ttl(7).build_from_upayload(UPayload(bytes(1_000)))
     data = message.SerializeToString()
     read = Stamps().read(data)

@@ -1,4 +1,4 @@
-"""The generated code is what `make proto` makes of the .proto sources, and nothing else."""
+"""The generated code is exactly what `make proto` generates from the .proto sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uP-L1: what LIB itself declares and decides; what transports must show is the conformance suite's."""
+"""uP-L1: the interface and the checks of filters. The conformance suite tests the transports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ spec = pytest.mark.spec
 
 
 class SendOnly(UTransport):
-    """Neither push nor pull, and every second message is refused."""
+    """Supports neither push nor pull, and refuses every second message."""
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         return [

@@ -1,4 +1,4 @@
-"""Permission levels are carried and readable; who enforces is a hook."""
+"""Permission levels are transported and readable; a hook enforces them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ spec = pytest.mark.spec
 
 
 def service(level: int | None, *, methods: dict[str, int | None]) -> ServiceDescriptor:
-    """A service as a .proto would declare it."""
+    """A service as declared by a .proto."""
     file = descriptor_pb2.FileDescriptorProto(name="levels.proto", package="levels")
     file.message_type.add(name="Empty")
     declared = file.service.add(name="Service")

@@ -190,7 +190,7 @@ def _describe_enum(descriptor: EnumDescriptor) -> str:
 
 
 def _everything(*modules: ModuleType) -> dict[str, str]:
-    """Every message and enum of `modules`, the nested ones with the name of what holds them."""
+    """Every message and enum of `modules`; nested ones with the name of the outer message."""
     found = {}
     for module in modules:
         todo = list(module.DESCRIPTOR.message_types_by_name.values())

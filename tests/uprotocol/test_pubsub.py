@@ -43,7 +43,7 @@ CAR, APP = LocalUriProvider("car", 0x10, 1), LocalUriProvider("app", 0x20, 1)
 
 
 class Heard:
-    """A listener that keeps what it hears."""
+    """A listener that keeps its messages."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[UMessage] = asyncio.Queue()
@@ -57,7 +57,7 @@ class Heard:
 
 @dataclass
 class Service:
-    """A subscription service that notes what it is asked, and may fail."""
+    """A subscription service that records its calls, and may fail."""
 
     asked: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     error: UStatusError | None = None
@@ -117,7 +117,7 @@ def test_every_operation_is_a_coroutine() -> None:
 
 
 class Stuck(UTransport):
-    """A transport whose network takes for ever: every operation waits for `release`."""
+    """A transport with a network that never answers: every operation waits for `release`."""
 
     capabilities = Capability.PUSH
 
@@ -143,7 +143,7 @@ class Stuck(UTransport):
 @spec("dsn~communication-layer-impl-default~1")
 @spec("dsn~communication-layer-impl-async~1")
 async def test_no_operation_blocks_while_the_network_takes_for_ever() -> None:
-    """All of them at once, on one loop: each waits by itself, and everybody else goes on."""
+    """All at once on one event loop: each waits, and everything else continues."""
 
     def handler(request: UMessage) -> None:
         raise AssertionError("nobody calls")
@@ -161,7 +161,7 @@ async def test_no_operation_blocks_while_the_network_takes_for_ever() -> None:
         server.register_request_handler(1, handler),
     ]
     tasks = [asyncio.ensure_future(operation) for operation in operations]
-    for _ in range(20):  # turns of the loop, which it would not have if one of them blocked
+    for _ in range(20):  # turns of the event loop, which a blocking operation would prevent
         await asyncio.sleep(0)
     assert below.waiting == len(operations)
     assert not any(task.done() for task in tasks)
@@ -325,7 +325,7 @@ async def test_a_failed_subscribe_leaves_no_listener(pair: Pair) -> None:
     await subscriber.subscribe(topic, heard)
     service.error = UStatusError(UCode.UNAVAILABLE)
     with pytest.raises(UStatusError):
-        await subscriber.subscribe(topic, heard)  # asking again failed; what held before still holds
+        await subscriber.subscribe(topic, heard)  # the repetition failed; the existing subscription stays
     await pair.app.unregister_listener(topic, heard)
 
 

@@ -1,4 +1,4 @@
-"""Calls over the in-process transport: what is answered, what isn't, and what ends a call."""
+"""Calls over the in-process transport: what is answered, what is not, and what ends a call."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def fails(call: Any, code: UCode.ValueType, text: str = "") -> UStatusErro
 
 
 async def until(holds: Any) -> None:
-    """Give everybody else on the loop turns until `holds()`; the in-process transport needs no time, only turns."""
+    """Run other tasks of the event loop until `holds()`; the in-process transport needs turns, but no time."""
     for _ in range(100_000):
         if holds():
             return
@@ -71,7 +71,7 @@ async def until(holds: Any) -> None:
 
 @asynccontextmanager
 async def unanswered(bench: Bench) -> AsyncIterator[None]:
-    """A call under way that nobody will answer; given up in the end."""
+    """A running call that nobody answers; cancelled at the end."""
     call = asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG))
     yield
     assert not call.done()
@@ -80,7 +80,7 @@ async def unanswered(bench: Bench) -> AsyncIterator[None]:
 
 
 class Responses:
-    """Hears the raw responses to APP, beside its client."""
+    """Receives the responses to APP, in addition to its client."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[UMessage] = asyncio.Queue()
@@ -228,7 +228,7 @@ async def test_an_explicit_ok_is_success(bench: Bench) -> None:
 async def test_a_response_with_another_ttl_is_taken(bench: Bench) -> None:
     class Answers:
         async def on_receive(self, request: UMessage) -> None:
-            # a broker counted it down
+            # reduced by a broker
             builder = UMessageBuilder.response_for_request(request.attributes).with_ttl(1_000)
             await bench.server_transport.send(builder.build())
 
@@ -288,7 +288,7 @@ async def test_calls_run_side_by_side_and_find_their_own_answer(bench: Bench) ->
 
 
 async def test_calls_that_are_made_together_leave_in_one_batch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is said of one of them is said to its caller alone."""
+    """Each caller gets the status of its own call."""
     await bench.server.register_request_handler(1, lambda request: UPayload.of(request))
     sizes: list[int] = []
     whole = bench.client_transport.send_batch
@@ -303,7 +303,7 @@ async def test_calls_that_are_made_together_leave_in_one_batch(bench: Bench, mon
     calls = [asyncio.ensure_future(bench.client.invoke_method(GET, UPayload(b"%d" % n, RAW), LONG)) for n in range(200)]
     cancelled = asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG))
     await asyncio.sleep(0)
-    cancelled.cancel()  # before it has left
+    cancelled.cancel()  # before it is sent
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert sizes == [200]
     assert [getattr(answer, "data", None) for answer in answers] == [None if n == 7 else b"%d" % n for n in range(200)]
@@ -323,7 +323,7 @@ async def test_closing_ends_a_call_that_the_network_has_not_taken(
     calls = [asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG))]
     await begun.wait()
     calls.append(asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG)))
-    await asyncio.sleep(0)  # it waits for its turn of the loop
+    await asyncio.sleep(0)  # it waits for the next turn of the event loop
     await bench.client.close()
     for call in calls:
         await fails(call, UCode.CANCELLED)
@@ -445,12 +445,12 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
     responses.refuse(refused, invalid("no"))
     assert responses.dropped["responses_full"] == 3
     for _ in range(2):
-        responses.post(response("large", 9_000))  # each all of its bytes
+        responses.post(response("large", 9_000))  # each uses all bytes of its share
     assert responses.dropped["responses_full"] == 4
     responses.post(response("one", 1))
     await until(lambda: sent)
     assert [message.attributes.sink.authority_name for message in sent[0]] == ["many", "large"]
-    assert not responses.has_capacity("large", 1)  # what is on its way counts until the network has taken it
+    assert not responses.has_capacity("large", 1)  # a response counts until the network has accepted it
     gate.set()
     await responses.drain(10_000)
     assert [message.attributes.sink.authority_name for batch in sent[1:] for message in batch] == [
@@ -476,7 +476,7 @@ async def test_an_expired_request_is_not_handled(bench: Bench) -> None:
 
 
 class DeliversAnything(LocalTransport):
-    """A transport that does not check what it delivers: who serves on it does."""
+    """A transport that does not validate; the server has to do it."""
 
     async def register_listener(self, source_filter: Any, listener: Any, sink_filter: Any = None) -> None:
         self.listener = listener

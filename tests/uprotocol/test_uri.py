@@ -1,4 +1,4 @@
-"""UUri: the vectors of the specification, what must fail, and properties for everything between."""
+"""UUri: the vectors of the specification, invalid input, and properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UUIDv7: vectors, what must fail, and ids that never go back."""
+"""UUIDv7: vectors, invalid input, and ids that always increase."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription.service import USubscriptionService
 from usubscription_client import USubscriptionClient
 
-WAIT_S = 20  # for what must happen; only a failure waits that long
+WAIT_S = 20  # only a failure waits that long
 
 
 class Ear:
-    """Keeps what it hears; `next` waits for one that fits."""
+    """Keeps received messages; `next` waits for one that matches."""
 
     def __init__(self) -> None:
         self.heard: list[UMessage] = []
@@ -52,7 +52,7 @@ class Ear:
 
 
 class Forwarder:
-    """What joins two networks: whatever has the other's authority as sink."""
+    """Forwards messages between two networks, by the authority of their sink."""
 
     def __init__(self, into: LocalTransport) -> None:
         self._into = into
@@ -69,7 +69,7 @@ class Forwarder:
 
 
 class Raw:
-    """A uEntity that speaks to the service with its bare hands."""
+    """A uEntity that builds its requests itself."""
 
     def __init__(self, transport: LocalTransport, local: LocalUriProvider) -> None:
         self.transport, self.local = transport, local
@@ -102,7 +102,7 @@ CONSTANTS = {
 
 
 class Shortest(random.Random):
-    """Of what a pause may be."""
+    """The possible values of a pause."""
 
     def random(self) -> float:
         return 0.0
@@ -144,7 +144,7 @@ class World:
         return made
 
     async def service(self, authority: str = "dev1", **options: Any) -> USubscriptionService:
-        """Starts it, or starts it again on the store that it left."""
+        """Start the service, or restart it with the same store."""
         transport = await self.transport(authority, 0, 4)
         for name, constant in CONSTANTS.items():
             if name in options:
@@ -183,7 +183,7 @@ class World:
 
 
 class TroubledDisk(Disk):
-    """Every connection that is made has this pragma: a trouble of SQLite's own."""
+    """Every new connection gets this pragma, which causes an error of SQLite."""
 
     trouble = ""
 

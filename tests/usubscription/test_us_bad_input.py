@@ -1,4 +1,4 @@
-"""Every operation against everything that is wrong: the documented code, nothing stored, the service alive."""
+"""Every operation with every kind of invalid input: the documented code, nothing stored, and the service continues."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def code_of(call: Any) -> UCode.ValueType:
 
 
 async def nothing_happened(world: Any, raw: Any) -> None:
-    """Nothing stored, nothing said, and the service serves."""
+    """Nothing is stored, nothing is sent, and the service works."""
     service = world.services["dev1"]
     assert await service.store.read(lambda reader: (reader.count(), reader.links(), reader.registrations())) == (
         0,
@@ -174,7 +174,7 @@ async def test_a_failure_is_told_by_commstatus_and_ustatus_and_never_in_a_respon
 
 
 def _fields(message: Any) -> list[Any]:
-    """Those of a message and of what it holds."""
+    """The fields of a message and of its nested messages."""
     found, todo, seen = [], [message], set()
     while todo:
         one = todo.pop()
@@ -339,8 +339,7 @@ async def test_v3_fetch_subscriptions_without_argument(world: Any, raw: Any) -> 
     ),
 )
 def test_raw_bytes_never_do_more_than_an_error(operation: tuple[int, str, int], data: bytes, format: Any) -> None:
-    """The fuzz target, bounded: what the codecs make of any bytes is an event, or a UStatusError of a documented
-    code."""
+    """The fuzz target, bounded: for any bytes the codecs return an event, or raise a UStatusError of a documented code."""
     major, name, method = operation
     codec = CODECS[major]
     message = UMessageBuilder.request(
@@ -371,7 +370,7 @@ def test_raw_bytes_never_do_more_than_an_error(operation: tuple[int, str, int], 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.binary(max_size=120)), min_size=50, max_size=100))
 def test_raw_bytes_at_the_rpc_entry_leave_the_service_alive(tmp_path_factory: Any, requests: list[Any]) -> None:
-    """The same against the whole service: each request gets an answer of a documented code, and the service goes on."""
+    """The same with the whole service: each request gets an answer of a documented code, and the service continues."""
 
     async def feed() -> None:
         network = LocalNetwork()

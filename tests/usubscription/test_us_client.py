@@ -1,4 +1,4 @@
-"""The client: both versions, finding out which, commands in order, reconnects."""
+"""The client: both versions, finding out the version, order of commands, reconnects."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_commands_leave_in_order_and_the_last_one_wins(world: Any) -> None
     spy = Listener()
     await transport.register_listener(uris.ANY, spy, uris.uri("dev1", 0, 4, 0xFFFF))
     first = asyncio.ensure_future(client.subscribe(OTHER))
-    await asyncio.sleep(0)  # it leaves alone
+    await asyncio.sleep(0)  # it is sent alone
     calls = [
         asyncio.ensure_future(call)
         for call in (client.subscribe(TOPIC), client.unsubscribe(TOPIC), client.subscribe(TOPIC))
@@ -153,7 +153,7 @@ async def test_a_listener_hears_the_topic_until_the_unsubscribe(world: Any) -> N
     assert await client.fetch_subscribers(TOPIC) != [], "the other listener still wants it"
     await client.unsubscribe(TOPIC)
     await publisher.send(UMessageBuilder.publish(TOPIC).build())
-    await client.fetch_subscribers(TOPIC)  # behind it
+    await client.fetch_subscribers(TOPIC)  # after it
     assert one.heard.empty()
     assert two.heard.empty()
 
@@ -211,8 +211,8 @@ async def test_the_subscriber_of_the_communication_layer_works_with_it(world: An
 @pytest.mark.spec("local~l2-subscriber-persistent")
 @both
 async def test_a_subscription_outlives_its_subscriber_and_the_service(world: Any, version: int) -> None:
-    """The process that subscribed ends without a word, the service restarts; another one goes on with it, and can end
-    it."""
+    """The subscribing process ends without unsubscribing, and the service restarts; another process continues, and can
+    unsubscribe."""
     me = LocalUriProvider("dev1", 0x10, 1)
     await world.service()
     transport = LocalTransport.on(await world.network("dev1"), me)
@@ -230,7 +230,7 @@ async def test_a_subscription_outlives_its_subscriber_and_the_service(world: Any
         USubscriptionClient(again, me, version=version) as client,
     ):
         listener = Listener()
-        await again.register_listener(TOPIC, listener)  # to listen is all that it has to do
+        await again.register_listener(TOPIC, listener)  # it only has to register a listener
         await (await world.transport("dev1", 0x20)).send(
             UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x"))
         )

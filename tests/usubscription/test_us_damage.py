@@ -1,5 +1,4 @@
-"""A store that is damaged, at the start or while it runs, and a disk that fills: the service stays, and says what is
-wrong."""
+"""A store that is damaged, at the start or later, and a full disk: the service continues, and reports the problem."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ async def test_a_write_ahead_log_is_not_moved_into_a_damaged_store(world: Any) -
     path = world.path / "dev1.db"
     a_store(path)
     with sqlite3.connect(path, isolation_level=None) as held:
-        held.execute("INSERT INTO meta VALUES('more', 'x')")  # stays in the log as long as this one is open
+        held.execute("INSERT INTO meta VALUES('more', 'x')")  # stays in the log while this connection is open
         overwrite(path)
         before = path.read_bytes()
         service = await world.service()
@@ -146,7 +145,7 @@ async def test_another_store_in_its_place_still_refuses_the_start(world: Any) ->
 
 
 async def subscribe_until_refused(raw: Any) -> int:
-    """The code."""
+    """Returns the code of the answer."""
     for number in range(1_000):
         try:
             await raw.call(4, 1, v4.SubscribeRequest(topic=uris.uri("dev1", 0x30, 1, 0x8000 + number)))
@@ -170,10 +169,10 @@ async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm
     a_store(path, rows=20_000)
     service = await world.service()
     raw = await world.raw()
-    await raw.call(4, 1, v4.SubscribeRequest(topic=FAR))  # so that a remote command is under way, too
+    await raw.call(4, 1, v4.SubscribeRequest(topic=FAR))  # so that there is a remote command, too
     writer = service.store.database._file.connect()
     async with asyncio.timeout(20):
-        while not is_in_one_file(writer):  # noqa: ASYNC110 - SQLite says it to nobody
+        while not is_in_one_file(writer):  # noqa: ASYNC110 - SQLite has no event for it
             await asyncio.sleep(0.01)
     for db in (writer, *(reader._db for reader in service.store._reading.values())):
         db.execute("PRAGMA cache_size=0")
@@ -201,7 +200,7 @@ async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(world: 
     raw = await world.raw()
     db = service.store.database._file.connect()
     (pages,) = db.execute("PRAGMA page_count").fetchone()
-    disk.trouble = f"max_page_count={pages}"  # SQLite's own way to be full
+    disk.trouble = f"max_page_count={pages}"  # SQLite reports a full disk
     db.execute(f"PRAGMA {disk.trouble}")
     assert await subscribe_until_refused(raw) == UCode.RESOURCE_EXHAUSTED
     assert not service.healthy

@@ -1,4 +1,4 @@
-"""Expiry and Reset, over the wire; the clock is the test's."""
+"""Expiry and Reset over a transport; the test controls the clock."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_subscription_ends_after_its_expiry_not_in_that_millisecond_and_
     assert await subscribe(raw, major, NOW + 1000) is Status.SUBSCRIBED
     clock.now = NOW + 1000
     assert len(await service.subscriptions()) == 1
-    await asyncio.sleep(0.05)  # several looks at the clock
+    await asyncio.sleep(0.05)  # several checks of the clock
     assert len(raw.published[major].heard) == 1
     clock.now = NOW + 1001
     assert await service.subscriptions() == [], "at once, whether or not it was swept yet"
@@ -114,7 +114,7 @@ def test_a_subscription_is_past_after_the_millisecond_of_its_expiry() -> None:
 async def test_a_repeated_subscribe_sets_the_expiry_later_or_earlier_or_none(
     world: Any, clock: Clock, major: int
 ) -> None:
-    """What exceeds is taken, as the first text asks; what differs otherwise, too, as the later ones ask."""
+    """A later expiry is accepted, as in the first text; an earlier one, too, as in the later texts."""
     service = await world.service(now_ms=clock)
     raw = await world.raw()
     for asked in (NOW + 10_000, NOW + 20_000, NOW + 5_000, NOW + 5_000, None, None, NOW + 7_000, NOW):
@@ -189,7 +189,7 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
     assert told(4, await new.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
     assert told(4, await watcher.notified[4].count(2)) == [Status.UNSUBSCRIBED] * 2
     assert told(3, await watcher.notified[3].count(1)) == [Status.UNSUBSCRIBED]
-    (last,) = await quiet.notified[3].count(1)  # registered for a topic that nobody had: told that it is over
+    (last,) = await quiet.notified[3].count(1)  # registered for a topic without subscribers: notified of the end
     assert UPayload.of(last).unpack(v3.Update).topic == OTHER
     for _ in range(2):
         service = world.services["dev1"]
@@ -206,8 +206,8 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
 @spec("req~usubscription-reset~1", doc="v3-today")
 @spec("req~usubscription-reset~1", doc="v4")
 async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, major: int) -> None:
-    """In this order: subscriptions and their store, registrations and theirs, then the messages. Looked at from
-    outside, in that moment."""
+    """Deletes first subscriptions, then registrations, and then sends the messages. Checked through another connection
+    at the time of the messages."""
     await world.service(reset="all")
     raw, watcher = await world.raw(), await world.raw(ue_id=0x99)
     for topic in (TOPIC, FAR):
@@ -241,8 +241,7 @@ async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, 
 async def test_v3_once_the_last_one_has_left_nothing_is_said_about_the_topic(
     world: Any, clock: Clock, ends: str
 ) -> None:
-    """Not when its expiry passes, not at one more Unsubscribe, and to nobody: while one is left, everybody hears of
-    each."""
+    """Neither at its expiry nor after another Unsubscribe. While one subscriber is left, all changes are notified."""
     await world.service(now_ms=clock)
     one, last, watcher = [await world.raw(ue_id=ue_id) for ue_id in (0x10, 0x11, 0x99)]
     await watcher.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
@@ -254,10 +253,10 @@ async def test_v3_once_the_last_one_has_left_nothing_is_said_about_the_topic(
     assert told(3, await watcher.notified[3].count(4))[-1] is Status.UNSUBSCRIBED
     if ends == "expiry":
         clock.now = NOW + 2000
-        await asyncio.sleep(0.05)  # several looks at the clock
+        await asyncio.sleep(0.05)  # several checks of the clock
     else:
         await last.call(3, 2, v3.UnsubscribeRequest(topic=TOPIC))
-    await subscribe(one, 3, None, OTHER)  # what is said next is about another topic
+    await subscribe(one, 3, None, OTHER)  # the next notification is about another topic
     assert len(await one.notified[3].count(3)) == 3
     assert [UPayload.of(each).unpack(v3.Update).topic for each in (await one.published[3].count(5))[4:]] == [OTHER]
     assert (len(watcher.notified[3].heard), len(last.notified[3].heard)) == (4, 2)
@@ -289,7 +288,7 @@ async def test_reset_cancels_remote_commands_and_tells_the_peers_nothing(world: 
     log = world.forwarders["dev1", "dev2"].log
     await subscribe(raw, 4, None, FAR)
     async with asyncio.timeout(20):
-        while len(log) < 2:  # noqa: ASYNC110 - said again, since nobody answers; a list has no event
+        while len(log) < 2:  # noqa: ASYNC110 - repeated, since nobody answers; a list has no event
             await asyncio.sleep(0.01)
     await peer.call(4, 6)
     await asyncio.sleep(0.1)

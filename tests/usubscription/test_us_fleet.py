@@ -1,4 +1,4 @@
-"""A cloud that subscribes to many vehicles at once: counted are commits and batches, for those are what it costs."""
+"""A cloud that subscribes to many vehicles at once; counts commits and batches, which determine the cost."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SUBSCRIBED, PENDING = Status.SUBSCRIBED + 1, Status.SUBSCRIBE_PENDING + 1  # as 
 
 
 class Fleet:
-    """On the cloud's own network, for all vehicles: their services answer, and tell what they have answered."""
+    """The services of all vehicles, on the cloud's network: they answer, and notify of their answers."""
 
     def __init__(self, transport: Any, answers: Callable[[str], list[int]]) -> None:
-        """`answers(vehicle)`: the status of the response, and those that are told behind it; none: silence."""
+        """`answers(vehicle)`: the status in the response, then those in notifications; empty: no answer."""
         self._transport, self._answers = transport, answers
         self.batches: list[int] = []
         self.asked: list[str] = []
@@ -92,7 +92,7 @@ def subscribe_all(raw: Any, topics: Sequence[Any]) -> list[asyncio.Task[Any]]:
 
 
 def sizes_of(transport: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[UMessage]]:
-    """The batches that leave by it."""
+    """Returns the batches that are sent through it."""
     batches: list[list[UMessage]] = []
     whole = transport.send_batch
 
@@ -108,7 +108,7 @@ def sizes_of(transport: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[UMess
 async def test_four_hundred_subscriptions_to_forty_vehicles_are_some_batches(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "REPEAT_FIRST_MS", 60_000)  # a slow machine is no reason to ask twice
+    monkeypatch.setattr(remote, "REPEAT_FIRST_MS", 60_000)  # no repetition on a slow machine
     service, raw, fleet = await begin(world, lambda vehicle: [SUBSCRIBED, SUBSCRIBED])
     batches = sizes_of(world.transports["cloud"], monkeypatch)
     database, commits, events = service.store.database, [], []
@@ -125,7 +125,7 @@ async def test_four_hundred_subscriptions_to_forty_vehicles_are_some_batches(
     await raw.notified[4].count(2 * len(TOPICS))  # pending, subscribed
     kinds = [type(event).__name__ for event in events]
     assert (kinds.count("Commanded"), kinds.count("Answered"), kinds.count("Notified")) == (400, 400, 0)
-    assert len(commits) <= 100  # of 800 commands and answers, and what was told
+    assert len(commits) <= 100  # for 800 commands and answers, and the changes
     told = [batch for batch in batches if batch[0].attributes.type == NOTIFICATION]
     asked = [batch for batch in batches if batch[0].attributes.type == REQUEST]
     assert sum(map(len, told)) >= 3 * 2 * len(TOPICS)  # two publishes beside each
@@ -135,7 +135,7 @@ async def test_four_hundred_subscriptions_to_forty_vehicles_are_some_batches(
 
 
 async def test_in_a_burst_answers_leave_before_what_is_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as more wait than one transaction takes; telling costs as much as answering, and who asks is waiting."""
+    """While more requests wait than one transaction takes: a change costs as much as an answer, for which a caller waits."""
     service, raw, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
     batches = sizes_of(world.transports["cloud"], monkeypatch)
     may_commit, apply = threading.Event(), service.store.database.apply
@@ -160,7 +160,7 @@ async def test_in_a_burst_answers_leave_before_what_is_told(world: Any, monkeypa
 
 
 async def test_a_burst_lasts_until_nobody_waits_for_an_answer(world: Any) -> None:
-    """A store that keeps up with it has less waiting than one transaction takes, and others still come."""
+    """A store that keeps up has fewer waiting requests than one transaction takes, while more arrive."""
     service, _, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
     lull, who = service.notifier._responses.lull, ("cloud", 0x10)
     service.entry.is_waiting(who, BATCH_MAX)
@@ -173,7 +173,7 @@ async def test_a_burst_lasts_until_nobody_waits_for_an_answer(world: Any) -> Non
 
 
 async def test_a_silent_vehicle_holds_up_no_other(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do a few of them, which take all places there are."""
+    """Nor do several of them, with all fresh calls."""
     monkeypatch.setattr(remote, "FRESH_MAX", 16)
     monkeypatch.setattr(remote, "FRESH_MS", 50)
     world.patch.setattr("usubscription.remote.REPEAT_FIRST_MS", 60_000)
@@ -187,7 +187,7 @@ async def test_a_silent_vehicle_holds_up_no_other(world: Any, monkeypatch: pytes
 
 @pytest.mark.parametrize("told", [[SUBSCRIBED], [PENDING, SUBSCRIBED]], ids=["subscribed", "pending first"])
 async def test_what_is_told_right_behind_an_answer_that_says_pending_counts(world: Any, told: list[int]) -> None:
-    """It arrives before the answer is stored."""
+    """The notification arrives before the answer is stored."""
     service, raw, _ = await begin(world, lambda vehicle: [PENDING, *told])
     await asyncio.gather(*subscribe_all(raw, TOPICS[:5]))
     await standing(service, TOPICS[:5])
@@ -196,7 +196,7 @@ async def test_what_is_told_right_behind_an_answer_that_says_pending_counts(worl
 async def test_a_fleet_that_is_away_gets_no_more_than_its_network_may_hold(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is beyond that would be refused, and come late."""
+    """Further calls would be refused and delayed."""
     world.patch.setattr("usubscription.remote.REPEAT_FIRST_MS", 600_000)
     monkeypatch.setattr(remote, "FRESH_MAX", 16)
     monkeypatch.setattr(remote, "FRESH_SILENT_MS", 600_000)
@@ -209,7 +209,7 @@ async def test_a_fleet_that_is_away_gets_no_more_than_its_network_may_hold(
 
 
 async def test_an_audit_reads_the_links_of_whom_it_asks(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not all links for each vehicle."""
+    """It does not read all links for each vehicle."""
     service, raw, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
     await asyncio.gather(*subscribe_all(raw, TOPICS))
     await standing(service, TOPICS)

@@ -1,4 +1,4 @@
-"""What a service, or somebody who claims to be one, can make a streamer believe."""
+"""Which false claims of a service, or of an impostor, a streamer accepts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def listed(*told: Subscription) -> v4.FetchSubscriptionsResponse:
 
 
 class Liar:
-    """A service of version 4 of dev1 that says what it likes."""
+    """A service of version 4 of dev1 that sends anything."""
 
     def __init__(self, transport: Any, *told: Subscription) -> None:
         self.told, self.asked, self._transport = told, 0, transport
@@ -105,7 +105,7 @@ async def test_one_that_lists_without_end_is_not_followed_and_the_last_known_ser
 async def test_notifications_that_say_nothing_make_nobody_fetch_all_the_time(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One without a topic is what a registered client hears after a Reset: it asks anew, but not for each of them."""
+    """A notification without a topic follows a Reset: the client fetches again, but not once for each of them."""
     liar = await Liar(await world.transport("dev1", 0, 4)).open()
     monkeypatch.setattr(interest, "RETRY_FIRST_MS", 60_000)
     source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1")

@@ -42,7 +42,7 @@ async def test_a_call_that_is_cancelled_when_it_may_begin_lets_the_next_begin() 
 
 
 async def test_a_silent_call_is_fresh_for_a_while_and_longer_if_nobody_answers() -> None:
-    """By the loop's own clock, which is turned forward calls."""
+    """Advances the clock of the event loop."""
     loop, calls = asyncio.get_running_loop(), FreshCalls()
     now, late = loop.time, 0.0
     loop.time = lambda: now() + late  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The index in memory: after any history of commits it says what the store says."""
+"""The index in memory: after any sequence of commits it agrees with the store."""
 
 from __future__ import annotations
 

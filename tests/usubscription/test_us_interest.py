@@ -1,4 +1,4 @@
-"""Who wants what: the table, the sources, the union."""
+"""Which authorities want which topics: the table, the sources, the union."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOCAL = LocalUriProvider("dev1", 0x99, 1)
 
 
 class Changed:
-    """Counts changes; waits for the next one that makes a condition true."""
+    """Counts changes; waits until a condition is true."""
 
     def __init__(self, source: Any) -> None:
         self.count = 0
@@ -213,7 +213,7 @@ async def test_service_interest_begins_again_after_a_reset(world: Any) -> None:
 
 
 class OldService:
-    """A version 3 service of somebody else's: FetchSubscribers and RegisterForNotifications, and no version 4."""
+    """A foreign version 3 service: only FetchSubscribers and RegisterForNotifications."""
 
     def __init__(self, transport: Any) -> None:
         self.subscribers: dict[tuple[str, int, int, int], list[UUri]] = {}
@@ -430,7 +430,7 @@ async def test_the_union_of_several_sources(world: Any, tmp_path: Path) -> None:
 
 
 class Told(InterestSource):
-    """Knows what it is told."""
+    """Knows the subscriptions that the test puts."""
 
     def take(self, *subscriptions: Subscription) -> None:
         self._take(subscriptions)
@@ -484,7 +484,7 @@ async def test_a_topic_that_found_no_room_among_those_to_be_asked_is_looked_at_a
     topics = [uris.uri("dev1", 0x66, 1, 0x8000 + number) for number in range(6)]
     for topic in topics:
         union.undecided(topic)
-    await changed.until(lambda: None in told)  # some were answered, and nobody waits any more
+    await changed.until(lambda: None in told)  # some were answered, and none is waiting
     for topic in topics:
         union.undecided(topic)
     await changed.until(lambda: sum(map(source.decided, topics)) >= 3)

@@ -1,5 +1,4 @@
-"""What a service tells that nobody can be: addresses out of range, methods instead of topics. The rest of what it says
-counts."""
+"""Invalid entries in the answers of a service: addresses out of range, methods instead of topics. The others are used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""In which order commands count: as they arrive, whatever their method and version; and one that comes again undoes
-nothing."""
+"""Commands take effect in the order of arrival, for all methods and versions; a redelivered one undoes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def command(major: int, method: int, source: Any, authority: str = "dev1") -> UM
 
 
 class Answers:
-    """The code of the response to each request."""
+    """Returns the code of the response to each request."""
 
     def __init__(self) -> None:
         self.codes: dict[tuple[int, int], list[int]] = {}
@@ -89,7 +88,7 @@ async def test_commands_count_in_the_order_of_arrival_whatever_their_method_and_
 
 @pytest.mark.parametrize("per_filter", [False, True])
 def test_one_listener_of_several_filters_gets_what_arrived_in_order(per_filter: bool) -> None:
-    """Also where a network delivers once for each filter, and encoded."""
+    """Also in a network that delivers once for each filter, and encoded messages."""
     table, got = ListenerTable("dev1"), list[UMessage]()
 
     class One:
@@ -109,7 +108,7 @@ def test_one_listener_of_several_filters_gets_what_arrived_in_order(per_filter: 
 
 
 async def test_a_request_that_comes_again_does_not_undo_a_later_one(world: Any, answers: Answers) -> None:
-    """Not after a restart either."""
+    """Also after a restart."""
     service = await world.service()
     transport, source = await sender(world, answers)
     first, second = command(4, SUBSCRIBE, source), command(3, UNSUBSCRIBE, source)
@@ -118,7 +117,7 @@ async def test_a_request_that_comes_again_does_not_undo_a_later_one(world: Any, 
     await transport.send(first)
     assert await answers.to(first, 2) == UCode.ABORTED
     assert await service.subscriptions() == []
-    await transport.send(second)  # the last one is answered as it was, since its answer may have been lost
+    await transport.send(second)  # the last command is answered again, since its answer may be lost
     assert await answers.to(second, 2) == UCode.OK
     await world.stop()
     service = await world.service()
@@ -137,7 +136,7 @@ OTHER: Key = ("own", 0x11, 1, 0)
 
 
 def apply(db: Database, *events: Any) -> list[int]:
-    """Codes."""
+    """Returns the codes."""
     return [0 if isinstance(one, Outcome) else one.code for one in db.apply(events, 0)]
 
 
@@ -197,7 +196,7 @@ async def restored(client: Any) -> None:
 
 
 async def test_the_clients_last_word_counts_over_a_reconnect_too(world: Any) -> None:
-    """What is restored never overtakes what the caller said since."""
+    """A restored command never replaces a later command of the caller."""
     service = await world.service()
     client = await world.client()
     transport = client.transport
@@ -216,7 +215,7 @@ async def test_the_clients_last_word_counts_over_a_reconnect_too(world: Any) -> 
     transport.reconnect()
     try:
         await gone
-    except UStatusError:  # the connection was lost under it
+    except UStatusError:  # the connection was lost meanwhile
         await client.unsubscribe(TOPIC)
     await restored(client)
     assert await service.subscriptions() == []

@@ -1,5 +1,4 @@
-"""Telling changes: each destination has its own order and its own trouble, nothing is lost over a restart, answers go
-first."""
+"""Sending changes: each destination has its own order and failures, a restart loses nothing, answers are sent first."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ def topic(number: int) -> Any:
 
 
 def numbers(messages: list[UMessage]) -> list[int]:
-    """Which topics they are about, in order."""
+    """The topics of the changes, in order."""
     return [UPayload.of(one).unpack(v4.Subscription).topic.resource_id - 0x8000 for one in messages]
 
 
 class Sieve:
-    """Stands before a transport, and answers for it what the test wants; None: let it pass."""
+    """A transport with the answers of the test; None: pass the message to the real one."""
 
     def __init__(self, transport: Any) -> None:
         self._send = transport.send_batch
@@ -46,7 +45,7 @@ class Sieve:
         transport.send_batch = self.send_batch
 
     async def send_batch(self, messages: Any) -> list[UStatus]:
-        """Behind what it did not take nothing to the same destination leaves, as the transports have it."""
+        """After a failure nothing to the same destination is sent, as in real transports."""
         statuses: list[UStatus] = []
         stopped: dict[str, UStatus] = {}
         for message in messages:
@@ -68,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def watched(world: Any, *authorities: str) -> tuple[Any, Any, dict[str, Any]]:
-    """A service whose transport is a sieve, and a registered client at each authority."""
+    """A service with a Sieve as transport, and a registered client at each authority."""
     service = await world.service()
     sieve = Sieve(world.transports["dev1"])
     watchers = {}
@@ -76,7 +75,7 @@ async def watched(world: Any, *authorities: str) -> tuple[Any, Any, dict[str, An
         watchers[authority] = await world.raw(authority, 0x99)
         if authority == "dev1":
             heard = watchers[authority].notified[4]
-        else:  # what dev1's service tells a client elsewhere
+        else:  # a notification of dev1's service to a client elsewhere
             heard = type(watchers[authority].notified[4])()
             await watchers[authority].transport.register_listener(
                 uris.uri("dev1", 0, 4, 0x8000), heard, watchers[authority].local.get_source()
@@ -178,7 +177,7 @@ async def test_a_no_for_good_is_counted_and_nothing_waits_for_it(world: Any) -> 
 
 
 async def test_a_try_again_is_the_same_message(world: Any) -> None:
-    """So that whoever has it already knows it by its id."""
+    """So a receiver that has it already recognises the id."""
     _, sieve, watchers = await watched(world, "dev2")
     tried: list[bytes] = []
 
@@ -244,7 +243,7 @@ def response(number: int) -> UMessage:
 
 
 async def test_no_burst_is_so_large_that_answers_are_forgotten() -> None:
-    """Each batch behind 20,000 answers used to wait out a second."""
+    """Each batch after 20,000 answers used to wait for a whole second."""
     answers = ResponseTracker()
     tags = [(1, number) for number in range(60_000)]
     for tag in tags:
@@ -259,7 +258,7 @@ async def test_no_burst_is_so_large_that_answers_are_forgotten() -> None:
 async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() -> None:
     answers = ResponseTracker()
     answers.expect((1, 1))
-    waiting = asyncio.ensure_future(answers.left({(1, 1), (1, 99)}))  # the other one was never expected
+    waiting = asyncio.ensure_future(answers.left({(1, 1), (1, 99)}))  # the second one was never expected
     await asyncio.sleep(0)
     assert not waiting.done()
     answers.sent([response(1)])
@@ -269,7 +268,7 @@ async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() 
     for number in range(100):
         answers.expect((2, number))
     start = loop.time()
-    for number in range(100):  # dropped: all of them together cost one wait
+    for number in range(100):  # dropped responses: one wait for all of them
         await answers.left({(2, number)})
     assert ANSWER_WAIT_MS_MAX / 1000 * 0.9 < loop.time() - start < ANSWER_WAIT_MS_MAX / 1000 * 3
 
@@ -291,7 +290,7 @@ async def test_the_answer_leaves_before_the_change_is_told(world: Any, monkeypat
 
 
 async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(world: Any) -> None:
-    """Not all of them at each batch: in a burst there are thousands."""
+    """Not all of them for each batch: in a burst there are thousands."""
     tells = (await world.service()).notifier
     base, told = tells.sent, list[int]()
 
@@ -312,7 +311,7 @@ async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(
 
 
 async def test_those_that_one_batch_wakes_go_on_some_at_a_time(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each goes on with a call, and messages wait for the loop meanwhile."""
+    """Each continues with a call, which delays messages."""
     monkeypatch.setattr("usubscription.notifier.WOKEN_AT_ONCE", 4)
     tells = (await world.service()).notifier
     number, woken = tells.sent + 1, list[int]()
@@ -334,7 +333,7 @@ async def test_those_that_one_batch_wakes_go_on_some_at_a_time(world: Any, monke
 
 
 class Unreadable:
-    """The store of a notifier, which can't read once: what changes meanwhile is handed to the notifier all the same."""
+    """The store of a notifier, whose read fails once; changes meanwhile are passed to the notifier all the same."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.tried, self.may_fail = store, asyncio.Event(), asyncio.Event()

@@ -1,5 +1,5 @@
-"""Copies of our subscriptions at other services: found and ended after a Reset, after the store was lost, and by a word
-from there."""
+"""Copies of our subscriptions in other services are found and ended: after a Reset, the loss of the store, or a
+notification."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
 
     async def asked() -> bool:
         left = {authority for authority, _ in world.services["a"].remote.partners.known}
-        # those that don't answer are kept, the others have nothing of ours
+        # partners that do not answer are kept; the others have no subscription of ours
         return left == {f"gone{number}" for number in range(20)}
 
     await until(asked)
@@ -194,7 +194,7 @@ async def test_a_disk_that_refuses_the_file_holds_no_command(tmp_path: Path) -> 
 async def test_what_comes_soon_after_a_save_shares_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fleet that is subscribed to brings one after the other."""
+    """Subscriptions to a fleet add one partner after the other."""
     monkeypatch.setattr(audit, "PARTNERS_SAVE_MS", 500)
     saves: list[str] = []
 
@@ -215,7 +215,7 @@ async def test_what_comes_soon_after_a_save_shares_the_next_one(
 
 
 async def test_nobody_overtakes_the_first_command_while_its_service_is_being_noted(tmp_path: Path) -> None:
-    """The second command to a service waits for the disk like the first one, and leaves behind it."""
+    """The second command to a service waits for the disk like the first one, and is sent after it."""
     written, order = threading.Event(), []
 
     class Slow(Disk):

@@ -65,7 +65,7 @@ class Process:
         return await asyncio.wait_for(self._process.wait(), WAIT_S)
 
     async def kill(self) -> None:
-        """kill -9: nothing is flushed, nobody is told."""
+        """kill -9: nothing is flushed or sent."""
         await self.end(signal.SIGKILL)
 
 
@@ -163,7 +163,7 @@ async def the_last_one_wins(networks: Networks) -> None:
         await service.start()
     client, _ = await networks.client("a", 4)
     async with USubscriptionClient(client.transport, LocalUriProvider("a", 0x10, 1), version=3) as old:
-        for one in (client, old):  # then each end knows the way to each method
+        for one in (client, old):  # then each side has discovered each method
             await one.subscribe(topic("a", 0))
             await one.unsubscribe(topic("a", 0))
     source = uris.uri("a", 0x10, 1, 0)
@@ -185,7 +185,7 @@ async def the_last_one_wins(networks: Networks) -> None:
             requests.append(UMessageBuilder.request(source, uris.uri("a", 0, major, method), 60_000).pack(asked))
         assert {status.code for status in await client.transport.send_batch(requests)} == {UCode.OK}
     async with asyncio.timeout(WAIT_S):
-        while (found := len(await client.fetch_subscriptions())) < 20:  # noqa: ASYNC110 - what others do
+        while (found := len(await client.fetch_subscriptions())) < 20:  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.05)
     assert found == 20
     await asyncio.sleep(0.2)
@@ -205,7 +205,7 @@ async def test_killed_while_subscribe_pending_it_goes_on_after_the_restart(zenoh
     a, b = zenoh.services["a"], zenoh.services["b"]
     await a.start()
     client, told = await zenoh.client("a", 4)
-    assert await client.subscribe(topic("b")) is Status.SUBSCRIBE_PENDING  # b is not there
+    assert await client.subscribe(topic("b")) is Status.SUBSCRIBE_PENDING  # b does not run
     await a.kill()
     await b.start()
     await a.start()
@@ -255,7 +255,7 @@ async def test_killed_while_subscribed_both_know_it_still_and_what_one_lost_come
     await a.start()
     there, _ = await zenoh.client("b", 4)
     async with asyncio.timeout(WAIT_S):
-        while not (found := await there.fetch_subscriptions()):  # noqa: ASYNC110 - what others store has no event here
+        while not (found := await there.fetch_subscriptions()):  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.02)
     assert [one.sample_period_ms for one in found] == [100]
     await until(told, Status.SUBSCRIBED, topic("b"))

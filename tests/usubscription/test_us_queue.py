@@ -1,4 +1,4 @@
-"""The queue of commands that the client, the remote leg and destinations in trouble share."""
+"""The command queue of the client, of remote commands, and of destinations in trouble."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uprotocol.core.usubscription.asking import CommandQueue
 
 
 class Service:
-    """Answers a command when it is told to; `left` is what has left, in that order."""
+    """Answers a command when the test says so; `left` has the started commands, in order."""
 
     def __init__(self, window: int = 2, **options: Any) -> None:
         self.left: list[tuple[str, int]] = []
@@ -36,7 +36,7 @@ async def turns() -> None:
 async def test_one_of_a_topic_is_in_flight_and_the_last_one_wins() -> None:
     service = Service()
     for command in (1, 2):
-        service.queue.put("a", command)  # the first one has not left: it never does
+        service.queue.put("a", command)  # the first one has not started, and never does
     await turns()
     for command in (3, 4):
         service.queue.put("a", command)

@@ -1,4 +1,4 @@
-"""How much one caller may have, and what one answer may hold."""
+"""The limits of one caller and of one answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store(path: Path) -> Database:
 
 
 def subscribe(db: Database, who: Key, count: int, first: int = 0, **options: Any) -> int:
-    """How many of them were taken."""
+    """Returns the number of accepted ones."""
     done = db.apply([Subscribe(topic(first + number), who, 4, **options) for number in range(count)], 0)
     for one in done:
         assert isinstance(one, Outcome) or one.code == UCode.RESOURCE_EXHAUSTED, one
@@ -102,7 +102,7 @@ def counts(db: Database) -> list[tuple[object, ...]]:
 
 
 def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> None:
-    """A thousand batches of anything, some of which fail; then what was counted is what a start counts."""
+    """A thousand random batches, some of which fail; then the counts are equal to those after a restart."""
     chance = random.Random(7)
     clients: list[Key] = [(authority, ue_id, 1, 0) for authority in ("dev1", "dev2", "dev3") for ue_id in (0, 0x10)]
     db = store(tmp_path)
@@ -164,12 +164,12 @@ async def filled(world: Any, count: int = MANY, **options: Any) -> Any:
     topics: list[Key] = [("dev1", ENTITY + number // 30_000, 1, 0x8000 + number % 30_000) for number in range(count)]
     for start in range(0, count, 1_000):
         events = [Subscribe(key, subscriber, 4) for key in topics[start : start + 1_000]]
-        service.store.database.apply(events, 0)  # on this thread: nothing else is asked of the service yet
+        service.store.database.apply(events, 0)  # on this thread: there are no requests yet
     return service
 
 
 class Sizes:
-    """The largest payload that was sent to a client."""
+    """Returns the largest payload that was sent to a client."""
 
     def __init__(self, transport: Any) -> None:
         self.largest = 0
@@ -212,7 +212,7 @@ async def test_v3_subscribers_come_in_such_messages_too(world: Any) -> None:
 
 
 async def test_v4_without_pages_is_refused_what_does_not_fit(world: Any) -> None:
-    """A client that knows the specification alone."""
+    """A client that knows only the specification."""
     await filled(world, 2_000, message_bytes_max=1 << 16)
     raw = await world.raw()
     with pytest.raises(UStatusError) as error:
@@ -277,7 +277,7 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
     ask("dev2", 0x11, 4)
     assert entry.refused["waiting"] == 100 - 8 // 2, "its neighbour on that host finds room"
     assert entry.waiting.used == 32
-    await service.store.submit(Probe())  # behind all of them
+    await service.store.submit(Probe())  # after all of them
     assert entry.waiting.used == 0
     assert not entry.waiting._clients.used
     assert len(await service.subscriptions()) == 32
@@ -316,7 +316,7 @@ def test_the_shares_are_those_of_the_page() -> None:
 
 
 def test_changes_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
-    """With long details few of them are as much as many without."""
+    """A change with long details counts as several."""
     db = Database(tmp_path / "store.db", "dev1", outbox_changes_max=64)
     db.open()
 
@@ -325,7 +325,7 @@ def test_changes_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
             (destination, first + n, Change(topic(n), ("dev1", 1, 1, 0), Status.SUBSCRIBED, 3, details=details), ())
             for n in range(count)
         ]
-        db.apply([Hold(tuple(changes)), Hold(tuple(changes))], 0)  # the second time they are there already
+        db.apply([Hold(tuple(changes)), Hold(tuple(changes))], 0)  # the second time they are stored already
 
     hold("away", 1, 20, b"x" * DETAILS_BYTES_MAX)
     (size,) = db._file.connect().execute("SELECT sum(length(change)) FROM held").fetchone()

@@ -1,4 +1,4 @@
-"""The remote leg: two services whose networks are joined by a forwarder, and services whose peer misbehaves."""
+"""Remote commands: two services whose networks are connected by a forwarder, and services whose peer misbehaves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _uri(key: Any) -> Any:
 
 
 class Peer:
-    """A remote service that answers as it is told: a status, an error, or never."""
+    """A remote service with the answers of the test: a status, an error, or none."""
 
     def __init__(self, transport: Any, authority: str) -> None:
         self._transport, self._authority = transport, authority
@@ -79,9 +79,11 @@ class Peer:
         self.commands: list[tuple[str, UMessage]] = []
         self.running = self.running_max = 0
         self.answer: Callable[[str, UMessage], Any] = lambda command, request: Status.SUBSCRIBED
-        self.has: list[Any] | None = None  # what it says it has of ours; None: it does not answer such questions
-        self.asked = 0  # how often
-        self.lists = asyncio.Event()  # cleared: it is slow to say so
+        self.has: list[Any] | None = (
+            None  # our subscriptions in its answers; None: it does not answer FetchSubscriptions
+        )
+        self.asked = 0  # the number of FetchSubscriptions
+        self.lists = asyncio.Event()  # cleared: its answer is delayed
         self.lists.set()
         self._news = asyncio.Event()
 
@@ -124,7 +126,7 @@ class Peer:
         self._news.set()
         own, has = request.attributes.source, list(self.has)
         self.asked += 1
-        await self.lists.wait()  # what it says is what it had when it was asked
+        await self.lists.wait()  # the answer has its state at the time of the request
         if request.attributes.sink.ue_version_major == 4:
             return v4.FetchSubscriptionsResponse(
                 subscriptions=[v4.Subscription(topic=topic, subscriber=own, status=3) for topic in has]
@@ -155,7 +157,7 @@ class Peer:
 
 @pytest.fixture
 async def peer(world: Any) -> Any:
-    """Authority b has no service of ours, but one that does as the test wants."""
+    """The service of authority b is a Peer that the test controls."""
     made = await Peer(await world.transport("b", 0, 4), "b").open()
     yield made
     await made.close()
@@ -374,8 +376,8 @@ async def test_a_command_is_retried_until_answered_across_our_restart_and_the_re
 @spec("req~usubscription-remote-max-timeout~1", doc="v3")
 @spec("req~usubscription-remote-max-timeout~1", doc="v4")
 async def test_a_lost_request_is_said_again_while_the_first_still_counts(world: Any, peer: Peer) -> None:
-    """A network that loses what nobody hears must not cost five minutes; but those five minutes are what each request
-    has."""
+    """A network that loses messages without a receiver must not cost five minutes, although that is the timeout of each
+    request."""
     gates = [asyncio.Event(), asyncio.Event()]
     waiting = iter(gates)
 
@@ -406,7 +408,7 @@ async def test_a_lost_request_is_said_again_while_the_first_still_counts(world: 
 async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote_answers(
     world: Any, peer: Peer, major: int, answer: Any
 ) -> None:
-    """And a shortage there is waited out, so that no copy of it stays."""
+    """A temporary error there is retried, so that no copy of it stays."""
     peer.answer = lambda command, request: Status.SUBSCRIBED if command == "subscribe" else answer
     service = await world.service("a")
     raw = await world.raw("a")
@@ -431,7 +433,7 @@ async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote
 async def test_an_answer_to_the_first_request_counts_however_often_it_was_said_again(
     world: Any, peer: Peer, major: int
 ) -> None:
-    """Its five minutes are its own: the requests that are sent meanwhile take nothing from them."""
+    """It has its own five minutes, whatever requests are sent meanwhile."""
     late, never = asyncio.Event(), asyncio.Event()
     asked = itertools.count()
 
@@ -459,7 +461,7 @@ async def test_an_answer_to_the_first_request_counts_however_often_it_was_said_a
 async def test_everybody_who_has_the_topic_is_pending_while_the_remote_is_asked(
     world: Any, peer: Peer, major: int
 ) -> None:
-    """At the first Subscribe, and at one that goes out later because the remote has lost it."""
+    """At the first Subscribe, and at a later one because the remote service has lost it."""
     gates = [asyncio.Event(), asyncio.Event()]
     waiting = iter(gates)
 
@@ -483,7 +485,7 @@ async def test_everybody_who_has_the_topic_is_pending_while_the_remote_is_asked(
         if gate is gates[0]:
             peer.has = []
             world.transports["a"].disconnect()
-            world.transports["a"].reconnect()  # one of the occasions on which it asks what the remote has
+            world.transports["a"].reconnect()  # causes an audit
             await peer.until("subscribe", "subscribe")
     for one in members:
         assert told(major, one.notified[major].heard) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED] * 2
@@ -550,7 +552,7 @@ async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic
     assert status(major, await raw.call(major, 1, subscribe(major, B_TOPIC))) is Status.SUBSCRIBE_PENDING
     await raw.call(major, 2, unsubscribe(major, B_TOPIC))
     gate.set()
-    await peer.until("subscribe", "unsubscribe")  # the two in between were replaced before they left
+    await peer.until("subscribe", "unsubscribe")  # the two in between were replaced before they were sent
     await wait_for(lambda: _no_links(service))
     assert peer.running_max == 1
     last = await raw.published[major].count(4)
@@ -641,7 +643,7 @@ async def test_a_remote_that_does_not_answer_gets_few_commands_and_all_of_them_o
     ids=lambda code: UCode.Name(code) if code in UCode.values() else str(code),
 )
 async def test_a_passing_shortage_ends_nothing(world: Any, peer: Peer, code: Any, command: str) -> None:
-    """Whatever is no "no" for good is asked again, codes of a later specification included."""
+    """After any error that is not a permanent refusal it is repeated, including codes of a later specification."""
     shortages = iter([UStatusError(code, "not now")])
     peer.answer = lambda asked, request: next(shortages, Status.SUBSCRIBED) if asked == command else Status.SUBSCRIBED
     service = await world.service("a")
@@ -677,7 +679,7 @@ async def test_an_answer_that_cannot_be_read_ends_nothing(world: Any, major: int
 
 
 async def test_our_own_shortage_ends_nothing(world: Any, peer: Peer) -> None:
-    """The first sends fail on the way out, as a full express lane does."""
+    """The first sends fail locally, as with a full express lane."""
     service = await world.service("a")
     transport = world.transports["a"]
     send, refusals = transport.send_batch, iter([UCode.RESOURCE_EXHAUSTED, UCode.INTERNAL])
@@ -746,7 +748,7 @@ async def test_a_remote_that_lost_its_store_is_noticed_and_subscribed_again(worl
     there = await world.service("b")
     assert await there.subscriptions() == []
     world.transports["a"].disconnect()
-    world.transports["a"].reconnect()  # one of the occasions on which it looks
+    world.transports["a"].reconnect()  # causes an audit
     assert told(4, await raw.notified[4].count(4))[2:] == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
     assert await known(there) == [(uris.format(B_TOPIC), "a", "SUBSCRIBED")]
     assert (await links(service))[uris.format(B_TOPIC)].state is Status.SUBSCRIBED

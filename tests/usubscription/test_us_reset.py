@@ -1,4 +1,4 @@
-"""Who may Reset, and what that ends: what the sender shares with the service, and nothing of others."""
+"""Who may Reset, and what it ends: what the sender shares with the service, and nothing of others."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_reset_that_is_rolled_back_has_ended_nothing(tmp_path: Path) -> None:
 
 
 async def test_what_the_sender_still_has_of_ours_is_ended_there(world: Any) -> None:
-    """It says that all is void; where it is not, nobody counts on it any more."""
+    """A Reset ends everything shared, also where the other side does not know it."""
     other = await world.service("dev2")
     await world.service(audit_ms=600_000)
     app, peer = await world.raw(), await world.raw("dev2", 0, 9)

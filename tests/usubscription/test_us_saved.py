@@ -1,4 +1,4 @@
-"""The last known interest on disk: whole, and at a price that its size does not drive up."""
+"""The last known interest on disk: complete, and written less often if it is large."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ async def test_v3_an_empty_authority_is_the_local_one(world: Any) -> None:
     assert await subscribers(raw, uris.parse("/20/1/8001")) == ([raw.local.get_source()], False)
 
 
-BARE = uris.parse("/20/1/8001")  # TOPIC, as clients write it that leave out their own host
+BARE = uris.parse("/20/1/8001")  # TOPIC without authority, for clients on its host
 
 
 def topics_told(messages: list[UMessage]) -> list[UUri]:
@@ -162,7 +162,7 @@ def topics_told(messages: list[UMessage]) -> list[UUri]:
 async def test_a_subscriber_that_gave_no_authority_gets_none_back_over_restarts_and_everybody_else_the_whole_topic(
     world: Any,
 ) -> None:
-    """Clients look the handler of an Update up by the topic that they passed."""
+    """Clients find the handler of an Update by the topic that they passed."""
     await world.service()
     raw, other, watcher = await world.raw(), await world.raw(ue_id=0x11), await world.raw(ue_id=0x99)
     await watcher.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
@@ -204,7 +204,7 @@ async def test_the_last_subscribe_says_how_a_subscriber_writes_its_topic(world: 
 
 
 async def test_one_that_goes_on_in_version_4_is_told_the_whole_topic(world: Any) -> None:
-    """There it has to give the authority."""
+    """In version 4 the topic must have an authority."""
     await world.service()
     raw = await world.raw()
     await subscribe3(raw, BARE)
@@ -244,7 +244,7 @@ async def test_v3_fetch_subscribers_pages_in_the_order_in_which_they_came(
     assert await subscribers(asking, offset=4) == (order[4:], False)
     assert await subscribers(asking, offset=5) == ([], False)
     assert await subscribers(asking, offset=4_000_000_000) == ([], False)
-    await subscribe3(members[0])  # again: keeps its place
+    await subscribe3(members[0])  # repeated: its position stays
     await world.stop()
     await world.service(page_entries_max=2)
     assert await subscribers(asking) == (order[:2], True)
@@ -295,7 +295,7 @@ async def test_v3_fetch_subscriptions_of_a_topic_gives_all_of_each(world: Any) -
 
 @spec("dsn~usubscription-fetch-subscriptions-protobuf~1", doc="v3-today")
 async def test_a_peer_of_todays_version_3_gets_the_whole_list_at_once(world: Any) -> None:
-    """Its messages have no offset and no has_more_records: it sends none, and skips field 2 as unknown."""
+    """Its messages have no offset and no has_more_records: it sends no offset, and ignores the unknown field 2."""
     await world.service()
     raw = await world.raw()
     for number in range(120):
@@ -320,7 +320,7 @@ async def test_v3_registered_clients_hear_of_their_topics_until_they_unregister(
     (told,) = await watcher.notified[3].count(1)
     assert UPayload.of(told).unpack(v3.Update).topic == TOPIC
     await watcher.call(3, 7, v3.NotificationsRequest(topic=TOPIC))
-    await watcher.call(3, 7, v3.NotificationsRequest(topic=TOPIC))  # again: OK (A-48)
+    await watcher.call(3, 7, v3.NotificationsRequest(topic=TOPIC))  # repeated: OK (A-48)
     await unsubscribe3(raw)
     await raw.notified[3].count(3)
     assert len(watcher.notified[3].heard) == 1
@@ -555,7 +555,9 @@ async def test_subscriptions_survive_restarts_with_everything_they_have(world: A
     assert await listed4(raw) == before
     assert await subscribers(raw) == ([raw.local.get_source(), other.local.get_source()], False)
     await world.stop()
-    await world.service(now_ms=lambda: now_ms() + 10**12)  # thirty years on, the one without expiry is still there
+    await world.service(
+        now_ms=lambda: now_ms() + 10**12
+    )  # thirty years later the subscription without expiry still exists
     assert await subscribers(raw) == ([other.local.get_source()], False)
 
 

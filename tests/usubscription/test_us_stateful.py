@@ -43,7 +43,9 @@ from usubscription.store.database import Database, Outcome, Register, Reset, Sen
 
 OWN = "own"
 LOCAL_TOPICS: list[Key] = [(OWN, 1, 1, 0x8000)]
-REMOTE_TOPICS: list[Key] = [("far", 1, 1, 0x8000 + number) for number in range(2)]  # few, so that events meet
+REMOTE_TOPICS: list[Key] = [
+    ("far", 1, 1, 0x8000 + number) for number in range(2)
+]  # few, so that events concern the same topics
 SUBSCRIBERS: list[Key] = [(OWN, 0x10 + number, 1, 0) for number in range(2)]
 WATCHER: Key = (OWN, 0x99, 1, 0)
 REMOTE_TOPIC = st.sampled_from([*REMOTE_TOPICS[:1] * 3, *REMOTE_TOPICS])
@@ -62,11 +64,11 @@ class DictRecords(dict[Key, SubscriptionRecord]):
 
 
 class Fault(Exception):
-    """What a crash looks like to the code that it hits."""
+    """Raised in place of a crash."""
 
 
 class Poison:
-    """Not an event: the transaction that meets it dies half way."""
+    """Not an event: it aborts the transaction."""
 
     @property
     def topic(self) -> Key:
@@ -74,8 +76,8 @@ class Poison:
 
 
 class Subscriptions(RuleBasedStateMachine):
-    """`model` is what clients may expect; `remote_has` is what the far service believes; `view` is what a registered
-    client was told."""
+    """`model`: what clients expect; `remote_has`: the state of the remote service; `view`: the notifications to a
+    registered client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class Subscriptions(RuleBasedStateMachine):
         self.model: dict[tuple[Key, Key], int | None] = {}
         self.view: dict[tuple[Key, Key], Status] = {}
         self.remote_has: set[Key] = set()
-        self.late: list[tuple[Key, int, Status]] = []  # answers that are still under way
+        self.late: list[tuple[Key, int, Status]] = []  # answers in flight
         self.told_up_to = 0
         self.restart()
         self.apply(Register(WATCHER, 4, None))
@@ -156,10 +158,10 @@ class Subscriptions(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """Everything that is only in memory is gone."""
+        """Everything that is only in memory is lost."""
         self.reader.close()
         self.db.close()
-        self.late.clear()  # their requests are no longer waited for
+        self.late.clear()  # nobody waits for them
         self.restart()
 
     @rule(topic=TOPIC, subscriber=SUBSCRIBER)
@@ -171,7 +173,7 @@ class Subscriptions(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 5), crash=st.booleans())
     def tell(self, number: int, crash: bool) -> None:
-        """The pump: reads, sends, and notes what it sent; a crash may come before the note."""
+        """Reads and sends changes, and stores that they were sent; a crash may come before that."""
         for stored in self.reader.outbox(self.sent, number):
             self.hear(stored)
             self.sent = stored.number
@@ -302,7 +304,7 @@ class Subscriptions(RuleBasedStateMachine):
         assert view == {(row.topic, row.subscriber): row.status for row in rows}
 
     def settle(self) -> None:
-        """With a good network both sides agree, and nothing is left to say."""
+        """With a working network both sides agree, and nothing is left to send."""
         self.late.clear()
         self.expire()
         for _ in range(4):
@@ -337,7 +339,7 @@ TestSubscriptions.settings = settings(max_examples=examples(50), stateful_step_c
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(4, quick=1))
 def test_long_random_walks(seed: int) -> None:
-    """The same steps, many more of them than hypothesis draws, each walk replayed by its seed."""
+    """The same steps, many more than hypothesis draws; a seed repeats each run."""
     chance = random.Random(seed)
     machine = Subscriptions()
     remote, answers = (
@@ -433,7 +435,7 @@ def test_retries_back_off_with_jitter_and_have_a_limit(attempt: int, jitter: flo
 
 
 def test_a_step_stores_nothing_by_itself() -> None:
-    """Pure: the same input gives the same result, and the input stays as it was."""
+    """Pure: the same input gives the same result, and the input is unchanged."""
     records = DictRecords(
         {
             SUBSCRIBERS[0]: SubscriptionRecord(Status.SUBSCRIBED, 4),

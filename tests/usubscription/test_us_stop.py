@@ -1,4 +1,4 @@
-"""Stopping: at any turn of the loop, together with any answer, it ends."""
+"""Stopping works in any turn of the event loop, together with any answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def settled(turns: int = 50) -> None:
 
 @pytest.mark.parametrize("part", ["expirer", "auditor", "troubles", "pump", "interest"])
 async def test_a_cancellation_that_meets_the_news_ends_the_task(world: Any, part: str) -> None:
-    """On the same turn of the loop: what asyncio.wait_for of Python 3.11 takes for a result."""
+    """In the same turn of the event loop, which asyncio.wait_for of Python 3.11 takes for a result."""
     service = await world.service("a")
     await settled()
     async with asyncio.timeout(STOP_S):
@@ -84,7 +84,7 @@ async def test_it_stops_at_any_turn_of_an_answer(world: Any, turns: int) -> None
 
 
 def test_nothing_waits_with_wait_for() -> None:
-    """Of Python 3.11 it swallows a cancellation that meets the result; asyncio.timeout does not."""
+    """In Python 3.11 it loses a cancellation in the same turn as the result; asyncio.timeout does not."""
     files = [
         path
         for package in PACKAGES

@@ -1,4 +1,4 @@
-"""The store: what it refuses to open, what it survives, what its views say."""
+"""The store: what it refuses to open, what it survives, what its readers return."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ except UStatusError as error:
 
 
 def test_a_read_only_store_is_a_clear_error(path: Path) -> None:
-    """In a process of its own, since root may write everything."""
+    """In a separate process, since root may write everything."""
     path.chmod(0o444)
     for directory in (path.parent, *path.parent.parents):
         if directory.stat().st_uid == os.getuid() and directory != Path("/"):
@@ -231,7 +231,7 @@ def test_registrations_have_a_limit_and_are_counted_across_restarts(
 
 
 def test_a_registration_more_does_not_read_all_of_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A streamer of version 3 registers for each topic by itself, and then hears of its changes."""
+    """A streamer of version 3 registers for each topic, and is then notified of its changes."""
     reads: list[int] = []
     whole = Tables._registrations
 
@@ -352,7 +352,7 @@ async def test_a_lane_takes_no_more_than_its_limit() -> None:
 
     lane: Answerer[int, int] = Answerer("test", work, answered, waiting_max=3, batch_max=2)
     futures = [lane.ask(0)]
-    await asyncio.sleep(0.05)  # taken, and stuck
+    await asyncio.sleep(0.05)  # running, and blocked
     futures += [lane.ask(number) for number in range(1, 4)]
     with pytest.raises(UStatusError) as error:
         lane.ask(9)
@@ -365,7 +365,7 @@ async def test_a_lane_takes_no_more_than_its_limit() -> None:
 
 
 async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any, troubled_disk: Any) -> None:
-    """Nothing acked is lost, nothing is acked that is not stored, and the service goes on when the disk does."""
+    """Every acknowledged change is stored, and the service continues when the disk works again."""
     disk = troubled_disk
     service = await world.service(runtime=Runtime(disk=disk))
     client = await world.client(version=4)
@@ -395,17 +395,17 @@ def test_changes_that_a_cut_write_ahead_log_has_lost_are_counted(tmp_path: Path)
     database.close()
     for name, data in copy.items():
         Path(f"{path}{name}").write_bytes(data)
-    wal.write_bytes(whole[: len(whole) * 3 // 5])  # as after a kill, and then the disk lost the end of it
+    wal.write_bytes(whole[: len(whole) * 3 // 5])  # as after a kill, and then the disk lost the end of the log
     again = Database(path, "vehicle1")
     again.open()
     assert 0 < again.lost_changes <= 5
     assert again.subscriptions.used + again.lost_changes == 5
     (outcome,) = again.apply([Subscribe(topic, ("vehicle1", 9, 1, 0), 4)], 1)
-    assert outcome.changes[0].number == 6  # no number names two changes
+    assert outcome.changes[0].number == 6  # numbers are never used twice
     again.close()
     third = Database(path, "vehicle1")
     third.open()
-    assert third.lost_changes == 0  # told once
+    assert third.lost_changes == 0  # reported once
     third.close()
 
 
@@ -422,7 +422,7 @@ def test_a_write_ahead_log_that_is_lost_whole_is_told_too(tmp_path: Path) -> Non
     again.open()
     assert again.lost_changes == 1
     again.close()
-    for name in ("", "-wal", "-shm"):  # begun anew on purpose: nothing is lost then
+    for name in ("", "-wal", "-shm"):  # a new store: nothing is lost then
         Path(f"{path}{name}").unlink(missing_ok=True)
     anew = Database(path, "vehicle1")
     anew.open()

@@ -1,4 +1,4 @@
-"""The operator's look into a store."""
+"""The operator's view of a store."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ class Database:
         registered = self._tables.registered(topic)
         stored = []
         for change in changes:
-            recipients = [(change.subscriber, change.major)] if change.tell_subscriber else []
+            recipients = [(change.subscriber, change.major)] if change.notify_subscriber else []
             for client in registered:
                 if client not in recipients and (client[1] >= 4 or change.status_changed):
                     recipients.append(client)

@@ -31,13 +31,10 @@ class Quota:
         self._clients = Shares[UEntity](whole, share=CALLERS_SHARE)
         self._authorities = Shares[str](whole, share=AUTHORITIES_SHARE)
         self.own_max = whole - whole // CALLERS_SHARE
+        self.used = 0
 
     def __repr__(self) -> str:
         return f"Quota({self._what}, {self.used} of {self.whole}, {len(self._clients.used)} clients)"
-
-    @property
-    def used(self) -> int:
-        return self._clients.pieces
 
     @property
     def caller_max(self) -> int:
@@ -49,9 +46,9 @@ class Quota:
 
     def refusal(self, who: UEntity, more: int = 1) -> str | None:
         """None if `more` units fit; else the reason, for the caller."""
-        authority, used, what = who[0], self._clients.pieces, self._what
-        if used + more > self.whole:
-            return f"{used} {what} are there, which is the limit"
+        authority, what = who[0], self._what
+        if self.used + more > self.whole:
+            return f"{self.used} {what} are there, which is the limit"
         is_own, authority_max = uris.is_one_of(authority, self._own), self._authorities.each_pieces_max
         limit, has = self.own_max if is_own else authority_max, self._authorities.pieces_of(authority)
         if has + more > limit:
@@ -65,6 +62,7 @@ class Quota:
     def add(self, who: UEntity, more: int) -> None:
         """Count `more` units of `who`; negative: less."""
         if more:
+            self.used += more
             self._clients.add(who, more)
             self._authorities.add(who[0], more)
 

@@ -166,7 +166,8 @@ class SubscriptionStore:
         return self._writer
 
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
-        self._batches.put_nowait((batch, self._without_damage(answers)))
+        is_failed = any(isinstance(answer, UStatusError) for answer in answers)
+        self._batches.put_nowait((batch, self._without_damage(answers) if is_failed else answers))
 
     def _read(self, batch: list[Any], answers: Sequence[Any]) -> None:
         give(batch, self._without_damage(answers))

@@ -1,6 +1,6 @@
-"""core.ustreamer: where a streamer's own service is, `up://AUTHORITY/4/1/RESOURCE`, and what it has there.
+"""core.ustreamer: the addresses of a streamer's own service, `up://AUTHORITY/4/1/RESOURCE`, its methods and topics.
 
-A publisher that keeps its own history serves it beside that, as the instance whose number is its own uEntity type:
+The history of a publisher is a separate instance of this service; its instance number is the publisher's uEntity type:
 publisher `up://AUTHORITY/8001/1/...` -> service `up://AUTHORITY/80010004/1/RESOURCE`
 """
 
@@ -34,30 +34,29 @@ BEGINNINGS: Final = 0x8006
 
 
 def at(authority: str, resource: int = 0) -> UUri:
-    """The service of the streamer with that authority, or one of its methods or topics."""
+    """The service of the streamer of `authority`, or one of its methods or topics."""
     return uris.uri(authority, ENTITY, VERSION, resource)
 
 
 def of_publisher(publisher: UUri, resource: int = 0) -> UUri:
-    """The service of the uEntity `publisher`, if it keeps its own history, or one of its methods or topics.
+    """The history service of the uEntity `publisher`, or one of its methods or topics.
 
-    It is that of the uEntity type: neither the publisher's version nor its instance is part of it. Of a wildcard it is
-    the pattern of all such services there. Raises INVALID_ARGUMENT for type 0 (uSubscription): its place is the
-    streamer's own.
+    It depends on the uEntity type, not on the publisher's version or instance. A wildcard type gives the pattern of all
+    such services of the authority. Raises INVALID_ARGUMENT for type 0 (uSubscription): that instance is the streamer.
     """
     kind = publisher.ue_id & 0xFFFF
     if not kind:
-        raise invalid(f"a history of its own has a uEntity of type 1 to FFFE, not {uris.format(publisher)}")
+        raise invalid(f"a publisher with a history has a uEntity type of 1 to FFFE, got {uris.format(publisher)}")
     return uris.uri(publisher.authority_name, kind << 16 | ENTITY, VERSION, resource)
 
 
 def is_frontiers(topic: UUri) -> bool:
-    """Whether it is told there how far epochs have come: in the history of a streamer, or of a publisher."""
+    """True for the topic of frontiers of epochs, in the history of a streamer or of a publisher."""
     return (topic.ue_id & 0xFFFF, topic.ue_version_major, topic.resource_id) == (ENTITY, VERSION, FRONTIERS)
 
 
-def tells_of_epochs(topic: UUri) -> bool:
-    """Whether it is said there what who reads epochs has to know."""
+def is_about_epochs(topic: UUri) -> bool:
+    """True for a topic with information for readers of epochs: frontiers, or beginnings."""
     return is_frontiers(topic) or (topic.ue_id, topic.ue_version_major, topic.resource_id) == (
         ENTITY,
         VERSION,
@@ -66,14 +65,14 @@ def tells_of_epochs(topic: UUri) -> bool:
 
 
 def frontiers_of(authority: str) -> list[UUri]:
-    """The patterns of all topics there on which it is said what who reads epochs has to know."""
+    """The patterns of all topics of `authority` with information for readers of epochs."""
     of_any = uris.uri(authority, 0xFFFF_0000 | ENTITY, VERSION, FRONTIERS)
     return [of_any, uris.uri(authority, ENTITY, VERSION, BEGINNINGS)]
 
 
 def covers(service: UUri, topic: UUri) -> bool:
-    """Whether the history at `service` may have records of `topic`: a publisher's own has those of its uEntity type on
-    its host alone, a streamer's those of anybody. What is no service of core.ustreamer has none."""
+    """True if the history at `service` may have records of `topic`: the history of a publisher has only records of its
+    uEntity type and authority, that of a streamer has records of any topic."""
     if (service.ue_id & 0xFFFF, service.ue_version_major) != (ENTITY, VERSION):
         return False
     kind = service.ue_id >> 16
@@ -83,7 +82,7 @@ def covers(service: UUri, topic: UUri) -> bool:
 
 
 def narrowed(service: UUri, pattern: UUri) -> UUri | None:
-    """The part of a pattern of topics that a publisher's own history may have; None: nothing of it."""
+    """The part of a pattern of topics that the history of a publisher may have; None: no part of it."""
     kind, of = service.ue_id >> 16, pattern.ue_id & 0xFFFF
     is_there = pattern.authority_name in (uris.WILDCARD_AUTHORITY, service.authority_name)
     if is_there and is_frontiers(pattern) and pattern.ue_id >> 16 in (kind, uris.WILDCARD_ENTITY_INSTANCE):

@@ -127,7 +127,7 @@ class Change(NamedTuple):
     sample_period_ms: int | None = None
     details: bytes = b""
     bare: bool = False  # the subscriber (nobody else) gets the topic without authority, as in its request
-    tell_subscriber: bool = True
+    notify_subscriber: bool = True
     status_changed: bool = True  # version 3 notifies only of changes of the status
 
 
