@@ -204,8 +204,8 @@ def paused_file(data: bytes) -> None:
         found = pauses.read(path)
         pauses.write(path, found)
         assert sorted(pauses.read(path)) == sorted(found)
-        paused()._count(found)
-        paused()._count([])
+        paused()._put_in_force(found)
+        paused()._put_in_force([])
 
 
 @target

@@ -258,7 +258,7 @@ class _Kept(Paused):
     """In memory: no file is written for each input."""
 
     async def _change(self, pauses: Any) -> None:
-        self._count(pauses)
+        self._put_in_force(pauses)
 
 
 @cache

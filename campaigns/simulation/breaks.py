@@ -45,7 +45,7 @@ def _renamed_endpoint() -> Patches:
     from streamer.egress.pump import CURSOR_PREFIX
 
     def load(self: Claims) -> None:
-        known = {pump.name for pump in self._pumps}
+        known = {pump.owned.name for pump in self._pumps}
         for one in self._logs:
             for name in list(one.cursor_rows()):
                 if name.startswith(CURSOR_PREFIX) and name not in known:
@@ -75,14 +75,14 @@ def _passing_shortage() -> Patches:
 
 
 def _silent_service() -> Patches:
-    from streamer.egress.pump import Pump
+    from streamer.egress.plans import Plans
 
-    plan = Pump._plan
+    plan = Plans.plan
 
-    def passed_over(self: Pump, stream_id: int) -> Any:
+    def passed_over(self: Plans, stream_id: int) -> Any:
         return plan(self, stream_id)._replace(park=False)
 
-    return [(Pump, "_plan", passed_over)]
+    return [(Plans, "plan", passed_over)]
 
 
 def _order_of_commands() -> Patches:
@@ -162,22 +162,22 @@ def _copies_before_a_place() -> Patches:
 
 
 def _handed_over_where_it_was_read() -> Patches:
-    from streamer.egress.pump import Pump
+    from streamer.egress.publishes import Publishes
 
-    stop = Pump._stop_publishes
+    stop = Publishes.stop
 
-    def stop_here(self: Pump) -> int:
+    def stop_here(self: Publishes) -> int:
         stop(self)
-        return self.log.newest_seq
+        return self._log.newest_seq
 
-    return [(Pump, "_stop_publishes", stop_here)]
+    return [(Publishes, "stop", stop_here)]
 
 
 def _pushed_again_from_the_end() -> Patches:
-    from streamer.egress.pump import Pump
+    from streamer.egress.publishes import Publishes
 
-    resume = Pump._resume_publishes
-    return [(Pump, "_resume_publishes", lambda self, seq: resume(self, self.log.newest_seq))]
+    resume = Publishes.resume
+    return [(Publishes, "resume", lambda self, seq, had: resume(self, self._log.newest_seq, had))]
 
 
 def _never_pushed_again() -> Patches:

@@ -1,16 +1,18 @@
-"""Streams of one peer that don't get through though others do: kept aside, in order, and tried now and then.
+"""Streams of one peer that don't get through though others do: kept aside, in order, and tried at intervals.
 
 sent: some taken, one not -> put aside --due--> the first few of each, with the others -> taken: back to the queue
                                ^                                                     '-> not taken: later
-                               '-- what comes for the same (source, sink, priority) waits behind it
+                               '-- new messages of the same (source, sink, priority) wait behind it
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from operator import itemgetter
 from typing import Final
 
+from streamer.egress.priority_queue import PriorityQueue
 from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff
 
@@ -19,21 +21,21 @@ ASIDE_BYTES_MAX: Final = 16 << 20  # of payload
 TRIED_AT_ONCE: Final = 16  # messages of one stream, to see whether it moves again
 
 Item = tuple[int, EncodedMessage, int]  # seq, message, and the log's id of its stream
-Key = tuple[bytes, int]
+OrderKey = tuple[bytes, int]
+"""What must keep its order: (type, source, sink), and the priority class."""
 
 
-def key_of(message: EncodedMessage) -> Key:
-    """What must keep its order: (type, source, sink), and the priority class."""
+def key_of(message: EncodedMessage) -> OrderKey:
     return message.stamp.address, message.stamp.priority
 
 
-class Aside(dict[Key, deque[Item]]):
-    """The streams that are stuck, and what of each waits. `time` is the event loop's."""
+class Aside(dict[OrderKey, deque[Item]]):
+    """The streams that are stuck, and the items of each that wait. `time` is the event loop's."""
 
     def __init__(self, backoff: Backoff, time: Callable[[], float]) -> None:
         super().__init__()
         self._backoff, self._time = backoff, time
-        self._tried: set[Key] = set()
+        self._tried: set[OrderKey] = set()
         self.due_at = 0.0  # loop time of the next try
         self.messages = self.bytes = 0
 
@@ -42,7 +44,7 @@ class Aside(dict[Key, deque[Item]]):
 
     @property
     def known_streams(self) -> set[int]:
-        """The log's ids of them."""
+        """Their ids in the log."""
         return {item[2] for queue in self.values() for item in queue}
 
     @property
@@ -54,7 +56,7 @@ class Aside(dict[Key, deque[Item]]):
         return min((item[0] for queue in self.values() for item in queue), default=None)
 
     def takes(self, item: Item) -> bool:
-        """True if `item` has to wait behind its stream; then it does."""
+        """If the stream of `item` is stuck, `item` waits behind it, and this is True."""
         queue = self.get(key_of(item[1]))
         if queue is None:
             return False
@@ -63,7 +65,7 @@ class Aside(dict[Key, deque[Item]]):
         return True
 
     def take_out(self, which: Callable[[Item], bool]) -> list[Item]:
-        """What waits and for which it says so waits here no more."""
+        """Remove and return the items for which `which` is true."""
         taken = list[Item]()
         for key, queue in list(self.items()):
             out = [item for item in queue if which(item)]
@@ -77,7 +79,7 @@ class Aside(dict[Key, deque[Item]]):
         return taken
 
     def put_back(self, items: Sequence[Item]) -> None:
-        """These have not got through, in this order: before all else of their streams."""
+        """Put items that have not got through in front of their streams, in this order."""
         for item in reversed(items):
             key = key_of(item[1])
             self.setdefault(key, deque()).appendleft(item)
@@ -87,8 +89,8 @@ class Aside(dict[Key, deque[Item]]):
             self.due_at = self._time() + self._backoff.next_ms() / 1000
 
     def due(self) -> list[Item]:
-        """The first of each stream, if it is time to try them; then `put_back` follows for what did not get through,
-        and `release`."""
+        """Returns the first items of each stream, if it is time to try them. The caller then calls `put_back` with
+        those that did not get through, and `release`."""
         if not self or self._time() < self.due_at:
             return []
         self._tried.update(self)
@@ -97,7 +99,7 @@ class Aside(dict[Key, deque[Item]]):
         return found
 
     def release(self) -> list[Item]:
-        """What waited behind those that were `due` and have got through."""
+        """Returns the items behind those that were `due` and got through."""
         found = [item for key in self._tried for item in self.pop(key, ())]
         self._tried.clear()
         self._count(found, -1)
@@ -106,9 +108,35 @@ class Aside(dict[Key, deque[Item]]):
         return found
 
     def wake(self) -> None:
-        """The network has changed: try now."""
+        """The network has changed: try at once."""
         self.due_at = 0.0
 
     def _count(self, items: Sequence[Item], sign: int) -> None:
         self.messages += sign * len(items)
         self.bytes += sign * sum(len(item[1].payload) for item in items)
+
+
+class Outbox:
+    """What a pump has read and not sent: the queue, and the streams aside."""
+
+    def __init__(self, queue: PriorityQueue[Item], aside: Aside) -> None:
+        self.queue, self.aside = queue, aside
+
+    @property
+    def streams(self) -> set[int]:
+        """Their ids in the log."""
+        return self.aside.known_streams.union(item[2] for item in self.queue)
+
+    def take_out(self, which: Callable[[Item], bool]) -> list[Item]:
+        """Remove and return the items for which `which` is true."""
+        return self.aside.take_out(which) + self.queue.take_out(which)
+
+    def put_back(self, again: Sequence[Item], stuck: Set[OrderKey] = frozenset()) -> None:
+        """These have not got through: those of a stuck stream go aside, the others to the front of the queue."""
+        apart, rest = list[Item](), list[Item]()
+        for item in again:
+            key = key_of(item[1])
+            (apart if key in stuck or key in self.aside else rest).append(item)
+        self.aside.put_back(apart)
+        # the first that waits is the oldest, by which the cursor goes
+        self.queue.put_back(sorted(rest + self.aside.release(), key=itemgetter(0)))

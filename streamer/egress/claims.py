@@ -1,9 +1,10 @@
-"""Who holds what in the logs: how long each endpoint has been away, and what waits for endpoints not configured.
+"""Claims on the logs: how long each endpoint has been away, and which records wait for endpoints not configured.
 
-    away_s(endpoint) --> absent_ms: as it is now  --watch, every SAVE_S--> pumps and cursors: hold retention by age
-                         '-> conditions: told before that ends                                until the limit
+    away_s(endpoint) --> absent_ms now  --watch, every SAVE_S--> cursors: retention by age waits for them until the
+                         '-> conditions: reported before the     limit (absences.py)
+                             claim ends
 
-Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage ends nobody's claim.
+Absence is counted while the streamer runs, by a monotonic clock: a week in the garage ends no claim.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.operating.states import Condition
 from streamer.walk.endpoint import Endpoint
 
-SAVE_S: Final = 600.0  # between notes of absences on disk
+SAVE_S: Final = 600.0  # between saves of absences
 WARNING: Final = 0.9  # of the limit: from then on readiness says that the claim will end
 
 log = structlog.get_logger()
@@ -32,23 +33,23 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Unclaimed:
-    """The cursors of an endpoint that is not configured (any more, or by a slip of the pen), in one log."""
+    """The cursors of an endpoint that is not configured (any more, or by mistake), in one log."""
 
     endpoint: str
     log: Log
-    cursors: dict[str, int]  # its own, and those of what is held for it
+    cursors: dict[str, int]  # its own, and those of its holds
     absent_ms: int
 
     @property
     def records(self) -> int:
-        """That wait behind its own cursor."""
+        """Records that wait behind its own cursor."""
         names = (CURSOR_PREFIX + self.endpoint, FOLLOWED_PREFIX + self.endpoint)
         seq = min(self.cursors.get(name, self.log.newest_seq) for name in names)
         return self.log.newest_seq - max(seq, min(self.log.floor_seq, self.log.newest_seq))
 
     @property
     def topics(self) -> int:
-        """That are parked, or addresses that are held."""
+        """Topics and addresses that are held."""
         return sum(name.startswith((PARKED_PREFIX, HELD_PREFIX)) for name in self.cursors)
 
 
@@ -58,15 +59,15 @@ class Listed:
 
     endpoint: str
     seq: int
-    records: int  # that wait behind it
+    records: int  # behind it
     holds: bool  # retention by age waits for it
     absent_hours: float  # while the streamer ran
     parked_topics: int  # undecided or paused
-    held_addresses: int  # refused by its network, or nobody listens there
+    held_addresses: int  # refused by its network, or unheard
 
 
 def listed(rows: Mapping[str, Cursor], newest: int, oldest: int) -> list[Listed]:
-    """By name; `newest`, `oldest`: seqs of a log's records."""
+    """Returns the cursors of endpoints in one log, by name; `newest`, `oldest`: seqs of the log's records."""
     parked = Counter(name.split(":")[1] for name in rows if name.startswith(PARKED_PREFIX))
     held = Counter(name.split(":")[1] for name in rows if name.startswith(HELD_PREFIX))
     found = []
@@ -79,12 +80,12 @@ def listed(rows: Mapping[str, Cursor], newest: int, oldest: int) -> list[Listed]
 
 
 class Claims:
-    """Owns the cursors of endpoints that are not configured; the pumps own theirs."""
+    """Owns the cursors of endpoints that are not configured; the pumps own the others."""
 
     def __init__(
         self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, away_s: Callable[[Endpoint], float]
     ) -> None:
-        """`away_s(endpoint)`: for how long its network has not been there, while the streamer ran; 0: it is there."""
+        """`away_s(endpoint)`: how long its network has been away, while the streamer ran; 0: it is connected."""
         self._pumps, self._logs, self._limit_ms, self._away_s = pumps, logs, limit_ms, away_s
         self._saved_at = asyncio.get_running_loop().time()
         self.unclaimed: list[Unclaimed] = []
@@ -93,7 +94,7 @@ class Claims:
         return f"Claims(unclaimed={[waits.endpoint for waits in self.unclaimed]})"
 
     def load(self) -> None:
-        """Keep what waits for endpoints that are not configured, and say so; drop their cursors where nothing waits."""
+        """Find the records that wait for endpoints that are not configured; drop their cursors if none wait."""
         known = {pump.peer.name for pump in self._pumps}
         for one in self._logs:
             found: dict[str, Unclaimed] = {}
@@ -113,7 +114,7 @@ class Claims:
                         one.drop_cursor(name)
             if any(waits.log is one for waits in self.unclaimed):
                 for pump in self._pumps:
-                    if pump.log is one and pump.is_new:  # one of them may be the other's new name
+                    if pump.log is one and pump.is_new:  # it may be the other's new name
                         one.set_cursor(BEGAN_PREFIX + pump.peer.name, pump.cursor)
 
     async def watch(self) -> None:
@@ -128,13 +129,12 @@ class Claims:
         return int((asyncio.get_running_loop().time() - self._saved_at) * 1000)
 
     def absent_ms(self, pump: Pump) -> int:
-        """For how long its peer has been away by now, while the streamer ran, also before a restart; 0: it is
-        there."""
+        """Returns how long its peer has been away while the streamer ran, also before a restart; 0: it is there."""
         away_s = self._away_s(pump.peer)
-        return pump.absent_after(self._unsaved_ms, away_ms=int(away_s * 1000)) if away_s else 0
+        return pump.owned.absent_after(self._unsaved_ms, away_ms=int(away_s * 1000)) if away_s else 0
 
     def passed(self, ms: int, away_ms: Mapping[str, int]) -> None:
-        """So much time has passed, and of it each endpoint has been away for the last `away_ms`."""
+        """So much time has passed, and each endpoint has been away for the last `away_ms` of it."""
         self._saved_at = asyncio.get_running_loop().time()
         for pump in self._pumps:
             pump.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
@@ -168,7 +168,7 @@ class Claims:
 
 
 def _owner(name: str) -> str:
-    """The endpoint whose cursor this is; "": it is no endpoint's."""
+    """Returns the endpoint whose cursor this is; "" if it is no endpoint's."""
     if name.startswith((PARKED_PREFIX, HELD_PREFIX, OWED_PREFIX)):
         return name.split(":")[1]
     prefix = next((one for one in (CURSOR_PREFIX, FOLLOWED_PREFIX) if name.startswith(one)), None)

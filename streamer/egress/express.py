@@ -1,22 +1,20 @@
-"""The express way: requests, responses, and frames of histories, in memory, by priority, gone at their ttl. One queue
-and one pump per peer.
+"""The express way: requests, responses, and frames of histories, in memory, by priority, dropped at their ttl. One
+queue and one send loop per peer.
 
 ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
              +--------- fail ----------+--> a request's originator gets a response that says why; a dead letter
-                                       '--> frames and answers of histories: counted, for who follows asks again
+                                       '--> frames and answers of histories: counted, since a follower asks again
 
-A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator is
-told at once.
+A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator gets
+its answer at once.
 
-A queue is bounded in messages and bytes. So that one who floods a stalled peer leaves room for the others,
-- a caller (the uEntity that is the source of a request, or the sink of a response: it has caused both) has at most a
-  quarter,
+A queue is bounded in messages and bytes. So that a caller who floods a stalled peer leaves capacity for the others,
+- a caller (the uEntity that is the source of a request, or the sink of a response) has at most a quarter,
 - the uEntities of one source authority together have at most a half, since their numbers may be made up,
-- our own answers have a room of their own, of which those to one authority have at most a quarter: whoever is refused
-  is told,
-- and so have frames of histories, of which one follower has at most a half.
-What is being sent counts until the network has taken it. A network far away has several batches under way (flights.py).
+- our own answers count apart, those to one authority at most a quarter of them: whoever is refused gets an answer,
+- and so do frames of histories, those of one follower at most a half of them.
+A message counts until the network has taken it. A network far away has several batches under way (sender.py).
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ import contextlib
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
-from streamer.egress.flights import Flights
-from streamer.egress.priority_queue import PriorityQueue
+from streamer.egress.sender import Sender
 from streamer.letters.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
 from streamer.quotas.limits import SENDERS_SHARE
 from streamer.walk.endpoint import Endpoint, Endpoints
@@ -45,22 +42,22 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 BATCH_MAX: Final = 256  # messages sent at once; small, so that an urgent one need not wait long
-BATCH_BYTES_MAX: Final = 4 << 20  # ... and of them at least one: a transport holds copies of all that it is sending
+BATCH_BYTES_MAX: Final = 4 << 20  # ... and at least one message: a transport copies what it sends
 # our answers that wait for one endpoint beside its queue, 1 KiB of memory each: thousands of calls of one authority may
-# be refused in one moment, and each of them is told
+# be refused in one moment, and each gets an answer
 ANSWERS_MAX: Final = 16_384
-ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history
+ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history that callers repeat
 
 
-class Entry(NamedTuple):
+class ExpressMessage(NamedTuple):
     size: int
     message: EncodedMessage
-    rooms: list[tuple[Shares[Hashable], Hashable]]  # where it counts, and as whose
+    accounts: list[tuple[Shares[Hashable], Hashable]]  # where it counts, and as whose
 
 
 def _asked_again(message: EncodedMessage) -> str:
-    """As what it counts, if whoever waits for it asks the history again, and would not take it any more: it is not
-    worth a letter. Followers that are away would have some written at each cut, and push out those of others."""
+    """Returns the name of its drop counter if the receiver asks the history again anyway; else "". Such a message gets
+    no dead letter: followers that are away would cause some at each cut, and push out those of others."""
     if message.stamp.type == attrs.NOTIFICATION:
         return "frames"
     method = message.stamp.attributes.source  # of a response
@@ -70,7 +67,8 @@ def _asked_again(message: EncodedMessage) -> str:
 
 
 class Express:
-    """All queues, and the answers to requests that can't be dispatched (dispatcher section of the specification)."""
+    """The queues of all peers, and the answers to requests that can't be dispatched (dispatcher section of the
+    specification)."""
 
     def __init__(
         self,
@@ -82,16 +80,16 @@ class Express:
         bytes_max: int,
         backoff: Callable[[], Backoff],
     ) -> None:
-        """`messages_max`, `bytes_max`: of what waits for one endpoint; our answers have as many bytes beside it."""
+        """`messages_max`, `bytes_max`: limits of one endpoint's queue; our answers have as many bytes beside it."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
         self.messages_max, self.bytes_max = messages_max, bytes_max
         self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff()) for endpoint in endpoints}
         self._inside: set[asyncio.Future[None]] = set()
 
     def put(self, peer: Endpoint, message: EncodedMessage) -> None:
-        """Queue `message` for `peer`; a full queue, or one that is full for its caller, answers RESOURCE_EXHAUSTED.
+        """Queue `message` for `peer`. If the queue is full, or full for this caller, answer RESOURCE_EXHAUSTED.
 
-        What is refused is not parsed: a batch of large ones would be there twice.
+        A refused message is not parsed: a batch of large ones would be in memory twice.
         """
         full = self.queues[peer.name].put(message)
         if full is None:
@@ -115,8 +113,8 @@ class Express:
     ) -> None:
         """`message` can't be dispatched: keep it as a dead letter, and answer its originator if it is a request.
 
-        Not so a request of a hosted service: it is told, and asks again by itself. Were these dead letters, a network
-        that is away for a day would push out those that nobody else knows of.
+        A request of a hosted service gets only the answer, since the service asks again by itself. As dead letters, its
+        requests to a network that is away for a day would push out letters that nobody else knows of.
         """
         if message.stamp.type != attrs.REQUEST:
             self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
@@ -135,27 +133,25 @@ class Express:
         if origin is None:
             return
         if self.queues[origin.name].put(EncodedMessage.of(response), is_ours=True) is not None:
-            origin.dropped["answers_full"] += 1  # they don't leave: whoever asked isn't listening now
+            origin.dropped["answers_full"] += 1  # answers don't leave: whoever asked isn't listening now
 
 
 class ExpressQueue:
-    """The queue and the pump of one peer."""
+    """The queue and the send loop of one peer."""
 
     def __init__(self, peer: Endpoint, express: Express, backoff: Backoff) -> None:
         self.peer = peer
         self._express, self._backoff = express, backoff
-        self._queue: PriorityQueue[Entry] = PriorityQueue()
         limits = express.messages_max, express.bytes_max
         self._callers: Shares[Hashable] = Shares(*limits, CALLERS_SHARE)
-        self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by authority
+        self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by source authority
         self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
         self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
-        self._arrived = asyncio.Event()  # or an answer has
-        self._flights: Flights[Entry] = Flights(peer, self._arrived.set)
-        self._is_failing = False  # the last batch was
+        self._wake = asyncio.Event()  # something has arrived, or was answered
+        self._sender = Sender[ExpressMessage](peer, self._wake.set, BATCH_MAX, BATCH_BYTES_MAX)
 
     def __len__(self) -> int:
-        """What waits, and what is being sent."""
+        """Messages that wait, and those being sent."""
         return self._callers.pieces + self._frames.pieces + self._answers.pieces
 
     def __repr__(self) -> str:
@@ -166,17 +162,18 @@ class ExpressQueue:
         return self._callers.bytes + self._frames.bytes + self._answers.bytes
 
     def put(self, message: EncodedMessage, *, is_ours: bool = False) -> Full | None:
-        """The limit that leaves no room for it; None: it waits now. `is_ours`: our answer to what was refused."""
-        entry = Entry(message.ByteSize(), message, self._rooms(message.stamp.attributes, is_ours))
-        for room, whose in entry.rooms:
-            if (full := room.full(whose, entry.size)) is not None:
+        """Returns the limit that `message` exceeds; None: it waits now. `is_ours`: it is our answer to a refused
+        request."""
+        entry = ExpressMessage(message.ByteSize(), message, self._accounts(message.stamp.attributes, is_ours))
+        for shares, whose in entry.accounts:
+            if (full := shares.full(whose, entry.size)) is not None:
                 return full
-        self._queue.add([entry])
+        self._sender.queue.add([entry])
         self._count(entry, 1)
-        self._arrived.set()
+        self._wake.set()
         return None
 
-    def _rooms(self, attributes: UAttributes, is_ours: bool) -> list[tuple[Shares[Hashable], Hashable]]:
+    def _accounts(self, attributes: UAttributes, is_ours: bool) -> list[tuple[Shares[Hashable], Hashable]]:
         if is_ours:
             return [(self._answers, attributes.sink.authority_name)]
         caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
@@ -185,22 +182,22 @@ class ExpressQueue:
             return [(self._frames, account)]
         return [(self._callers, account), (self._senders, attributes.source.authority_name)]
 
-    def _count(self, entry: Entry, sign: int) -> None:
-        for room, whose in entry.rooms:
-            room.add(whose, sign, sign * entry.size)
+    def _count(self, entry: ExpressMessage, sign: int) -> None:
+        for shares, whose in entry.accounts:
+            shares.add(whose, sign, sign * entry.size)
 
-    def _take(self) -> list[Entry]:
-        """The next batch, highest class first; what has expired is failed instead."""
-        batch: list[Entry] = []
+    def _take(self) -> list[ExpressMessage]:
+        """Returns the next batch, highest class first; an expired message fails instead."""
+        batch: list[ExpressMessage] = []
         now = uuids.now_ms()
-        for entry in self._queue.take(BATCH_MAX, BATCH_BYTES_MAX):
+        for entry in self._sender.queue.take(BATCH_MAX, BATCH_BYTES_MAX):
             if entry.message.is_expired(now):
                 self._end(entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it")
             else:
                 batch.append(entry)
         return batch
 
-    def _end(self, entry: Entry, code: UCode.ValueType, reason: str) -> None:
+    def _end(self, entry: ExpressMessage, code: UCode.ValueType, reason: str) -> None:
         self._count(entry, -1)
         if dropped := _asked_again(entry.message):
             self.peer.dropped[dropped] += 1
@@ -208,42 +205,28 @@ class ExpressQueue:
             self._express.fail(entry.message, code, reason, self.peer)
 
     async def run(self) -> None:
-        """Pump until cancelled."""
+        """Send until cancelled."""
         try:
             while True:
                 await self._step()
         finally:
-            self._flights.drop()
+            self._sender.flights.drop()
 
     async def _step(self) -> None:
-        if self._flights.are_answered:
-            if self._flights.have_failed:
-                await self._flights.answered()
-            await self._settle(*self._flights.landed())
-        elif self._may_send:
-            batch = self._take()
-            messages = [entry.message for entry in batch]
-            if not batch:
-                return
-            if self._flights or (self.peer.in_flight_messages and not self._is_failing):
-                self._flights.begin(batch, messages)
-            else:  # where the network wants one at a time; or a trial: others would only fail behind it
-                await self._settle(batch, await self.peer.send_batch(messages))
+        sender = self._sender
+        if sender.flights.are_answered:
+            await self._settle(*await sender.land())
+        elif sender.may_send:
+            if batch := self._take():
+                await sender.send(batch)
         else:
-            self._arrived.clear()
+            self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._flights.leaves_at(self._queue.messages)):
-                    await self._arrived.wait()
+                async with asyncio.timeout_at(sender.next_at):
+                    await self._wake.wait()
 
-    @property
-    def _may_send(self) -> bool:
-        if not self._flights:
-            return self._queue.messages > 0
-        is_full = self._queue.messages >= BATCH_MAX or self._queue.bytes >= BATCH_BYTES_MAX
-        return self._queue.messages > 0 and self._flights.may_leave(is_full=is_full)
-
-    async def _settle(self, batch: list[Entry], statuses: list[UStatus]) -> None:
-        """What was taken has left; the rest leaves again after a pause, or is failed."""
+    async def _settle(self, batch: list[ExpressMessage], statuses: list[UStatus]) -> None:
+        """What was taken has left; the rest is sent again after a pause, or fails."""
         sent, again, refused = settle(batch, statuses)
         refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
         for entry in sent:
@@ -252,16 +235,16 @@ class ExpressQueue:
             what = status.message or code_name(status.code)
             self._end(entry, status.code, f"endpoint {self.peer.name!r}: {what}")
         self.peer.forwarded += len(sent)
-        # the ttl is looked at when it is their turn again
+        # their ttl is checked when it is their turn again
         waiting = [entry for entry, status in again if not is_nobody_listening(status)]
-        self._is_failing = bool(waiting)
+        self._sender.is_failing = bool(waiting)
         if waiting:
-            self._queue.put_back(waiting)
+            self._sender.queue.put_back(waiting)
             await self._backoff.wait(self._soonest_expiry_ms())
         else:
             self._backoff.reset()
 
     def _soonest_expiry_ms(self) -> int | None:
-        """How long until something that waits expires: its originator is told then, not later."""
-        ends = [end for entry in self._queue if (end := entry.message.expires_ms) is not None]
+        """Returns how long until the next message expires, so that its originator gets the answer in time."""
+        ends = [end for entry in self._sender.queue if (end := entry.message.expires_ms) is not None]
         return max(min(ends) - uuids.now_ms() + 1, 0) if ends else None

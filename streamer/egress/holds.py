@@ -1,14 +1,14 @@
 """What is held toward one peer: its records wait in the log, each hold at a position of its own, and the pump goes on
 with everything else.
 
-undecided  a uSubscription has not said yet who wants the topic      of a topic    until it has said so
-paused     somebody has paused the topic                             of a topic    until it is resumed
-refused    the network refuses the address                           of an address until it takes one message
-unheard    the network says that nobody listens at the address       of an address the same; or it says that somebody
-                                                                                   listens now
+undecided  a uSubscription has not answered yet who wants the topic  a topic     until it has answered
+paused     somebody has paused the topic                             a topic     until it is resumed
+refused    the network refuses the address                           an address  until the network takes one message
+unheard    the network says that nobody listens at the address       an address  the same; or until the network says
+                                                                                 that somebody listens now
 
-TopicHolds: record of an open topic -> hold -> nobody wants it -> forget
-                                            '-> somebody does -> read back from its position -> live again
+TopicHolds: record of an open topic -> hold -> nobody wants it    -> forget
+                                            '-> somebody wants it -> read back from its position -> live again
 AddressHolds: refused, unheard -> hold -> in 1, 2, 4 ... 60 s: one message -> refused again: later
                                     |                                     '-> taken: read back -> live again
                                     '-> for too long: ended
@@ -40,46 +40,46 @@ PARKED_PREFIX: Final = "parked:"
 HELD_PREFIX: Final = "held:"
 HOLDER: Final = "egress"  # of all cursors of an endpoint that is owed every record
 OWED_PREFIX: Final = "owed:"
-# topics of one peer; each has a row of the log's file. Beyond it the peer waits, and nothing is lost
+# topics of one peer; each has a row in the log's file. Beyond it the peer waits, and nothing is lost
 PARKED_MAX: Final = 5_000
 ADDRESSES_MAX: Final = 5_000  # units of one peer; beyond it several addresses are one
 CURSORS_RESERVED: Final = 2_000  # for peers and consumers
-# addresses of merged units of one peer; what is for others beyond them is not held, so that a stranger who makes up
-# addresses holds nothing of others
+# addresses in merged units of one peer; beyond them nothing more is held, so that a stranger who makes up addresses
+# holds up nobody else
 COVERED_MAX: Final = 20_000
-DUE_MAX: Final = 8 * ADDRESSES_MAX  # times at which something is due, those that do not count any more included
+DUE_MAX: Final = 8 * ADDRESSES_MAX  # scheduled times, those that do not count any more included
 HEADS_BYTES_MAX: Final = 4 << 20  # of first messages that are kept in memory; the others are read from the log
-RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; each further time twice as long
+RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; each time twice as long
 RETRY_S_MAX: Final = 60.0
-YOUNG_S: Final = 1.0  # a subscriber is often only a moment late: so long a hold has no row, and the pump's cursor waits
+YOUNG_S: Final = 1.0  # a subscriber is often a moment late: so long a hold has no row, and the pump's cursor waits
 YOUNG_MAX: Final = 64
-HELD_HOURS: Final = 24.0  # at most something waits that a network refuses, or that nobody listens to
-NOTE_S: Final = 3_600.0  # between notes on disk of how long something has been held
-SAID_MAX: Final = 16  # holds of a label that have a line in the log each; a stranger may cause thousands
+HELD_HOURS: Final = 24.0  # longest wait of what a network refuses, or nobody listens to
+NOTE_S: Final = 3_600.0  # between saves of how long something has been held
+LOGGED_MAX: Final = 16  # holds of a label that have a line in the log each; a stranger may cause thousands
 SHOWN_AFTER_S: Final = 60.0  # a hold that is older is a condition of its endpoint
 
 ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
 Kind = Literal["refused", "unheard"]
 Label = Literal["refused", "unheard", "left"]
 LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
-"""As operators see them. left: unheard, though somebody has listened there since the start."""
+"""Kinds as operators see them. left: unheard, though somebody has listened there since the start."""
 T = TypeVar("T")
 Clock = Callable[[], float]
 
 log = structlog.get_logger()
 
 
-def has_cursors_left(source: Log) -> int:
-    """How many more rows holds may have: others need cursors, too."""
+def cursors_left(source: Log) -> int:
+    """Returns how many more rows holds may have; the rest is for other cursors."""
     return CURSORS_MAX - CURSORS_RESERVED - source.cursor_count
 
 
 class _Ages(Generic[T]):
-    """Since when each hold of a kind is there, so that the oldest is known without looking at all of them."""
+    """When each hold began, so that the oldest is found without looking at all of them."""
 
     def __init__(self, is_there: Callable[[T, float], bool]) -> None:
-        """`is_there(one, began)`: it is still held, since `began`, and of this kind."""
-        self._heap: list[tuple[float, int, T]] = []  # since when, order, which
+        """`is_there(one, began)`: `one` is still held, since `began`, and of this kind."""
+        self._heap: list[tuple[float, int, T]] = []  # when it began, order, which
         self._count = itertools.count()
         self._is_there = is_there
 
@@ -87,7 +87,7 @@ class _Ages(Generic[T]):
         heapq.heappush(self._heap, (began, next(self._count), one))
 
     def oldest(self) -> tuple[float, T] | None:
-        """Since when, and which."""
+        """Returns when it began, and which it is."""
         while self._heap and not self._is_there(self._heap[0][2], self._heap[0][0]):
             heapq.heappop(self._heap)
         return (self._heap[0][0], self._heap[0][2]) if self._heap else None
@@ -95,12 +95,13 @@ class _Ages(Generic[T]):
 
 @dataclass(slots=True)
 class TopicHold:
-    """One topic: what has a greater seq than `after` may still be wanted, but for those who were `served` all along."""
+    """One topic: records with a greater seq than `after` may still be wanted, except by authorities that were `served`
+    all along."""
 
     after: int
     began: float  # how long the streamer had run then, milliseconds; less by what it had waited before a restart
     served: frozenset[str] = frozenset()
-    whole: bool = False  # the peer's network has got each of these messages, so there is nothing to be added
+    whole: bool = False  # the peer's network has got every message since then: nobody there misses any
 
 
 class TopicHolds(dict[int, TopicHold]):
@@ -108,24 +109,24 @@ class TopicHolds(dict[int, TopicHold]):
     `parked:PEER:STREAM`."""
 
     def __init__(self, source: Log, peer: str, wait_ms_max: int) -> None:
-        """`wait_ms_max`: for so long each of them keeps retention by age away."""
+        """`wait_ms_max`: so long retention by age waits for each of them."""
         super().__init__()
         self._log, self._prefix, self._wait_ms_max = source, f"{PARKED_PREFIX}{peer}:", wait_ms_max
-        self._ran_ms = 0  # for so long the streamer has run, as it was last told
+        self._ran_ms = 0  # so long the streamer has run, by the last call of `wait`
         self._ages = _Ages[int](self._is_there)
-        self._notes: list[tuple[float, int, float]] = []  # a heap: when the next note is due, which stream, `began`
+        self._notes: list[tuple[float, int, float]] = []  # a heap: when the next save is due, which stream, `began`
 
     def __repr__(self) -> str:
         return f"TopicHolds({len(self)} topics)"
 
     @property
-    def room(self) -> int:
-        """How many more topics may be held."""
-        return min(PARKED_MAX - len(self), has_cursors_left(self._log))
+    def free_capacity(self) -> int:
+        """Returns how many more topics may be held."""
+        return min(PARKED_MAX - len(self), cursors_left(self._log))
 
     @property
     def waited_ms(self) -> int:
-        """For how long the oldest has waited while the streamer ran."""
+        """Returns how long the oldest has waited while the streamer ran."""
         oldest = self._ages.oldest()
         return 0 if oldest is None else int(self._ran_ms - oldest[0])
 
@@ -134,7 +135,7 @@ class TopicHolds(dict[int, TopicHold]):
         return known is not None and known.began == began
 
     def load(self) -> None:
-        """What was held when the log was closed. Who was served then is not known any more: they may get it twice."""
+        """Load what was held when the log was closed. Who was served then is not on disk: they may get it twice."""
         for name, cursor in self._log.cursor_rows().items():
             number = name.removeprefix(self._prefix)
             if number == name:
@@ -155,7 +156,7 @@ class TopicHolds(dict[int, TopicHold]):
         self._save(stream)
 
     def serve(self, stream: int, targets: Iterable[Target]) -> None:
-        """From here on `targets` get its messages as they come."""
+        """From now on `targets` get its messages as they come."""
         parked, targets = self[stream], tuple(targets)
         parked.served |= {target.authority for target in targets}
         parked.whole = parked.whole or any(
@@ -167,7 +168,7 @@ class TopicHolds(dict[int, TopicHold]):
         self._save(stream)
 
     def hold(self, stream: int, after: int) -> None:
-        """It is paused: what has a greater seq than `after` waits for everybody, also for those who were served."""
+        """The topic is paused: records after `after` wait for everybody, also for authorities that were served."""
         known = self.get(stream)
         if known is None:
             self._add(stream, TopicHold(after, self._ran_ms))
@@ -180,7 +181,7 @@ class TopicHolds(dict[int, TopicHold]):
         self._log.drop_cursor(f"{self._prefix}{stream}")
 
     def wait(self, ms: int) -> None:
-        """So much time has passed. Costs the same for any number of them, but for those whose note is due."""
+        """So much time has passed. Costs the same for any number of topics, except those whose save is due."""
         self._ran_ms += ms
         while self._notes and self._notes[0][0] <= self._ran_ms:
             _, stream, began = heapq.heappop(self._notes)
@@ -197,8 +198,8 @@ class TopicHolds(dict[int, TopicHold]):
 
 
 class OwedTopics(dict[int, int]):
-    """What was held of publishes when a peer took them over: from which seq on it has each topic from our history, by
-    the log's id of its stream. Owns the log's cursors `owed:PEER:STREAM`."""
+    """Publishes that were held when a peer took the publishes over: after which seq it reads each topic from our
+    history, by the log's id of its stream. Owns the log's cursors `owed:PEER:STREAM`."""
 
     def __init__(self, source: Log, peer: str) -> None:
         super().__init__()
@@ -216,11 +217,11 @@ class OwedTopics(dict[int, int]):
             self._log.set_cursor(f"{self._prefix}{stream}", after)
 
     def move(self, after: int) -> None:
-        """Retention has taken what comes before."""
+        """Retention has deleted the records up to `after`."""
         self.add({stream: after for stream, before in self.items() if before < after})
 
     def clear_all(self) -> None:
-        """The peer has had them."""
+        """The peer has all of them."""
         for stream in self:
             self._log.drop_cursor(f"{self._prefix}{stream}")
         self.clear()
@@ -228,30 +229,30 @@ class OwedTopics(dict[int, int]):
 
 @dataclass(slots=True, eq=False)
 class AddressHold:
-    """One unit: what goes to its addresses and has a greater seq than `after` waits."""
+    """One unit: messages to its addresses with a greater seq than `after` wait."""
 
-    unit: str  # "=" and the address; of several: "@" and their source authority, or "*"
+    unit: str  # "=" and the address; for several addresses: "@" and their source authority, or "*"
     after: int
     kind: Kind
-    why: str  # what the network says
+    why: str  # what the network has answered
     code: UCode.ValueType
     began: float  # loop time; earlier by what it had waited before a restart
-    streams: set[int] = field(default_factory=set)  # of the log, as far as is known since the start
-    is_loaded: bool = False  # from before a restart: it may have others
-    covers: set[str] | None = None  # of a merged unit: its addresses; None: all that it may have, after a restart
+    streams: set[int] = field(default_factory=set)  # ids of the log, as far as is known since the start
+    is_loaded: bool = False  # from before a restart: it may have more streams
+    covers: set[str] | None = None  # addresses of a merged unit; None: unknown after a restart, so any
     records: int = 0  # that wait, as far as is known since the start
     head: Item | None = None  # the first that waits, if it is in memory
     was_heard: bool = False  # somebody has listened there in this process
     tries: int = 0
     due_at: float = 0.0  # loop time of the next try
     is_trying: bool = False  # its first message is under way
-    tried: int = 0  # the seq of that; less: one before it has been refused meanwhile
-    is_taken: bool = False  # that was taken: the rest is about to be read back
+    tried: int = 0  # seq of that message; less, if an earlier one was refused meanwhile
+    is_taken: bool = False  # that message was taken: the rest is about to be read back
     is_returning: bool = False  # the rest is being read back, and leaves
-    noted_s: float = 0.0  # of how long it has waited, on disk
+    saved_s: float = 0.0  # how long it had waited when it was last saved
     has_row: bool = False
-    is_over: bool = False  # it is held no more
-    is_woken: bool = False  # while its first message was under way
+    is_over: bool = False  # not held any more
+    is_woken: bool = False  # to be tried at once, when the message under way is answered
 
     @property
     def label(self) -> Label:
@@ -263,23 +264,23 @@ class AddressHold:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """For log lines and conditions."""
         what = self.unit[1:]
         return {"=": repr(what), "@": f"whatever comes from {what!r}", "*": "every address"}[self.unit[0]]
 
 
 class HeldState(NamedTuple):
-    """What a person must know of the holds of one kind."""
+    """What an operator must know about the holds of one label."""
 
     label: Label
     units: int
     records: int  # at least
-    are_counted: bool  # False: some were held before the last start, and may have more records than that
+    are_counted: bool  # False: some were held before the last start, and may have more records
     oldest: AddressHold
-    waited_s: float  # of that one
+    waited_s: float  # of the oldest
 
     def sentence(self, now_ms: int) -> str:
-        """For people; the oldest stands for all."""
+        """Returns a sentence for operators; the oldest hold stands for all."""
         since = datetime.fromtimestamp(now_ms / 1_000 - self.waited_s, UTC).isoformat(timespec="seconds")
         others = f" and {self.units - 1:,} more" if self.units > 1 else ""
         count = f"{'' if self.are_counted else 'at least '}{self.records:,} records wait"
@@ -292,35 +293,70 @@ class HeldState(NamedTuple):
         return f"nobody has listened yet at {what} since {since}, {count} until somebody does"
 
 
+class _Totals:
+    """Counts of the address holds by label, and which is the oldest of each."""
+
+    def __init__(self, time: Clock) -> None:
+        self._time = time
+        self._ages: dict[Label, _Ages[AddressHold]] = {label: _ages_of(label) for label in LABELS}
+        self._counts: dict[Label, Counter[str]] = {label: Counter() for label in LABELS}
+
+    def count(self, hold: AddressHold, sign: int) -> None:
+        """`hold` comes (1), or goes (-1)."""
+        counts = self._counts[hold.label]
+        counts["units"] += sign
+        counts["records"] += sign * hold.records
+        counts["loaded"] += sign * hold.is_loaded
+        if sign > 0:
+            self._ages[hold.label].add(hold.began, hold)
+
+    def add_records(self, hold: AddressHold, records: int) -> None:
+        hold.records += records
+        self._counts[hold.label]["records"] += records
+
+    def is_logged(self, hold: AddressHold) -> bool:
+        """False: there are so many of its label that one more is not worth a line in the log."""
+        return self._counts[hold.label]["units"] <= LOGGED_MAX
+
+    def states(self) -> Iterator[HeldState]:
+        """Yields the state of each label that has holds. Costs the same for any number of holds."""
+        for label, counts in self._counts.items():
+            oldest = self._ages[label].oldest()
+            if oldest is not None:
+                began, hold = oldest
+                counted = counts["units"], counts["records"], not counts["loaded"]
+                yield HeldState(label, *counted, hold, self._time() - began)
+
+
 class AddressHolds(dict[str, AddressHold]):
     """The addresses of one peer that its network refuses, or where nobody listens, by unit. Owns the log's cursors
     `held:PEER:KIND UNIT`."""
 
     def __init__(self, source: Log, peer: str, time: Clock, refused_s: float, unheard_s: float) -> None:
-        """`refused_s`, `unheard_s`: for so long at most it is held, while the streamer runs."""
+        """`refused_s`, `unheard_s`: the longest that something is held, while the streamer runs."""
         super().__init__()
         self._log, self._peer, self._time = source, peer, time
         self._limits: dict[Kind, float] = {"refused": refused_s, "unheard": unheard_s}
         self._young: dict[str, AddressHold] = {}
-        self._ages: dict[Label, _Ages[AddressHold]] = {label: _ages_of(label) for label in LABELS}
-        self._totals: dict[Label, Counter[str]] = {label: Counter() for label in LABELS}
-        self._merged: dict[str, AddressHold] = {}  # units of several addresses
+        self._totals = _Totals(time)
+        self.states = self._totals.states
+        self._merged: dict[str, AddressHold] = {}  # the units of several addresses
         self._authorities: Counter[str] = Counter()  # units of one address each, by source authority
-        self._authority_of: dict[str, str] = {}  # of these units
+        self._authority_of: dict[str, str] = {}  # source authority of those units
         self._heads_bytes = 0
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
         self._count = itertools.count()
         self._covered = 0  # addresses of merged units
         self.ended = 0  # holds that were ended at their limit
-        self.merges = 0  # rises whenever several become one
+        self.merges = 0  # how often several units became one
 
     def __repr__(self) -> str:
         return f"AddressHolds({len(self)} units)"
 
-    # Which
+    # Look up
 
     def at(self, address: str) -> AddressHold | None:
-        """The hold of this address, or one that takes it in."""
+        """Returns the hold of this address, or a merged one that covers it."""
         found = self.get("=" + address)
         if found is None and self._merged:
             merged = self._merged.values()
@@ -328,7 +364,7 @@ class AddressHolds(dict[str, AddressHold]):
         return found
 
     def of(self, address: str, authority: str) -> AddressHold | None:
-        """What holds messages of the source `authority` to `address`."""
+        """Returns what holds messages from the source `authority` to `address`."""
         found = self.get("=" + address)
         if found is None and self._merged:
             for merged in (self._merged.get("@" + authority), self._merged.get("*")):
@@ -337,7 +373,7 @@ class AddressHolds(dict[str, AddressHold]):
         return found
 
     def load(self) -> None:
-        """What was held when the log was closed."""
+        """Load what was held when the log was closed."""
         prefix = f"{HELD_PREFIX}{self._peer}:"
         now = self._time()
         for name, cursor in self._log.cursor_rows().items():
@@ -354,7 +390,7 @@ class AddressHolds(dict[str, AddressHold]):
                 now - cursor.absent_ms / 1000,
                 is_loaded=True,
                 has_row=True,
-                noted_s=cursor.absent_ms / 1000,
+                saved_s=cursor.absent_ms / 1000,
             )
             self._add(hold, "")
             hold.due_at = now + RETRY_S_MIN
@@ -362,12 +398,12 @@ class AddressHolds(dict[str, AddressHold]):
 
     @property
     def merged(self) -> list[AddressHold]:
-        """Those of several addresses."""
+        """Returns the units of several addresses."""
         return list(self._merged.values())
 
     @property
     def oldest_young(self) -> int | None:
-        """The lowest position of those that have no row yet."""
+        """Returns the lowest position of the holds that have no row yet."""
         return min([hold.after for hold in self._young.values()], default=None) if self._young else None
 
     @property
@@ -389,9 +425,9 @@ class AddressHolds(dict[str, AddressHold]):
         was_heard: bool = False,
         was_tried: bool = False,
     ) -> AddressHold | None:
-        """`item` has not been taken. All that goes to `address` waits from it on. None: so many addresses are held that
-        this one can't be. `known`: what `of` returns for the address; `was_heard`: somebody has listened there since
-        the start; `was_tried`: it is the first message of a hold, which was tried again."""
+        """The network has not taken `item`: everything to `address` waits from it on. Returns None if too many
+        addresses are held for one more. `known`: what `of` returns for the address; `was_heard`: somebody has listened
+        there since the start; `was_tried`: `item` was the trial of a hold."""
         now = self._time()
         if known is None:
             known = self._new(address, authority, item[0] - 1, status, kind, now, was_heard)
@@ -401,7 +437,7 @@ class AddressHolds(dict[str, AddressHold]):
             known.why, known.code = _why(status), status.code
             if known.kind != kind:
                 self._change_kind(known, kind)
-                self._say(known)
+                self._log_hold(known)
         is_again = was_tried or not known.is_waiting
         if is_again:
             known.is_trying = known.is_taken = known.is_returning = False
@@ -411,23 +447,23 @@ class AddressHolds(dict[str, AddressHold]):
             wait_s = 0.0 if known.is_woken else min(RETRY_S_MIN * 2.0 ** min(known.tries, 10), RETRY_S_MAX)
             known.due_at, known.is_woken = now + wait_s, False
             known.tries += 1
-            self._note(known, now)
+            self._save_at_times(known, now)
             self._push(known)
         return known
 
     def _new(
         self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
     ) -> AddressHold | None:
-        has_room = self._covered < COVERED_MAX
-        if len(self) >= ADDRESSES_MAX or has_cursors_left(self._log) <= 0:
-            if not has_room:
+        has_capacity = self._covered < COVERED_MAX
+        if len(self) >= ADDRESSES_MAX or cursors_left(self._log) <= 0:
+            if not has_capacity:
                 return None
             self._merge()
-        if has_room and (found := self._merged_for(address, authority)) is not None:
+        if has_capacity and (found := self._merged_for(address, authority)) is not None:
             return found
         hold = AddressHold("=" + address, after, kind, _why(status), status.code, now, was_heard=was_heard)
         self._add(hold, authority)
-        self._say(hold)
+        self._log_hold(hold)
         if kind == "unheard" and len(self._young) < YOUNG_MAX:
             self._young[hold.unit] = hold
             heapq.heappush(self._due, (now + YOUNG_S, next(self._count), hold))
@@ -435,8 +471,8 @@ class AddressHolds(dict[str, AddressHold]):
             self._save(hold)
         return hold
 
-    def _say(self, hold: AddressHold) -> None:
-        if self._totals[hold.label]["units"] > SAID_MAX:
+    def _log_hold(self, hold: AddressHold) -> None:
+        if not self._totals.is_logged(hold):
             return
         if hold.kind == "refused":
             what = "a network refuses an address: what is for it waits, and everything else goes on"
@@ -446,7 +482,7 @@ class AddressHolds(dict[str, AddressHold]):
             log.info(what, endpoint=self._peer, address=hold.name)
 
     def _merged_for(self, address: str, authority: str) -> AddressHold | None:
-        """The merged unit that takes `address` in, if there is one."""
+        """Returns the merged unit, if there is one; it covers `address` from now on."""
         found = self._merged.get("@" + authority) or self._merged.get("*")
         if found is not None and found.covers is not None:
             found.covers.add(address)
@@ -455,24 +491,16 @@ class AddressHolds(dict[str, AddressHold]):
 
     def _add(self, hold: AddressHold, authority: str) -> None:
         self[hold.unit] = hold
-        self._count_in(hold, 1)
+        self._totals.count(hold, 1)
         if hold.unit[0] == "=":
             self._authorities[authority] += 1
             self._authority_of[hold.unit] = authority
         else:
             self._merged[hold.unit] = hold
 
-    def _count_in(self, hold: AddressHold, sign: int) -> None:
-        totals = self._totals[hold.label]
-        totals["units"] += sign
-        totals["records"] += sign * hold.records
-        totals["loaded"] += sign * hold.is_loaded
-        if sign > 0:
-            self._ages[hold.label].add(hold.began, hold)
-
     def _merge(self) -> None:
-        """Make room: the addresses of the source authority that has most are one unit from now on; if each has few, all
-        of them are."""
+        """Free some capacity: the addresses of the source authority that has most become one unit; if each authority
+        has few, all addresses become one."""
         whose, count = max(self._authorities.items(), key=lambda one: one[1], default=("", 0))
         unit = "@" + whose if whose and count > max(1, ADDRESSES_MAX // 100) else "*"
         merging = [hold for hold in self.values() if unit == "*" or self._authority_of.get(hold.unit) == whose]
@@ -510,19 +538,19 @@ class AddressHolds(dict[str, AddressHold]):
     def _change_kind(self, hold: AddressHold, kind: Kind) -> None:
         if hold.has_row:
             self._log.drop_cursor(self._row_of(hold))
-        self._count_in(hold, -1)
+        self._totals.count(hold, -1)
         hold.kind = kind
-        self._count_in(hold, 1)
+        self._totals.count(hold, 1)
         if hold.has_row:
             self._save(hold)
 
     def wait_behind(self, hold: AddressHold, item: Item) -> None:
-        """`item`, which was read, waits in `hold`."""
+        """`item` waits in `hold`."""
         self.passed(hold, item[0])
         hold.streams.add(item[2])
         hold.tried = min(hold.tried, item[0])
         if hold.head is None and hold.records > 1 and item[0] - 1 > hold.after:
-            return  # what comes first is not in memory
+            return  # the first message is not in memory
         if hold.head is None or item[0] < hold.head[0]:
             self.forget_head(hold)
             size = len(item[1].payload)
@@ -531,11 +559,10 @@ class AddressHolds(dict[str, AddressHold]):
                 self._heads_bytes += size
 
     def passed(self, hold: AddressHold, seq: int) -> None:
-        """A record that waits in `hold` was read past."""
+        """The record `seq` waits in `hold`."""
         if hold.is_over:
-            return  # it is one with others now, which have a position that is not later
-        hold.records += 1
-        self._totals[hold.label]["records"] += 1
+            return  # it was merged into a unit whose position is not later
+        self._totals.add_records(hold, 1)
         if seq <= hold.after:
             hold.after = seq - 1
             self.forget_head(hold)
@@ -550,7 +577,7 @@ class AddressHolds(dict[str, AddressHold]):
     # Try again
 
     def take_due(self, count: int) -> Iterator[AddressHold]:
-        """Those whose first message is to be tried now, `count` at most; the caller says what has become of it."""
+        """Yields the holds whose first message is to be tried now, `count` at most; the caller reports the result."""
         now = self._time()
         while count > 0 and self._due and self._due[0][0] <= now:
             _, _, hold = heapq.heappop(self._due)
@@ -575,33 +602,32 @@ class AddressHolds(dict[str, AddressHold]):
             self._push(hold)
 
     def try_all(self, kind: Kind | None = None) -> None:
-        """The same for all, or those of one kind."""
+        """The same for all holds, or those of one kind."""
         for hold in self.values():
             if kind is None or hold.kind == kind:
                 self.try_now(hold)
 
     def not_tried(self, hold: AddressHold) -> None:
-        """Its first message was taken away before it left."""
+        """Its first message was removed before it left."""
         if hold.is_trying and not hold.is_over:
             hold.is_trying = False
             hold.due_at = 0.0
             self._push(hold)
 
     def taken(self, hold: AddressHold) -> None:
-        """Its first message was: the rest is about to be read back."""
+        """The network has taken its first message: the rest is about to be read back."""
         hold.is_trying, hold.is_taken = False, True
-        if self._time() - hold.began >= YOUNG_S and self._totals[hold.label]["units"] <= SAID_MAX:
+        if self._time() - hold.began >= YOUNG_S and self._totals.is_logged(hold):
             what = "the network takes messages for an address again: what has waited follows"
             log.info(what, endpoint=self._peer, address=hold.name, records=hold.records)
-        self._totals[hold.label]["records"] -= hold.records
-        hold.records = 0
+        self._totals.add_records(hold, -hold.records)
 
     def drop(self, hold: AddressHold) -> None:
         """Nothing of it waits any more."""
         assert not hold.is_over, "it is dropped once"
         hold.is_over = True
         del self[hold.unit]
-        self._count_in(hold, -1)
+        self._totals.count(hold, -1)
         self._young.pop(hold.unit, None)
         self.forget_head(hold)
         if hold.unit[0] == "=":
@@ -616,13 +642,13 @@ class AddressHolds(dict[str, AddressHold]):
             self._log.drop_cursor(self._row_of(hold))
 
     def uncover(self, hold: AddressHold) -> None:
-        """A merged unit is read back: of its addresses only what is refused again is held."""
+        """A merged unit is read back: from now on it covers only addresses that are refused again."""
         if hold.unit[0] != "=":
             self._covered -= len(hold.covers or ())
             hold.covers = set()
 
     def move(self, hold: AddressHold, after: int) -> None:
-        """Nothing up to there waits any more."""
+        """Nothing up to `after` waits any more."""
         if after > hold.after:
             hold.after = after
             if hold.head is not None and hold.head[0] <= after:
@@ -631,7 +657,7 @@ class AddressHolds(dict[str, AddressHold]):
                 self._save(hold)
 
     def _push(self, hold: AddressHold) -> None:
-        if len(self._due) > DUE_MAX:  # a network that comes and goes: those of before are of no use
+        if len(self._due) > DUE_MAX:  # a network that comes and goes: keep only the newest time of each
             young = [(one.began + YOUNG_S, next(self._count), one) for one in self._young.values()]
             self._due = [*young, *((one.due_at, next(self._count), one) for one in self.values() if one is not hold)]
             heapq.heapify(self._due)
@@ -639,8 +665,8 @@ class AddressHolds(dict[str, AddressHold]):
 
     # On disk
 
-    def _note(self, hold: AddressHold, now: float) -> None:
-        if hold.has_row and now - hold.began >= hold.noted_s + NOTE_S:
+    def _save_at_times(self, hold: AddressHold, now: float) -> None:
+        if hold.has_row and now - hold.began >= hold.saved_s + NOTE_S:
             self._save(hold)
 
     def _row_of(self, hold: AddressHold) -> str:
@@ -649,19 +675,8 @@ class AddressHolds(dict[str, AddressHold]):
     def _save(self, hold: AddressHold) -> None:
         self._young.pop(hold.unit, None)
         hold.has_row = True
-        hold.noted_s = self._time() - hold.began
-        self._log.set_cursor(self._row_of(hold), hold.after, absent_ms=int(hold.noted_s * 1000), holder=HOLDER)
-
-    # What is seen
-
-    def states(self) -> Iterator[HeldState]:
-        """Of each label there is. Costs the same for any number of them."""
-        for label, totals in self._totals.items():
-            oldest = self._ages[label].oldest()
-            if oldest is not None:
-                began, hold = oldest
-                counted = totals["units"], totals["records"], not totals["loaded"]
-                yield HeldState(label, *counted, hold, self._time() - began)
+        hold.saved_s = self._time() - hold.began
+        self._log.set_cursor(self._row_of(hold), hold.after, absent_ms=int(hold.saved_s * 1000), holder=HOLDER)
 
 
 def _why(status: UStatus) -> str:

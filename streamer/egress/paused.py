@@ -1,8 +1,8 @@
-"""What is not dispatched for now: topics that somebody has paused toward a peer. Their records wait in the log.
+"""Topics that an operator has paused toward a peer: they are not dispatched for now, and their records wait in the log.
 
-pause, resume -> FILE -> it counts: `version` rises -> view: a topic that is held is open -> pumps hold it (holds.py)
-                                                      and what they have read ahead of the peer goes back
-streamer.control says who may; requests and responses are no topic, and are never held.
+pause, resume -> FILE -> in force: `version` rises -> view: a paused topic is open -> pumps hold it (holds.py), also
+                                                                                      what they have read ahead
+streamer.operating.control checks who may do it. Requests and responses are never held.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 FILE: Final = "paused.json"  # in a data_dir
-PAUSES_MAX: Final = 256  # each is held against each topic whenever something changes
+PAUSES_MAX: Final = 256  # each is compared with each topic whenever something changes
 PEER_LENGTH_MAX: Final = 128  # characters: as long as an authority may be
 _PAUSES: Final = TypeAdapter(list[tuple[str, str]])  # topic, peer
 
@@ -39,7 +39,7 @@ class Pause(NamedTuple):
 
 
 def read(path: Path) -> list[Pause]:
-    """What is paused as the file has it; none if there is no file. Raises FAILED_PRECONDITION if it can't be read."""
+    """Returns the pauses in the file; none if there is no file. Raises FAILED_PRECONDITION if it can't be read."""
     try:
         found = [Pause(uris.format(uris.parse(topic)), peer) for topic, peer in read_json(path, _PAUSES)]
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def read(path: Path) -> list[Pause]:
 
 
 def write(path: Path, pauses: Iterable[Pause], disk: Disk = REAL_DISK) -> None:
-    """Blocks. Raises UNAVAILABLE if the disk does not take it; then the file is as it was."""
+    """Blocks. Raises UNAVAILABLE if the file can't be written; then it is unchanged."""
     try:
         disk.replace_text(path, json.dumps(sorted(pauses), indent=0) + "\n")
     except OSError as error:
@@ -60,7 +60,7 @@ def write(path: Path, pauses: Iterable[Pause], disk: Disk = REAL_DISK) -> None:
 
 
 def pattern_of(topic: UUri, own: str) -> UUri:
-    """With authority, and valid. Raises INVALID_ARGUMENT for what no topic can match."""
+    """Returns `topic` with an authority. Raises INVALID_ARGUMENT if no topic can match it."""
     uris.validate(topic)
     topic = uris.with_authority(topic, own)
     if topic.resource_id != uris.WILDCARD_RESOURCE and not uris.is_topic(topic):
@@ -71,7 +71,7 @@ def pattern_of(topic: UUri, own: str) -> UUri:
 
 
 def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Raises RESOURCE_EXHAUSTED."""
+    """Returns `pauses` and one more. Raises RESOURCE_EXHAUSTED."""
     those = set(pauses) | {Pause(uris.format(topic), peer)}
     if len(those) > PAUSES_MAX:
         why = f"{PAUSES_MAX} pauses are in force, which is the limit: pause a wider pattern"
@@ -80,7 +80,8 @@ def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
 
 
 def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Without those toward `peer` that `topic` is, or covers. None: raises NOT_FOUND, naming what holds the topic."""
+    """Returns `pauses` without those toward `peer` that `topic` equals or covers. Raises NOT_FOUND if there are none;
+    the message names the pauses that hold the topic."""
     before = sorted(pauses)
     after = [one for one in before if one.peer != peer or not uris.matches(topic, uris.parse(one.topic))]
     if len(after) == len(before):
@@ -91,7 +92,7 @@ def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
 
 
 class Paused:
-    """What is paused now. Lives on the loop; a change is on disk before it counts, so that it outlives a kill."""
+    """The pauses in force. Lives on the loop. A change is on disk before it is in force, so that it survives a kill."""
 
     def __init__(self, path: Path, endpoints: Endpoints, own: str, disk: Disk = REAL_DISK) -> None:
         self._path, self._endpoints, self._own, self._disk = path, endpoints, own, disk
@@ -100,7 +101,7 @@ class Paused:
         self._callbacks: list[Callable[[], None]] = []
         self._checks: list[Callable[[Endpoint], None]] = []
         self.version = 0
-        self.trouble = ""  # why what was paused is not known any more
+        self.trouble = ""  # why the pauses could not be loaded
 
     def __repr__(self) -> str:
         return f"Paused({len(self._patterns)})"
@@ -112,9 +113,9 @@ class Paused:
         return iter(self._patterns)
 
     def load(self) -> None:
-        """A file that can't be read pauses nothing, which is told until somebody pauses or resumes."""
+        """A file that can't be read pauses nothing; `trouble` says so until somebody pauses or resumes."""
         try:
-            self._count(read(self._path))
+            self._put_in_force(read(self._path))
         except UStatusError as error:
             self.trouble = error.message
             log.error("what was paused is not known any more, and is dispatched", why=self.trouble)
@@ -127,16 +128,16 @@ class Paused:
         self._checks.append(check)
 
     def toward(self, peer: Endpoint) -> list[Pause]:
-        """All that may hold something back from somebody there."""
+        """Returns the pauses that may hold something back from somebody there."""
         return [pause for pause in self._patterns if self._endpoint_of(pause.peer) is peer]
 
     def _endpoint_of(self, peer: str) -> Endpoint | None:
-        """Of a peer that is an endpoint, or an authority behind one."""
+        """Returns the endpoint of a peer, which is an endpoint or an authority behind one."""
         named = (endpoint for endpoint in self._endpoints if endpoint.name == peer)
         return next(named, None) or self._endpoints.owner(peer)
 
     def holds(self, peer: Endpoint, authority: str, source: UUri) -> bool:
-        """True if what comes from `source` does not go to `authority` at `peer` now."""
+        """True if messages from `source` do not go to `authority` at `peer` now."""
         return any(
             pause.peer in (peer.name, authority) and uris.matches(topic, source)
             for pause, topic in self._patterns.items()
@@ -174,7 +175,7 @@ class Paused:
             await self._change(added(self, pattern, peer))
 
     async def resume(self, topic: UUri, peer: str) -> int:
-        """Let go what `topic` covers; how many pauses that ends. Raises INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE."""
+        """End the pauses that `topic` covers. Returns how many. Raises INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE."""
         pattern = pattern_of(topic, self._own)
         async with self._turn:
             before = len(self)
@@ -186,10 +187,10 @@ class Paused:
             return
         await asyncio.to_thread(write, self._path, pauses, self._disk)
         self.trouble = ""
-        self._count(pauses)
+        self._put_in_force(pauses)
         log.info("paused", now=[f"{one.topic} to {one.peer}" for one in pauses])
 
-    def _count(self, pauses: Iterable[Pause]) -> None:
+    def _put_in_force(self, pauses: Iterable[Pause]) -> None:
         self._patterns = {pause: uris.parse(pause.topic) for pause in pauses}
         self.version += 1
         for callback in self._callbacks:

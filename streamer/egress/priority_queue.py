@@ -1,4 +1,4 @@
-"""What waits to be sent: a queue for each priority class, the highest class first, the oldest first within a class.
+"""A queue of messages to be sent: the highest priority class first, the oldest first within a class.
 
 add -> | CS6 | ... | CS1 | CS0 | -> take: a batch, bounded in messages and bytes
 put_back -> before all else of its class
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
 
 
 class PriorityQueue(Generic[T]):
-    """Items are tuples with the message in the middle. `messages` wait, with `bytes` of payload."""
+    """Items are tuples with the message in the middle. `messages` of them wait, with `bytes` of payload."""
 
     def __init__(self) -> None:
         self._classes: list[deque[T]] = [deque() for _ in UPriority.values()]  # the lowest first
@@ -42,15 +42,15 @@ class PriorityQueue(Generic[T]):
         self.bytes += sum([len(item[1].payload) for item in items])
 
     def put_back(self, items: Sequence[T]) -> None:
-        """They were taken in this order, and have not got through."""
+        """Put items back that were taken in this order and have not got through."""
         for item in reversed(items):
             self._classes[item[1].stamp.priority].appendleft(item)
         self.messages += len(items)
         self.bytes += sum([len(item[1].payload) for item in items])
 
     def take(self, messages_max: int, bytes_max: int) -> list[T]:
-        """The next ones; the last may exceed `bytes_max`."""
-        if self.messages <= messages_max and self.bytes <= bytes_max:  # all, which is the common case
+        """Remove and return the next items; the last one may exceed `bytes_max`."""
+        if self.messages <= messages_max and self.bytes <= bytes_max:  # the common case: all of them
             batch = [item for queue in reversed(self._classes) for item in queue]
             self.messages = self.bytes = 0
             for queue in self._classes:
@@ -60,7 +60,7 @@ class PriorityQueue(Generic[T]):
         for queue in reversed(self._classes):
             batch += [queue.popleft() for _ in range(min(len(queue), messages_max - len(batch)))]
         sizes = list(accumulate([len(item[1].payload) for item in batch], initial=0))
-        fits = bisect_left(sizes, bytes_max)  # with the one that reaches it
+        fits = bisect_left(sizes, bytes_max)  # including the item that reaches it
         if fits < len(batch):
             for item in reversed(batch[fits:]):
                 self._classes[item[1].stamp.priority].appendleft(item)
@@ -70,7 +70,7 @@ class PriorityQueue(Generic[T]):
         return batch
 
     def take_out(self, which: Callable[[T], bool]) -> list[T]:
-        """All those for which it says so."""
+        """Remove and return the items for which `which` is true."""
         taken = [item for item in self if which(item)]
         if taken:
             out = set(map(id, taken))
@@ -81,5 +81,5 @@ class PriorityQueue(Generic[T]):
 
     @property
     def firsts(self) -> list[T]:
-        """The oldest of each class."""
+        """The oldest item of each class."""
         return [queue[0] for queue in self._classes if queue]

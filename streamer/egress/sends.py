@@ -1,11 +1,11 @@
 """Sends: the calls of a transport's `send_batch` that are under way, and what becomes of them when it hangs.
 
 begin -> send_batch -> it returns: answered
-                    -> not within ms_max: all that are under way are answered UNAVAILABLE, and cancelled: their owners
-                       send them again
-                       `hung` is set: nothing is sent before the transport was closed and opened again (networks.py)
+                    -> not within ms_max: all calls under way are answered UNAVAILABLE and cancelled; their owners send
+                       again. `hung` is set: nothing is sent before the transport was closed and opened again
+                       (networks.py)
 
-What a call that was given up answers later counts for nothing.
+What a cancelled call answers later is ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# Well above what ours take: MQTT ends a connection on which nothing moves for 20 s, a Zenoh put waits 5 s for a peer
-# that reads nothing, a DDS write 4 s for a receiver that moves, but slowly
+# Well above what our transports take: MQTT ends a connection on which nothing moves for 20 s, a Zenoh put waits 5 s for
+# a peer that reads nothing, a DDS write 4 s for a slow receiver
 SEND_MS_MAX: Final = 60_000
-# Beside it, for all that is under way: a slow link (64 kbit/s) is no hang
+# In addition, for all bytes under way: a slow link (64 kbit/s) is no hang
 BYTES_PER_S_MIN: Final = 8 << 10
-ENVELOPE_BYTES: Final = 256  # of a message beside its payload, about
+ENVELOPE_BYTES: Final = 256  # of a message without its payload, about
 
 REOPENED: Final = UStatus(
     code=UCode.UNAVAILABLE, message="the transport did not return, and is opened again: this is sent again after that"
@@ -43,27 +43,27 @@ Statuses = list[UStatus]
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _Sending:
     messages: int
     bytes: int
     began: float  # loop time
-    due: float  # loop time by which it has returned, or hangs
+    due: float  # loop time: if it has not returned by then, it hangs
     answer: asyncio.Future[Statuses]
     on_answer: Callable[[Statuses], None]
     task: asyncio.Task[None] | None = None
 
 
 class Sends:
-    """Of one endpoint. Lives on the event loop."""
+    """The calls of one endpoint. Lives on the event loop."""
 
     def __init__(self, name: str, send: Callable[[Messages], Awaitable[Statuses]]) -> None:
-        """`send`: to the network; it raises nothing."""
+        """`send` hands messages to the network; it never raises."""
         self._name, self._send = name, send
         self.ms_max = SEND_MS_MAX
         self.hung = asyncio.Event()
         self.hangs = 0
-        self.trouble = ""  # since when nothing returns; until something does
-        self._calls: dict[_Call, None] = {}  # in the order in which they began
+        self.trouble = ""  # since when no call has returned; empty once one does
+        self._calls: dict[_Sending, None] = {}  # in the order in which they began
         self._bytes = 0  # of them
         self._timer: asyncio.TimerHandle | None = None
 
@@ -73,16 +73,16 @@ class Sends:
     def begin(
         self, messages: Messages, on_answer: Callable[[Statuses], None], is_held: Callable[[], bool]
     ) -> asyncio.Future[Statuses]:
-        """Send them behind what is under way; one status for each. To cancel the answer cancels the sending.
+        """Send the messages behind what is under way. Returns one status for each. Cancelling it cancels the call.
 
-        `on_answer` is called in the step in which the network answers. If `is_held` when it is their turn, one step
-        later, they are answered UNAVAILABLE and not sent.
+        `on_answer` is called in the loop step in which the network answers. If `is_held` is true when it is their turn,
+        one step later, they are not sent and answered UNAVAILABLE.
         """
         loop = asyncio.get_running_loop()
         octets = sum([len(message.payload) for message in messages]) + ENVELOPE_BYTES * len(messages)
         self._bytes += octets
         due = loop.time() + self.ms_max / 1_000 + self._bytes / BYTES_PER_S_MIN
-        call = _Call(len(messages), octets, loop.time(), due, loop.create_future(), on_answer)
+        call = _Sending(len(messages), octets, loop.time(), due, loop.create_future(), on_answer)
         self._calls[call] = None
         task = call.task = loop.create_task(self._run(call, messages, is_held))
         call.answer.add_done_callback(lambda answer: task.cancel() if answer.cancelled() else None)
@@ -92,19 +92,19 @@ class Sends:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, and nothing hangs."""
+        """No call is under way, and none hangs."""
         return not self._calls and not self.hung.is_set()
 
     def resume(self) -> None:
-        """The transport has been opened again. It works if something returns, or nothing hangs in time."""
+        """The transport has been opened again. It works if a call returns, or if none is under way after `ms_max`."""
         self.hung.clear()
-        asyncio.get_running_loop().call_later(self.ms_max / 1_000, self._look_at_trouble)
+        asyncio.get_running_loop().call_later(self.ms_max / 1_000, self._check_trouble)
 
-    def _look_at_trouble(self) -> None:
+    def _check_trouble(self) -> None:
         if self.is_idle:
             self._works()
 
-    async def _run(self, call: _Call, messages: Messages, is_held: Callable[[], bool]) -> None:
+    async def _run(self, call: _Sending, messages: Messages, is_held: Callable[[], bool]) -> None:
         try:
             if self.hung.is_set() or is_held():
                 statuses = [REOPENED if self.hung.is_set() else BEHIND] * call.messages
@@ -120,12 +120,12 @@ class Sends:
         finally:
             self._forget(call)
 
-    def _answer(self, call: _Call, statuses: Statuses) -> None:
+    def _answer(self, call: _Sending, statuses: Statuses) -> None:
         if not call.answer.done():
             call.on_answer(statuses)
             call.answer.set_result(statuses)
 
-    def _forget(self, call: _Call) -> None:
+    def _forget(self, call: _Sending) -> None:
         if call in self._calls:
             del self._calls[call]
             self._bytes -= call.bytes
@@ -136,7 +136,7 @@ class Sends:
             self.trouble = ""
 
     def _look(self) -> None:
-        """Does one of them hang?"""
+        """Give up if a call hangs."""
         loop = asyncio.get_running_loop()
         self._timer = None
         if not self._calls:
@@ -148,7 +148,7 @@ class Sends:
             self._give_up()
 
     def _give_up(self) -> None:
-        """All of them: the transport is about to be closed."""
+        """Answer and cancel all calls: the transport is about to be closed."""
         self.hangs += 1
         calls = list(self._calls)
         if not self.trouble:

@@ -61,12 +61,12 @@ PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
 REDELIVERY_S: Final = 5.0
 
 
-class Follower(Protocol):
+class LogReader(Protocol):
     """A pump that reads the log."""
 
     @property
-    def place(self) -> int:
-        """The seq that it has read up to."""
+    def read(self) -> int:
+        """The last seq that it has read."""
 
     def lag(self) -> float | None:
         """How far it is behind: 1 is as far as senders may be ahead of it; None: its peer takes nothing."""
@@ -81,7 +81,7 @@ class Flow:
 
     def __init__(self, used: Callable[[], Used] | None = None) -> None:
         """`used`, of a durable log: what the process has used of its processors."""
-        self._followers: list[Follower] = []
+        self._readers: list[LogReader] = []
         self._used = used
         self._credit = 0.0  # records that may come in while no peer keeps up
         self._place = 0  # of the pump that leads
@@ -93,13 +93,13 @@ class Flow:
         self._serving: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()  # something may come in
 
-    def follow(self, follower: Follower) -> None:
+    def follow(self, reader: LogReader) -> None:
         """A pump reads the log."""
-        self._followers.append(follower)
+        self._readers.append(reader)
 
     @property
     def is_open(self) -> bool:
-        lags = [lag for follower in self._followers if (lag := follower.lag()) is not None]
+        lags = [lag for reader in self._readers if (lag := reader.lag()) is not None]
         return not lags or min(lags) < 1
 
     def append(self, records: int, offer: Offer) -> asyncio.Future[int]:
@@ -145,7 +145,7 @@ class Flow:
         self._look()
 
     def moved(self) -> None:
-        """A follower has read on."""
+        """A pump has read on."""
         if self._used is not None:
             place = self._leading()
             self._earn(max(place - self._place, 0) / READ_PER_TAKEN)  # it went back if another pump leads now
@@ -162,7 +162,7 @@ class Flow:
 
     def _leading(self) -> int:
         """How far the pump is that is the furthest, of those whose peers take something."""
-        return max((one.place for one in self._followers if one.lag() is not None), default=0)
+        return max((one.read for one in self._readers if one.lag() is not None), default=0)
 
     def _look(self) -> None:
         """Let a share in, if nothing is gained by holding on."""

@@ -433,11 +433,11 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
         message.payload = large
         await vehicle.send(message)
     await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.retries)
-    assert pump._queue.bytes <= WINDOW_BYTES_MAX + (8 << 20)
+    assert pump.sender.queue.bytes <= WINDOW_BYTES_MAX + (8 << 20)
     hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
     world.streamer.endpoints["cloud"].transport.reconnect()
     await hearer.expect(40)
-    assert pump._queue.bytes == 0
+    assert pump.sender.queue.bytes == 0
 
 
 async def test_what_is_paced_leaves_in_small_batches(make_world: MakeWorld, publish: Publish) -> None:

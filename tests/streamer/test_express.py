@@ -255,7 +255,7 @@ def large(caller: str, bytes: int, method: UUri = METHOD) -> UMessage:
 
 def waiting(lanes: Express, name: str) -> Counter[int]:
     """Messages by the caller's ue_id."""
-    return Counter(entry.message.attributes.source.ue_id for entry in lanes.queues[name]._queue)
+    return Counter(entry.message.attributes.source.ue_id for entry in lanes.queues[name]._sender.queue)
 
 
 @pytest.mark.spec("local~disp-rpc-error")
@@ -327,7 +327,7 @@ def test_what_is_refused_is_not_parsed_and_its_answer_names_it() -> None:
         put(lanes, endpoints["vehicle1"], carried)
     assert len(letters) == 1
     assert carried._decoded is None
-    (answer,) = (entry.message for entry in lanes.queues["cloud"]._queue)
+    (answer,) = (entry.message for entry in lanes.queues["cloud"]._sender.queue)
     assert answer.attributes.reqid == message.attributes.id
 
 

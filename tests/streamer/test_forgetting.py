@@ -47,7 +47,7 @@ async def test_a_topic_that_was_forgotten_is_decided_and_delivered_anew(
     assert forget(log) == 1
     assert not log.knows_stream(old)
     assert old not in {verdict.stream for verdict in ingress._verdicts.values()}
-    assert old not in pump._plans
+    assert old not in pump.plans.by_stream
     await vehicle.send(publish(SPEED, "2"))
     await heard.expect(2)
     assert heard.texts == ["1", "2"]
@@ -95,9 +95,9 @@ async def test_when_a_thinned_topic_is_due_is_forgotten_with_it(make_world: Make
     log = world.streamer.logs.volatile
     pump = next(pump for pump in world.streamer.pumps if pump.log is log)
     id = log.stream_id(FUEL)
-    pump._due_ms[id] = {"cloud": 1}
+    pump.plans.due_ms[id] = {"cloud": 1}
     forget(log)
-    assert not pump._due_ms
+    assert not pump.plans.due_ms
 
 
 @pytest.mark.parametrize(

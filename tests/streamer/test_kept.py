@@ -271,7 +271,7 @@ async def test_what_is_wrong_for_good_is_not_held() -> None:
 async def test_who_waits_no_more_holds_up_nobody_behind_him() -> None:
     log = await Log.open(None, name="test")
     flow, lag = Flow(), [2.0]
-    flow.follow(SimpleNamespace(lag=lambda: lag[0], place=0))
+    flow.follow(SimpleNamespace(lag=lambda: lag[0], read=0))
     appender = Appender(log, flow, lambda batch: None, holds=True)
     topic = log.stream_id(SPEED)
     batch = [EncodedMessage.of(UMessageBuilder.publish(SPEED).build())]

@@ -300,6 +300,7 @@ async def test_each_of_thousands_of_refused_calls_is_told(make_world: MakeWorld)
     assert len(told) == refused["over_quota"]
     assert {one.attributes.commstatus for one in answers.messages} == {UCode.RESOURCE_EXHAUSTED}
     assert refused["answers_full"] == 0
+    await world.until(lambda: not len(world.streamer.express.queues["fleet"]))
     many = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(ANSWERS_MAX // CALLERS_SHARE + 10)]
     world.streamer.ingresses["fleet"].on_receive_batch(many)
     assert refused["answers_full"] == 10
@@ -344,7 +345,7 @@ async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> No
         'network = "{n}-out" }}\n'
     )
     world = await make_world(networks)
-    paced = {pump.peer.name for pump in world.streamer.pumps if pump._pace is not None}
+    paced = {pump.peer.name for pump in world.streamer.pumps if pump.sender.pace is not None}
     assert paced == {"out"}
 
 

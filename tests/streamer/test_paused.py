@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from history.log.log import Log, Passed
 from streamer.egress import paused as pauses
+from streamer.egress import pump as egress
+from streamer.egress import reading
 from streamer.egress.paused import PAUSES_MAX, Pause, Paused
 from streamer.egress.pump import Pump
 from streamer.operating import control
@@ -82,7 +84,7 @@ def kept(world: Any) -> int:
 
 async def quiet(world: Any) -> None:
     """Until each pump has been through all that there is."""
-    await world.until(lambda: all(not pump.backlog and not pump._queue for pump in world.streamer.pumps))
+    await world.until(lambda: all(not pump.backlog and not pump.sender.queue for pump in world.streamer.pumps))
 
 
 async def code_of(work: Any) -> int:
@@ -127,6 +129,30 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
 
 
 @spec("local~disp-start-stop")
+async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nobody_wants_it(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window is so small that the peer, which is away, leaves most of it to be read back."""
+    monkeypatch.setattr(egress, "WINDOW_MESSAGES_MAX", 4)
+    monkeypatch.setattr(reading, "READ_MESSAGES_MAX", 4)
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, streamer = await world.node("vehicle", "vehicle1"), world.streamer
+    transport = streamer.endpoints["cloud"].transport
+    (pump,) = [pump for pump in streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    await streamer.paused.pause(SPEED, "cloud")
+    for number in range(20):
+        await vehicle.send(publish(SPEED, str(number)))
+    await world.until(lambda: len(pump.topic_holds) == 1 and not pump.backlog)
+    transport.disconnect()
+    await streamer.paused.resume(SPEED, "cloud")
+    await world.until(lambda: pump.catch_up.is_under_way and pump.retries)
+    await streamer.paused.pause(SPEED, "cloud")
+    await streamer.remove_rule("vehicle", "cloud")
+    await world.until(lambda: not len(pump.topic_holds))
+    assert not pump.catch_up.is_under_way
+
+
+@spec("local~disp-start-stop")
 async def test_what_was_read_ahead_of_a_peer_that_is_away_waits_too(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -136,7 +162,7 @@ async def test_what_was_read_ahead_of_a_peer_that_is_away_waits_too(make_world: 
     for number in range(50):
         await vehicle.send_batch([publish(SPEED, str(number)), publish(DOOR, str(number))])
     (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
-    await world.until(lambda: len(pump._queue) == 100)
+    await world.until(lambda: len(pump.sender.queue) == 100)
     await world.streamer.paused.pause(SPEED, "cloud")
     transport.reconnect()
     await door.expect(50)
@@ -521,7 +547,7 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     for pause in list(paused):
         await paused.resume(uris.parse(pause.topic), pause.peer)
     async with asyncio.timeout(60):
-        while pump.backlog or len(pump._queue) or pump.aside or len(pump.topic_holds):  # noqa: ASYNC110 - nobody tells of it
+        while pump.backlog or len(pump.sender.queue) or pump.aside or len(pump.topic_holds):  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.001)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from streamer.egress.flights import Flights
+from streamer.egress.blocked import Item
+from streamer.egress.sender import Flights
 from streamer.walk import networks
 from streamer.walk.endpoint import Endpoint
 from tests.streamer.conftest import Hearer, MakeWorld, World, text
@@ -144,14 +145,15 @@ class FailsOnce(UTransport):
 
 async def test_what_has_not_left_when_a_batch_fails_stays_behind_it() -> None:
     transport = FailsOnce()
-    flights: Flights[bytes] = Flights(hanging(transport, 60_000), lambda: None)
-    flights.begin([b"1"], batch(b"1"))
+    flights: Flights[Item] = Flights(hanging(transport, 60_000), lambda: None)
+    one, two = ((seq, message, 1) for seq, message in enumerate(batch(b"1", b"2")))
+    flights.begin([one])
     await asyncio.sleep(0)
     transport.fail.set()  # the first one is answered before the task of the second has begun
-    flights.begin([b"2"], batch(b"2"))
+    flights.begin([two])
     await flights.answered()
     items, statuses = flights.landed()
-    assert (items, codes(statuses)) == ([b"1", b"2"], {UCode.UNAVAILABLE})
+    assert (items, codes(statuses)) == ([one, two], {UCode.UNAVAILABLE})
     assert transport.begun == [b"1"]
 
 

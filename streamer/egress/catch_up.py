@@ -1,0 +1,394 @@
+"""CatchUp: what was held toward one peer leaves once it may. Its records are read back from the log.
+
+    topic: somebody wants it now    ------------------------------------+-> read back -> queue -> confirmed: not held
+    address: due -> its first message is tried -> taken: gathered ------'                        any more
+                                              '-> refused: later; at its limit: dead letters
+
+Live records go on beside it. One reading back takes in all that was found or taken until it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Set
+from itertools import chain, islice
+from typing import Final
+
+import structlog
+
+from streamer.egress.blocked import Item, Outbox
+from streamer.egress.holds import AddressHold
+from streamer.egress.paused import Pause, Paused
+from streamer.egress.plans import Plans, items_of
+from streamer.egress.reading import Reading
+from streamer.egress.sender import Flights
+from streamer.walk.view import Target
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.v1.ucode_pb2 import UCode
+
+RECHECK_TOPICS: Final = 256  # topics looked at in one step, some milliseconds of the loop
+TRIED_AT_ONCE: Final = 32  # first messages of held addresses that are sent in one round
+TRY_EVERY_S: Final = 0.1  # between two rounds, so that thousands of held addresses don't delay live messages
+# after the first message of an address was taken, others are tried for so long; all of them are read back together
+GATHER_S: Final = 0.2
+GATHERED_MAX: Final = 512
+LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of a hold at its limit; beyond it only the range is reported
+
+log = structlog.get_logger()
+
+
+class CatchUp:
+    """Of one pump, whose plans, holds and outbox it shares."""
+
+    def __init__(
+        self,
+        plans: Plans,
+        outbox: Outbox,
+        flights: Flights[Item],
+        reading: Reading,
+        dead: Callable[[Item, UCode.ValueType, str], None],
+    ) -> None:
+        """`dead` writes a dead letter."""
+        self._plans, self._peer, self._log = plans, plans.peer, plans.log
+        self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
+        self._outbox, self._flights, self._reading, self._dead = outbox, flights, reading, dead
+        self.recheck: dict[int, None] = {}  # held topics of which the interest has changed
+        self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, and by whom
+        self.taken: set[AddressHold] = set()  # whose first message the network has taken
+        self.read_back_at = 0.0  # loop time at which these are read back
+        self.trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
+        self._try_at = 0.0  # loop time before which no more are tried
+        self.are_streams_found = False  # of the holds from before the start
+        # what is being read back: by stream, who has not had it, and since when; which of the streams are held topics;
+        # and which addresses
+        self.targets: dict[int, tuple[Target, ...]] = {}
+        self.topics: set[int] = set()
+        self.addresses: list[AddressHold] = []
+        self.position = self.until = 0  # seq: up to where it was read, and where it ends
+
+    @property
+    def is_under_way(self) -> bool:
+        """Something is being read back."""
+        return bool(self.targets or self.addresses)
+
+    @property
+    def next_at(self) -> float | None:
+        """Loop time of the next step that nobody else causes."""
+        if not self.taken:
+            return self._due_at
+        due_at = self._due_at
+        return self.read_back_at if due_at is None else min(due_at, self.read_back_at)
+
+    @property
+    def _due_at(self) -> float | None:
+        """Loop time at which first messages are to be tried. Not while something is read back, since that ends only
+        when nothing is under way."""
+        if self.targets or self.addresses or self.found or self._is_time_to_read_back:
+            return None
+        due_at = self._address_holds.next_at
+        return None if due_at is None else max(due_at, self._try_at)
+
+    @property
+    def _is_time_to_read_back(self) -> bool:
+        return bool(self.taken) and (len(self.taken) >= GATHERED_MAX or self.read_back_at <= _loop_time())
+
+    async def step(self) -> bool | None:
+        """Returns True after a step, False while what was read has to leave first, None if there is nothing to do."""
+        if (due_at := self._due_at) is not None and due_at <= _loop_time():
+            await self._try_held()
+        if self.recheck:
+            await self._check_topics()
+        elif self.is_under_way:
+            return await self._read_back()
+        elif self.found or self._is_time_to_read_back:
+            if self._outbox.queue or self._flights:
+                return False
+            await self._begin_reading_back()
+        else:
+            return None
+        return True
+
+    # Topics
+
+    async def _check_topics(self) -> None:
+        """The interest in some held topics has changed: read back those that are wanted, forget those that are not."""
+        for stream in list(islice(self.recheck, RECHECK_TOPICS)):
+            del self.recheck[stream]
+            held = self._topic_holds.get(stream)
+            if held is None:
+                continue
+            targets, is_open = self._plans.wanted(stream)
+            missing = self._plans.missing(held, targets)
+            if missing:
+                self.found[stream] = missing
+                continue
+            self.found.pop(stream, None)
+            self._topic_holds.serve(stream, (target for target in targets if target.authority not in held.served))
+            self._plans.by_stream.pop(stream, None)
+            if not is_open and stream not in self.topics:
+                self._topic_holds.forget(stream)
+        await asyncio.sleep(0)
+
+    def withdraw_topic(self, stream: int) -> None:
+        """Nothing of it is read back now: it is held again, or not held any more."""
+        self.targets.pop(stream, None)
+        self.topics.discard(stream)
+
+    # Reading back
+
+    async def _begin_reading_back(self) -> None:
+        """Everything that was found to be wanted, or was taken, since the last time."""
+        await self.find_streams_of_holds()
+        targets: dict[int, tuple[Target, ...]] = {}
+        for stream, those in self.found.items():
+            if (held := self._topic_holds.get(stream)) is not None:
+                targets[stream] = tuple(one._replace(since=max(one.since, held.after)) for one in those)
+        topics = set(targets)
+        taken = [hold for hold in self.taken if hold.is_taken and not hold.is_over]
+        for hold in taken:
+            hold.is_taken, hold.is_returning = False, True
+            for stream, more in (await self._targets_in(hold)).items():
+                targets[stream] = _both(targets.get(stream, ()), more)
+        for hold in taken:
+            self._address_holds.uncover(hold)
+        self.targets, self.topics, self.addresses = targets, topics, taken
+        self.position = min([target.since for those in targets.values() for target in those], default=self._plans.read)
+        self.until = self._plans.read
+        self.found, self.taken = {}, set()
+
+    async def find_streams_of_holds(self) -> None:
+        """For the holds from before the start: nothing on disk says which streams they had."""
+        if self.are_streams_found or not any(hold.is_loaded for hold in self._address_holds.values()):
+            return
+        self.are_streams_found = True
+        for index, stream in enumerate(self._log.streams()):
+            for hold in self._plans.holds_of(stream.id):
+                hold.streams.add(stream.id)
+            if index % RECHECK_TOPICS == RECHECK_TOPICS - 1:
+                await asyncio.sleep(0)
+
+    async def _targets_in(self, hold: AddressHold) -> dict[int, tuple[Target, ...]]:
+        """Returns who waits in `hold`, by stream."""
+        targets: dict[int, tuple[Target, ...]] = {}
+        for index, stream in enumerate(list(hold.streams)):
+            if those := self._plans.targets_of(hold, stream):
+                targets[stream] = those
+            if index % RECHECK_TOPICS == RECHECK_TOPICS - 1:
+                await asyncio.sleep(0)
+        return targets
+
+    async def _read_back(self) -> bool:
+        """One step; False while what was read has to leave first."""
+        if self.position < self.until and self.targets:
+            found = await self._reading.scan(self.position, self.targets.keys(), self.until)
+            now = uuids.now_ms()
+            for item in chain.from_iterable(map(items_of, found.chunks)):
+                self._add(item, now)
+            self.position = max(self.position, found.covered)
+            return True
+        outbox = self._outbox
+        if outbox.queue or self._flights or not outbox.aside.known_streams.isdisjoint(self.targets):
+            return False  # the positions of these holds stay until all of it is confirmed
+        targets, topics, addresses = self.targets, self.topics, self.addresses
+        self.targets, self.topics, self.addresses = {}, set(), []
+        for stream in topics:
+            if stream in self._topic_holds:
+                self._topic_holds.serve(stream, targets[stream])
+                self._plans.by_stream.pop(stream, None)
+                self.recheck[stream] = None
+        for hold in addresses:
+            if hold.is_returning and not hold.is_over:
+                self._release(hold)
+        return True
+
+    def _add(self, item: Item, now_ms: int) -> None:
+        """Queue what the targets have not had of a record."""
+        seq, message, stream = item
+        targets = self.targets.get(stream, ())
+        if all(seq <= target.since for target in targets):
+            return
+        if stream not in self.topics and message.is_expired(now_ms):
+            self._peer.dropped["expired_while_held"] += 1
+            return
+        plan = self._plans.plan_for(stream, targets)
+        self._plans.count_held(plan, seq)
+        self._outbox.queue.add(self._plans.copies(plan, item))
+
+    def _release(self, hold: AddressHold) -> None:
+        """Nothing waits in it any more."""
+        for stream in hold.streams:
+            self._plans.by_stream.pop(stream, None)
+        self._address_holds.drop(hold)
+
+    # Trying held addresses
+
+    async def _try_held(self) -> None:
+        """Put the first message of the holds that are due in front of the queue."""
+        self._try_at = _loop_time() + TRY_EVERY_S
+        await self.find_streams_of_holds()
+        due = deque(self._address_holds.take_due(TRIED_AT_ONCE))
+        try:
+            while due:
+                await self._try(due[0])
+                due.popleft()
+        finally:
+            for hold in due:  # the log can't be read
+                self._address_holds.not_tried(hold)
+
+    async def _try(self, hold: AddressHold) -> None:
+        if self._address_holds.is_at_its_limit(hold):
+            await self._end(hold)
+            return
+        first = await self._first_of(hold)
+        if hold.is_over:  # while it was read
+            return
+        if first is None:
+            self._release(hold)
+            return
+        self.trying[first[0], first[1].stamp.address], hold.tried = hold, first[0]
+        self._outbox.queue.put_back([first])
+
+    async def _first_of(self, hold: AddressHold) -> Item | None:
+        """Returns the first message that waits; None: nothing does."""
+        head, now = hold.head, uuids.now_ms()
+        if (
+            head is not None
+            and not head[1].is_expired(now)
+            and any(head[0] > target.since for target in self._plans.targets_of(hold, head[2]))
+        ):
+            return head
+        while True:
+            after, until = hold.after, self._plans.read
+            targets = await self._targets_in(hold)
+            if after >= until or not targets:
+                return None
+            found = await self._reading.scan(after, targets.keys(), until)
+            for item in chain.from_iterable(map(items_of, found.chunks)):
+                wanted = tuple(one for one in targets.get(item[2], ()) if item[0] > one.since)
+                if not wanted:
+                    continue
+                if item[1].is_expired(now):
+                    self._peer.dropped["expired_while_held"] += 1
+                    continue
+                if copies := self._plans.copies(self._plans.unheld_plan(item[2], wanted), item):
+                    self._address_holds.move(hold, item[0] - 1)
+                    return copies[0]
+            if found.covered <= after or hold.is_over:
+                return None
+            self._address_holds.move(hold, found.covered)
+
+    async def _end(self, hold: AddressHold) -> None:
+        """It has waited for as long as it may."""
+        after, until = hold.after, self._plans.read
+        targets = await self._targets_in(hold)
+        found = await self._reading.scan(after, targets.keys(), until) if targets else None
+        why = f"{hold.why}; it has waited for as long as it may (egress.{hold.kind}_hours)"
+        count = 0
+        for item in chain.from_iterable(map(items_of, found.chunks)) if found is not None else ():
+            wanted = tuple(one for one in targets.get(item[2], ()) if item[0] > one.since)
+            for copy in self._plans.copies(self._plans.unheld_plan(item[2], wanted), item) if wanted else ():
+                count += 1
+                if count <= LETTERS_OF_HOLD_MAX:
+                    self._dead(copy, hold.code, why)
+        records, letters = max(hold.records, count), min(count, LETTERS_OF_HOLD_MAX)
+        self._peer.dropped["held_too_long"] += records - letters
+        what = "messages are not tried any more: the network did not take them for as long as they may wait"
+        counts = {"records": records, "dead_letters": letters}
+        log.error(what, endpoint=self._peer.name, to=hold.name, why=hold.why, after=after, until=until, **counts)
+        if records > letters:
+            self._reading.on_gap(after, until + 1, Gap.REASON_UNDELIVERED)
+        self._address_holds.ended += 1
+        if not hold.is_over:
+            self._release(hold)
+
+    def trial_of(self, item: Item) -> AddressHold | None:
+        """Returns the hold that `item` was the trial of; it is not tried any more."""
+        return self.trying.pop((item[0], item[1].stamp.address), None)
+
+    def was_taken(self, hold: AddressHold, item: Item) -> None:
+        """The network has taken the trial of `hold`: the rest is about to be read back."""
+        self._address_holds.taken(hold)
+        if hold.unit.startswith("=") and hold.tried == item[0]:
+            self._address_holds.move(hold, item[0])
+        if not self.taken:
+            self.read_back_at = _loop_time() + GATHER_S
+        self.taken.add(hold)
+
+    def withdraw_trial(self, item: Item) -> None:
+        """`item` was removed before it left; if it was a trial, it is tried again."""
+        hold = self.trial_of(item) if self.trying else None
+        if hold is not None and not hold.is_over:
+            self._address_holds.not_tried(hold)
+
+    def skip_trial(self, item: Item) -> None:
+        """`item` will never leave; if it was a trial, the message behind it is tried."""
+        hold = self.trying.get((item[0], item[1].stamp.address)) if self.trying else None
+        if hold is not None and not hold.is_over and hold.tried == item[0]:
+            self._address_holds.move(hold, item[0])
+        self.withdraw_trial(item)
+
+    # Pauses
+
+    def hold_paused(self, paused: Paused, fresh: frozenset[Pause]) -> None:
+        """What was paused just now waits in the log from its first record on that has not left, even if it was read
+        already. Called when no batch is in flight, so everything that is not in the outbox has left or was never read.
+        """
+        candidates = self._outbox.streams.union(self._topic_holds, self.targets, *self._streams_in_holds())
+        sources = [(stream, self._log.stream(stream).source) for stream in candidates if self._log.knows_stream(stream)]
+        concerns = paused.concerns
+        held = self._within_capacity(
+            {stream for stream, source in sources if any(concerns(pause, self._peer, source) for pause in fresh)}
+        )
+        first: dict[int, int] = {}  # by stream
+        for item in self._outbox.take_out(lambda item: item[2] in held):
+            first[item[2]] = min(item[0], first.get(item[2], item[0]))
+            self.withdraw_trial(item)
+        for stream in held:
+            after = self._delivered_up_to(stream)
+            self._topic_holds.hold(stream, min(after, first.get(stream, after + 1) - 1))
+            self.withdraw_topic(stream)
+
+    def _streams_in_holds(self) -> Iterator[Set[int]]:
+        for hold in self._address_holds.values():
+            if hold.is_loaded and not self.are_streams_found:
+                yield {stream.id for stream in self._log.streams()}
+                return
+            yield hold.streams
+
+    def _delivered_up_to(self, stream_id: int) -> int:
+        """Returns the seq up to which everybody who wants this stream has had it, but for what is in the outbox."""
+        read = self._plans.read
+        had = min([hold.after for hold in self._plans.holds_of(stream_id)], default=read)
+        held = self._topic_holds.get(stream_id)
+        if held is None:
+            return had
+        targets, is_open = self._plans.wanted_if_not_paused(stream_id)
+        now = {target.authority for target in self.targets.get(stream_id, ())}
+        if is_open or any(target.authority not in now for target in self._plans.missing(held, targets)):
+            return min(had, held.after)  # somebody has had none of it: the others get it twice
+        return min(had, max(held.after, self.position) if now else read)
+
+    def _within_capacity(self, held: set[int]) -> set[int]:
+        """Returns those of `held` for which there are cursors. What was read of the others is sent: else it would be
+        lost."""
+        beyond = [stream for stream in held if stream not in self._topic_holds]
+        beyond = beyond[max(self._topic_holds.free_capacity, 0) :]
+        if beyond:
+            what = "too many topics are paused: what was read of some leaves all the same"
+            log.warning(what, peer=self._peer.name, topics=len(beyond))
+        return held.difference(beyond)
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _both(some: tuple[Target, ...], more: tuple[Target, ...]) -> tuple[Target, ...]:
+    """Each authority once, from the earlier seq on."""
+    both = {target.authority: target for target in some}
+    for target in more:
+        known = both.get(target.authority)
+        both[target.authority] = target if known is None or target.since < known.since else known
+    return tuple(both.values())

@@ -1,0 +1,274 @@
+"""Deliveries: what leaves for one peer, and what becomes of it.
+
+outbox -> next_batch -> send -> taken: delivered
+              |              -> UNAVAILABLE: again, in order, after a pause; aside, where others got through
+              |              -> address refused, or nobody listens: held
+              '-> expired    -> message refused: dead letter
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence, Set
+from typing import Final
+
+from streamer.egress.blocked import Item, OrderKey, Outbox, key_of
+from streamer.egress.catch_up import CatchUp
+from streamer.egress.holds import AddressHold, Kind
+from streamer.egress.plans import Plans
+from streamer.egress.sender import Sender
+from streamer.letters.dead_letter import DeadLetters
+from transports.base import NOT_TRIED
+from uprotocol import attributes as attrs
+from uprotocol import uuid as uuids
+from uprotocol.pacing import Backoff
+from uprotocol.status import Settled, code_name, is_nobody_listening, settle
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+# dead letters of what retention took before the peer was back; beyond it only the range is reported
+PASSED_LETTERS_MAX: Final = 100
+# after a failure of a network that is there: it may be one stream's, and others should not wait long
+CONNECTED_WAIT_MS_MAX: Final = 500
+# a refusal that a person or time can end, and that concerns more than this message
+HELD_CODES: Final = frozenset(
+    {
+        UCode.PERMISSION_DENIED,
+        UCode.UNAUTHENTICATED,
+        UCode.RESOURCE_EXHAUSTED,
+        UCode.FAILED_PRECONDITION,
+        UCode.NOT_FOUND,
+        UCode.ABORTED,
+        UCode.CANCELLED,
+    }
+)
+
+Refused = tuple[Item, UStatus, Kind]
+"""A message that is to be held: what the network has answered, and which kind of hold that makes."""
+
+
+class Deliveries:
+    """Of one pump, whose outbox, plans and holds it shares."""
+
+    def __init__(
+        self,
+        plans: Plans,
+        sender: Sender[Item],
+        outbox: Outbox,
+        catch_up: CatchUp,
+        dead_letters: DeadLetters,
+        backoff: Backoff,
+    ) -> None:
+        self._plans, self._peer, self._log, self._address_holds = plans, plans.peer, plans.log, plans.address_holds
+        self._sender, self._outbox, self._aside, self._catch_up = sender, outbox, outbox.aside, catch_up
+        self._dead_letters, self._backoff = dead_letters, backoff
+        # holds whose batch mates may still be under way, until `_held_lately_until` batches have been answered: one of
+        # those that is taken shows that the network takes such messages now
+        self._held_lately: set[AddressHold] = set()
+        self._held_lately_until = 0
+        self._heard: set[int] = set()  # streams of which the network has taken something since the start
+        self.letters_left = PASSED_LETTERS_MAX
+        # loop time at which the peer last took something, or was given something after that
+        self.active_at = -math.inf
+        self.retries = 0
+
+    # Sending
+
+    async def send(self, bytes_max: int) -> None:
+        """Send the next batch, if something is left of it."""
+        batch = self._next_batch(bytes_max)
+        if not batch:
+            if self._aside:
+                self._outbox.put_back([])
+            return
+        sender = self._sender
+        if not sender.is_failing:
+            self.active_at = asyncio.get_running_loop().time()
+        if not await sender.send(batch, min([seq for seq, _, _ in batch]), is_trial=bool(self._aside)):
+            self._outbox.put_back(batch)
+
+    def _next_batch(self, bytes_max: int) -> list[Item]:
+        """Highest class first; an expired message becomes a dead letter instead."""
+        now, outbox = uuids.now_ms(), self._outbox
+        batch: list[Item] = []
+        items = self._aside.due() if self._aside else []
+        while True:
+            batch += [item for item in items if not (item[1].stamp.ttl and self._ends_expired(item, now))]
+            items = outbox.queue.take(self._sender.messages_max - len(batch), bytes_max)
+            if not items:
+                return batch
+            if self._aside:
+                items = [item for item in items if not self._aside.takes(item)]
+
+    def _ends_expired(self, item: Item, now_ms: int) -> bool:
+        """If `item` has expired, it becomes a dead letter."""
+        expired = item[1].is_expired(now_ms)
+        if expired:
+            self._catch_up.skip_trial(item)
+            self.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+        return expired
+
+    async def pause(self) -> None:
+        """After a failure."""
+        await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self._peer.connected else None)
+
+    # What the network has answered
+
+    def settle(self, batch: list[Item], statuses: list[UStatus]) -> None:
+        """What was taken is delivered; the rest is sent again, held, or a dead letter."""
+        if not batch:
+            return
+        settled = settle(batch, statuses)
+        if settled.again or settled.refused or self._catch_up.trying or self._held_lately:
+            settled = self._sort_out_held(settled)
+            if settled.sent and settled.again and self._catch_up.is_under_way:
+                settled = self._hold_what_is_stuck(settled)
+        if self._peer.tells_absence:
+            self._heard.update([item[2] for item in settled.sent])
+        self._peer.forwarded += len(settled.sent)
+        for item, status in settled.refused:
+            self.dead(item, status.code, status.message or code_name(status.code))
+        again = [item for item, _ in settled.again]
+        stuck = set[OrderKey]()  # the streams that failed though others got through
+        if settled.sent:
+            stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
+        if again or self._aside:
+            self._outbox.put_back(again, stuck)
+        was_failing, self._sender.is_failing = self._sender.is_failing, bool(again) and not stuck
+        if again:
+            self.retries += 1
+        if not self._sender.is_failing:
+            self.active_at = asyncio.get_running_loop().time()
+            self.letters_left = PASSED_LETTERS_MAX
+            if was_failing:
+                self._backoff.reset()
+
+    def dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
+        self._peer.dropped["undeliverable"] += 1
+        self._dead_letters.add(item[1], code, reason, self._peer.name)
+
+    def _sort_out_held(self, settled: Settled[Item]) -> Settled[Item]:
+        """Hold the messages whose address is refused or unheard, and note the trials that were taken. Returns the rest:
+        what was sent, is sent again, or is a dead letter."""
+        again, dead = list[tuple[Item, UStatus]](), list[tuple[Item, UStatus]]()
+        held = list[Refused]()
+        for item, status in settled.again:
+            if not is_nobody_listening(status):
+                again.append((item, status))
+            elif self._log.durable and item[1].stamp.type == attrs.PUBLISH:
+                held.append((item, status, "unheard"))
+            else:
+                self._peer.dropped["nobody_listens"] += 1
+        for item, status in settled.refused:
+            if status.code not in HELD_CODES:
+                dead.append((item, status))
+            elif self._log.durable:
+                held.append((item, status, "refused"))
+            elif status.code == UCode.RESOURCE_EXHAUSTED:
+                again.append((item, status))
+            else:
+                dead.append((item, status))
+        catch_up = self._catch_up
+        if catch_up.trying:
+            tried = {seq for seq, _ in catch_up.trying}
+            for item in settled.sent:
+                if item[0] in tried and (hold := catch_up.trial_of(item)) is not None and not hold.is_over:
+                    catch_up.was_taken(hold, item)
+            for item, _ in dead:
+                catch_up.skip_trial(item)
+        for item, status, kind in self._hold(held):
+            if kind == "refused":
+                dead.append((item, status))
+            else:
+                self._peer.dropped["nobody_listens"] += 1
+        if self._held_lately:
+            self._try_held_lately(settled.sent)
+        return Settled(settled.sent, again, dead)
+
+    def _hold_what_is_stuck(self, settled: Settled[Item]) -> Settled[Item]:
+        """While something is read back: a stream that does not get through though others do waits as if it were
+        refused. The reading back can then end, and the stream's position is on disk."""
+        is_stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
+        held, again = list[Refused](), list[tuple[Item, UStatus]]()
+        for item, status in settled.again:
+            if item[0] <= self._catch_up.until and key_of(item[1]) in is_stuck and self._log.durable:
+                held.append((item, status, "refused"))
+            else:
+                again.append((item, status))
+        again += [(item, status) for item, status, _ in self._hold(held)]
+        return settled._replace(again=again)
+
+    def _hold(self, held: Sequence[Refused]) -> list[Refused]:
+        """These wait, and what is in the outbox for their addresses waits behind them. Returns those that can't: too
+        many addresses are held."""
+        beyond = list[Refused]()
+        if not held:
+            return beyond
+        streams, holds, first = set[int](), set[AddressHold](), dict[AddressHold, int]()
+        merges = self._address_holds.merges
+        for one in held:
+            item, status, kind = one
+            address, authority = self._peer.addressed(item[1])
+            known = self._address_holds.of(address, authority)
+            if known is not None and not known.is_waiting:
+                streams |= known.streams
+                if known.is_returning:
+                    first[known] = self._plans.read
+            was_tried, was_heard = self._catch_up.trial_of(item) is not None, item[2] in self._heard
+            hold = self._address_holds.hold(
+                address, authority, known, item, status, kind, was_heard=was_heard, was_tried=was_tried
+            )
+            if hold is None:
+                beyond.append(one)
+                continue
+            streams.add(item[2])
+            holds.add(hold)
+        if merges != self._address_holds.merges:
+            self._plans.by_stream.clear()
+        for stream in streams:
+            self._plans.by_stream.pop(stream, None)
+        self._wait_behind(streams)
+        if first:
+            self._move_returning(first, [item for item, *_ in held])
+        self._held_lately |= holds
+        self._held_lately_until = self._sender.flights.begun
+        return beyond
+
+    def _wait_behind(self, streams: Set[int]) -> None:
+        """What is in the outbox for an address that is held now waits in its hold."""
+        for item in self._outbox.take_out(lambda item: item[2] in streams and self.hold_of(item) is not None):
+            if (hold := self.hold_of(item)) is not None:
+                self._address_holds.wait_behind(hold, item)
+
+    def _move_returning(self, first: dict[AddressHold, int], held: Sequence[Item]) -> None:
+        """These holds were being read back and are refused again. Before the first message that waits everything was
+        taken; what comes after the position of the reading back was not read."""
+        for item in (*held, *self._sender.flights):
+            hold = self._address_holds.of(*self._peer.addressed(item[1]))
+            if hold in first:
+                first[hold] = min(first[hold], item[0])
+        for hold, seq in first.items():
+            head = hold.head[0] if hold.head is not None else seq
+            self._address_holds.move(hold, min(seq, head, self._catch_up.position + 1) - 1)
+
+    def hold_of(self, item: Item) -> AddressHold | None:
+        """Returns the hold in which this message has to wait now."""
+        if (item[0], item[1].stamp.address) in self._catch_up.trying:
+            return None
+        hold = self._address_holds.of(*self._peer.addressed(item[1]))
+        return hold if hold is not None and hold.is_waiting else None
+
+    def _try_held_lately(self, sent: Sequence[Item]) -> None:
+        """Something that left behind a message that was not taken: the network takes such messages now."""
+        for item in sent:
+            hold = self._address_holds.of(*self._peer.addressed(item[1]))
+            if hold in self._held_lately and item[0] > hold.after:
+                self._held_lately.discard(hold)
+                self._address_holds.try_now(hold)
+        if self._sender.flights.ended >= self._held_lately_until:
+            self._held_lately.clear()
+
+    def forget(self, streams: frozenset[int]) -> None:
+        """The log has forgotten these streams."""
+        self._heard.difference_update(streams)
