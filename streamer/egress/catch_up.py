@@ -22,7 +22,7 @@ from streamer.egress.holds import AddressHold
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import Plans, items_of
 from streamer.egress.reading import Reading
-from streamer.egress.sender import Flights
+from streamer.egress.sender import Sender
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
@@ -46,14 +46,14 @@ class CatchUp:
         self,
         plans: Plans,
         outbox: Outbox,
-        flights: Flights[Item],
+        sender: Sender[Item],
         reading: Reading,
         dead: Callable[[Item, UCode.ValueType, str], None],
     ) -> None:
         """`dead` writes a dead letter."""
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
-        self._outbox, self._flights, self._reading, self._dead = outbox, flights, reading, dead
+        self._outbox, self._sender, self._reading, self._dead = outbox, sender, reading, dead
         self.recheck: dict[int, None] = {}  # held topics of which the interest has changed
         self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, and by whom
         self.taken: set[AddressHold] = set()  # whose first message the network has taken
@@ -103,7 +103,7 @@ class CatchUp:
         elif self.is_under_way:
             return await self._read_back()
         elif self.found or self._is_time_to_read_back:
-            if self._outbox.queue or self._flights:
+            if self._outbox.queue or self._sender.flights:
                 return False
             await self._begin_reading_back()
         else:
@@ -189,7 +189,7 @@ class CatchUp:
             self.position = max(self.position, found.covered)
             return True
         outbox = self._outbox
-        if outbox.queue or self._flights or not outbox.aside.known_streams.isdisjoint(self.targets):
+        if outbox.queue or self._sender.flights or not outbox.aside.known_streams.isdisjoint(self.targets):
             return False  # the positions of these holds stay until all of it is confirmed
         targets, topics, addresses = self.targets, self.topics, self.addresses
         self.targets, self.topics, self.addresses = {}, set(), []

@@ -76,30 +76,25 @@ class Deliveries:
     # Sending
 
     async def send(self, bytes_max: int) -> None:
-        """Send the next batch, if something is left of it."""
-        batch = self._next_batch(bytes_max)
-        if not batch:
-            if self._aside:
-                self._outbox.put_back([])
-            return
-        sender = self._sender
-        if not sender.is_failing:
-            self.active_at = asyncio.get_running_loop().time()
-        if not await sender.send(batch, min([seq for seq, _, _ in batch]), is_trial=bool(self._aside)):
-            self._outbox.put_back(batch)
-
-    def _next_batch(self, bytes_max: int) -> list[Item]:
-        """Highest class first; an expired message becomes a dead letter instead."""
-        now, outbox = uuids.now_ms(), self._outbox
+        """Send the next batch, highest class first; an expired message becomes a dead letter instead."""
+        now, sender, queue, aside = uuids.now_ms(), self._sender, self._outbox.queue, self._aside
         batch: list[Item] = []
-        items = self._aside.due() if self._aside else []
+        items = aside.due() if aside else []
         while True:
             batch += [item for item in items if not (item[1].stamp.ttl and self._ends_expired(item, now))]
-            items = outbox.queue.take(self._sender.messages_max - len(batch), bytes_max)
+            items = queue.take(sender.messages_max - len(batch), bytes_max)
             if not items:
-                return batch
-            if self._aside:
-                items = [item for item in items if not self._aside.takes(item)]
+                break
+            if aside:
+                items = [item for item in items if not aside.takes(item)]
+        if not batch:
+            if aside:
+                self._outbox.put_back([])
+            return
+        if not sender.is_failing:
+            self.active_at = asyncio.get_running_loop().time()
+        if not await sender.send(batch, min([seq for seq, _, _ in batch]), is_trial=bool(aside)):
+            self._outbox.put_back(batch)
 
     def _ends_expired(self, item: Item, now_ms: int) -> bool:
         """If `item` has expired, it becomes a dead letter."""
@@ -232,7 +227,7 @@ class Deliveries:
         if first:
             self._move_returning(first, [item for item, *_ in held])
         self._held_lately |= holds
-        self._held_lately_until = self._sender.flights.begun
+        self._held_lately_until = self._sender.begun
         return beyond
 
     def _wait_behind(self, streams: Set[int]) -> None:
@@ -244,7 +239,7 @@ class Deliveries:
     def _move_returning(self, first: dict[AddressHold, int], held: Sequence[Item]) -> None:
         """These holds were being read back and are refused again. Before the first message that waits everything was
         taken; what comes after the position of the reading back was not read."""
-        for item in (*held, *self._sender.flights):
+        for item in (*held, *self._sender.in_flight):
             hold = self._address_holds.of(*self._peer.addressed(item[1]))
             if hold in first:
                 first[hold] = min(first[hold], item[0])
@@ -266,7 +261,7 @@ class Deliveries:
             if hold in self._held_lately and item[0] > hold.after:
                 self._held_lately.discard(hold)
                 self._address_holds.try_now(hold)
-        if self._sender.flights.ended >= self._held_lately_until:
+        if self._sender.ended >= self._held_lately_until:
             self._held_lately.clear()
 
     def forget(self, streams: frozenset[int]) -> None:

@@ -210,11 +210,11 @@ class ExpressQueue:
             while True:
                 await self._step()
         finally:
-            self._sender.flights.drop()
+            self._sender.drop()
 
     async def _step(self) -> None:
         sender = self._sender
-        if sender.flights.are_answered:
+        if sender.has_answer:
             await self._settle(*await sender.land())
         elif sender.may_send:
             if batch := self._take():

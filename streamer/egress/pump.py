@@ -99,7 +99,7 @@ class Pump:
         self.outbox = Outbox(self.sender.queue, self.aside)
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
         self.reading = Reading(self.plans, lambda after, before, reason: on_gap(peer, source, after, before, reason))
-        self.catch_up = CatchUp(self.plans, self.outbox, self.sender.flights, self.reading, self._dead)
+        self.catch_up = CatchUp(self.plans, self.outbox, self.sender, self.reading, self._dead)
         self.deliveries = Deliveries(self.plans, self.sender, self.outbox, self.catch_up, dead_letters, backoff)
         self._publishes = Publishes(self.plans, self.owed, self.outbox, self.catch_up, self.deliveries)
         self.owned = OwnedCursor(source, CURSOR_PREFIX + peer.name, absent_ms_max)
@@ -203,13 +203,13 @@ class Pump:
 
     def _confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits."""
-        flights, aside, holds = self.sender.flights, self.aside, self.address_holds
-        firsts = chain(self.sender.queue.firsts, self.sender.waiting)
+        sender, aside, holds = self.sender, self.aside, self.address_holds
+        firsts = chain(sender.queue.firsts, sender.waiting)
         cursor = min((item[0] - 1 for item in firsts), default=self.plans.read)
         if aside and (oldest := aside.oldest_seq) is not None:
             cursor = min(cursor, oldest - 1)
-        if flights.messages and (oldest := flights.oldest_seq) is not None:
-            cursor = min(cursor, oldest - 1)
+        if sender.flights:
+            cursor = min(cursor, min([flight.oldest_seq for flight in sender.flights]) - 1)
         if holds and (oldest := holds.oldest_young) is not None:
             cursor = min(cursor, oldest)
         if cursor > self.owned.seq:
@@ -220,7 +220,7 @@ class Pump:
 
     async def run(self) -> None:
         """Pump until cancelled, from where `begin` found it. Then wait for what is under way, LAND_S at most."""
-        flights = self.sender.flights
+        sender = self.sender
         end: BaseException | None = None
         while end is None:
             try:
@@ -228,17 +228,17 @@ class Pump:
             except BaseException as error:
                 end = error
         try:
-            await flights.answered(LAND_S)
+            await sender.answered(LAND_S)
         finally:
-            self.deliveries.settle(*flights.landed())
+            self.deliveries.settle(*sender.landed())
             self._confirm()
-            flights.drop()
+            sender.drop()
         raise end
 
     async def _step(self) -> None:
         self._wake.clear()
         if self._publishes.changes:
-            await self.sender.flights.answered()
+            await self.sender.answered()
             await self._land()
             self.refresh_plans()
             await self.catch_up.find_streams_of_holds()
@@ -257,24 +257,25 @@ class Pump:
         if before:
             log.info("the log can be read for a peer again", peer=self.peer.name)
             self._backoff.reset()
-        sender, aside, flights = self.sender, self.aside, self.sender.flights
-        if flights.are_answered:
+        sender, aside = self.sender, self.aside
+        if sender.has_answer:
             await self._land()
-        elif sender.may_send or (aside and not flights.messages and aside.due_at <= _loop_time()):
-            await self._refresh_in_order()  # what was paused since does not leave
+        elif sender.may_send or (aside and not sender.flights and aside.due_at <= _loop_time()):
+            if self._view.version != self._version:  # what was paused since does not leave
+                await self._refresh_in_order()
             await self.deliveries.send(WINDOW_BYTES_MAX)
-            if self.sender.flights.are_answered:
+            if self.sender.has_answer:
                 await self._land()
         else:
             self._confirm()
-            if at_the_end or aside or flights.messages or self.address_holds:
+            if at_the_end or aside or sender.flights or self.address_holds:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._next_at()):
                         await self._wake.wait()
 
     def _next_at(self) -> float | None:
         """Returns the loop time from which on something that waits may leave, though nobody wakes us."""
-        if self.sender.flights.messages:
+        if self.sender.flights:
             return self.sender.next_at
         due_at = self.aside.due_at if self.aside else None
         if self.address_holds or self.catch_up.taken:
@@ -291,16 +292,14 @@ class Pump:
 
     # Reading ahead
 
-    def _is_full(self) -> bool:
-        queue = self.sender.queue
-        is_full = queue.messages >= WINDOW_MESSAGES_MAX or queue.bytes >= WINDOW_BYTES_MAX
-        return is_full or (bool(self.aside) and self.aside.is_full)
-
     async def _fill(self) -> bool:
         """Read until the window is full; True if there is nothing to read for now."""
-        plans, catch_up = self.plans, self.catch_up
-        while not self._is_full():
-            await self._refresh_in_order()
+        plans, catch_up, queue, aside = self.plans, self.catch_up, self.sender.queue, self.aside
+        while queue.messages < WINDOW_MESSAGES_MAX and queue.bytes < WINDOW_BYTES_MAX:
+            if aside and aside.is_full:
+                return False
+            if self._view.version != self._version:
+                await self._refresh_in_order()
             if self.topic_holds or self.address_holds or catch_up.is_under_way or catch_up.found or catch_up.taken:
                 done = await catch_up.step()
                 if done:
@@ -322,13 +321,13 @@ class Pump:
             for chunk in chunks:
                 if chunk.last_seq <= plans.read:  # retention passed it while it was read
                     continue
-                if self._is_full():
+                if queue.messages >= WINDOW_MESSAGES_MAX or queue.bytes >= WINDOW_BYTES_MAX:
                     return False
                 items = plans.take(chunk)
                 if items is None:
-                    return not self.sender.queue.messages
+                    return not queue.messages
                 if items:
-                    self.sender.queue.add(items)
+                    queue.add(items)
                 if self._flow.holds:
                     self._flow.moved()
             plans.read = max(plans.read, covered)
@@ -342,10 +341,8 @@ class Pump:
     async def _refresh_in_order(self) -> None:
         """As `refresh_plans`. What is paused waits from its first record on that has not left, so what is under way is
         settled before."""
-        if self._view.version == self._version:
-            return
         if self.sender.flights and self._has_new_pause():
-            await self.sender.flights.answered()
+            await self.sender.answered()
             await self._land()
         self.refresh_plans()
 
@@ -417,7 +414,7 @@ class Pump:
     def _in_hand(self) -> set[int]:
         """Returns the streams of what was read and has not left, and of what is held."""
         sender, catch_up = self.sender, self.catch_up
-        held = {item[2] for item in chain(sender.queue, sender.waiting, sender.flights)}
+        held = {item[2] for item in chain(sender.queue, sender.waiting, sender.in_flight)}
         return held.union(self.topic_holds, self.owed, catch_up.found, catch_up.targets, self.aside.known_streams)
 
     def _forgotten(self, streams: frozenset[int]) -> None:

@@ -101,7 +101,7 @@ class Sends:
         asyncio.get_running_loop().call_later(self.ms_max / 1_000, self._check_trouble)
 
     def _check_trouble(self) -> None:
-        if self.is_idle:
+        if self.trouble and self.is_idle:
             self._works()
 
     async def _run(self, call: _Sending, messages: Messages, is_held: Callable[[], bool]) -> None:
@@ -110,7 +110,7 @@ class Sends:
                 statuses = [REOPENED if self.hung.is_set() else BEHIND] * call.messages
             else:
                 statuses = await self._send(messages)
-                if call in self._calls:
+                if self.trouble and call in self._calls:
                     self._works()
             if call in self._calls:
                 self._answer(call, statuses)
@@ -131,9 +131,8 @@ class Sends:
             self._bytes -= call.bytes
 
     def _works(self) -> None:
-        if self.trouble:
-            log.info("a transport that did not return from sending works again", endpoint=self._name)
-            self.trouble = ""
+        log.info("a transport that did not return from sending works again", endpoint=self._name)
+        self.trouble = ""
 
     def _look(self) -> None:
         """Give up if a call hangs."""

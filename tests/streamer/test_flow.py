@@ -26,7 +26,7 @@ class Peer:
     """What a Pump is to a Flow."""
 
     def __init__(self, lag: float, active: bool = True) -> None:
-        self.behind, self.active, self.place = lag, active, 0
+        self.behind, self.active, self.read = lag, active, 0
 
     def lag(self) -> float | None:
         return self.behind if self.active else None
@@ -110,13 +110,13 @@ class Gateway:
         """Of the processor, for each record; and of the peer, for each batch."""
         self._loop, self._taking_s, self._sending_s, self._answer_s = loop, taking_s, sending_s, answer_s
         self._worked_s = 0.0
-        self.taken = self.place = self.furthest = 0  # records
+        self.taken = self.read = self.furthest = 0  # records
         self.longest_s = 0.0  # that a batch has waited
         self.flow = Flow(lambda: Used(self._worked_s, self._worked_s, 0.0))
         self.flow.follow(self)
 
     def lag(self) -> float | None:
-        return (self.taken - self.place) / LAG_RECORDS_MAX
+        return (self.taken - self.read) / LAG_RECORDS_MAX
 
     def _work(self, seconds: float) -> None:
         self._loop.now += seconds
@@ -125,7 +125,7 @@ class Gateway:
     def _take(self, answer: asyncio.Future[int]) -> None:
         self._work(self.BATCH * self._taking_s)
         self.taken += self.BATCH
-        self.furthest = max(self.furthest, self.taken - self.place)
+        self.furthest = max(self.furthest, self.taken - self.read)
         answer.set_result(self.taken)
 
     async def flood(self, records: int) -> None:
@@ -138,9 +138,9 @@ class Gateway:
 
     async def pump(self) -> None:
         while True:
-            if self.place < self.taken:
+            if self.read < self.taken:
                 self._work(self.BATCH * self._sending_s)
-                self.place += self.BATCH
+                self.read += self.BATCH
                 if self.flow.holds:
                     self.flow.moved()
                 await asyncio.sleep(self._answer_s)
@@ -207,7 +207,7 @@ def test_senders_go_on_while_a_peer_reads_all_that_it_has_missed(taking_s: float
         pumping = loop.create_task(gateway.pump())
         await gateway.flood(missed + 10 * LAG_RECORDS_MAX)
         pumping.cancel()
-        assert gateway.taken - gateway.place < missed, "it catches up"
+        assert gateway.taken - gateway.read < missed, "it catches up"
         turn_s = 2 * gateway.BATCH * sending_s + SHARE_RECORDS * (taking_s + 2 * sending_s)
         assert gateway.longest_s <= HELD_S_MAX + turn_s, "nobody stands for ever"
 

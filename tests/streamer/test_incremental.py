@@ -156,7 +156,8 @@ class Driven:
                 targets, is_open = pump.plans.wanted(stream)
                 if stream in pump.catch_up.recheck or stream in pump.catch_up.found or stream in pump.catch_up.topics:
                     continue  # it is looked at again, or read back
-                assert is_open and not pump.plans.missing(parked, targets)
+                assert is_open
+                assert not pump.plans.missing(parked, targets)
 
 
 def decided(ingress: Ingress, address: bytes) -> tuple[Any, ...]:

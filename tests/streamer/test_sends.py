@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamer.egress.blocked import Item
-from streamer.egress.sender import Flights
+from streamer.egress.sender import Sender
 from streamer.walk import networks
 from streamer.walk.endpoint import Endpoint
 from tests.streamer.conftest import Hearer, MakeWorld, World, text
@@ -145,14 +145,14 @@ class FailsOnce(UTransport):
 
 async def test_what_has_not_left_when_a_batch_fails_stays_behind_it() -> None:
     transport = FailsOnce()
-    flights: Flights[Item] = Flights(hanging(transport, 60_000), lambda: None)
+    sender = Sender[Item](hanging(transport, 60_000), lambda: None, 1, 1)
     one, two = ((seq, message, 1) for seq, message in enumerate(batch(b"1", b"2")))
-    flights.begin([one])
+    await sender.send([one])
     await asyncio.sleep(0)
     transport.fail.set()  # the first one is answered before the task of the second has begun
-    flights.begin([two])
-    await flights.answered()
-    items, statuses = flights.landed()
+    await sender.send([two])
+    await sender.answered()
+    items, statuses = sender.landed()
     assert (items, codes(statuses)) == ([one, two], {UCode.UNAVAILABLE})
     assert transport.begun == [b"1"]
 
