@@ -38,11 +38,14 @@ SKIPPED: Final = ROOT / "tools" / "spec_skipped.txt"
 OUT: Final = ROOT / "docs" / "spec-coverage.md"
 HEADER: Final = """# Coverage of the uProtocol specification
 
-Made by `make spec-coverage` from the marks of the tests and from tools/spec_ids.toml; don't edit it.
-Level: M must, S should, Y may, D definition or fact. Ids that begin with `local~` are this project's own, for sentences
-that have none. A test that is skipped proves nothing, and is not listed: each run in continuous integration holds this
-page to that. What the tests leave unproven of a requirement stands in the last column, and makes it "met in part";
-empty: all of it is proven.
+Each requirement, and the tests that prove it. `make spec-coverage` generates this page from the marks of the tests and tools/spec_ids.toml: do not edit it.
+
+| column | content |
+|---|---|
+| id | the specification's id, or `local~...` for a sentence without one |
+| level | M must, S should, Y may, D definition or fact |
+| met by | tests, with their file below tests/ in parentheses; "every transport": the five files that run the conformance suite. Skipped tests do not count |
+| not met | what no test proves ("met in part"), or why the requirement is out of scope; empty: all of it is proven |
 """
 SKIPPED_HEADER: Final = (
     "# Marked tests of which every case is skipped, so that their marks prove nothing. Made by tools/spec_coverage.py "
@@ -51,6 +54,14 @@ SKIPPED_HEADER: Final = (
 PLUGIN_NAME: Final = "spec_proofs"  # by which pytest knows that `Proofs` is there
 NO_TEST: Final = "no test proves it yet"
 TOLD_MAX: Final = 20  # lines: without a broker there are hundreds
+# files of tests that run the conformance suite for a transport of the product
+CONFORMANCE: Final = {
+    "transports/test_dds",
+    "transports/test_local",
+    "transports/test_mqtt5_conformance",
+    "transports/test_mqtt5_websocket_conformance",
+    "transports/test_zenoh",
+}
 # transports that are no product, made to try the conformance suite: they prove nothing of one
 OTHERS: Final = ("transports/mutants/",)
 
@@ -96,7 +107,11 @@ class Requirement:
         files: dict[str, set[str]] = defaultdict(set)
         for file, test in self.tests:
             files[test].add(file)
-        proofs = [f"`{test}` ({', '.join(sorted(files[test]))})" for test in sorted(files)]
+        tests: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(files):
+            where = ["every transport"] if files[test] == CONFORMANCE else sorted(files[test])
+            tests[", ".join(where)].append(f"`{test}`")
+        proofs = [f"{', '.join(tests[where])} ({where})" for where in sorted(tests)]
         return "<br>".join([*([self.by] if self.by else []), *proofs])
 
 
