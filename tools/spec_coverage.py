@@ -38,13 +38,15 @@ SKIPPED: Final = ROOT / "tools" / "spec_skipped.txt"
 OUT: Final = ROOT / "docs" / "spec-coverage.md"
 HEADER: Final = """# Coverage of the uProtocol specification
 
-Each requirement, and the tests that prove it. `make spec-coverage` generates this page from the marks of the tests and tools/spec_ids.toml: do not edit it.
+Each requirement, and the tests that prove it. `make spec-coverage` generates this page from marks of tests and \
+tools/spec_ids.toml: do not edit it.
 
 | column | content |
 |---|---|
 | id | the specification's id, or `local~...` for a sentence without one |
 | level | M must, S should, Y may, D definition or fact |
-| met by | tests, with their file below tests/ in parentheses; "every transport": the five files that run the conformance suite. Skipped tests do not count |
+| met by | tests, with their file below tests/ in parentheses; "every transport": the five files \
+that run the conformance suite. Skipped tests do not count |
 | not met | what no test proves ("met in part"), or why the requirement is out of scope; empty: all of it is proven |
 """
 SKIPPED_HEADER: Final = (
