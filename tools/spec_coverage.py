@@ -26,7 +26,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -45,7 +45,7 @@ tools/spec_ids.toml: do not edit it.
 |---|---|
 | id | the specification's id, or `local~...` for a sentence without one |
 | level | M must, S should, Y may, D definition or fact |
-| met by | tests, with their file below tests/ in parentheses; "every transport": the five files \
+| met by | tests, with their file in parentheses; "every transport": the five files \
 that run the conformance suite. Skipped tests do not count |
 | not met | what no test proves ("met in part"), or why the requirement is out of scope; empty: all of it is proven |
 """
@@ -111,10 +111,10 @@ class Requirement:
             files[test].add(file)
         tests: dict[str, list[str]] = defaultdict(list)
         for test in sorted(files):
-            where = ["every transport"] if files[test] == CONFORMANCE else sorted(files[test])
-            tests[", ".join(where)].append(f"`{test}`")
+            names = sorted(file.rpartition("/")[2] for file in files[test])
+            tests["every transport" if files[test] == CONFORMANCE else ", ".join(names)].append(f"`{test}`")
         proofs = [f"{', '.join(tests[where])} ({where})" for where in sorted(tests)]
-        return "<br>".join([*([self.by] if self.by else []), *proofs])
+        return "; ".join([*([self.by] if self.by else []), *proofs])
 
 
 # -- what ran
@@ -311,6 +311,15 @@ def counts(rows: Collection[Requirement]) -> list[int]:
     return [len(rows), *(sum(row.state == state for row in rows) for state in STATES)]
 
 
+def merged(rows: Sequence[Requirement]) -> list[Requirement]:
+    """Join rows that differ in their document alone. A row without one gets the document "all"."""
+    found: dict[str, Requirement] = {}
+    for row in rows:
+        joined = found.setdefault(replace(row, doc="").row(), replace(row, doc=""))
+        joined.doc = ", ".join(filter(None, [joined.doc, row.doc or "all"]))
+    return list(found.values())
+
+
 def render(rows: list[Requirement]) -> str:
     documents = tomllib.loads(IDS.read_text())["documents"]
     areas: dict[str, list[Requirement]] = defaultdict(list)
@@ -324,7 +333,7 @@ def render(rows: list[Requirement]) -> str:
         parts.append(f"\n## {area}\n")
         if docs:
             parts += [*(f"- {doc}: {text}" for doc, text in documents.items() if doc in docs), ""]
-            members = [row if row.doc else Requirement(**{**vars(row), "doc": "all"}) for row in members]
+            members = merged(members)
         heads = ["id", *(["document"] if docs else []), "level", "requirement", "met by", "not met"]
         parts += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *(row.row() for row in members)]
     return "\n".join(parts) + "\n"
