@@ -50,12 +50,21 @@ def _named(cell: str) -> list[str]:
 
 
 def _tests(cell: str) -> list[str]:
-    """The tests of a cell as path::name. A name without a path is in the file of the test before it."""
+    """The tests of a cell as path::name. A cell has file::name, or ::name for the file of the test before it."""
     found: list[str] = []
     for test in _named(cell):
-        path, _, name = test.partition("::")
-        found.append(f"{path or found[-1].partition('::')[0]}::{name}")
+        file, _, name = test.partition("::")
+        path = paths().get(file, file) if file else found[-1].partition("::")[0]
+        found.append(f"{path}::{name}")
     return found
+
+
+@functools.cache
+def paths() -> dict[str, str]:
+    """File name without suffix -> path of each test file whose name is unique."""
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    counts = Counter(Path(file).stem for file in files)
+    return {Path(file).stem: file for file in files if counts[Path(file).stem] == 1}
 
 
 @functools.cache
@@ -135,24 +144,24 @@ def test_every_requirement_of_the_text_of_usubscription_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("cells", "says"),
     [
-        ("what | 1 | `history/log/log.py` | `tests/test_seeds.py::test_every_row_holds` | done", "says nothing"),
+        ("what | 1 | `history/log.py` | `test_seeds::test_every_row_holds` | done", "says nothing"),
         (
-            "what | 1 | `history/log/log.py` | `tests/test_seeds.py::test_every_row_holds` | read otherwise: ",
+            "what | 1 | `history/log.py` | `test_seeds::test_every_row_holds` | read otherwise: ",
             "says nothing",
         ),
-        ("what | 1 | `history/log/log.py` | | built", "no test"),
-        ("what | 1 | | `tests/test_seeds.py::test_every_row_holds` | in part: half of it", "no file"),
+        ("what | 1 | `history/log.py` | | built", "no test"),
+        ("what | 1 | | `test_seeds::test_every_row_holds` | in part: half of it", "no file"),
         ("what | 1 | | | planned: Somehow", "called so"),
         ("what | 1 | `history/nothing.py` | | read otherwise: so", "history/nothing.py is not there"),
-        ("what | 1 | `history/log.py` | `tests/test_seeds.py::test_nothing` | built", "is no test"),
-        ("what | 1 | `history/log.py` | `tests/test_seeds.py::rows` | built", "is no test"),
-        ("what | 1 | `history/log.py` | `tests/test_nothing.py::test_it` | built", "is no test"),
+        ("what | 1 | `history/log.py` | `test_seeds::test_nothing` | built", "is no test"),
+        ("what | 1 | `history/log.py` | `test_seeds::rows` | built", "is no test"),
+        ("what | 1 | `history/log.py` | `test_nothing::test_it` | built", "is no test"),
         ("what | 4; `req~nothing~1` | `history/log.py` | | built", "no test"),
         (
-            "what | 1 | `history/log.py` | `tests/test_seeds.py::test_every_row_holds` `::test_nothing` | built",
+            "what | 1 | `history/log.py` | `test_seeds::test_every_row_holds` `::test_nothing` | built",
             "is no test",
         ),
-        ("what | | `history/log.py` | `tests/test_seeds.py::test_every_row_holds` | built", "where does"),
+        ("what | | `history/log.py` | `test_seeds::test_every_row_holds` | built", "where does"),
     ],
 )
 def test_a_row_that_does_not_hold_is_told(cells: str, says: str) -> None:
