@@ -144,24 +144,24 @@ def test_every_requirement_of_the_text_of_usubscription_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("cells", "says"),
     [
-        ("what | 1 | `history/log.py` | `test_seeds::test_every_row_holds` | done", "says nothing"),
+        ("what | 1 | `history/log/log.py` | `test_seeds::test_every_row_holds` | done", "says nothing"),
         (
-            "what | 1 | `history/log.py` | `test_seeds::test_every_row_holds` | read otherwise: ",
+            "what | 1 | `history/log/log.py` | `test_seeds::test_every_row_holds` | read otherwise: ",
             "says nothing",
         ),
-        ("what | 1 | `history/log.py` | | built", "no test"),
+        ("what | 1 | `history/log/log.py` | | built", "no test"),
         ("what | 1 | | `test_seeds::test_every_row_holds` | in part: half of it", "no file"),
         ("what | 1 | | | planned: Somehow", "called so"),
         ("what | 1 | `history/nothing.py` | | read otherwise: so", "history/nothing.py is not there"),
-        ("what | 1 | `history/log.py` | `test_seeds::test_nothing` | built", "is no test"),
-        ("what | 1 | `history/log.py` | `test_seeds::rows` | built", "is no test"),
-        ("what | 1 | `history/log.py` | `test_nothing::test_it` | built", "is no test"),
-        ("what | 4; `req~nothing~1` | `history/log.py` | | built", "no test"),
+        ("what | 1 | `history/log/log.py` | `test_seeds::test_nothing` | built", "is no test"),
+        ("what | 1 | `history/log/log.py` | `test_seeds::rows` | built", "is no test"),
+        ("what | 1 | `history/log/log.py` | `test_nothing::test_it` | built", "is no test"),
+        ("what | 4; `req~nothing~1` | `history/log/log.py` | | built", "no test"),
         (
-            "what | 1 | `history/log.py` | `test_seeds::test_every_row_holds` `::test_nothing` | built",
+            "what | 1 | `history/log/log.py` | `test_seeds::test_every_row_holds` `::test_nothing` | built",
             "is no test",
         ),
-        ("what | | `history/log.py` | `test_seeds::test_every_row_holds` | built", "where does"),
+        ("what | | `history/log/log.py` | `test_seeds::test_every_row_holds` | built", "where does"),
     ],
 )
 def test_a_row_that_does_not_hold_is_told(cells: str, says: str) -> None:
