@@ -204,19 +204,11 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "# KiB of messages wait for it", KIB, ["history.reading.feed:FEED_BYTES_MAX"]),
     ("history", "a file above # MiB is not checked whole", MIB, ["history.file.rows:CHECK_BYTES_MAX"]),
-    ("history", "Written every # chunks (or # MiB of them, or # rows of it)", 1, [
-        "history.file.load:CHECKPOINT_CHUNKS", "history.file.store:CHECKPOINT_BYTES/1048576",
-        "history.file.store:CHECKPOINT_ROWS",
-    ]),
     ("history", "waits for others, at most # ms", 1, ["history.file.writer:GATHER_MS"]),
     ("history", "has brought, or # records", 1, ["history.file.writer:GATHER_RECORDS"]),
     ("history", "as soon as they have moved by # records", 1, ["history.file.writer:CURSORS_RECORDS"]),
     ("history", "written alone: after # s", 1, ["history.file.writer:CURSORS_IDLE_S"]),
-    ("history", "at most # records, in chunks of at most #", 1, [
-        "history.file.writer:TRANSACTION_RECORDS_MAX", "history.file.writer:CHUNK_RECORDS_MAX",
-    ]),
     ("history", "the tail holds at most # MiB", MIB, ["history.log.log:TAIL_BYTES_MAX"]),
-    ("history", "at most # chunks at a time", 1, ["history.file.retention:CHUNKS_PER_PASS"]),
     ("history", "has the first # records", 1, ["history.records.chunk:PASSED_RECORDS_MAX"]),
     ("history", "(a sixteenth, # to # MiB)", MIB, [
         "history.file.retention:WAL_BYTES_MIN", "history.file.retention:WAL_BYTES_MAX",

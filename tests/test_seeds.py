@@ -99,6 +99,12 @@ def is_test(named: str) -> bool:
     )
 
 
+def is_shown(row: Row) -> bool:
+    """True if the row names tests, or only requirements that have some."""
+    ids = _named(row.said_in)
+    return bool(row.tests) or (bool(ids) and proven().issuperset(ids))
+
+
 def wrong(found: Iterable[Row], works: set[str]) -> Iterator[str]:
     """What does not hold of these rows."""
     for row in found:
@@ -107,7 +113,7 @@ def wrong(found: Iterable[Row], works: set[str]) -> Iterator[str]:
             yield f"{row.id}: its state says nothing: {row.state!r}"
         if kind == "planned" and not any(why.startswith(work) for work in works):
             yield f"{row.id}: no planned work is called so: {why!r}"
-        if kind in PROVEN and not (row.files and (row.tests or proven().intersection(_named(row.said_in)))):
+        if kind in PROVEN and not (row.files and is_shown(row)):
             yield f"{row.id}: {kind}, and it names no file, or no test"
         if not row.mechanism or not row.said_in:
             yield f"{row.id}: what is it, and where does the text say so?"
