@@ -198,7 +198,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "uprotocol.communication.rpc_server:REQUESTS_BYTES_MAX/1048576", "history.service.service:POLLS_WAITING_MAX",
         "history.service.service:SEATS_MAX",
     ]),
-    ("history", "refusals have # places", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
+    ("history", "at most # wait to be sent", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
     ("history", "one per # topics, of which # may have wildcards", 1, [
         "history.reading.feed:TOPICS_MAX", "history.service.request:WILDCARD_PATTERNS_MAX",
     ]),
@@ -228,7 +228,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("usubscription", "(`STORE.partners`, at most #)", 1, ["usubscription.audit:PARTNERS_MAX"]),
     ("usubscription", "at most # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
-    ("usubscription", "# subscriptions, # registrations for topics and # for everything, # changes not yet told", 1, [
+    ("usubscription", "# subscriptions, # registrations for topics and # for everything, # changes not yet notified", 1, [
         "usubscription.store.database:SUBSCRIPTIONS_MAX", "usubscription.store.database:REGISTRATIONS_MAX",
         "usubscription.store.database:REGISTERED_FOR_ALL_MAX", "usubscription.store.database:OUTBOX_CHANGES_MAX",
     ]),
