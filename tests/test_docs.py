@@ -186,10 +186,6 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "history.service.describe:PAGE_TOPICS_MAX", "history.service.describe:PAGE_BYTES_MAX/1024",
     ]),
     ("history", "where more than # match", 1, ["history.service.describe:TOPICS_AT_ONCE_MAX"]),
-    ("history", "the newest record of # of them", 1, ["history.reading.acceptor:TOPICS_TRACKED_MAX"]),
-    ("history", "# such questions are kept, within # MiB", 1, [
-        "history.service.matches:CACHED_MAX", "history.service.matches:CACHED_BYTES_MAX/1048576",
-    ]),
     ("history", "has at most # of the # names", 1, [
         "history.service.consumers:CONSUMERS_MAX/4", "history.service.consumers:CONSUMERS_MAX",
     ]),
