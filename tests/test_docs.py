@@ -224,7 +224,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("usubscription", "(`STORE.partners`, at most #)", 1, ["usubscription.audit:PARTNERS_MAX"]),
     ("usubscription", "at most # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
-    ("usubscription", "# subscriptions, # registrations for topics and # for everything, # changes not yet notified", 1, [
+    ("usubscription", "# subscriptions, # registrations for topics and # for everything, # changes not yet notified", 1,
+     [
         "usubscription.store.database:SUBSCRIPTIONS_MAX", "usubscription.store.database:REGISTRATIONS_MAX",
         "usubscription.store.database:REGISTERED_FOR_ALL_MAX", "usubscription.store.database:OUTBOX_CHANGES_MAX",
     ]),
