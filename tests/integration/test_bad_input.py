@@ -25,7 +25,7 @@ from tests.tiers import dds_domain
 from transports.dds import mapping as dds_mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
-from transports.dds.writers import Batch, Route, Writers
+from transports.dds.writers import Batch, WriterRoute, Writers
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.zenoh import ZenohConfig
 from transports.zenoh import mapping as zenoh_mapping
@@ -123,7 +123,7 @@ async def test_a_zenoh_sample_that_is_none_is_counted_and_the_next_one_goes_on(
     assert await gateway.problems() == []
 
 
-async def _write(writers: Writers, route: Route, samples: list[bytes]) -> None:
+async def _write(writers: Writers, route: WriterRoute, samples: list[bytes]) -> None:
     """Whatever octets these are; until the network has them."""
     loop, written = asyncio.get_running_loop(), asyncio.Event()
     batch = Batch(len(samples), lambda _: loop.call_soon_threadsafe(written.set))
@@ -165,8 +165,8 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(
         async with asyncio.timeout(60):
             # until the gateway has found this writer
             while sum(dropped(metrics := await gateway.metrics(), "mcu").values()) < 6:
-                route = Route(dds_mapping.writer_partition(RPM, None, "mcu1"), 0, None)
-                spoofed = Route(dds_mapping.writer_partition(spoof.attributes.source, CLOUD_APP, "mcu1"), 0, None)
+                route = WriterRoute(dds_mapping.writer_partition(RPM, None, "mcu1"), 0, None)
+                spoofed = WriterRoute(dds_mapping.writer_partition(spoof.attributes.source, CLOUD_APP, "mcu1"), 0, None)
                 await _write(writers, route, samples)
                 await _write(writers, spoofed, [dds_mapping.encode(spoof)])
                 await asyncio.sleep(0.5)
