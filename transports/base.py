@@ -102,7 +102,7 @@ def tell(callbacks: Iterable[Callable[..., None]], *what: Any) -> None:
         try:
             callback(*what)
         except Exception:
-            log.exception("a callback of a transport's owner failed", callback=repr(callback), told=what)
+            log.exception("a callback of a transport's owner failed", callback=repr(callback), arguments=what)
 
 
 async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T], object]) -> T:

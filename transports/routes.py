@@ -118,7 +118,7 @@ class Routes:
         if packed in self._routes:
             return None
         if len(self._routes) >= caches.streams_max:
-            self._start_anew()
+            self._clear()
         try:
             attrs.validate_route(attributes.type, source, sink)
         except UStatusError:
@@ -161,17 +161,17 @@ class Routes:
     # What changes
 
     def _renew(self, filter: Filter, shapes: _Shapes) -> None:
-        """The routes that `filter` matches: found anew, or all of them when they are seen, where that costs less."""
+        """Renew the cached routes that `filter` matches, or clear the cache if that costs less."""
         if not self._routes:
             return
         (authority, *_), _ = filter.key
         if authority == uris.WILDCARD_AUTHORITY:
-            self._start_anew()
+            self._clear()
             return
         is_one = shapes in (_ONE, _ONE_WITH_SINK)
         matching = self._variants(filter) if is_one else self._of_authority(authority)
         if len(matching) > RENEWED_MAX:
-            self._start_anew()
+            self._clear()
             return
         for packed in matching:
             route = self._routes[packed]
@@ -199,7 +199,7 @@ class Routes:
             of_it += [one for one in self._routes if len(one[1]) == _NUMBERS.size]
         return of_it
 
-    def _start_anew(self) -> None:
+    def _clear(self) -> None:
         self._routes.clear()
         self._on_cleared()
 

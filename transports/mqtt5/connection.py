@@ -232,7 +232,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._before_ping = self._written_bytes
             self.write(packets.PINGREQ)
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """Bytes have arrived, of any packet."""
         self._received_s, self._before_ping = self._loop.time(), None
         # Let the kernel acknowledge at once what was read; each write resets this option. A broker with Nagle's
@@ -248,7 +248,7 @@ class Connection(asyncio.BufferedProtocol):
         if transport is None:
             return
         transport.abort()
-        if not self.lost.done():  # cancelled: nobody waits for it any longer
+        if not self.lost.done():  # else it was cancelled, and nothing waits for it
             self.lost.set_result(failure)
         for future in self._answers.values():
             if not future.done():
@@ -271,7 +271,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.heard()
+        self.received()
         try:
             self._sort(self._reader.take(nbytes))
         except ValueError as error:

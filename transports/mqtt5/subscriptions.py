@@ -57,7 +57,7 @@ def topic_matches(topic_filter: str, topic: str) -> bool:
 
 def _shape(topic_filter: str) -> TopicShape:
     segments = topic_filter.split("/")
-    return len(segments), tuple(place for place, segment in enumerate(segments) if segment == "+")
+    return len(segments), tuple(index for index, segment in enumerate(segments) if segment == "+")
 
 
 class Subscriptions(dict[str, TopicSubscription]):
@@ -109,11 +109,11 @@ class Subscriptions(dict[str, TopicSubscription]):
 
     def _count(self, topic: str) -> int:
         segments, count = topic.split("/"), 0
-        for length, places in self._shapes:
+        for length, wildcards in self._shapes:
             if length == len(segments):
                 masked = segments.copy()
-                for place in places:
-                    masked[place] = "+"
+                for index in wildcards:
+                    masked[index] = "+"
                 count += "/".join(masked) in self
         return count
 

@@ -71,7 +71,7 @@ class WebSocketDialler(Dialler):
         connector = aiohttp.TCPConnector(
             ssl=context if context is not None else True,
             resolver=_Resolver(self._addresses, timeout_s),
-            use_dns_cache=False,  # each attempt asks anew
+            use_dns_cache=False,  # each attempt looks the name up
             socket_factory=lambda found: new_socket(found[0], context),
             force_close=True,
         )
@@ -232,7 +232,7 @@ class _Hearing(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if len(data) > CONTROL_FRAME_BYTES_MAX:  # a smaller one may be a ping of a proxy whose broker hangs
-            self._user.heard()
+            self._user.received()
         self._below.data_received(data)
 
 

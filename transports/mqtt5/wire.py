@@ -270,7 +270,7 @@ class PublishCodec:
             key = suffix(data)
         out = self._out.get(key) if key is not None else None
         if out is None:
-            return self._encode_anew(message, key)
+            return self._encode_without_template(message, key)
         payload = message.payload
         _, msb, _, lsb = _id_field.unpack_from(data)
         age_ms = self._checks.now_ms() - (msb >> 16) if out.ttl_ms else 0
@@ -285,7 +285,7 @@ class PublishCodec:
             or age_ms > out.ttl_ms
             or remaining + HEADER_BYTES_MAX > self.packet_bytes_max
         ):
-            return self._encode_anew(message, key)  # which says what is wrong
+            return self._encode_without_template(message, key)  # which says what is wrong
         time, version, variant, rest = msb >> 32, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF
         id = b"%08x-%04x-%04x-%04x-%012x" % (time, msb >> 16 & 0xFFFF, version, variant, rest)
         if 0x80 <= remaining < 0x4000:  # `varint` has two bytes, as nearly always
@@ -294,7 +294,7 @@ class PublishCodec:
             head = b"%c%b%b" % (PUBLISH | QOS1, varint(remaining), out.topic)
         return head, b"".join((out.before_id, id, out.after_id, payload))
 
-    def _encode_anew(self, message: Carried, key: bytes | None) -> tuple[bytes, bytes]:
+    def _encode_without_template(self, message: Carried, key: bytes | None) -> tuple[bytes, bytes]:
         message = decoded(message)
         now_ms = self._checks.now_ms()
         refusal = self._checks.refusal(message, now_ms)
