@@ -500,7 +500,7 @@ async def test_parts_of_a_large_frame_are_a_sign_of_life_and_pings_of_a_proxy_ar
             times.append("passed on")
 
     class Watched(Connection):
-        def heard(self) -> None:
+        def received(self) -> None:
             times.append("heard")
 
     hearing = websocket._Hearing(Below(), Watched(User(), 100, 10))
