@@ -339,7 +339,7 @@ async def test_v3_fetch_subscriptions_without_argument(world: Any, raw: Any) -> 
     ),
 )
 def test_raw_bytes_never_do_more_than_an_error(operation: tuple[int, str, int], data: bytes, format: Any) -> None:
-    """The fuzz target, bounded: for any bytes the codecs return an event, or raise a UStatusError of a documented code."""
+    """The fuzz target, bounded: for any bytes the codecs return an event, or raise a documented UStatusError."""
     major, name, method = operation
     codec = CODECS[major]
     message = UMessageBuilder.request(

@@ -135,7 +135,7 @@ async def test_four_hundred_subscriptions_to_forty_vehicles_are_some_batches(
 
 
 async def test_in_a_burst_answers_leave_before_what_is_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While more requests wait than one transaction takes: a change costs as much as an answer, for which a caller waits."""
+    """While more requests wait than one transaction takes: a change costs as much as an answer."""
     service, raw, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
     batches = sizes_of(world.transports["cloud"], monkeypatch)
     may_commit, apply = threading.Event(), service.store.database.apply

@@ -1,4 +1,4 @@
-"""Invalid entries in the answers of a service: addresses out of range, methods instead of topics. The others are used."""
+"""Invalid entries in answers of a service: addresses out of range, methods instead of topics. The others are used."""
 
 from __future__ import annotations
 
