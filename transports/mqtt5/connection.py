@@ -22,7 +22,6 @@ from typing import Any, Final, Protocol
 
 from transports.base import on_own_thread
 from transports.mqtt5 import packets, reasons, wire
-from transports.mqtt5.config import Mqtt5Config
 
 # of one read: some 500 messages of 400 bytes, or 40 us to copy
 READ_BYTES: Final = 1 << 18
@@ -379,15 +378,6 @@ class Dialler:
             thread = on_own_thread("look up a broker", lambda: look_up(self._host, self._port), lambda _: None)
             self._lookup = asyncio.ensure_future(thread)
         return await asyncio.shield(self._lookup)
-
-
-def dialler_of(config: Mqtt5Config) -> Dialler:
-    if config.websocket is None:
-        return Dialler(config.host, config.port)
-    # aiohttp takes 0.1 s and 11 MiB, so only users of WebSocket import it
-    from transports.mqtt5.websocket import WebSocketDialler
-
-    return WebSocketDialler(config.host, config.port, config.websocket)
 
 
 def new_socket(family: int, context: ssl.SSLContext | None) -> socket.socket:

@@ -25,10 +25,10 @@ from transports.mqtt5.config import Mqtt5Config, TlsConfig, first_line
 from transports.mqtt5.connection import (
     Connection,
     ConnectionUser,
+    Dialler,
     Disconnected,
     PacketTooLarge,
     TakenOver,
-    dialler_of,
 )
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
@@ -83,7 +83,7 @@ class Link:
         self._client_id = config.client_id or generated
         self._clean_start = config.clean_start  # until the broker has accepted a login
         self.session_expiry_s = config.session_expiry_s  # or less, as the broker has granted last
-        self._dialler = dialler_of(config)
+        self._dialler = _dialler_of(config)
         self._tls = _tls_files(config.tls, config.alpn) if config.tls is not None else None
         self.connection: Connection | None = None  # the present one, or the last
         self._opened: asyncio.Future[None] | None = None
@@ -354,3 +354,12 @@ def _tls_context(tls: TlsConfig, alpn: list[str]) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def _dialler_of(config: Mqtt5Config) -> Dialler:
+    if config.websocket is None:
+        return Dialler(config.host, config.port)
+    # aiohttp takes 0.1 s and 11 MiB, so only users of WebSocket import it
+    from transports.mqtt5.websocket import WebSocketDialler
+
+    return WebSocketDialler(config.host, config.port, config.websocket)
