@@ -1,11 +1,10 @@
-"""Everything that is written to a disk or read from it passes here: SQLite files, their locks, marks, small files that
-are replaced whole.
+"""All disk access: SQLite files, their locks and marks, and small files that are replaced completely.
 
 connect(path) -> sqlite3.Connection     lock(path) -> Lock     mark(path) -> Mark     replace_text(path, text)
                                                                                        read_json(path, shape)
 
-The mark says up to where was committed, and is overwritten in place after each commit: SQLite cuts a damaged
-write-ahead log to its last whole commit, in silence, and a file that is gone says nothing.
+The mark names the last committed seq, and is overwritten after each commit: SQLite truncates a damaged write-ahead log
+to its last whole commit without an error, and a missing file has no error either.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from storage.reserve import NO_RESERVE, Reserve, with_room
 
 T = TypeVar("T")
 
-BUSY_TIMEOUT_S: Final = 5.0  # a file that we lock for ourselves is shared with our own readers, and with a backup
+BUSY_TIMEOUT_S: Final = 5.0  # a file that this process owns is still shared with its readers, and with a backup
 STATEMENTS_CACHED: Final = 256
 
 _MAGIC: Final = b"upm1"
-_MARK: Final = struct.Struct("<4s16sQ")  # magic, incarnation, newest seq; then the checksum of those
+_MARK: Final = struct.Struct("<4s16sQ")  # magic, incarnation, newest seq; followed by their checksum
 _CRC: Final = struct.Struct("<I")
 
 
 class InUseError(Exception):
-    """Another process holds the lock; the argument says which, as far as it is known."""
+    """Another process holds the lock; the argument is its process id, if known."""
 
 
 class Lock:
-    """Of one process. flock: it ends with the process, however that ends."""
+    """A lock of one process. It is a flock, so it ends with the process in any case."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] | None = path.open("a+")
@@ -54,7 +53,7 @@ class Lock:
         except BaseException:
             self.release()
             raise
-        # a full disk must not keep us from reading; the number is for the message only
+        # a full disk must not prevent reading; the process id is only for the message
         with contextlib.suppress(OSError):
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n")
@@ -69,14 +68,14 @@ class Lock:
 
 
 class Marked(NamedTuple):
-    """What a mark says."""
+    """The content of a mark."""
 
     incarnation: bytes
     seq: int
 
 
 class BadMarkError(Exception):
-    """The bytes of the mark are not those that were written."""
+    """The mark is damaged."""
 
 
 def pack_mark(incarnation: bytes, seq: int) -> bytes:
@@ -85,7 +84,7 @@ def pack_mark(incarnation: bytes, seq: int) -> bytes:
 
 
 def read_mark(path: Path) -> Marked | None:
-    """The mark beside the file `path`; None if there is none. Raises OSError, BadMarkError."""
+    """Returns the mark beside the file `path`, or None if there is none. Raises OSError, BadMarkError."""
     try:
         return unpack_mark(Path(f"{path}.mark").read_bytes())
     except FileNotFoundError:
@@ -93,18 +92,18 @@ def read_mark(path: Path) -> Marked | None:
 
 
 def unpack_mark(data: bytes) -> Marked | None:
-    """None if nothing was ever written. Raises BadMarkError."""
-    if not any(data):  # a file that was made, and then its disk was full
+    """Returns None if no mark was ever written. Raises BadMarkError."""
+    if not any(data):  # the file was created, and then the disk was full
         return None
     if len(data) != _MARK.size + _CRC.size or not data.startswith(_MAGIC):
-        raise BadMarkError("it is no mark")
+        raise BadMarkError("it is not a mark")
     if _CRC.pack(zlib.crc32(data[: _MARK.size])) != data[_MARK.size :]:
         raise BadMarkError("its checksum is wrong")
     return Marked(*_MARK.unpack_from(data)[1:])
 
 
 class Mark:
-    """A few bytes that are overwritten in place, without waiting for the disk. All raise OSError."""
+    """A few bytes that are overwritten in place, without waiting for the disk. All methods raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -113,7 +112,7 @@ class Mark:
         os.pwrite(self._file, data, 0)
 
     def begin(self, data: bytes) -> None:
-        """These and nothing else, on disk when this returns."""
+        """Replace the content by `data`. It is on disk when this returns."""
         os.ftruncate(self._file, len(data))
         os.pwrite(self._file, data, 0)
         os.fsync(self._file)
@@ -123,24 +122,24 @@ class Mark:
 
 
 class Disk:
-    """The real one. All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
+    """The real disk. All methods block and raise OSError; `connect` and its connections raise sqlite3.Error."""
 
     reserve: Reserve = NO_RESERVE
-    """What the stores on it may give up when it is full."""
+    """The space that stores on this disk may release when it is full."""
 
     def with_reserve(self, reserve: Reserve) -> Self:
-        """The same disk for those who share `reserve`."""
+        """Returns the same disk with another reserve."""
         found = copy.copy(self)
         found.reserve = reserve
         return found
 
     def free_bytes(self, path: Path) -> int:
-        """What is left to us beside the file `path`."""
+        """Returns the free bytes on the disk of the file `path`."""
         return faults.free_bytes(path)
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log
-        stays there."""
+        """Returns a connection in autocommit mode that may be used from any thread. `read_only`: nothing is written,
+        and the write-ahead log stays unchanged."""
         return sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
             uri=True,
@@ -151,15 +150,15 @@ class Disk:
         )
 
     def lock(self, path: Path) -> Lock:
-        """Until it is released, or the process ends. Raises InUseError."""
+        """Returns a lock that ends when it is released, or with the process. Raises InUseError."""
         return Lock(path)
 
     def mark(self, path: Path) -> Mark:
-        """Made if there is none."""
+        """Returns the mark, which is created if there is none."""
         return Mark(path)
 
     def replace_text(self, path: Path, text: str) -> None:
-        """After a crash the file holds the old text or the new one, and after this returns the new one."""
+        """Replace the file. After a crash it holds the old text or the new one; after this returns, the new one."""
         with_room(self.reserve, path, lambda: self._replace_text(path, text))
 
     def _replace_text(self, path: Path, text: str) -> None:
@@ -171,17 +170,17 @@ class Disk:
                 os.fsync(file.fileno())
             fresh.replace(path)
         except OSError:
-            with contextlib.suppress(OSError):  # on a full disk it would keep its room
+            with contextlib.suppress(OSError):  # on a full disk it would occupy space
                 fresh.unlink()
             raise
         self.sync_folder(path.parent)
 
     def sync_folder(self, path: Path) -> None:
-        """What was made, renamed or removed in this folder stays so from here on."""
+        """Make everything durable that was created, renamed or removed in this folder."""
         self.sync(path)
 
     def sync(self, path: Path) -> None:
-        """What is in this file, or folder, stays so from here on."""
+        """Make the content of this file or folder durable."""
         file = os.open(path, os.O_RDONLY)
         try:
             os.fsync(file)
@@ -193,8 +192,8 @@ REAL_DISK: Final = Disk()
 
 
 def read_json(path: Path, shape: TypeAdapter[T]) -> T:
-    """What a file of ours holds, whatever has become of it. Raises OSError, and ValueError in one line if it is not of
-    that shape."""
+    """Returns the content of a JSON file. Raises OSError, and ValueError with one line if it does not have that
+    shape."""
     try:
         return shape.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:

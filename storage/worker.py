@@ -1,10 +1,15 @@
-"""One thread with a queue: it takes whatever has come as one batch, works on it, and tells the loop.
+"""One thread with a queue: it takes everything that has come as one batch, works on it, and calls back on the loop.
 
 loop: put(job) -> queue -> gather -> thread: work(batch), tell(call) -> loop: call()
                               |
                           nothing has come for `tick_s`: work([])
 
-Answerer: a worker whose jobs are questions; the answers of a batch come to the loop in one hop.
+Answerer: a worker whose jobs are questions; the answers of a batch come to the loop together.
+
+Gathering: one commit for five messages costs the disk little more than one for a single message. But a wait that brings
+nothing is lost time, above all for a sender that waits for each answer before it sends on, or may have only so many
+messages in flight: everything it can send is there at once. So a wait ends as soon as there is as much as the last
+probe has brought. Only now and then a probe waits to the end of the window, to find out whether more would come.
 """
 
 from __future__ import annotations
@@ -21,7 +26,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
-from storage.gathering import Gathering
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -31,13 +35,51 @@ A = TypeVar("A")
 A_contra = TypeVar("A_contra", contravariant=True)
 
 BATCH_MAX: Final = 256
-WAITING_MAX: Final = 20_000  # questions before a worker: some seconds of work; beyond it askers are told to come later
+WAITING_MAX: Final = 20_000  # questions before a worker: some seconds of work; more are refused
+
+LOOK_MIN: Final = 8  # turns between two probes if probes bring jobs ...
+LOOK_MAX: Final = 1_024  # ... and if they don't: one lost window in so many turns does not matter
+WHATEVER_COMES: Final = 1 << 30
 
 log = structlog.get_logger()
 
 
+class Gathering:
+    """Decides how many jobs a worker waits for. Used by one worker."""
+
+    def __init__(self, window_ms: float, enough: int) -> None:
+        """No job waits longer than `window_ms`, and no wait begins if there is `enough`, as measured by the worker."""
+        self.window_s, self.enough = window_ms / 1_000, enough
+        self._expected = 1  # jobs after a wait, including those that were there before; 1: do not wait
+        self._every = self._left = LOOK_MIN  # turns: between two probes, and until the next one
+        self._is_look = False
+
+    def __repr__(self) -> str:
+        return f"Gathering(expected={self._expected}, looks every {self._every})"
+
+    def wanted(self, *, is_first: bool) -> int:
+        """Returns the number of jobs to wait for. `is_first`: the worker was idle when the first of them came. A probe
+        begins there if possible, so that it sees a burst from its beginning."""
+        self._is_look = self._left <= 0 and (is_first or self._left <= -LOOK_MIN)
+        return WHATEVER_COMES if self._is_look else self._expected
+
+    def took(self, jobs: int, *, waited: bool, in_vain: bool) -> None:
+        """A turn begins with this many jobs. `waited`: for more than there were. `in_vain`: the window ended before
+        there were as many as wanted, or enough."""
+        self._left -= 1
+        if self._is_look and waited:
+            self._every = LOOK_MIN if jobs > self._expected else min(2 * self._every, LOOK_MAX)
+            self._left = self._every
+            self._expected = jobs if jobs > self._expected else self._less(jobs)
+        elif in_vain:
+            self._expected = self._less(jobs)
+
+    def _less(self, jobs: int) -> int:
+        return max(1, (self._expected + jobs) // 2)
+
+
 class Worker(ABC, Generic[J]):
-    """Does jobs beside the loop, in the order of `put`, and tells in the order of `tell`."""
+    """Does jobs beside the loop, in the order of `put`, and calls back in the order of `tell`."""
 
     def __init__(
         self,
@@ -51,8 +93,8 @@ class Worker(ABC, Generic[J]):
         tick_s: float | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """`work(batch)` is called with what has come, up to `batch_max` in the measure of `weigh` (jobs, by default);
-        it must not raise.
+        """`work(batch)` is called with the jobs that have come, up to `batch_max` as measured by `weigh` (by default
+        the number of jobs); it must not raise.
 
         `gather_ms`: a batch follows the one before it that late, unless it is full: the more share a commit, the less
         each costs.
@@ -72,20 +114,19 @@ class Worker(ABC, Generic[J]):
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Jobs that no batch has taken yet."""
+        """Returns how many jobs no batch has taken yet."""
 
     @abstractmethod
     def put(self, job: J) -> None:
-        """From the loop, or from `work`. Nothing happens after `close`."""
+        """Add a job, from the loop or from `work`. Has no effect after `close`."""
 
     @abstractmethod
     def tell(self, call: Callable[[], object]) -> None:
-        """From `work` or `finish`: `call()` on the loop."""
+        """Run `call()` on the loop. Called by `work` or `finish`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """What waits is done, `finish` has run, and everything told has been called when this returns. May be called
-        twice."""
+        """Wait until all jobs are done, `finish` has run, and all callbacks have run. May be called twice."""
 
 
 WorkerFactory = type[Worker[Any]]
@@ -95,7 +136,7 @@ _END: Final = object()  # the last job
 
 
 class ThreadWorker(Worker[J]):
-    """See Worker. Its thread is a daemon: a process that ends needn't wait for it.
+    """See Worker. Its thread is a daemon: a process that ends does not wait for it.
 
     A thread that sleeps is woken when there is as much as it waits for, and not by each job: each waking costs more
     than a job's share of the work.
@@ -105,8 +146,8 @@ class ThreadWorker(Worker[J]):
         super().__init__(name, work, **options)
         self._jobs: deque[Any] = deque()
         self._since = 0.0  # when the first of them came
-        self._weight_put = self._weight_taken = 0  # so far; the first by who puts, the other on the thread
-        # what the thread sleeps for, jobs and weight; no jobs: it doesn't sleep, or has been woken already
+        self._weight_put = self._weight_taken = 0  # so far; the first is changed by `put`, the other on the thread
+        # the thread sleeps until so many jobs, or such a weight, have come; 0 jobs: it is awake, or was woken
         self._goal_jobs = self._goal_weight = 0
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -118,11 +159,12 @@ class ThreadWorker(Worker[J]):
     def put(self, job: J) -> None:
         if not self._jobs:
             self._since = time.monotonic()
-        if self._weigh is not None and (weight := self._weigh(job)):  # 0: it may be put from the thread
+        if self._weigh is not None and (weight := self._weigh(job)):  # jobs of weight 0 may be put from the thread
             self._weight_put += weight
         self._jobs.append(job)
-        if self._goal_jobs and self._is_enough():
-            self._ring()
+        if self._goal_jobs and self._is_enough(self._goal_jobs, self._goal_weight):
+            self._goal_jobs = 0
+            self._bell.put(None)
 
     def tell(self, call: Callable[[], object]) -> None:
         try:
@@ -134,19 +176,13 @@ class ThreadWorker(Worker[J]):
         if not self._closing:
             self._closing = True
             self._jobs.append(_END)
-            self._ring()
+            self._goal_jobs = 0
+            self._bell.put(None)
         await asyncio.shield(self._ended)
 
-    @property
-    def _waiting_weight(self) -> int:
-        return len(self._jobs) if self._weigh is None else self._weight_put - self._weight_taken
-
-    def _is_enough(self) -> bool:
-        return len(self._jobs) >= self._goal_jobs or self._waiting_weight >= self._goal_weight
-
-    def _ring(self) -> None:
-        self._goal_jobs = 0
-        self._bell.put(None)
+    def _is_enough(self, jobs: int, weight: int) -> bool:
+        waiting = len(self._jobs)
+        return waiting >= jobs or weight <= (waiting if self._weigh is None else self._weight_put - self._weight_taken)
 
     # -- on the thread
 
@@ -156,7 +192,17 @@ class ThreadWorker(Worker[J]):
         try:
             while more:
                 self._gather(last)
-                batch, more = self._take()
+                batch: list[J] = []
+                weight = 0
+                while self._jobs and weight < self._batch_max:
+                    job = self._jobs.popleft()
+                    if job is _END:
+                        more = False
+                        break
+                    batch.append(job)
+                    one = 1 if self._weigh is None else self._weigh(job)
+                    weight += one
+                    self._weight_taken += one
                 last = time.monotonic()
                 if batch or (more and self._tick_s is not None):
                     self._work(batch)
@@ -170,10 +216,10 @@ class ThreadWorker(Worker[J]):
             self._ended.set_result(None)
 
     def _sleep(self, jobs: int, weight: int, until: float | None) -> bool:
-        """Until there are so many jobs, or they weigh so much, or the worker closes; False if it was `until` then."""
+        """Sleep until there are that many jobs, or that much weight, or the worker closes. Returns False at `until`."""
         while not self._closing:
             self._goal_weight, self._goal_jobs = weight, jobs
-            if self._is_enough():  # it came before whoever puts could see the goal
+            if self._is_enough(jobs, weight):  # the last of them came before `put` could see the goal
                 break
             try:
                 self._bell.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
@@ -184,7 +230,7 @@ class ThreadWorker(Worker[J]):
         return True
 
     def _gather(self, last: float) -> None:
-        """Until a batch is worth it."""
+        """Wait until a batch is large enough."""
         is_first = not self._jobs
         if not self._sleep(1, 1 << 62, None if self._tick_s is None else time.monotonic() + self._tick_s):
             return
@@ -193,27 +239,13 @@ class ThreadWorker(Worker[J]):
         gathering = self._gathering
         if gathering is not None and not self._closing:
             wanted = gathering.wanted(is_first=is_first)
-            is_enough = len(self._jobs) >= wanted or self._waiting_weight >= gathering.enough
+            is_enough = self._is_enough(wanted, gathering.enough)
             in_vain = not is_enough and not self._sleep(wanted, gathering.enough, self._since + gathering.window_s)
             gathering.took(len(self._jobs), waited=not is_enough, in_vain=in_vain)
 
-    def _take(self) -> tuple[list[J], bool]:
-        """What has come, up to what a batch may have; False after the last job."""
-        batch: list[J] = []
-        weight = 0
-        while self._jobs and weight < self._batch_max:
-            job = self._jobs.popleft()
-            if job is _END:
-                return batch, False
-            batch.append(job)
-            one = 1 if self._weigh is None else self._weigh(job)
-            weight += one
-            self._weight_taken += one
-        return batch, True
-
 
 class Reply(Protocol[A_contra]):
-    """Somebody who is told the answer without a future: on the loop, in the order of the questions."""
+    """Receives an answer without a future: on the loop, in the order of the questions."""
 
     def answered(self, answer: A_contra | BaseException) -> None: ...
 
@@ -222,7 +254,7 @@ Waiting = asyncio.Future[A] | Reply[A]
 
 
 class Answerer(Generic[Q, A]):
-    """A worker that answers. `work(questions)` runs beside the loop and gives an answer, or an exception, for each."""
+    """A worker that answers. `work(questions)` runs beside the loop and returns an answer or an exception for each."""
 
     def __init__(
         self,
@@ -234,7 +266,7 @@ class Answerer(Generic[Q, A]):
         worker: WorkerFactory = ThreadWorker,
         **options: Any,
     ) -> None:
-        """`answered(batch, answers)` is called on the loop, and gives them (by default `give`). `options`: of the
+        """`answered(batch, answers)` is called on the loop, and delivers them (by default `give`). `options`: of the
         worker."""
         self._loop = asyncio.get_running_loop()
         self._name, self._work, self._answered, self._waiting_max = name, work, answered or give, waiting_max
@@ -245,7 +277,7 @@ class Answerer(Generic[Q, A]):
         return f"Answerer({self._name}, waiting={self._worker.waiting})"
 
     def ask(self, question: Q) -> asyncio.Future[A]:
-        """`put`, with a future for the answer."""
+        """Same as `put`; returns a future for the answer."""
         future: asyncio.Future[A] = self._loop.create_future()
         self.put(question, future)
         return future
@@ -270,13 +302,13 @@ class Answerer(Generic[Q, A]):
         self._worker.tell(functools.partial(self._answered, batch, answers))
 
     async def close(self) -> None:
-        """Answer what waits, then end."""
+        """Answer all questions, then end."""
         self._closing = True
         await self._worker.close()
 
 
 def give(batch: Sequence[tuple[Any, Waiting[A]]], answers: Sequence[A | BaseException]) -> None:
-    """To those who wait."""
+    """Deliver the answers of a batch."""
     for (_, waiting), answer in zip(batch, answers, strict=True):
         if not isinstance(waiting, asyncio.Future):
             waiting.answered(answer)
@@ -284,6 +316,6 @@ def give(batch: Sequence[tuple[Any, Waiting[A]]], answers: Sequence[A | BaseExce
             continue
         elif isinstance(answer, BaseException):
             waiting.set_exception(answer)
-            waiting.exception()  # seen, even if nobody waits
+            waiting.exception()  # marks it as retrieved, even if nobody waits
         else:
             waiting.set_result(answer)

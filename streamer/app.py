@@ -397,7 +397,7 @@ class Streamer:
             return False
         if lost := service.lost_changes:
             what = f"{lost} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
-            self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
+            self.logs.durable.losses.report(damages.SUBSCRIPTIONS, what)
         return True
 
     async def _attempt(self, begin: Callable[[], Awaitable[None]]) -> bool:
@@ -443,7 +443,7 @@ class Streamer:
         """What was lost never came here, so nobody can say what it was."""
         endpoint.dropped["lost_by_network"] += messages or 1
         log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
-        self.logs.durable.note_loss(damages.NETWORK, _loss_detail(endpoint, what))
+        self.logs.durable.losses.report(damages.NETWORK, _loss_detail(endpoint, what))
 
     # What has changed
 
@@ -561,10 +561,10 @@ class Streamer:
         while True:
             for clock in self.clocks.values():
                 clock.look(loop.time())
-            for loss in self.logs.durable.acknowledge_passing(after_ms) if after_ms else ():
+            for loss in self.logs.durable.losses.acknowledge_passing(after_ms) if after_ms else ():
                 what = "a loss counts as acknowledged: it was told for history.acknowledge_after_hours"
                 log.info(what, detail=loss.detail)
-            await self.logs.durable.look()
+            await self.logs.durable.check_file()
             self.states.look()
             await asyncio.sleep(LOOK_S)
 
@@ -594,7 +594,7 @@ class Streamer:
     def cursors(self) -> list[dict[str, Any]]:
         """What waits in the durable log for each endpoint, also for those that are not configured."""
         durable = self.logs.durable
-        found = listed(durable.cursor_rows(), durable.newest_seq, durable.oldest_seq)
+        found = listed(durable.cursors.all(), durable.newest_seq, durable.oldest_seq)
         return [dataclasses.asdict(one) for one in found]
 
     def all_vehicles(self) -> Iterator[dict[str, Any]]:

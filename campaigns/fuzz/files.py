@@ -123,7 +123,7 @@ def small_log() -> dict[str, bytes]:
             topic = uris.uri("vin", 0x10, 1, 0x8000 + number % 3)
             message = UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"record" * number, 5))
             await log.append([log.stream_id(topic, None)], [message])
-        log.set_cursor("egress:cloud", 4, holds=True, holder="egress")
+        log.cursors.set("egress:cloud", 4, holds=True, holder="egress")
         await log.close()
         return {one.name: one.read_bytes() for one in path.parent.iterdir() if not one.name.endswith((".lock", "-shm"))}
 

@@ -47,23 +47,23 @@ def _renamed_endpoint() -> Patches:
     def load(self: Claims) -> None:
         known = {pump.owned.name for pump in self._pumps}
         for one in self._logs:
-            for name in list(one.cursor_rows()):
+            for name in list(one.cursors.all()):
                 if name.startswith(CURSOR_PREFIX) and name not in known:
-                    one.drop_cursor(name)
+                    one.cursors.drop(name)
 
     return [(Claims, "load", load)]
 
 
 def _retention_by_age() -> Patches:
-    from history.log.log import Log
+    from history.log.cursors import Cursors
     from history.records.chunk import NOBODY
 
-    def keep_after(self: Log) -> int:
-        now, rows = self._now_ms(), self.cursor_rows().values()
+    def keep_after(self: Cursors) -> int:
+        now, rows = self._now_ms(), self.all().values()
         leased = (row.seq for row in rows if row.lease_until_ms is not None and row.lease_until_ms >= now)
         return min(leased, default=NOBODY)
 
-    return [(Log, "keep_after", keep_after), (Log, "owed_after", lambda self: NOBODY)]
+    return [(Cursors, "keep_after", keep_after), (Cursors, "owed_after", lambda self: NOBODY)]
 
 
 def _passing_shortage() -> Patches:
@@ -135,7 +135,7 @@ def _place_ahead() -> Patches:
     store = Followed._store
 
     async def place_first(self: Followed, pending: Pending) -> None:
-        self._log.keep_place(self.key, self._stored(pending.places))
+        self._log.followed.keep(self.key, self._stored(pending.places))
         await self._log.saved()
         await store(self, pending)
 
@@ -193,7 +193,7 @@ def _a_follower_holds_nothing() -> Patches:
     from streamer.following.handover import FOLLOWED_PREFIX, HandOvers
 
     def hold(self: HandOvers, name: str, source: Any, seq: int) -> None:
-        source.set_cursor(FOLLOWED_PREFIX + name, seq, holds=False, absent_ms=0)
+        source.cursors.set(FOLLOWED_PREFIX + name, seq, holds=False, absent_ms=0)
 
     return [(HandOvers, "_hold", hold)]
 

@@ -26,7 +26,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from storage.gathering import Gathering
+from storage.worker import Gathering
 
 T = TypeVar("T")
 

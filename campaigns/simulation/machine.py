@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from campaigns.simulation.disk import SimulatedDisk
 from campaigns.simulation.loop import PROCESS, Process, SimulatedWorker
 from campaigns.simulation.network import KEEPER
-from history.file.writer import Followed as Notes
+from history.file.writer import FollowedFrom as Notes
 from history.log.log import Log
 from history.publisher import HistoryPublisher
 from storage.runtime import Runtime, Used

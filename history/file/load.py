@@ -1,11 +1,11 @@
-"""What an opened file says, held against checksums, and put right where that can be done.
+"""What an opened file contains, verified by checksums and repaired where possible.
 
 rows: meta, holes, streams, cursors --right--> + chunks since the last checkpoint -> Loaded
               |
-              '-- wrong --> a bit turned back, or made anew: from the chunks (which have checksums), from the mark
-                            what can't be known: the safe side. Sending again beats skipping, and all of it is told
+              '-- wrong --> rebuilt from the chunks, which have their own checksums, and from the mark. What can't be
+                            rebuilt gets the safe value: sending again is better than skipping. All of it is reported.
 
-Nothing here is written before everything was read; then it is one transaction.
+Nothing is written before everything was read. Then it is written in one transaction.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from history.file.damage import Damage, Ledger
 from history.records.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.records.stream import Stream, address_of, authority_of, growth_of
 from storage.disk import Marked
-from storage.file import transaction
-from storage.statements import insert_rows
+from storage.file import insert_rows, transaction
 
 NOT_KNOWN: Final = -1
-CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
-# in meta: the number that the next stream gets, also where those before it are forgotten
+CURSORS_LOST: Final = "cursors_lost"  # in meta, until the log is closed: a cursor was lost
+# in meta: the number of the next stream; numbers of forgotten streams are not used again
 NEXT_STREAM: Final = "next_stream"
 # in meta: the index of streams, and the spans, may name chunks that retention has deleted
 STALE_NAMES: Final = "stale_names"
 STREAMS: Final = "streams"  # in meta: how many rows there are
-# in meta, with a source authority: up to where records of its forgotten streams went ...
+# in meta, with a source authority: the highest seq that its forgotten streams had ...
 FORGOTTEN_PREFIX: Final = "forgotten:"
-OTHERS: Final = "*"  # ... or of all those that are not named
-FOLLOWED_PREFIX: Final = "followed:"  # in meta, with a key of the follower's: its place in another log
-NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
-# rolled forward on open at most; the index of streams is written this seldom, and its pages then once
+OTHERS: Final = "*"  # ... or that all other authorities together had
+FOLLOWED_PREFIX: Final = "followed:"  # in meta, with a key of the follower: its position in another log
+STREAM_BYTES: Final = 4  # of one stream in Unindexed.streams
+NUMBERS_LEAP: Final = 1 << 20  # by which numbers are skipped if the next number is damaged
+# At most so many chunks are rolled forward on open. The index of streams is written this rarely: each of its pages then
+# only once.
 CHECKPOINT_CHUNKS: Final = 2_048
 
 log = structlog.get_logger()
@@ -47,88 +48,80 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place up to which somebody has confirmed."""
+    """The seq up to which a reader has confirmed."""
 
     seq: int
-    # until then what comes after `seq` is kept beyond the retention by age; then the cursor is gone
+    # Unix milliseconds; until then records beyond `seq` are kept beyond the retention by age; then the cursor is
+    # dropped
     lease_until_ms: int | None = None
-    holds: bool = False  # kept beyond the retention by age as long as the cursor is there
-    absent_ms: int = 0  # for how long, in all, its owner has been away: kept here for the owner
+    holds: bool = False  # records beyond `seq` are kept beyond the retention by age as long as the cursor exists
+    absent_ms: int = 0  # the total time that its owner has been away; stored for the owner
     # who has to learn of records that retention deletes before this cursor has passed them; empty: nobody
     holder: str = ""
 
     @property
-    def columns(self) -> rows.Row:
+    def columns(self) -> rows.StoredRow:
         """The row of the table CURSOR, without the name."""
         return self.seq, self.lease_until_ms, int(self.holds), self.absent_ms, self.holder
 
 
 @dataclass(slots=True)
 class Extent:
-    """What of the log there is, and what it takes."""
+    """Which records the log has, and how much space it takes."""
 
     oldest_seq: int = 0  # 0: empty
-    newest_seq: int = 0  # ever given out
-    floor_seq: int = 0  # everything up to here was deleted
+    newest_seq: int = 0  # the highest that was ever given out
+    floor_seq: int = 0  # all records up to here were deleted
     stored_bytes: int = 0  # of messages, ids and columns
     disk_bytes: int = 0  # of all files of the log
-    disk_free_bytes: int = 0  # that are left to us on its disk
-    bytes_max: int = 0  # what all files may take: of retention, or less where the disk has less
+    disk_free_bytes: int = 0  # free for us on its disk
+    bytes_max: int = 0  # limit of all files: that of retention, or less where the disk has less
 
 
 class Unindexed(NamedTuple):
     """A chunk since the last checkpoint."""
 
     first_seq: int
-    streams: bytes  # as Columns has them
+    streams: bytes  # as in Columns; each of them will have a row in the index of streams
     time_ms: int
     bytes: int
 
-    @classmethod
-    def of(cls, columns: Columns) -> Unindexed:
-        return cls(columns.first_seq, columns.streams, columns.time_ms, columns.bytes)
 
-    @property
-    def rows(self) -> int:
-        """Of the index of topics."""
-        return len(self.streams) // 4  # u32 each
-
-
-def span_of(chunks: Sequence[Unindexed]) -> rows.Row:
-    """The row of SPAN for these chunks, of which there is one at least."""
+def span_of(chunks: Sequence[Unindexed]) -> rows.StoredRow:
+    """Returns the row of SPAN for these chunks; there must be at least one."""
     times = [chunk.time_ms for chunk in chunks]
     return chunks[0].first_seq, chunks[-1].first_seq, min(times), max(times)
 
 
 @dataclass(slots=True)
 class Loaded:
-    """What a store starts with."""
+    """The state with which a store starts."""
 
     incarnation: bytes = b""
     extent: Extent = field(default_factory=Extent)
     streams: dict[int, Stream] = field(default_factory=dict)  # in the order of their numbers
     next_stream: int = 1
-    # by source authority: up to where its forgotten streams had records
+    # by source authority: the highest seq that its forgotten streams had
     forgotten: dict[str, int] = field(default_factory=dict)
-    places: dict[str, bytes] = field(default_factory=dict)  # in logs that are followed, by key
+    positions: dict[str, bytes] = field(default_factory=dict)  # in logs that are followed, by key
     cursors: dict[str, Cursor] = field(default_factory=dict)
-    cursors_lost: bool = False  # of a cursor not even the name is sure
+    cursors_lost: bool = False  # a cursor was lost, and even its name is uncertain
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
     ledger: Ledger = field(default_factory=Ledger)
-    found: list[Damage] = field(default_factory=list)  # now, and never before
+    found: list[Damage] = field(default_factory=list)  # found by this open
     unindexed: list[Unindexed] = field(default_factory=list)  # chunks since the last checkpoint
-    dirty: set[int] = field(default_factory=set)  # streams that grew since
+    dirty: set[int] = field(default_factory=set)  # streams that grew since then
     is_index_trusted: bool = True
 
     @property
     def start_seq(self) -> int:
-        """The last seq that must not be given out again."""
+        """Returns the last seq that must not be given out again."""
         return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
 
 
 @dataclass(slots=True)
 class Loading:
-    """One look at an opened file. `mark_trouble` says why the mark can't be used, if it can't."""
+    """Loads one opened file. `_mark_trouble`: why the mark can't be used; empty if it can."""
 
     _db: sqlite3.Connection
     _marked: Marked | None
@@ -136,18 +129,16 @@ class Loading:
     _now_ms: int
     _random_bytes: Callable[[int], bytes]
     _made: Loaded = field(default_factory=Loaded)
-    _places: dict[int, Stream] = field(default_factory=dict)
-    _writes: list[tuple[rows.Table, list[rows.Row]]] = field(
-        default_factory=list
-    )  # (table, rows) to be written at the end
+    # (table, rows) to be written at the end
+    _writes: list[tuple[rows.Table, list[rows.StoredRow]]] = field(default_factory=list)
     _deletes: list[tuple[str, Any]] = field(default_factory=list)
-    _index: list[tuple[int, int]] | None = None  # made anew ...
-    _spans: list[rows.Row] = field(default_factory=list)  # ... and with it
+    _index: list[tuple[int, int]] | None = None  # rebuilt ...
+    _spans: list[rows.StoredRow] = field(default_factory=list)  # ... together with this
     _rebuild: bool = False
-    _is_count_sure: bool = True  # nothing of the numbers of streams is damaged
-    _bad_streams: list[int] = field(default_factory=list)  # whose rows can't be read
-    _missing_streams: int = 0  # whose rows are not there at all ...
-    _named: int = 0  # ... and of those how many were found anew in the records
+    _is_count_sure: bool = True  # the numbers of streams in meta are not damaged
+    _bad_streams: list[int] = field(default_factory=list)  # their rows can't be read
+    _missing_streams: int = 0  # their rows do not exist ...
+    _named: int = 0  # ... and so many of them were found in the records
 
     def run(self) -> Loaded:
         """Raises sqlite3.Error."""
@@ -168,9 +159,8 @@ class Loading:
         if not self._rebuild:
             self._roll_forward(meta["indexed_seq"])
         if self._rebuild:
-            self._make_anew()
-        made.streams = self._places
-        self._heed_mark()
+            self._rebuild_all()
+        self._compare_with_mark()
         self._load_cursors()
         for after, before in made.holes:
             if before - 1 > max(made.extent.floor_seq, 0):
@@ -194,7 +184,7 @@ class Loading:
         self._drop(table, found.bad)
         return found
 
-    def _drop(self, table: rows.Table, bad: Sequence[rows.Row]) -> None:
+    def _drop(self, table: rows.Table, bad: Sequence[rows.StoredRow]) -> None:
         for row in bad:
             self._delete(table.name, table.columns[0], row[0])
 
@@ -209,7 +199,7 @@ class Loading:
         meta = dict[str, Any](found.rows)
         self._made.cursors_lost = CURSORS_LOST in meta
         prefix = FOLLOWED_PREFIX
-        self._made.places = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
+        self._made.positions = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
         lost = [key for key, _ in found.bad]
         is_followed = [isinstance(key, str) and key.startswith(prefix) for key in lost]
         self._is_count_sure = all(is_followed)
@@ -223,7 +213,7 @@ class Loading:
             self._writes.append((rows.META, [("incarnation", meta["incarnation"])]))
         self._made.incarnation = meta["incarnation"]
         for key in missing:
-            self._found(kinds.META, f"{key} was lost, and found anew from the records and the mark")
+            self._found(kinds.META, f"{key} was lost, and was restored from the records and the mark")
         for key in lost:
             if key not in missing:  # a follower begins where the other log says, and drops the records it already has
                 what = "how far a log was followed, or up to where topics were forgotten, may not be known any more"
@@ -236,37 +226,37 @@ class Loading:
         found = self._read(rows.HOLE)
         self._made.holes = sorted(found.rows)
         if found.bad:
-            self._found(kinds.HOLE, "which records were lost earlier was damaged, and is found anew")
+            self._found(kinds.HOLE, "the list of records that were lost earlier was damaged, and is rebuilt")
         self._rebuild = self._rebuild or bool(found.bad)
 
     def _load_spans(self) -> None:
         if self._read(rows.SPAN).bad:
-            self._found(kinds.INDEX, "when records were appended was damaged, and is found anew in them")
+            self._found(kinds.INDEX, "the append times in the index were damaged, and are rebuilt from the records")
             self._rebuild = True
 
     def _load_forgotten(self, meta: dict[str, Any]) -> None:
         prefix, forgotten = FORGOTTEN_PREFIX, self._made.forgotten
         self._made.next_stream = meta.get(NEXT_STREAM, 1)
         forgotten |= {key.removeprefix(prefix): seq for key, seq in meta.items() if key.startswith(prefix)}
-        if not self._is_count_sure:  # the row that is damaged may be one of these
+        if not self._is_count_sure:  # one of these rows may be the damaged one
             forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), meta.get("floor_seq", 0))
             self._writes.append((rows.META, [(prefix + OTHERS, forgotten[OTHERS])]))
 
     def _load_streams(self, meta: dict[str, Any]) -> None:
-        bad: list[rows.Row] = []
+        bad: list[rows.StoredRow] = []
         for id, source, sink, first, newest, records, newest_id, time_ms in rows.STREAM.each(self._db, bad):
-            self._places[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
+            self._made.streams[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
         self._drop(rows.STREAM, bad)
         self._bad_streams = [row[0] for row in bad if isinstance(row[0], int)]
-        self._made.next_stream = max(self._made.next_stream, 1 + max(self._places, default=0))
+        self._made.next_stream = max(self._made.next_stream, 1 + max(self._made.streams, default=0))
         if not self._is_count_sure:
             self._made.next_stream += NUMBERS_LEAP
             self._writes.append((rows.META, [(NEXT_STREAM, self._made.next_stream)]))
-            meta.setdefault(STREAMS, len(self._places) + len(bad))
+            meta.setdefault(STREAMS, len(self._made.streams) + len(bad))
         expected = meta.get(STREAMS, 0)
-        if len(self._places) != expected or bad:
+        if len(self._made.streams) != expected or bad:
             self._rebuild = True
-            self._missing_streams = max(0, expected - len(self._places) - len(bad))
+            self._missing_streams = max(0, expected - len(self._made.streams) - len(bad))
 
     def _load_cursors(self) -> None:
         made = self._made
@@ -274,7 +264,7 @@ class Loading:
         for name, seq, lease_until_ms, holds, absent_ms, holder in found.rows:
             cursor = made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms, holder)
             if seq > made.start_seq:
-                what = f"{name} was beyond the newest record ({seq}), and begins again at the oldest"
+                what = f"{name} was beyond the newest record ({seq}), and begins again at the oldest record"
                 self._found(kinds.CURSOR, what)
                 cursor = made.cursors[name] = replace(cursor, seq=made.extent.floor_seq)
                 self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
@@ -294,18 +284,18 @@ class Loading:
 
     def _delete(self, table: str, key: str, value: Any) -> None:
         where = f"{key} IS ?"
-        if isinstance(value, str):  # it may be no UTF-8 any more, and then it can't be given as text
+        if isinstance(value, str):  # damaged text may not be UTF-8, and then it can't be a text parameter
             where, value = f"CAST({key} AS BLOB) = ?", value.encode(errors="surrogateescape")
         self._deletes.append((f"DELETE FROM {table} WHERE {where}", value))
 
     # -- chunks
 
     def _roll_forward(self, indexed_seq: int) -> None:
-        """Count in what was committed after the last checkpoint."""
+        """Count the chunks that were committed after the last checkpoint."""
         made = self._made
         stored = made.extent.stored_bytes
         for columns, chunk in self._chunks(indexed_seq):
-            made.unindexed.append(Unindexed.of(columns))
+            made.unindexed.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.bytes))
             stored += columns.bytes
             made.extent.newest_seq = max(made.extent.newest_seq, columns.last_seq)
             if chunk is not None:
@@ -314,7 +304,7 @@ class Loading:
 
     def _count(self, chunk: Chunk, columns: Columns) -> None:
         for id, growth in growth_of(columns.first_seq, chunk.streams, columns.ids, columns.time_ms):
-            stream = self._places.get(id)
+            stream = self._made.streams.get(id)
             if stream is None:
                 self._rebuild = True
             elif growth[1] > stream.newest_seq:
@@ -322,7 +312,7 @@ class Loading:
                 self._made.dirty.add(id)
 
     def _chunks(self, after: int) -> Iterator[tuple[Columns, Chunk | None]]:
-        """Each chunk from there on; None where the records can't be read, and then that is noted."""
+        """Yields each chunk beyond `after`, with None if its records can't be read, which is noted as damage."""
         previous: tuple[int, str] | None = None
         query = f"SELECT {rows.CHUNK_COLUMNS} FROM chunk WHERE first_seq > ? ORDER BY first_seq"
         for row in self._db.execute(query, (after,)):
@@ -333,9 +323,9 @@ class Loading:
             try:
                 chunk = decode(columns)
             except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
-                if not self._may_be(columns):
+                if not self._is_plausible(columns):
                     self._delete("chunk", "first_seq", columns.first_seq)
-                    claim = f"records claimed to be {columns.first_seq} and following, which there never were"
+                    claim = f"a damaged chunk claims seqs from {columns.first_seq} on, which were never given out"
                     self._found(kinds.RECORDS, claim)
                     continue
                 previous = columns.first_seq - 1, str(error)
@@ -345,11 +335,11 @@ class Loading:
         if previous is not None:
             self._found(kinds.RECORDS, previous[1], previous[0], self._made.extent.newest_seq + 1)
 
-    def _may_be(self, columns: Columns) -> bool:
-        """False if a damaged chunk lies beyond all that was ever committed, or its size is not its own: its numbers
-        would leap ahead."""
+    def _is_plausible(self, columns: Columns) -> bool:
+        """Returns False if a damaged chunk is beyond everything that was ever committed, or its number of records is
+        wrong: with it the seqs would leap ahead."""
         c = columns
-        row: rows.Row = (c.first_seq, c.records, c.time_ms, c.streams, c.ids, c.data)
+        row: rows.StoredRow = (c.first_seq, c.records, c.time_ms, c.streams, c.ids, c.data)
         if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes]:
             return False
         if c.records != len(c.ids) // ID_BYTES:
@@ -357,8 +347,8 @@ class Loading:
         marked = self._marked
         return marked is None or marked.incarnation != self._made.incarnation or columns.last_seq <= marked.seq
 
-    def _make_anew(self) -> None:
-        """Streams, index, holes and meta from the chunks."""
+    def _rebuild_all(self) -> None:
+        """Rebuild streams, index, holes and meta from the chunks."""
         made = self._made
         made.unindexed.clear()
         stored = newest = 0
@@ -373,9 +363,9 @@ class Loading:
             expected = columns.last_seq + 1
             newest = max(newest, columns.last_seq)
             index += [(id, columns.first_seq) for id in unpack_streams(columns.streams)]
-            found.append(Unindexed.of(columns))
+            found.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.bytes))
             if chunk is not None:
-                self._name(chunk)
+                self._name_streams(chunk)
                 self._count(chunk, columns)
         self._note_lost_streams()
         step = CHECKPOINT_CHUNKS
@@ -387,50 +377,54 @@ class Loading:
         made.holes = sorted(known_holes)
         newest = made.extent.newest_seq
         meta = {"newest_seq": newest, "floor_seq": made.extent.floor_seq, "stored_bytes": stored, "indexed_seq": newest}
-        meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._places)}
+        meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._made.streams)}
         self._writes.append((rows.META, list(meta.items())))
         self._writes.append((rows.HOLE, list(made.holes)))
-        self._writes.append((rows.STREAM, [self._places[id].row(self._places[id].place) for id in sorted(made.dirty)]))
+        self._writes.append(
+            (rows.STREAM, [made.streams[id].row(made.streams[id].progress) for id in sorted(made.dirty)])
+        )
         self._index = index
         made.dirty.clear()
 
     def _note_lost_streams(self) -> None:
-        """Those of which nothing is there any more. Their numbers must not be given out again."""
+        """Note the streams of which neither row nor records exist. Their numbers must not be given out again."""
         made = self._made
-        lost = [id for id in self._bad_streams if id not in self._places]
+        lost = [id for id in self._bad_streams if id not in self._made.streams]
         for id in lost:
-            self._found(kinds.STREAM, f"stream {id} can't be read, and has no records any more")
+            self._found(kinds.STREAM, f"the row of stream {id} can't be read, and it has no records any more")
         if (nameless := self._missing_streams - self._named) > 0:
-            self._found(kinds.STREAM, f"{nameless} streams are not there, and have no records any more")
-        self._places = dict(sorted(self._places.items()))
-        likely = [id for id in lost if 0 < id < made.next_stream + NUMBERS_LEAP]  # its number may be what is wrong
-        made.next_stream = max(0, made.next_stream - 1, *self._places, *likely) + 1 + self._missing_streams
+            self._found(kinds.STREAM, f"the rows of {nameless} streams are missing, and they have no records any more")
+        self._made.streams = dict(sorted(self._made.streams.items()))
+        likely = [id for id in lost if 0 < id < made.next_stream + NUMBERS_LEAP]  # the number itself may be damaged
+        made.next_stream = max(0, made.next_stream - 1, *self._made.streams, *likely) + 1 + self._missing_streams
 
-    def _name(self, chunk: Chunk) -> None:
-        """The streams of a chunk whose rows are lost, from what its messages say of themselves."""
-        for id in chunk.stream_set - self._places.keys():
+    def _name_streams(self, chunk: Chunk) -> None:
+        """Find the streams of a chunk whose rows are lost by the addresses in its messages."""
+        for id in chunk.stream_set - self._made.streams.keys():
             attributes = chunk.messages[chunk.streams.index(id)].attributes
             address = address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
-            self._places[id] = Stream(id, *((address, None) if isinstance(address, bytes) else address))
+            self._made.streams[id] = Stream(id, *((address, None) if isinstance(address, bytes) else address))
             self._named += id not in self._bad_streams
-            self._found(kinds.STREAM, f"stream {id} could not be read, and was found anew in its records")
+            self._found(kinds.STREAM, f"the row of stream {id} could not be read, and was restored from its records")
 
     # -- the mark
 
-    def _heed_mark(self) -> None:
+    def _compare_with_mark(self) -> None:
         made, marked = self._made, self._marked
         newest = made.extent.newest_seq
-        unsure = "whether the newest records are all there can't be known"
+        unsure = "it is unknown whether the newest records are all there"
         if self._mark_trouble:
             self._found(kinds.MARK, f"{self._mark_trouble}: {unsure}")
         elif marked is None:
             if newest:
-                self._found(kinds.MARK, f"it is gone: {unsure}")
+                self._found(kinds.MARK, f"it is missing: {unsure}")
         elif marked.incarnation != made.incarnation:
             if marked.seq and not made.ledger.knows(marked.incarnation):
-                self._found(kinds.MISSING, "another log was here", 0, marked.seq + 1, marked.incarnation)
+                self._found(
+                    kinds.MISSING, "another log was here, as its mark says", 0, marked.seq + 1, marked.incarnation
+                )
         elif marked.seq > made.start_seq:
-            # what was set with those commits; an older place is sent again, but one that was new is not there
+            # A cursor that was set with those commits is at an older seq, or is missing if it was new.
             made.cursors_lost = True
             self._writes.append((rows.META, [(CURSORS_LOST, 1)]))
             made.holes = [hole for hole in made.holes if hole[0] != newest] + [(newest, marked.seq + 1)]
@@ -439,7 +433,7 @@ class Loading:
     # -- writing
 
     def _write(self) -> None:
-        """All that was put right, if anything was."""
+        """Write all repairs in one transaction."""
         for number in self._made.ledger.forget(self._made.extent.floor_seq, self._made.incarnation):
             self._delete(rows.DAMAGE.name, "number", number)
         if not (self._writes or self._deletes or self._index is not None):

@@ -1,8 +1,8 @@
-"""Reading the log's file, in executor threads: a bounded step at a time, and round what is damaged.
+"""Reads the log's file, in executor threads: a bounded step at a time, and around damaged parts.
 
-(after, until, streams) -> places: first_seqs, by index or by scan -> rows -> decode -> select -> Scan
-walk: every chunk that can still be found, in the order of the table, and where that can't be walked any further, of the
-      index of streams -> checksum -> (first_seq, columns | why not)
+(after, until, streams) -> first_seqs, by index or by scan -> rows -> decode -> select -> Scan
+walk: every chunk that can still be found, in the order of the table, and where the table can't be walked any further,
+in the order of the index of streams -> checksum -> (first_seq, columns | why not)
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from storage.disk import REAL_DISK, Disk
 from storage.faults import is_damage
 from storage.file import any_text
 
-# looked at in one step, so that a step takes milliseconds and the next reader has its turn
+# read in one step, so that a step takes milliseconds and the next reader gets its turn
 SCAN_CHUNKS_MAX: Final = 256
-INDEX_ROWS_MAX: Final = 1_024  # looked up in one step, shared by the streams that are wanted
-SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step, which bounds memory as well
-KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, each once
-INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
+INDEX_ROWS_MAX: Final = 1_024  # read in one step, shared by the wanted streams
+SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step; this limits memory as well
+KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are remembered, so that each is logged once
+INDEXED_STREAMS_MAX: Final = 64  # for more streams a scan of all chunks is cheaper than merging the ranges of the index
 
 Holes = Sequence[tuple[int, int]]  # (after, before)
 
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class NoChunkError(CorruptChunkError):
-    """An index names it, or named it a moment ago."""
+    """The chunk is missing, although an index names it."""
 
 
 class Limits(NamedTuple):
@@ -47,11 +47,11 @@ class Limits(NamedTuple):
     until: int
     records: int
     bytes: int
-    is_strict: bool  # not even the first record may be greater
+    is_strict: bool  # not even the first record may exceed the limit
 
 
 class Reader:
-    """Connections are pooled; every method may be called from any thread and blocks. Raises sqlite3.Error."""
+    """Has a pool of connections. Every method may be called from any thread, and blocks. Raises sqlite3.Error."""
 
     def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
         self._path, self._disk = path, disk
@@ -89,14 +89,13 @@ class Reader:
         db.close()
 
     def scan(self, limits: Limits, wanted: Set[int] | None, newest: Mapping[int, int] | None, holes: Holes) -> Scan:
-        """The records within `limits` of the streams `wanted` (None: all), as far as one step goes.
+        """Returns the records within `limits` of the streams `wanted` (None: all), as far as one step goes.
 
-        With the `newest` seq of each the index is trusted, as far as that agrees. Without, every chunk is looked into;
-        then others may change `wanted` meanwhile. `holes` are known to be empty; any other seq that isn't there is
-        damage.
+        With the `newest` seq of each wanted stream the index is trusted, as long as both agree. Without, every chunk is
+        read; then `wanted` may change meanwhile. `holes` are known to be empty; any other missing seq is damage.
         """
         if newest is not None:
-            wanted = newest.keys()  # which nobody else changes
+            wanted = newest.keys()  # not changed by the loop
         with self._snapshot() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             floor = row[0] if row is not None else 0
@@ -109,12 +108,12 @@ class Reader:
     def _step(
         self, db: sqlite3.Connection, found: Scan, streams: Set[int] | None, holes: Holes, *, is_quick: bool
     ) -> Scan:
-        """`is_quick`: trust the index, and what chunks say of their streams; else look into every chunk."""
+        """`is_quick`: trust the index, and the set of streams of each chunk; otherwise read every chunk."""
         after, until = found.after, found.until
-        places, complete_to = _places(db, after, until, streams if is_quick else None)
+        first_seqs, complete_to = _first_seqs(db, after, until, streams if is_quick else None)
         expected = max(after, found.floor_seq) + 1
         read = 0
-        for first_seq in places:
+        for first_seq in first_seqs:
             if first_seq > expected and not is_quick:
                 self._jump(found, expected - 1, first_seq, holes)
             chunk = self._row(db, first_seq, found, is_quick=is_quick)
@@ -134,7 +133,7 @@ class Reader:
         return found
 
     def _jump(self, found: Scan, after: int, before: int, holes: Holes) -> None:
-        """Records were committed there, and no chunk has them any more."""
+        """Note that records were committed there, and no chunk has them any more."""
         if any(low <= after and before <= high for low, high in holes):
             return
         found.gaps.append((after, min(before, found.until + 1)))
@@ -144,7 +143,8 @@ class Reader:
             found.damaged.append((after, before, "they aren't there"))
 
     def _row(self, db: sqlite3.Connection, first_seq: int, found: Scan, *, is_quick: bool) -> Chunk | None:
-        """The chunk at `first_seq`; None if it can't be read, and then the gap is noted, or the index."""
+        """Returns the chunk at `first_seq`. If it can't be read, returns None and notes the gap, or that the index is
+        wrong."""
         try:
             return chunk_at(db, first_seq)[1]
         except (CorruptChunkError, sqlite3.DatabaseError) as error:
@@ -154,7 +154,7 @@ class Reader:
             if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
                 raise
             reason = str(error)
-        following = following_place(db, first_seq)
+        following = next_first_seq(db, first_seq)
         after, end = max(found.after, first_seq - 1), found.until + 1
         before = min(following or end, end)
         found.gaps.append((after, before))
@@ -167,7 +167,7 @@ class Reader:
         return None
 
     def find_id(self, id: bytes) -> int | None:
-        """The seq of the newest record with this message id."""
+        """Returns the seq of the newest record with this message id."""
         with self._snapshot() as db:
             for first_seq, ids in db.execute(
                 "SELECT first_seq, ids FROM chunk WHERE instr(ids, ?) ORDER BY first_seq DESC", (id,)
@@ -180,7 +180,7 @@ class Reader:
         return None
 
     def first_after_time(self, time_ms: int) -> int | None:
-        """The first seq appended after `time_ms`; whatever the clock did, none of those is before it."""
+        """Returns the first seq that was appended after `time_ms`, in the order of seqs, whatever the clock did."""
         query = "SELECT first_seq FROM chunk WHERE first_seq BETWEEN ? AND ? AND time_ms > ? ORDER BY 1 LIMIT 1"
         with self._snapshot() as db:
             for first_seq, last_seq, _, latest_ms in spans(db):
@@ -191,13 +191,14 @@ class Reader:
         return None
 
     def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
-        """Stream and id of the newest records, oldest first; of what can be read without looking into all of it."""
+        """Returns the stream and id of the newest records, oldest first, as far as they can be read without walking
+        around damage."""
         newest: list[tuple[int, bytes]] = []
         query = "SELECT ids, substr(data, 1, 4 * records) FROM chunk ORDER BY first_seq DESC"
         try:
             with self._snapshot() as db, contextlib.closing(db.execute(query)) as rows:
                 while len(newest) < count and (row := rows.fetchone()) is not None:
-                    # it is damaged: whoever reads it learns of the gap
+                    # a damaged chunk: its readers get a gap
                     with contextlib.suppress(TypeError, struct.error):
                         ids, streams = row[0], unpack_streams(row[1])
                         parts = [ids[place : place + ID_BYTES] for place in range(0, len(ids), ID_BYTES)]
@@ -205,14 +206,14 @@ class Reader:
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            what = "the ids of older records can't be read: some may be taken twice"
+            what = "the ids of older records can't be read: some messages may be stored twice"
             log.warning(what, path=str(self._path), reason=str(error))
         return newest[:count][::-1]
 
 
 def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Holes) -> bool:
-    """False if a record of `wanted` was passed over: each names the one before it on its topic, and the newest of each
-    is known."""
+    """Returns False if a record of `wanted` was skipped: each record names the one before it in its stream, and the
+    newest one of each stream is known."""
     seen: dict[int, int] = {}
 
     def is_lost(seq: int) -> bool:
@@ -230,28 +231,28 @@ def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Holes) -> bool:
     return all(map(is_lost, missing))
 
 
-def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
-    """The first_seq of each chunk that may have what is wanted, and up to which seq this list is complete."""
+def _first_seqs(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
+    """Returns the first_seq of each chunk that may have wanted records, and up to which seq this list is complete."""
     start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (after + 1,)).fetchone()[0] or 0
     if wanted is None or len(wanted) > INDEXED_STREAMS_MAX:
         return _scanned(db, start, until, wanted)
     row = db.execute("SELECT value FROM meta WHERE key = 'indexed_seq'").fetchone()
     indexed_seq = row[0] if row is not None else -1
-    places: set[int] = set()
+    named: set[int] = set()
     complete_to = min(indexed_seq, until)
     rows_max = max(INDEX_ROWS_MAX // max(1, len(wanted)), 1)
     query = "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
     for stream in wanted:
         rows = [row[0] for row in db.execute(query, (stream, start, complete_to, rows_max))]
-        places.update(rows)
+        named.update(rows)
         if len(rows) == rows_max:
             complete_to = min(complete_to, rows[-1])
     if complete_to < min(indexed_seq, until):
-        return sorted(place for place in places if place <= complete_to), complete_to
+        return sorted(one for one in named if one <= complete_to), complete_to
     if until <= indexed_seq:
-        return sorted(places), until
+        return sorted(named), until
     fresh, complete_to = _scanned(db, max(start, indexed_seq + 1), until, wanted)
-    return sorted(places) + fresh, complete_to
+    return sorted(named) + fresh, complete_to
 
 
 def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
@@ -261,9 +262,9 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
-        rows = [(place, None) for place in _named_places(db, start, until, SCAN_CHUNKS_MAX)]
+        rows = [(place, None) for place in _indexed_first_seqs(db, start, until, SCAN_CHUNKS_MAX)]
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
-    if wanted is not None:  # a damaged set of streams may have them
+    if wanted is not None:  # a chunk with a damaged set of streams may have them
         rows = [row for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))]
     return [row[0] for row in rows], complete_to
 
@@ -281,29 +282,29 @@ def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
 
 
 def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
-    """In order: (first_seq, columns, ""), or (first_seq, None, why) where a chunk can't be read. Raises no error of
-    damage."""
-    for first_seq in _all_places(db):
+    """Yields in order (first_seq, columns, ""), or (first_seq, None, why) if a chunk can't be read. Damage raises no
+    error."""
+    for first_seq in _all_first_seqs(db):
         try:
             yield first_seq, chunk_at(db, first_seq)[0], ""
         except (CorruptChunkError, sqlite3.DatabaseError) as error:
             yield first_seq, None, str(error)
 
 
-def following_place(db: sqlite3.Connection, after: int) -> int | None:
-    """The first_seq of the next chunk that can be found; None: there is none."""
+def next_first_seq(db: sqlite3.Connection, after: int) -> int | None:
+    """Returns the first_seq of the next chunk that can be found, or None."""
     try:
         found = db.execute("SELECT min(first_seq) FROM chunk WHERE first_seq > ?", (after,)).fetchone()[0]
         return None if found is None else int(found)
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
-    return next(iter(_named_places(db, after + 1, NOBODY, 1)), None)
+    return next(iter(_indexed_first_seqs(db, after + 1, NOBODY, 1)), None)
 
 
-def _named_places(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
-    """Where the table can't be walked: what the index of streams names, though all of it has to be looked through for
-    that, and what of the table lies beyond the damage."""
+def _indexed_first_seqs(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
+    """For a table that can't be walked: returns the chunks that the index of streams names, though this reads the whole
+    index, and those of the table beyond the damage."""
     query = "SELECT DISTINCT first_seq FROM chunk_stream WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
     found = set(_walked(db, start, until, count))
     with contextlib.suppress(sqlite3.DatabaseError):
@@ -327,7 +328,8 @@ def _walked(db: sqlite3.Connection, start: int, until: int, count: int) -> list[
 
 
 def _beyond_damage(db: sqlite3.Connection, place: int, until: int) -> int | None:
-    """The next place from which the table can be walked again: by leaps, each twice as far, and then back."""
+    """Returns the next seq from which the table can be walked again. The search doubles its distance each time, and
+    then bisects."""
 
     def is_whole(place: int) -> bool:
         try:
@@ -344,7 +346,7 @@ def _beyond_damage(db: sqlite3.Connection, place: int, until: int) -> int | None
     return bisect_left(range(place + leap), True, lo=place + leap // 2 + 1, key=is_whole)
 
 
-def _all_places(db: sqlite3.Connection) -> Iterator[int]:
+def _all_first_seqs(db: sqlite3.Connection) -> Iterator[int]:
     last = -1
     with contextlib.suppress(sqlite3.DatabaseError):
         for (first_seq,) in db.execute("SELECT first_seq FROM chunk ORDER BY first_seq"):
@@ -353,11 +355,11 @@ def _all_places(db: sqlite3.Connection) -> Iterator[int]:
                 yield last
         return
     with contextlib.suppress(sqlite3.DatabaseError):
-        yield from _named_places(db, last + 1, NOBODY, NOBODY)
+        yield from _indexed_first_seqs(db, last + 1, NOBODY, NOBODY)
 
 
 class Span(NamedTuple):
-    """Chunks that begin in first_seq..last_seq: none of them was appended earlier or later than this, Unix
+    """Chunks that begin in first_seq..last_seq, and when the earliest and the latest of them was appended, in Unix
     milliseconds."""
 
     first_seq: int
@@ -367,6 +369,6 @@ class Span(NamedTuple):
 
 
 def spans(db: sqlite3.Connection) -> list[Span]:
-    """In order; the last one has the chunks since the last checkpoint, of whose times nothing is known."""
+    """Returns all spans in order. The last one has the chunks since the last checkpoint, whose times are unknown."""
     known = [Span(*row) for row in db.execute(f"SELECT {', '.join(SPAN.columns)} FROM span ORDER BY first_seq")]
     return [*known, Span(max((span.last_seq for span in known), default=-1) + 1, NOBODY, -NOBODY, NOBODY)]

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from storage.file import FileKind, any_text, tables_of
-from storage.statements import insert_rows
+from storage.file import FileKind, any_text, insert_rows, tables_of
 from uprotocol.v1.ucode_pb2 import UCode
 
 SCHEMA_VERSION: Final = 1
@@ -29,7 +28,7 @@ PAGE_BYTES: Final = 1_024
 # is read.
 CHECK_BYTES_MAX: Final = 256 << 20
 
-Row = tuple[Any, ...]
+StoredRow = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +39,13 @@ class Table:
     columns: tuple[str, ...]
     ddl: str
     # a faster `_packed` of a whole row, for rows whose values have the expected types
-    packed: Callable[[Row], bytes] | None = None
+    packed: Callable[[StoredRow], bytes] | None = None
 
-    def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
+    def insert(self, db: sqlite3.Connection, rows: Iterable[StoredRow]) -> None:
         """Insert rows, or replace those with the same key."""
         insert_rows(db, f"INSERT OR REPLACE INTO {self.name}", ((*row, self.checksum(row)) for row in rows))
 
-    def checksum(self, row: Row) -> int:
+    def checksum(self, row: StoredRow) -> int:
         if self.packed is not None:
             try:
                 return zlib.crc32(self.packed(row))
@@ -60,7 +59,7 @@ class Table:
         found.rows.extend(self.each(db, found.bad))
         return found
 
-    def each(self, db: sqlite3.Connection, bad: list[Row]) -> Iterator[Row]:
+    def each(self, db: sqlite3.Connection, bad: list[StoredRow]) -> Iterator[StoredRow]:
         """Like `read`, for tables with very many rows: yields the rows whose checksum is right, and appends the others
         to `bad`."""
         db.text_factory = any_text
@@ -77,8 +76,8 @@ class Table:
 class Checked:
     """The rows of a table."""
 
-    rows: list[Row] = field(default_factory=list)  # their checksum is right
-    bad: list[Row] = field(default_factory=list)  # their checksum is wrong
+    rows: list[StoredRow] = field(default_factory=list)  # their checksum is right
+    bad: list[StoredRow] = field(default_factory=list)  # their checksum is wrong
 
 
 def _packed(value: Any) -> bytes:
@@ -102,7 +101,7 @@ _STREAM_NUMBERS: Final = struct.Struct("<cQxcQxcQxcI")
 _STREAM_TIME: Final = struct.Struct("<cQx")
 
 
-def _packed_stream(row: Row) -> bytes:
+def _packed_stream(row: StoredRow) -> bytes:
     """The same bytes as `_packed` of each value, five times as fast: there may be very many streams."""
     id, source, sink, first_seq, newest_seq, records, newest_id, time_ms = row
     parts = (
@@ -172,7 +171,7 @@ def oldest_of(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0)
 
 
-def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) -> None:
+def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[StoredRow]) -> None:
     """Create the tables of an empty log, in the caller's transaction."""
     for statement in (*(table.ddl for table in CHECKED), *_CHUNK):
         db.execute(statement)

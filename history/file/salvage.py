@@ -1,9 +1,8 @@
-"""What can be saved of a damaged file, into a new one: chunks and rows whose checksums are right. The rest is told as
-lost.
+"""Saves the chunks and rows of a damaged file whose checksums are right into a new file. The rest is reported as lost.
 
-damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaged -> takes the damaged one's place
+damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaged -> replaces the damaged file
                           ^
-    head: a small file with a copy of page 1, which names the tables: without it none of them is found
+    head: a small file with a copy of page 1, which describes the tables: without it no table can be found
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from storage.faults import remove
 from storage.file import SqliteFile, any_text
 
 _CRC: Final = struct.Struct("<I")
-_HEADER_BYTES: Final = 100  # of SQLite's file header, whose counters change; the tables follow it
+_HEADER_BYTES: Final = 100  # of SQLite's file header, whose counters change; the description of the tables follows
 
 
 # -- the head
@@ -37,8 +36,8 @@ def head_path(path: Path) -> Path:
 
 
 def keep_head(path: Path) -> None:
-    """Called when the file is known to be whole, its write-ahead log is empty, and this process has no connection to
-    it. Raises OSError."""
+    """Call this only if the file is known to be whole, its write-ahead log is empty, and this process has no connection
+    to it. Raises OSError."""
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
         page = header + file.read(_page_bytes(header) - _HEADER_BYTES)
@@ -57,12 +56,12 @@ def _read_head(path: Path) -> bytes | None:
 
 
 def _page_bytes(header: bytes) -> int:
-    """As the file says itself; files of before have greater pages than new ones."""
+    """Returns the page size that the header names."""
     return int.from_bytes(header[16:18], "big")  # 65,536 would not fit, and was never used
 
 
 def _put_head(copy: Path, head: bytes) -> None:
-    """Page 1 anew: its counters as the file's size says, and nothing on the list of free pages."""
+    """Replace page 1: with counters for the size of the file, and an empty list of free pages."""
     page = bytearray(head)
     pages = copy.stat().st_size // len(page)
     page[24:40] = struct.pack(">IIII", 1, pages, 0, 0)  # change counter, pages, first free page, free pages
@@ -75,16 +74,16 @@ def _put_head(copy: Path, head: bytes) -> None:
 
 
 class _NothingError(Exception):
-    """Nothing could be saved that anybody could miss."""
+    """Nothing could be saved."""
 
 
 def salvage(
-    path: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], told: Damage
+    path: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], damage: Damage
 ) -> Path | None:
-    """A whole new file beside the damaged one, with what could be saved; None if that is nothing. Nothing of the
-    damaged one changes.
+    """Create a whole new file beside the damaged one, with everything that could be saved. Returns its path, or None if
+    nothing could be saved. The damaged file does not change.
 
-    `told` is what the new file has to remember. Raises OSError and sqlite3.Error where the disk is full or fails.
+    `damage` is what the new file has to remember. Raises OSError and sqlite3.Error if the disk is full or fails.
     """
     copy, whole = Path(f"{path}.copy"), Path(f"{path}.salvaged")
     remove(copy)
@@ -96,7 +95,7 @@ def salvage(
         if found is None:
             return None
         with contextlib.closing(found):
-            SqliteFile(rows.LOG, whole, disk).make(lambda db: _fill(found, db, marked, random_bytes, told))
+            SqliteFile(rows.LOG, whole, disk).make(lambda db: _fill(found, db, marked, random_bytes, damage))
     except _NothingError:
         return None
     finally:
@@ -105,7 +104,7 @@ def salvage(
 
 
 def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection | None:
-    """As it is, or else with the head that was kept; None if no table is found in it."""
+    """Open the copy as it is, or else with the head that was kept. Returns None if it has no readable tables."""
     for page in (None, head):
         if page is not None:
             _put_head(copy, page)
@@ -117,7 +116,7 @@ def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection
         try:
             if rows.has_known_schema(db):
                 return db
-        except (sqlite3.DatabaseError, ValueError):  # ValueError: not even what SQLite says about it is text
+        except (sqlite3.DatabaseError, ValueError):  # ValueError: SQLite's own description is not text
             pass
         db.close()
     return None
@@ -128,30 +127,30 @@ def _fill(
     db: sqlite3.Connection,
     marked: Marked | None,
     random_bytes: Callable[[int], bytes],
-    told: Damage,
+    damage: Damage,
 ) -> None:
-    """Copy what is right."""
+    """Copy everything whose checksum is right."""
     read = {table.name: _read(old, table) for table in rows.CHECKED}
     meta = dict[str, Any](read[rows.META.name].rows)
     incarnation = meta.get("incarnation", marked.incarnation if marked is not None else None)
     if marked is None or marked.incarnation != incarnation:
-        incarnation = random_bytes(16)  # up to where seqs were given out is not known: none may name two records
+        incarnation = random_bytes(16)  # the highest seq is unknown, and no seq may name two records
     ledger = Ledger(read[rows.DAMAGE.name].rows)
-    ledger.add(told)
+    ledger.add(damage)
     rows.create(db, {}, ledger.rows)
     first_seq = _copy_chunks(old, db)
     if not first_seq and not read[rows.CURSOR.name].rows:
         raise _NothingError
     kept = dict.fromkeys(rows.META_KEYS, 0) | {
         "incarnation": incarnation,
-        "indexed_seq": NOT_KNOWN,  # all else is found anew in the chunks
+        "indexed_seq": NOT_KNOWN,  # everything else is rebuilt from the chunks
         "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
-        CURSORS_LOST: 1,  # a damaged page doesn't tell how many rows it had
+        CURSORS_LOST: 1,  # it is unknown how many rows a damaged page had
     }
     prefixes = (FORGOTTEN_PREFIX, FOLLOWED_PREFIX)
     kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(prefixes)}
     is_meta_whole = not read[rows.META.name].bad and meta.keys() >= set(rows.META_KEYS)
-    if not is_meta_whole and kept["floor_seq"]:  # which streams were forgotten may have been there
+    if not is_meta_whole and kept["floor_seq"]:  # rows about forgotten streams may be missing
         kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
     rows.META.insert(db, kept.items())
     for table in rows.CHECKED:
@@ -160,7 +159,7 @@ def _fill(
 
 
 def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection) -> int:
-    """The first seq; 0: there was none."""
+    """Returns the first seq; 0 if there was no chunk."""
     first = 0
     for first_seq, c, _ in walk(old):
         if c is not None:
@@ -171,7 +170,7 @@ def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection) -> int:
 
 
 def _read(db: sqlite3.Connection, table: rows.Table) -> rows.Checked:
-    """The rows that are right; one that is bad stands for a table that can't be read."""
+    """Returns the rows whose checksum is right, and one bad row if the table can't be read."""
     try:
         return table.read(db)
     except (sqlite3.DatabaseError, TypeError, ValueError):

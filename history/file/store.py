@@ -1,8 +1,8 @@
 """The log on disk: one SQLite file in WAL mode. One connection writes; readers have their own (reader.py).
 
-Opening -> Store    commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened    retain: what is old, or too much
-                    with the records that were followed from another log, the place there
-                    an error -> a new connection; what the disk did in spite of the error is undone or taken in
+Opening -> Store    commit: BEGIN, rows, COMMIT = fsync, or nothing at all    retain: delete old or excess chunks
+                    records that were followed from another log, and the position there, in one transaction
+                    after an error: a new connection; what the disk did in spite of the error is undone, or adopted
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from history.file.load import (
     CURSORS_LOST,
     NOT_KNOWN,
     STALE_NAMES,
+    STREAM_BYTES,
     STREAMS,
     Cursor,
     Unindexed,
@@ -35,55 +36,65 @@ from history.file.retention import (
     Doomed,
     Sizes,
     find_doomed,
+    is_disk_short,
     is_full_pass,
     own_bytes,
     readable,
     used_bytes,
     vacuum,
 )
-from history.file.rows import CURSOR, DAMAGE, META, SPAN, STREAM, Row, oldest_of
-from history.records.chunk import Allowance, Chunk, Passed, encode, unpack_streams
-from history.records.stream import NOWHERE, Place, Stream, growth_of
+from history.file.rows import CURSOR, DAMAGE, META, SPAN, STREAM, StoredRow, oldest_of
+from history.records.chunk import Allowance, Chunk, RetentionLoss, encode, unpack_streams
+from history.records.stream import NO_RECORDS, Stream, StreamProgress, growth_of
 from storage.faults import is_full
-from storage.file import empty_wal, pragma, transaction
+from storage.file import delete_rows, empty_wal, insert_rows, pragma, transaction
 from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
-from storage.statements import delete_rows, insert_rows
 
-RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
+RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a small gateway's flash has enough space
 CHECKPOINT_BYTES: Final = 32 << 20  # rolled forward on open at most: a tenth of a second
-# of the index of topics, written at once: some 40 ms in which nothing is committed; where each message is of another
-# topic, 2,048 chunks would be half a million
+# Rows of the index of topics that are written at once: some 40 ms in which nothing is committed. If each message had
+# another topic, 2,048 chunks would have half a million rows.
 CHECKPOINT_ROWS = 16_384
-WAL_AGAIN_S: Final = 1.0  # until readers are waited for again, where that was in vain
+WAL_AGAIN_S: Final = 1.0  # between two attempts to wait for readers
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Changes:
-    """What is committed beside the chunks."""
+class LogChanges:
+    """What is committed beside chunks."""
 
     streams: list[Stream] = field(default_factory=list)  # new ones
-    forgotten: list[int] = field(default_factory=list)  # streams
-    meta: dict[str, Any] = field(default_factory=dict)  # None: gone
+    forgotten: list[int] = field(default_factory=list)  # ids of streams
+    meta: dict[str, Any] = field(default_factory=dict)  # None: the row is deleted
     cursors: dict[str, Cursor | None] = field(default_factory=dict)  # None: dropped
-    damage: list[Row] = field(default_factory=list)
+    damage: list[StoredRow] = field(default_factory=list)
     distrusts_index: bool = False
 
-    def followed_by(self, later: Changes) -> Changes:
-        return Changes(
-            self.streams + later.streams,
-            self.forgotten + later.forgotten,
-            self.meta | later.meta,
-            self.cursors | later.cursors,
-            self.damage + later.damage,
-            self.distrusts_index or later.distrusts_index,
-        )
+    def add(self, later: LogChanges) -> None:
+        self.streams += later.streams
+        self.forgotten += later.forgotten
+        self.meta |= later.meta
+        self.cursors |= later.cursors
+        self.damage += later.damage
+        self.distrusts_index = self.distrusts_index or later.distrusts_index
+
+    def write_rows(self, db: sqlite3.Connection) -> None:
+        """Write meta, damage and cursors, in the caller's transaction."""
+        if self.meta:
+            META.insert(db, [(key, value) for key, value in self.meta.items() if value is not None])
+            delete_rows(db, "DELETE FROM meta WHERE key", [key for key, value in self.meta.items() if value is None])
+        if self.damage:
+            DAMAGE.insert(db, self.damage)
+        if self.cursors:
+            CURSOR.insert(db, [(name, *one.columns) for name, one in self.cursors.items() if one is not None])
+            dropped = [name for name, cursor in self.cursors.items() if cursor is None]
+            delete_rows(db, "DELETE FROM cursor WHERE name", dropped)
 
 
 class Store:
-    """Used by one thread at a time: by whoever opens it, then by the writer."""
+    """Used by one thread at a time: first by the thread that opens it, then by the writer."""
 
     def __init__(
         self,
@@ -97,30 +108,28 @@ class Store:
         self.reserve = runtime.disk.reserve
         self.room = DiskRoom(path, self.reserve)
         self.sizes = Sizes(bytes_max, self._wal_max)
-        self._is_choked = False  # somebody reads, and the disk has no room for a longer write-ahead log
+        self._is_choked = False  # a reader is active, and the disk has no space for a longer write-ahead log
         opening = with_room(self.reserve, path, lambda: self._opened(now_ms or runtime.now_ms))
         self.file, self.loaded, self.extent = opening.file, opening.loaded, opening.loaded.extent
-        # by their numbers. They are added and forgotten on the loop; here they are only looked up
-        self.streams: dict[int, Stream] = self.loaded.streams
         self.allowance = Allowance()
-        self.heard_seq = self.loaded.start_seq  # the loop has heard of all growth up to here; the loop says so
-        # places of streams that grew since the last checkpoint, or are ahead of what the loop has
-        self.ahead = {id: self.streams[id].place for id in self.loaded.dirty}
-        self._stream_rows = len(self.streams)
-        self._must_count = False  # after an error: some of those that were to be written may be there
-        self._data_version = 0  # of SQLite: changes when another process has written
-        self._used_bytes = 0  # of pages that are in use, when we last looked
-        self._added_bytes = 0  # since then
+        self.heard_seq = self.loaded.start_seq  # the loop has applied all progress up to here; set on the loop
+        # progress of the streams that grew since the last checkpoint, or whose progress the loop has not applied yet
+        self.ahead = {id: self.loaded.streams[id].progress for id in self.loaded.dirty}
+        self._stream_rows = len(self.loaded.streams)
+        self._must_count = False  # after an error it is unknown which rows were written
+        self._data_version = 0  # of SQLite: it changes when another process has written
+        self.used_bytes = 0  # of pages that are in use; with `_added_bytes`, which were added since they were counted
+        self._added_bytes = 0
         self._wal_due = 0.0
         self._unindexed_bytes = sum(chunk.bytes for chunk in self.loaded.unindexed)
-        self._unindexed_rows = sum(chunk.rows for chunk in self.loaded.unindexed)
-        self._stale: set[int] = set()  # streams of which the index names chunks that retention has deleted
+        self._unindexed_rows = sum(len(chunk.streams) for chunk in self.loaded.unindexed) // STREAM_BYTES
+        self._stale: set[int] = set()  # for these streams the index has rows of deleted chunks
         self._aging = False  # retention by age has more to do
-        self._is_shrunk = False  # the file gave pages back, which the disk has when the write-ahead log is empty
-        self._passing: Passed | None = None  # by a step of retention that may have failed
-        self._late: list[Passed] = []
-        # by a commit that may have failed, in META: places in other logs as they were before; None: there was none
-        self._replaced: dict[str, Row | None] = {}
+        self._is_shrunk = False  # the file released pages, which are free on the disk when the write-ahead log is empty
+        self._passing: RetentionLoss | None = None  # of a step of retention that may have failed
+        self._late: list[RetentionLoss] = []
+        # of a commit that may have failed: positions in other logs before it, as rows of META; None: there was none
+        self._replaced: dict[str, StoredRow | None] = {}
         self._connected(self.file.connect())
         self.sample()
 
@@ -133,12 +142,13 @@ class Store:
         return f"Store({self.path}, {self.extent})"
 
     def close(self) -> None:
-        """Everything committed is kept in any case; a clean close spares the next open some work."""
+        """Close the file. Everything committed is kept in any case; a clean close makes the next open faster."""
         try:
-            db = self._connection()
+            db = self.file.db or self._reconnect()
             with transaction(db):
                 self._checkpoint(db)
-                db.execute("DELETE FROM meta WHERE key = ?", (CURSORS_LOST,))  # everybody has begun anew by now
+                # every reader whose cursor was lost has begun again by now
+                db.execute("DELETE FROM meta WHERE key = ?", (CURSORS_LOST,))
             self._checkpointed()
             empty_wal(db, WAL_WAIT_MS)
         except sqlite3.Error as error:
@@ -148,15 +158,14 @@ class Store:
 
     # -- connections
 
-    def _connection(self) -> sqlite3.Connection:
-        if (db := self.file.db) is None:
-            db = self.file.connect()
-            try:
-                self._resume(db)
-            except BaseException:
-                self.file.reset()
-                raise
-            self._connected(db)
+    def _reconnect(self) -> sqlite3.Connection:
+        db = self.file.connect()
+        try:
+            self._resume(db)
+        except BaseException:
+            self.file.reset()
+            raise
+        self._connected(db)
         return db
 
     def _connected(self, db: sqlite3.Connection) -> None:
@@ -166,14 +175,14 @@ class Store:
         self._measure()
 
     def _bound(self, db: sqlite3.Connection) -> None:
-        """The write-ahead log, where nobody keeps it from being emptied."""
+        """Limit the write-ahead log, as long as no reader prevents that it is emptied."""
         db.execute(f"PRAGMA wal_autocheckpoint = {self.sizes.wal // 2 // pragma(db, 'page_size')}")
         db.execute(f"PRAGMA journal_size_limit = {self.sizes.wal}")
 
     def _resume(self, db: sqlite3.Connection) -> None:
-        """After an error nobody knows whether the transaction is on disk all the same. Chunks of it go: their senders
-        were refused, and their seqs will be given out again; and so do the places that came with them. What retention
-        has deleted is gone, and those who were owed it are told."""
+        """After an error it is unknown whether the transaction is on disk in spite of it. If it is, its chunks are
+        deleted, because their senders were refused and their seqs will be given out again; positions that came with
+        them are restored. What retention has deleted stays deleted, and is reported to those who were owed it."""
         newest = self.extent.newest_seq
         if (db.execute("SELECT max(first_seq) FROM chunk").fetchone()[0] or 0) > newest:
             with transaction(db):
@@ -195,21 +204,22 @@ class Store:
         self._passing = None
 
     def suspect(self) -> None:
-        """It is damaged: the next open makes it anew, from what can be read."""
+        """Mark the file as damaged: the next open rebuilds it from everything that can be read."""
         with contextlib.suppress(OSError):
             suspect_path(self.path).touch()
 
     # -- write
 
     def make_room(self, error: Exception) -> bool:
-        """Give up the reserve of a disk that is full, as the error says, so that something can be deleted. False if it
-        was another error, or there is no room."""
+        """If `error` says that the disk is full, release the reserve, so that records can be deleted. Returns False for
+        another error, or if there is still no space."""
         if not is_full(error, self.path):
             return False
         try:
-            if self.file.wal_bytes > self.sizes.wal + self.sizes.transaction and not empty_wal(self._connection(), 0):
-                return False  # somebody reads: what is written now only makes the write-ahead log longer
-        except sqlite3.Error:  # for want of room, as a rule
+            is_long = self.file.wal_bytes > self.sizes.wal + self.sizes.transaction
+            if is_long and not empty_wal(self.file.db or self._reconnect(), 0):
+                return False  # a reader is active: writing only makes the write-ahead log longer
+        except sqlite3.Error:  # usually for lack of space
             self.file.reset()
         has_room = self.reserve.make_room(self.path)
         self._measure()
@@ -218,29 +228,36 @@ class Store:
     def commit(
         self,
         chunks: Sequence[Chunk],
-        changes: Changes,
+        changes: LogChanges,
         followed: Mapping[str, bytes] | None = None,
         *,
         probe: bool = False,
-    ) -> dict[int, Place]:
-        """All of it on disk, or a sqlite3.Error and nothing of it. `followed`: places in other logs that hold only with
-        these chunks, by key of META; older ones may be in `changes`. `probe`: write something in any case, to see
-        whether that works. Returns where the streams of these chunks are now, for the loop to take over when it hears
-        of it."""
-        db, extent, unindexed, ahead = self._connection(), self.extent, self.loaded.unindexed, self.ahead
+    ) -> dict[int, StreamProgress]:
+        """Commit all of it, or raise sqlite3.Error and commit nothing.
+
+        `followed`: positions in other logs that are valid only with these chunks, by key of META; `changes` may have
+        older ones. `probe`: write something in any case, to find out whether that works. Returns the progress of the
+        streams of these chunks, which the loop applies."""
+        db = self.file.db or self._reconnect()
+        extent, unindexed, ahead = self.extent, self.loaded.unindexed, self.ahead
         self.file.require_in_place()
         columns = [encode(chunk) for chunk in chunks]
         is_due = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS or self._unindexed_bytes >= CHECKPOINT_BYTES
         is_due = is_due or self._unindexed_rows >= CHECKPOINT_ROWS
-        checkpoint = is_due and len(unindexed) > 0  # up to before these chunks, whose streams have not grown yet
-        if self._added_bytes > self.sizes.transaction // 8:  # here, since after the COMMIT nothing may fail
+        checkpoint = is_due and len(unindexed) > 0  # without these chunks, whose streams have not grown yet
+        if self._added_bytes > self.sizes.transaction // 8:  # here, because nothing may fail after the COMMIT
             self._look(db)
         if self._is_choked:
             if not empty_wal(db, 0):
                 raise _choked(self.path)
             self._is_choked = False
         with transaction(db):
-            self._write_changes(db, changes)
+            if changes.streams or changes.forgotten:
+                self._write_streams(db, changes)
+            changes.write_rows(db)
+            if changes.distrusts_index:
+                self.loaded.is_index_trusted = False
+                META.insert(db, [("indexed_seq", NOT_KNOWN)])
             db.executemany(
                 "INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in columns],
@@ -254,47 +271,32 @@ class Store:
         self._replaced = {}
         if checkpoint:
             self._checkpointed()
-        places: dict[int, Place] = {}
+        moved: dict[int, StreamProgress] = {}
         for chunk, c in zip(chunks, columns, strict=True):
-            unindexed.append(Unindexed.of(c))
+            unindexed.append(Unindexed(c.first_seq, c.streams, c.time_ms, c.bytes))
             self._unindexed_bytes += c.bytes
-            self._unindexed_rows += unindexed[-1].rows
+            self._unindexed_rows += len(c.streams) // STREAM_BYTES
             extent.oldest_seq = extent.oldest_seq or c.first_seq
             extent.newest_seq = c.last_seq
             extent.stored_bytes += c.bytes
             self._added_bytes += c.bytes
+            self.used_bytes += c.bytes
             for id, growth in growth_of(c.first_seq, chunk.streams, c.ids, c.time_ms):
                 first_seq, newest_seq, records, newest_id, time_ms = growth
-                before = ahead.get(id) or self.streams[id].place
-                place = before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms
-                places[id] = ahead[id] = place
+                before = ahead.get(id) or self.loaded.streams[id].progress
+                progress = before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms
+                moved[id] = ahead[id] = progress
         if chunks:
             self.file.move_mark(extent.newest_seq)
-        return places
-
-    def _write_changes(self, db: sqlite3.Connection, changes: Changes) -> None:
-        if changes.streams or changes.forgotten:
-            self._write_streams(db, changes)
-        if changes.meta:
-            META.insert(db, [(key, value) for key, value in changes.meta.items() if value is not None])
-            delete_rows(db, "DELETE FROM meta WHERE key", [key for key, value in changes.meta.items() if value is None])
-        DAMAGE.insert(db, changes.damage)
-        if changes.cursors:
-            kept = [(name, *c.columns) for name, c in changes.cursors.items() if c is not None]
-            CURSOR.insert(db, kept)
-            dropped = [name for name, cursor in changes.cursors.items() if cursor is None]
-            delete_rows(db, "DELETE FROM cursor WHERE name", dropped)
-        if changes.distrusts_index:
-            self.loaded.is_index_trusted = False
-            META.insert(db, [("indexed_seq", NOT_KNOWN)])
+        return moved
 
     def _write_followed(self, db: sqlite3.Connection, followed: Mapping[str, bytes]) -> None:
         query = "SELECT * FROM meta WHERE key = ?"
         self._replaced = {key: db.execute(query, (key,)).fetchone() for key in followed}
         META.insert(db, followed.items())
 
-    def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> None:
-        STREAM.insert(db, [stream.row(NOWHERE) for stream in changes.streams])
+    def _write_streams(self, db: sqlite3.Connection, changes: LogChanges) -> None:
+        STREAM.insert(db, [stream.row(NO_RECORDS) for stream in changes.streams])
         self._stream_rows += len(changes.streams)
         self._stream_rows -= delete_rows(db, "DELETE FROM stream WHERE id", changes.forgotten)
         if self._must_count:
@@ -302,12 +304,12 @@ class Store:
         META.insert(db, [(STREAMS, self._stream_rows)])
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
-        unindexed, extent = self.loaded.unindexed, self.extent
+        unindexed, extent, streams = self.loaded.unindexed, self.extent, self.loaded.streams
         index = sorted((id, chunk.first_seq) for chunk in unindexed for id in unpack_streams(chunk.streams))
         insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", index)
         if unindexed:
             SPAN.insert(db, [span_of(unindexed)])
-        STREAM.insert(db, [self.streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in self.streams])
+        STREAM.insert(db, [streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in streams])
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
         meta["indexed_seq"] = extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN
         META.insert(db, meta.items())
@@ -322,14 +324,14 @@ class Store:
         self._unindexed_bytes = self._unindexed_rows = 0
         self._stale.clear()
         heard = self.heard_seq
-        for id in [id for id, place in self.ahead.items() if place[1] <= heard]:
+        for id in [id for id, progress in self.ahead.items() if progress[1] <= heard]:
             del self.ahead[id]
 
-    # -- looking
+    # -- sampling
 
     def acknowledged_elsewhere(self) -> list[int]:
-        """The numbers of the damage that another process has acknowledged in our file since we last looked."""
-        db = self._connection()
+        """Returns the numbers of the damage that another process has acknowledged in the file since the last call."""
+        db = self.file.db or self._reconnect()
         version = pragma(db, "data_version")
         if version == self._data_version:
             return []
@@ -337,8 +339,8 @@ class Store:
         return [row[0] for row in DAMAGE.read(db).rows if row[-1]]
 
     def sample(self) -> None:
-        """Look what the files really take, what is left, and how much retention may leave here. The reserve is made
-        again where it was given up, and there is room."""
+        """Measure what the files take, what is free, and the limit of retention. Restore the reserve if it was released
+        and there is space."""
         with contextlib.suppress(OSError):
             self.reserve.restore(self.runtime.disk.free_bytes(self.path))
         self._measure()
@@ -346,7 +348,7 @@ class Store:
     def _measure(self) -> None:
         extent = self.extent
         extent.disk_bytes = own_bytes(self.path)
-        with contextlib.suppress(OSError, sqlite3.Error):  # whatever it is shows when something is written
+        with contextlib.suppress(OSError, sqlite3.Error):  # the next write reports it
             extent.disk_free_bytes = self.runtime.disk.free_bytes(self.path)
             extent.bytes_max = min(self.bytes_max, self.room.limit(extent.disk_bytes, extent.disk_free_bytes))
             self._fit(extent.bytes_max)
@@ -362,22 +364,16 @@ class Store:
 
     # -- retention
 
-    @property
-    def is_too_big(self) -> bool:
-        """Costs nothing: is it time to `retain`?"""
-        return self._used_bytes + self._added_bytes > self.sizes.file
-
-    def retain(self, ages: Ages, keep_after: int, owed_after: int) -> tuple[bool, list[Passed]]:
+    def retain(self, ages: Ages, keep_after: int, owed_after: int) -> tuple[bool, list[RetentionLoss]]:
         """Delete the oldest chunks: those that are too old, but none with a seq beyond `keep_after`, and in any case as
         many as it takes to keep all files within their sizes. The last chunk stays, so that a reader finds the end. A
-        bounded step: True if there is more to do.
+        bounded step: returns True if there is more to delete.
 
-        What lies beyond `owed_after` is handed back, as far as that is not too much.
-        """
-        db = self._connection()
+        Also returns the deleted records beyond `owed_after`, as far as the allowance reaches."""
+        db = self.file.db or self._reconnect()
         late, self._late = self._late, []
         excess = self._excess(db)
-        if self._is_choked:  # to delete something makes the write-ahead log longer
+        if self._is_choked:  # deleting makes the write-ahead log longer
             return False, late
         doomed, floor = find_doomed(db, ages, excess, keep_after, at_once=self._aging)
         if not doomed:
@@ -387,7 +383,7 @@ class Store:
             return more, late
         if owed_after < floor:
             owed = max(owed_after, self.extent.floor_seq)
-            self._passing = Passed(owed, floor + 1, self.allowance.take(readable(db, doomed), owed))
+            self._passing = RetentionLoss(owed, floor + 1, self.allowance.take(readable(db, doomed), owed))
         try:
             self._delete(db, doomed, floor)
         except BaseException:
@@ -400,8 +396,8 @@ class Store:
         return self._aging, late
 
     def _delete(self, db: sqlite3.Connection, doomed: Sequence[Doomed], floor: int) -> None:
-        """What the index and the spans say of them goes with the next checkpoint, so that its pages are written once
-        for all that went meanwhile."""
+        """Their rows of the index and of the spans are deleted by the next checkpoint, so that the pages are written
+        once for all chunks that were deleted meanwhile."""
         before, unindexed = replace(self.extent), self.loaded.unindexed
         checkpoint = len(unindexed) > 0 and floor >= unindexed[0].first_seq
         self._stale.update(*(unpack_streams(packed) for _, _, packed, _ in doomed))
@@ -413,7 +409,7 @@ class Store:
                 self.extent.stored_bytes -= sum(bytes for _, bytes, *_ in doomed)
                 if checkpoint:
                     self._checkpoint(db)
-                else:  # who opens the file counts in what came since the last checkpoint
+                else:  # an open counts the chunks since the last checkpoint
                     stored_bytes = self.extent.stored_bytes - self._unindexed_bytes
                     meta = {"floor_seq": self.extent.floor_seq, "stored_bytes": stored_bytes, STALE_NAMES: 1}
                     META.insert(db, meta.items())
@@ -424,26 +420,20 @@ class Store:
             self._checkpointed()
 
     def _look(self, db: sqlite3.Connection) -> None:
-        self._used_bytes, self._added_bytes = used_bytes(db), 0
-        self._is_choked = self.file.wal_bytes > self.sizes.wal + self.sizes.transaction and self._is_short(db)
-
-    def _is_short(self, db: sqlite3.Connection) -> bool:
-        """Would the disk, after another transaction, have no room for emptying the write-ahead log? The file may grow
-        by that."""
-        try:
-            growth = pragma(db, "page_count") * pragma(db, "page_size") - self.path.stat().st_size
-            return max(growth, 0) + self.sizes.transaction > self.runtime.disk.free_bytes(self.path)
-        except OSError:
-            return False
+        self.used_bytes, self._added_bytes = used_bytes(db), 0
+        is_long = self.file.wal_bytes > self.sizes.wal + self.sizes.transaction
+        self._is_choked = is_long and is_disk_short(db, self.path, self.sizes, self.runtime.disk)
 
     def _excess(self, db: sqlite3.Connection) -> int:
-        """How much has to go. Once it is too big, somewhat more: so that not every commit deletes."""
+        """Returns how many bytes have to be deleted: somewhat more than the excess, so that not every commit
+        deletes."""
         self._look(db)
-        excess = max(self._used_bytes - self.sizes.file, self.extent.stored_bytes - self.sizes.whole)
+        excess = max(self.used_bytes - self.sizes.file, self.extent.stored_bytes - self.sizes.whole)
         return excess + self.sizes.transaction // 4 if excess > 0 else excess
 
     def bound_wal(self) -> None:
-        """SQLite empties its write-ahead log by itself, unless readers are always there; then they are waited for."""
+        """Empty the write-ahead log if it is too long. SQLite does so by itself, unless some reader is always active:
+        then this waits for the readers."""
         db = self.file.db
         if db is None or self.runtime.monotonic() < self._wal_due:
             return
@@ -452,7 +442,7 @@ class Store:
             if empty_wal(db, WAL_WAIT_MS):
                 self._is_shrunk = self._is_choked = False
             else:
-                self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say
+                self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # a reader is active for long, such as a backup
 
 
 def _choked(path: Path) -> sqlite3.OperationalError:

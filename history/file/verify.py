@@ -1,7 +1,7 @@
-"""Reads everything that a log holds, and says what of it is damaged. Writes nothing, and may run beside the gateway
-that owns the log.
+"""Reads everything in a log's file, and reports what is damaged. Writes nothing, and may run beside the gateway that
+owns the log.
 
-pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, each topic's chain, addresses
+pages: SQLite's own check -> rows: checksums -> chunks: checksums, seqs without a jump, each topic's chain, addresses
     -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> Report
 """
 
@@ -17,8 +17,8 @@ from typing import Any, Final
 from history.file import damage as kinds
 from history.file import rows
 from history.file.damage import Damage, Ledger
-from history.file.reader import Span, chunk_at, following_place, walk
-from history.records.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
+from history.file.reader import Span, chunk_at, next_first_seq, walk
+from history.records.chunk import Chunk, Columns, CorruptChunkError, decode, message_id, unpack_streams
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.faults import free_bytes
 from storage.file import any_text, pragma
@@ -28,25 +28,25 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-FINDINGS_MAX: Final = 1_000  # beyond it they are counted only
-# while we read, the write-ahead log can't be emptied: we end before it has filled the disk of a gateway that runs
+FINDINGS_MAX: Final = 1_000  # more findings are only counted
+# While we read, the write-ahead log can't be emptied. We stop before it fills the disk of a running gateway.
 WAL_BYTES_MIN: Final = 8 << 20
-STEPS_PER_LOOK: Final = 100_000  # of SQLite's machine: some milliseconds
+STEPS_PER_LOOK: Final = 100_000  # of SQLite's virtual machine: some milliseconds
 
 
 @dataclass(slots=True)
 class Report:
-    """What was found."""
+    """The result."""
 
     path: Path
     version: int = 0
     incarnation: bytes = b""
-    records: int = 0  # that can be read
+    records: int = 0  # readable
     oldest_seq: int = 0
     newest_seq: int = 0
-    found: list[Damage] = field(default_factory=list)  # now
+    found: list[Damage] = field(default_factory=list)  # by this run
     found_total: int = 0
-    told: list[Damage] = field(default_factory=list)  # by the gateway, and not acknowledged yet
+    told: list[Damage] = field(default_factory=list)  # reported by the gateway, and not acknowledged yet
 
     @property
     def is_sound(self) -> bool:
@@ -54,13 +54,13 @@ class Report:
 
 
 def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
-    """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
-    UNAVAILABLE (I/O; it grows so fast meanwhile that its disk would be full)."""
+    """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or not a log),
+    UNAVAILABLE (I/O error; or the log grows so fast that its disk would become full)."""
     rows.LOG.require_there(path)
     report = Report(path)
     marked: Marked | str | None
     try:
-        marked = read_mark(path)  # first: what it names is committed then
+        marked = read_mark(path)  # read first: what it names is committed by then
     except (OSError, BadMarkError) as error:
         marked = str(error)
     watch = _Watch(path)
@@ -68,7 +68,7 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
         with contextlib.closing(disk.connect(path, read_only=True)) as db:
             db.text_factory = any_text
             db.set_progress_handler(watch.look, STEPS_PER_LOOK)
-            db.execute("BEGIN")  # one state, whatever is appended meanwhile
+            db.execute("BEGIN")  # a snapshot, whatever is appended meanwhile
             _Verifier(db, report, marked).run()
             watch.check()
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
@@ -80,20 +80,21 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
 
 
 class _Watch:
-    """Over the write-ahead log of a file that is read."""
+    """Watches the write-ahead log of a file that is read."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._is_over = path, False
 
     def look(self) -> bool:
-        """For SQLite, which ends a statement where this is True: has the write-ahead log no room to be emptied?"""
+        """Called by SQLite. Returns True, which ends the statement, if the disk has no space to empty the write-ahead
+        log."""
         with contextlib.suppress(OSError):
             wal_bytes = Path(f"{self._path}-wal").stat().st_size
             self._is_over = self._is_over or (wal_bytes > WAL_BYTES_MIN and wal_bytes > free_bytes(self._path))
         return self._is_over
 
     def check(self) -> None:
-        """Raises UNAVAILABLE if it was ended: then what was found is not true."""
+        """Raises UNAVAILABLE if a statement was ended: then the findings are wrong."""
         if self._is_over:
             why = f"the log {self._path} grows so fast that it would fill its disk while it is read"
             raise UStatusError(UCode.UNAVAILABLE, f"{why}: try again when less comes")
@@ -109,8 +110,8 @@ class _Verifier:
     def __init__(self, db: sqlite3.Connection, report: Report, marked: Marked | str | None) -> None:
         self._db, self._report, self._marked = db, report, marked
         self._addresses: dict[int, tuple[Any, Any]] = {}
-        self._newest: dict[int, int] = {}  # of each stream, as far as was read
-        self._named = 0  # by the index: streams of chunks
+        self._newest: dict[int, int] = {}  # of each stream, as far as it was read
+        self._named = 0  # pairs of stream and chunk in the index
 
     def run(self) -> None:
         self._pages()
@@ -120,7 +121,7 @@ class _Verifier:
         self._ledger = Ledger(found[rows.DAMAGE])
         self._report.told = self._ledger.open
         holes = [(after, before) for after, before in found[rows.HOLE]]
-        self._known = holes + self._ledger.lost(self._report.incarnation)  # what is lost
+        self._known = holes + self._ledger.lost(self._report.incarnation)  # lost records
         for id, source, sink, *_ in found[rows.STREAM]:
             self._addresses[id] = _address(UUri.FromString(source), None if sink is None else UUri.FromString(sink))
         self._floor = int(self._meta.get("floor_seq", 0))
@@ -134,7 +135,7 @@ class _Verifier:
         _note(self._report, kind, detail, after, before)
 
     def _note_records(self, after: int, before: int, detail: str) -> None:
-        """Unless a person knows of it."""
+        """Note lost records, unless a person has acknowledged them."""
         if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation)):
             self._note(kinds.RECORDS, detail, after, before)
 
@@ -154,10 +155,10 @@ class _Verifier:
                     self._note(kinds.STRUCTURE, str(line))
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError as error:  # the check does not get over it; what follows may
+        except sqlite3.DatabaseError as error:  # the check itself has failed; the following steps may work
             self._note(kinds.STRUCTURE, str(error))
 
-    def _read(self, table: rows.Table) -> list[rows.Row]:
+    def _read(self, table: rows.Table) -> list[rows.StoredRow]:
         try:
             found = table.read(self._db)
         except (sqlite3.DatabaseError, ValueError) as error:
@@ -178,7 +179,7 @@ class _Verifier:
             elif not expected and first_seq > floor + 1:
                 self._jump(floor, first_seq)
             if columns is None:
-                following = following_place(self._db, first_seq)
+                following = next_first_seq(self._db, first_seq)
                 self._note_records(first_seq - 1, following or first_seq + 1, why)
                 expected = following or 0
                 continue
@@ -187,22 +188,25 @@ class _Verifier:
             report.oldest_seq = report.oldest_seq or chunk.first_seq
             report.newest_seq = expected = chunk.last_seq
             expected += 1
-            self._is_named(columns)
-            self._is_in_span(columns)
-            self._within(chunk, columns)
+            self._check_index_of(columns)
+            self._check_span_of(columns)
+            self._check_content(chunk, columns)
         newest = int(self._meta.get("newest_seq", 0))
         if report.newest_seq < newest and expected and newest > floor:
             self._jump(expected - 1, newest + 1)
 
     def _jump(self, after: int, before: int) -> None:
-        """Records that are missing must be a hole that is known."""
+        """Note missing records that are not in a known hole."""
         if not any(low <= after and before <= high for low, high in self._known):
             self._note_records(after, before, "they aren't there")
 
-    def _within(self, chunk: Chunk, columns: Columns) -> None:
-        """What the checksum can't say: that the chunk was right when it was written."""
+    def _check_content(self, chunk: Chunk, columns: Columns) -> None:
+        """Check what the checksum can't prove: that the chunk was right when it was written."""
         messages = chunk.messages
-        if message_ids(messages) != columns.ids or frozenset(unpack_streams(columns.streams)) != chunk.stream_set:
+        if (
+            b"".join(map(message_id, messages)) != columns.ids
+            or frozenset(unpack_streams(columns.streams)) != chunk.stream_set
+        ):
             self._note_records(chunk.first_seq - 1, chunk.last_seq + 1, "its columns contradict each other")
         for seq, prev_seq, id, message in zip(chunk.seqs, chunk.prev_seqs, chunk.streams, messages, strict=True):
             known = self._newest.get(id)
@@ -221,15 +225,15 @@ class _Verifier:
         found = [(damage.after, damage.before) for damage in self._report.found if damage.kind == kinds.RECORDS]
         return any(after < seq < before for after, before in found + self._known)
 
-    # -- what names the chunks
+    # -- indexes, cursors, mark
 
     def _index(self) -> None:
-        """What it names too much; what it lacks was noted with each chunk."""
+        """Note superfluous rows of the index; missing ones were noted with each chunk."""
         try:
             (count,) = self._db.execute("SELECT count(*) FROM chunk_stream").fetchone()
             if count == self._named:
                 return
-            # below the floor, it may name what retention has deleted
+            # below the floor the index may name deleted chunks
             query = "SELECT stream, first_seq FROM chunk_stream WHERE first_seq > ?"
             for id, first_seq in self._db.execute(query, (self._floor,)):
                 what = f"stream {id}: the index names records from {first_seq} on"
@@ -242,8 +246,8 @@ class _Verifier:
         except sqlite3.DatabaseError as error:
             self._note(kinds.INDEX, f"the index of streams can't be read: {error}")
 
-    def _is_named(self, columns: Columns) -> None:
-        """Does the index name this chunk for each of its streams?"""
+    def _check_index_of(self, columns: Columns) -> None:
+        """Check that the index names this chunk for each of its streams."""
         with contextlib.suppress(sqlite3.DatabaseError):
             for id in unpack_streams(columns.streams):
                 query = "SELECT 1 FROM chunk_stream WHERE stream = ? AND first_seq = ?"
@@ -253,8 +257,8 @@ class _Verifier:
                     what = f"the records from {columns.first_seq} on are not in the index"
                     self._note(kinds.INDEX, f"stream {id}: {what}")
 
-    def _is_in_span(self, columns: Columns) -> None:
-        """Do the append times that are looked up by span hold for this chunk?"""
+    def _check_span_of(self, columns: Columns) -> None:
+        """Check that the append time of this chunk is within its span."""
         if columns.first_seq > int(self._meta.get("indexed_seq", 0)):
             return
         place = bisect_right(self._spans, columns.first_seq, key=lambda span: span.first_seq) - 1
@@ -262,7 +266,7 @@ class _Verifier:
         if columns.first_seq > span.last_seq or not span.earliest_ms <= columns.time_ms <= span.latest_ms:
             self._note(kinds.INDEX, f"the append time of the records from {columns.first_seq} on is not in its span")
 
-    def _ends(self, newest: int, cursors: list[rows.Row]) -> None:
+    def _ends(self, newest: int, cursors: list[rows.StoredRow]) -> None:
         for name, seq, *_ in cursors:
             if seq > newest:
                 self._note(kinds.CURSOR, f"{name} is beyond the newest record: {seq}")

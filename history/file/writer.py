@@ -1,8 +1,8 @@
-"""The writer thread: everything that was queued goes into one transaction, so that one fsync serves many.
+"""The writer thread: it commits everything that was queued in one transaction, so that one fsync serves many appends.
 
-loop: submit(append) -> queue -> gather -> serialise, number -> Store.commit -> loop: on_written(appends, chunks, error)
-                                                  nothing is numbered for good before the commit is done
-What was followed from another log is committed together with the place there up to which it brings us.
+loop: append -> queue -> gather -> serialise, number -> Store.commit -> loop: on_written(appends, chunks, error)
+                                              seqs are final only when the commit has succeeded
+Records that were followed from another log are committed together with the position there.
 """
 
 from __future__ import annotations
@@ -10,54 +10,54 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import structlog
 
 from history.epochs.frontier import Epoch
-from history.file.load import FOLLOWED_PREFIX, NEXT_STREAM, Cursor, Extent
+from history.file.load import FOLLOWED_PREFIX, Cursor, Extent
 from history.file.retention import Ages
-from history.file.rows import LOG, Row
-from history.file.store import Changes, Store
-from history.records.chunk import Chunk, Origin, Passed
-from history.records.stream import Place, Stream
+from history.file.rows import LOG
+from history.file.store import LogChanges, Store
+from history.records.chunk import Chunk, Origin, RetentionLoss
+from history.records.stream import Stream, StreamProgress
 from storage.faults import is_damage, is_full
-from storage.gathering import Gathering
-from storage.worker import Worker
+from storage.worker import Gathering, Worker
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-# beyond it the cost per record no longer falls, and a reader of one record reads the whole chunk
+# A larger chunk does not reduce the cost per record any further, and a reader of one record reads the whole chunk.
 CHUNK_RECORDS_MAX = 512
-CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a chunk of its own
-TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first of them does not wait longer for the last
-RETENTION_PERIOD_MS = 1_000  # sooner if the log has grown beyond its bytes
-IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
-# How long a message waits for others that share its commit, if nobody says otherwise, and how many are enough. What
-# other values cost and bring: docs/adr/small-pages-and-gathered-commits.md
+CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single larger message has its own chunk
+TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first record does not wait longer for the last one
+RETENTION_PERIOD_MS = 1_000  # between steps of retention; sooner if the log has exceeded its bytes
+IDLE_TICK_S: Final = 1.0  # an idle writer checks the clock this often
+# How long a message waits for others that share its commit by default, and how many messages are enough. Other values
+# and their costs: docs/adr/small-pages-and-gathered-commits.md
 GATHER_MS: Final = 8.0
 GATHER_RECORDS: Final = 16
-# What is lost of a cursor is sent twice, and writing it costs a page. So one that has only moved goes along with a
-# commit so often, or when it has come so far; it is written alone when it has come so far, or after a while. So does a
-# place in another log that has moved though nothing came from there.
+# Writing a cursor costs a page, and the only effect of a lost move is that some records are sent again. So a cursor
+# that has only moved is written with a commit of records: once in CURSORS_PERIOD_S, or when cursors have moved by
+# CURSORS_RECORDS. It gets a commit of its own when it has moved that far, or after CURSORS_IDLE_S. The same holds for a
+# position in another log that has moved although no record came from there.
 CURSORS_PERIOD_S: Final = 1.0
-CURSORS_RECORDS: Final = 64  # of all that have moved, together
+CURSORS_RECORDS: Final = 64  # sum over all cursors that have moved
 CURSORS_IDLE_S: Final = 10.0
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class FollowedFrom:
     """Where the messages of an append come from, if they were followed from another log."""
 
-    origins: list[Origin | None]  # of each message; None: it is our own word about them
+    origins: list[Origin | None]  # of each message; None: this log created the message
     key: str  # names who follows what
-    place: bytes  # how far it has come there with these messages; opaque
-    epochs: list[Epoch | None] | None = None  # of each message, as it was there; None: none has one
+    position: bytes  # in the other log, after these messages; opaque
+    epochs: list[Epoch | None] | None = None  # of each message, as in the other log; None: no message has one
 
 
 @dataclass(eq=False, slots=True)
@@ -65,22 +65,16 @@ class Append:
     streams: list[int]
     messages: list[Carried]
     done: asyncio.Future[int]
-    failures_heard: int = 0  # failed transactions that the loop knew of when this was submitted
-    followed: Followed | None = None
-    epochs: list[Epoch | None] | None = None  # of each message; None: none has one
-    # of the messages: frontiers of their epochs, which are not of who appends them
+    failures_known: int = 0  # failed transactions that the loop knew when this was queued
+    followed: FollowedFrom | None = None
+    epochs: list[Epoch | None] | None = None  # of each message; None: no message has one
+    # of `messages`: frontiers that were added for their epochs, and that the caller of `append` does not know
     lead: int = 0  # in front
     trail: int = 0  # behind
 
 
-def places_of(batch: Sequence[Append]) -> dict[str, bytes]:
-    """Rows of META: how far these bring us in other logs."""
-    found = [append.followed for append in batch if append.followed is not None]
-    return {FOLLOWED_PREFIX + followed.key: followed.place for followed in found}
-
-
 def origins_of(batch: Sequence[Append]) -> list[Origin | None] | None:
-    """Of each message; None: none was followed."""
+    """Returns the origin of each message, or None if no message was followed."""
     origins: list[Origin | None] = []
     for append in batch:
         followed = append.followed
@@ -92,7 +86,7 @@ def origins_of(batch: Sequence[Append]) -> list[Origin | None] | None:
 
 
 def epochs_of(batch: Sequence[Append]) -> list[Epoch | None] | None:
-    """Of each message; None: none has one."""
+    """Returns the epoch of each message, or None if no message has one."""
     if all(append.epochs is None for append in batch):
         return None
     epochs: list[Epoch | None] = []
@@ -101,10 +95,9 @@ def epochs_of(batch: Sequence[Append]) -> list[Epoch | None] | None:
     return epochs if any(epochs) else None
 
 
-def parts_of(batch: list[Append], bytes_max: int) -> list[list[Append]]:
-    """One at least, for a transaction each: with more than `bytes_max` of payload only where a single append has it."""
-    if len(batch) < 2:
-        return [batch]
+def split(batch: list[Append], bytes_max: int) -> list[list[Append]]:
+    """Split `batch` into one transaction each. A transaction has more than `bytes_max` of payload only if a single
+    append has more."""
     parts: list[list[Append]] = [[]]
     size = 0
     for append in batch:
@@ -117,70 +110,54 @@ def parts_of(batch: list[Append], bytes_max: int) -> list[list[Append]]:
     return parts
 
 
+def number(
+    after: int, ids: list[int], streams: Mapping[int, Stream], ahead: Mapping[int, StreamProgress]
+) -> tuple[range, list[int]]:
+    """Returns the seq and the prev_seq of each record, where `ids` are its streams and `after` is the last seq so far.
+
+    `ahead`: the progress of those `streams` that have grown by a commit which the loop has not seen yet.
+    """
+    newest: dict[int, int] = {}
+    for id in set(ids):
+        progress = ahead.get(id)
+        newest[id] = streams[id].newest_seq if progress is None else progress[1]
+    first, last = after + 1, after + len(ids)
+    if len(newest) == 1:  # one topic, as in many batches
+        return range(first, last + 1), [newest[ids[0]], *range(first, last)]
+    prev_seqs = []
+    for seq, id in enumerate(ids, first):
+        prev_seqs.append(newest[id])
+        newest[id] = seq
+    return range(first, last + 1), prev_seqs
+
+
 @dataclass(slots=True)
 class Retention:
     age_ms: int
-    keep_after: Callable[[], int]  # the lowest seq that a cursor which holds what is old has confirmed
-    owed_after: Callable[[], int]  # the lowest seq that an endpoint has confirmed
+    keep_after: Callable[[], int]  # the lowest seq that a cursor which holds old records has confirmed
+    owed_after: Callable[[], int]  # the lowest seq that a cursor with a holder has confirmed
 
 
 @dataclass(slots=True)
 class Written:
-    """What a turn of the writer has done."""
+    """The result of one turn of the writer, for the loop."""
 
     extent: Extent
-    batch: list[Append] | None = None  # None: retention
+    batch: list[Append] | None = None  # None: a step of retention
     chunks: list[Chunk] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)  # to which the streams of these chunks have moved
+    progress: dict[int, StreamProgress] = field(default_factory=dict)  # of the streams of these chunks, by id
     error: UStatusError | None = None
-    is_damaged: bool = False  # it is the file itself that can't be used any more
-    passed: list[Passed] = field(default_factory=list)
-    acknowledged: list[int] = field(default_factory=list)  # notes of damage, by another process
-
-
-class Numbering:
-    """Gives out seqs and prev_seqs. What was given out since `begin` is in `streams` when it is committed, or `undo`
-    takes it back."""
-
-    def __init__(
-        self, newest_seq: int, streams: Mapping[int, Stream], ahead: Mapping[int, Place] | None = None
-    ) -> None:
-        """`ahead`: where those of `streams` are by now that may not have moved there yet."""
-        self.newest_seq = newest_seq
-        self._streams, self._ahead = streams, {} if ahead is None else ahead
-        self._newest: dict[int, int] = {}  # since `begin`
-        self._seq_before = newest_seq
-
-    def begin(self) -> None:
-        self._newest, self._seq_before = {}, self.newest_seq
-
-    def number(self, streams: list[int]) -> tuple[range, list[int]]:
-        newest, ahead = self._newest, self._ahead
-        for stream in set(streams):
-            if stream not in newest:
-                place = ahead.get(stream)
-                newest[stream] = self._streams[stream].newest_seq if place is None else place[1]
-        first = self.newest_seq + 1
-        if len(newest) == 1 and streams:  # of one topic, as many batches are
-            last = self.newest_seq = self.newest_seq + len(streams)
-            prev_seqs = [newest[streams[0]], *range(first, last)]
-            newest[streams[0]] = last
-            return range(first, last + 1), prev_seqs
-        prev_seqs = []
-        for seq, stream in enumerate(streams, first):
-            prev_seqs.append(newest[stream])
-            newest[stream] = seq
-        self.newest_seq += len(streams)
-        return range(first, first + len(streams)), prev_seqs
-
-    def undo(self) -> None:
-        self._newest.clear()
-        self.newest_seq = self._seq_before
+    is_new_failure: bool = (
+        False  # a transaction has failed just now; False: the appends were queued before the loop knew
+    )
+    is_damaged: bool = False  # the file itself can't be used any more
+    losses: list[RetentionLoss] = field(default_factory=list)
+    acknowledged: list[int] = field(default_factory=list)  # numbers of damage, by another process
 
 
 class Writer:
-    """Owns the store while it runs. `submit`, `save`, `flush`, `stop` are called on the loop; `on_written` is called
-    there."""
+    """Owns the store while it runs. `save`, `save_lazily`, `flush` and `stop` are called on the loop; so is
+    `on_written`."""
 
     def __init__(
         self,
@@ -192,23 +169,21 @@ class Writer:
         gather_ms: float,
     ) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
-        self._numbering = Numbering(store.loaded.start_seq, store.streams, store.ahead)
-        self._shared = threading.Lock()  # guards the next one; held for a swap only
-        self._changes = Changes()
-        self._moved: dict[str, Cursor] = {}  # guarded as well: cursors that need not be on disk soon, ...
-        self._kept: dict[str, Any] = {}  # ... rows of META for which that holds, too, and ...
-        self._moved_since, self._moved_by = 0.0, 0  # ... when the first of them came, and how far cursors did, together
+        self._newest_seq = store.loaded.start_seq  # the last seq that was given out for good
+        self._shared = threading.Lock()  # guards the next three; held for a swap only
+        self._changes = LogChanges()
+        self._lazy = LogChanges()  # cursors and positions that need not be on disk soon ...
+        self._lazy_since, self._lazy_records = 0.0, 0  # ... since when, and by how many records cursors have moved
         self._ending = False
-        self._failing = False  # the last transaction did not get through
-        self.failures_heard = 0  # on the loop
-        # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
+        self._failing = False  # the last transaction has failed
+        # On the thread. What was queued before the loop knows of all failures fails, too, or it would overtake.
         self._failures = 0
         self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
         self._next_retention = self._next_sample = self._next_cursors = 0.0
-        self._may_shrink = True  # retention found something to do the last time, or it was not needed
+        self._may_shrink = True  # the last step of retention found something to do, or was not needed
         self._monotonic = store.runtime.monotonic
-        # None: commit what was saved, though nothing is appended
-        self._worker: Worker[Append | None] = store.runtime.worker(
+        # None: commit what was saved although nothing is appended
+        self.worker: Worker[Append | None] = store.runtime.worker(
             f"history-{name}",
             self._turn,
             batch_max=TRANSACTION_RECORDS_MAX,
@@ -220,182 +195,146 @@ class Writer:
 
     # -- loop side
 
-    def submit(self, append: Append) -> None:
-        append.failures_heard = self.failures_heard
-        self._worker.put(append)
-
-    def save_stream(self, stream: Stream) -> None:
+    def save(self, changes: LogChanges) -> None:
+        """Write `changes` with the next transaction."""
         with self._shared:
-            self._changes.streams.append(stream)
-            self._changes.meta[NEXT_STREAM] = stream.id + 1
+            for name in changes.cursors:
+                self._lazy.cursors.pop(name, None)
+            for key in changes.meta:
+                self._lazy.meta.pop(key, None)
+            self._changes.add(changes)
 
-    def save_forgotten(self, ids: Iterable[int], meta: Mapping[str, Any]) -> None:
+    def save_lazily(self, cursors: Mapping[str, Cursor], meta: Mapping[str, Any], records: int) -> bool:
+        """Write cursors and rows of META that were saved before and have only moved since, the cursors by `records`.
+        Returns True if they have to be on disk soon. No append that is queued may have a position of one of these
+        rows."""
+        lazy = self._lazy
         with self._shared:
-            self._changes.forgotten.extend(ids)
-            self._changes.meta.update(meta)
+            if not (lazy.cursors or lazy.meta):
+                self._lazy_since, self._lazy_records = self._monotonic(), 0
+            lazy.cursors.update(cursors)
+            lazy.meta.update(meta)
+            self._lazy_records += records
+            return self._lazy_records >= CURSORS_RECORDS
 
-    def save_cursor(self, name: str, cursor: Cursor | None) -> None:
-        """None: it is dropped."""
-        with self._shared:
-            self._moved.pop(name, None)
-            self._changes.cursors[name] = cursor
-
-    def move_cursor(self, name: str, cursor: Cursor, records: int) -> bool:
-        """One that was saved, and has only moved since, by so many records. True if it has to be on disk soon."""
-        with self._shared:
-            self._begin_moving()
-            self._moved[name] = cursor
-            self._moved_by += records
-            return self._moved_by >= CURSORS_RECORDS
-
-    def keep_place(self, key: str, place: bytes | None, *, is_first: bool) -> None:
-        """None: it is forgotten. No append with this key is under way."""
-        with self._shared:
-            if is_first:
-                self._kept.pop(FOLLOWED_PREFIX + key, None)
-                self._changes.meta[FOLLOWED_PREFIX + key] = place
-            else:
-                self._begin_moving()
-                self._kept[FOLLOWED_PREFIX + key] = place
-
-    def save_moved(self) -> None:
-        """With the next transaction, whatever has only moved."""
+    def include_lazy(self) -> None:
+        """Let the next transaction include what was saved lazily."""
         with self._shared:
             self._next_cursors = 0.0
 
-    def _begin_moving(self) -> None:
-        if not (self._moved or self._kept):
-            self._moved_since, self._moved_by = self._monotonic(), 0
-
-    def save_damage(self, rows: Sequence[Row]) -> None:
-        with self._shared:
-            self._changes.damage.extend(rows)
-
-    def distrust_index(self) -> None:
-        with self._shared:
-            self._changes.distrusts_index = True
-        self.flush()
-
     def flush(self) -> None:
-        """Commit what `save_*` left, without waiting for an append."""
-        self._worker.put(None)
+        """Commit what was saved, without waiting for an append."""
+        self.worker.put(None)
 
     async def stop(self) -> None:
-        """Commit what waits, and close the store."""
+        """Commit what is queued, and close the store."""
         with self._shared:
             self._ending = True
         self.flush()
-        await self._worker.close()
+        await self.worker.close()
 
     # -- thread side
 
     def _turn(self, jobs: list[Append | None]) -> None:
         batch = [job for job in jobs if job is not None]
-        flush = len(batch) < len(jobs) or self._is_cursor_late()
-        for part in parts_of(batch, max(self._store.sizes.transaction, CHUNK_BYTES_MAX)):
-            if behind := [append for append in part if append.failures_heard < self._failures]:
-                part = [append for append in part if append.failures_heard == self._failures]
+        lazy = self._lazy
+        is_late = bool(lazy.cursors or lazy.meta) and self._monotonic() >= self._lazy_since + CURSORS_IDLE_S
+        flush = len(batch) < len(jobs) or is_late
+        bytes_max = max(self._store.sizes.transaction, CHUNK_BYTES_MAX)
+        for part in split(batch, bytes_max) if len(batch) > 1 else [batch]:
+            if behind := [append for append in part if append.failures_known < self._failures]:
+                part = [append for append in part if append.failures_known == self._failures]
                 self._refuse(behind)
             if part or flush:
                 self._write(part)
             self._retain()
 
-    def _is_cursor_late(self) -> bool:
-        return bool(self._moved or self._kept) and self._monotonic() >= self._moved_since + CURSORS_IDLE_S
-
-    def _take_changes(self, followed: Mapping[str, bytes]) -> Changes:
-        with self._shared:  # streams that a batch names were saved before it was submitted, so they are here by now
-            changes, self._changes = self._changes, Changes()
-            now = self._monotonic()
-            is_due = now >= self._next_cursors or self._moved_by >= CURSORS_RECORDS
-            if (self._moved or self._kept) and (is_due or self._ending):
-                changes.cursors |= self._moved  # newer than what a failed commit gave back
-                changes.meta |= self._kept
-                self._moved.clear()
-                self._kept.clear()
+    def _take_changes(self, followed: Mapping[str, bytes]) -> LogChanges:
+        with self._shared:  # streams that a batch names were saved before it was queued, so they are here by now
+            changes, self._changes = self._changes, LogChanges()
+            lazy, now = self._lazy, self._monotonic()
+            is_due = now >= self._next_cursors or self._lazy_records >= CURSORS_RECORDS
+            if (lazy.cursors or lazy.meta) and (is_due or self._ending):
+                changes.cursors |= lazy.cursors  # newer than what a failed commit gave back
+                changes.meta |= lazy.meta
+                lazy.cursors.clear()
+                lazy.meta.clear()
                 self._next_cursors = now + CURSORS_PERIOD_S
-            for key in self._kept.keys() & followed.keys():  # older: afterwards it would take these back
-                changes.meta[key] = self._kept.pop(key)
+            for key in lazy.meta.keys() & followed.keys():  # older: afterwards it would take these back
+                changes.meta[key] = lazy.meta.pop(key)
         return changes
 
     def _write(self, batch: list[Append]) -> None:
         try:
-            written = self._commit(batch)
+            try:
+                written = self._commit(batch)
+            except sqlite3.Error as error:
+                self._store.file.reset()
+                if not self._store.make_room(error):
+                    raise
+                self._next_retention = 0.0
+                self._retain()  # before anything is stored, or new records would use up the free space
+                written = self._commit(batch)
         except Exception as cause:
-            if isinstance(cause, sqlite3.Error):
-                self._error = LOG.fault(cause, self._store.path, "written")
-            else:
-                log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
-                self._error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
-            is_damaged = is_damage(cause)
-            if is_damaged:
-                self._store.suspect()
-            self._failing = True
-            self._failures += 1
-            self._store.file.reset()
-            self._refuse(batch, is_news=True, is_damaged=is_damaged)
+            self._fail(batch, cause)
         else:
             self._failing = False
-            self._worker.tell(lambda: self._hear(written))
+            self.worker.tell(lambda: self._on_written(written))
 
-    def _refuse(self, batch: list[Append], *, is_news: bool = False, is_damaged: bool = False) -> None:
-        """`is_news`: of a transaction that failed just now."""
-        written = Written(replace(self._store.extent), batch, error=self._error, is_damaged=is_damaged)
-        self._worker.tell(lambda: self._hear(written, failures=int(is_news)))
+    def _fail(self, batch: list[Append], cause: Exception) -> None:
+        if isinstance(cause, sqlite3.Error):
+            self._error = LOG.fault(cause, self._store.path, "written")
+        else:
+            log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
+            self._error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
+        damaged = is_damage(cause)
+        if damaged:
+            self._store.suspect()
+        self._failing = True
+        self._failures += 1
+        self._store.file.reset()
+        self._refuse(batch, is_new=True, is_damaged=damaged)
 
-    def _hear(self, written: Written, failures: int = 0) -> None:
-        """On the loop, to which the streams belong."""
-        self.failures_heard += failures
-        for id, place in written.places.items():
-            self._store.streams[id].move(place)
-        self._on_written(written)
-        self._store.heard_seq = max(self._store.heard_seq, written.extent.newest_seq)
+    def _refuse(self, batch: list[Append], *, is_new: bool = False, is_damaged: bool = False) -> None:
+        """`is_new`: the transaction has failed just now."""
+        extent = replace(self._store.extent)
+        written = Written(extent, batch, error=self._error, is_new_failure=is_new, is_damaged=is_damaged)
+        self.worker.tell(lambda: self._on_written(written))
 
     def _commit(self, batch: list[Append]) -> Written:
-        try:
-            return self._try(batch)
-        except sqlite3.Error as error:
-            self._store.file.reset()
-            if not self._store.make_room(error):
-                raise
-        self._next_retention = 0.0
-        self._retain()  # before anything is stored, or new records would use up the room
-        return self._try(batch)
-
-    def _try(self, batch: list[Append]) -> Written:
-        followed = places_of(batch)
+        appends = [one.followed for one in batch if one.followed is not None]
+        followed = {FOLLOWED_PREFIX + one.key: one.position for one in appends}
         changes = self._take_changes(followed)
-        self._numbering.begin()
         try:
-            chunks = self._chunks(batch, origins_of(batch) if followed else None, epochs_of(batch)) if batch else []
-            places = self._store.commit(chunks, changes, followed, probe=self._failing and not batch)
+            chunks = self._chunks(batch, origins_of(batch) if followed else None) if batch else []
+            progress = self._store.commit(chunks, changes, followed, probe=self._failing and not batch)
         except BaseException:
-            self._numbering.undo()
             with self._shared:
-                self._changes = changes.followed_by(self._changes)
+                changes.add(self._changes)
+                self._changes = changes
             raise
-        return Written(replace(self._store.extent), batch, chunks, places)
+        if chunks:
+            self._newest_seq = chunks[-1].last_seq
+        return Written(replace(self._store.extent), batch, chunks, progress)
 
-    def _chunks(
-        self, batch: list[Append], origins: list[Origin | None] | None, epochs: list[Epoch | None] | None
-    ) -> list[Chunk]:
-        streams = [stream for append in batch for stream in append.streams]
+    def _chunks(self, batch: list[Append], origins: list[Origin | None] | None) -> list[Chunk]:
+        ids = [id for append in batch for id in append.streams]
         messages = [message for append in batch for message in append.messages]
         data = [message.SerializeToString() for message in messages]
-        seqs, prev_seqs = self._numbering.number(streams)
-        whole = Chunk(seqs, self._now_ms(), streams, prev_seqs, data, messages, origins, epochs)
+        seqs, prev_seqs = number(self._newest_seq, ids, self._store.loaded.streams, self._store.ahead)
+        whole = Chunk(seqs, self._now_ms(), ids, prev_seqs, data, messages, origins, epochs_of(batch))
         chunks = []
         begin = size = 0
-        for place, message in enumerate(data):
-            if place > begin and (place - begin >= CHUNK_RECORDS_MAX or size + len(message) > CHUNK_BYTES_MAX):
-                chunks.append(whole.slice(begin, place))
-                begin, size = place, 0
+        for index, message in enumerate(data):
+            if index > begin and (index - begin >= CHUNK_RECORDS_MAX or size + len(message) > CHUNK_BYTES_MAX):
+                chunks.append(whole.slice(begin, index))
+                begin, size = index, 0
             size += len(message)
         return [*chunks, whole.slice(begin, len(data))] if chunks else [whole]
 
     def _retain(self) -> None:
         store, retention, now = self._store, self._retention, self._monotonic()
-        if now < self._next_retention and not (self._may_shrink and store.is_too_big):
+        if now < self._next_retention and not (self._may_shrink and store.used_bytes > store.sizes.file):
             return
         is_second = now >= self._next_sample
         if is_second:
@@ -404,12 +343,12 @@ class Writer:
         more = has_room = self._may_shrink = False
         try:
             ages = Ages.at(self._now_ms(), retention.age_ms)
-            more, written.passed = store.retain(ages, retention.keep_after(), retention.owed_after())
+            more, written.losses = store.retain(ages, retention.keep_after(), retention.owed_after())
             store.bound_wal()
             if is_second:
                 written.acknowledged = store.acknowledged_elsewhere()
-            self._may_shrink = more or not store.is_too_big
-        except Exception as error:  # whatever it is, the writer must go on
+            self._may_shrink = more or store.used_bytes <= store.sizes.file
+        except Exception as error:  # the writer must go on in any case
             store.file.reset()
             if not is_full(error, store.path):
                 log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
@@ -420,10 +359,10 @@ class Writer:
         if is_second:
             store.sample()
             self._next_sample = now + RETENTION_PERIOD_MS / 1_000
-        # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks
+        # While there is more to delete, every other turn of the writer deletes. So appends go on, and the log shrinks
         # faster than it grows.
         self._next_retention = 0.0 if more or has_room else now + RETENTION_PERIOD_MS / 1_000
         if more:
-            self._worker.put(None)
+            self.worker.put(None)
         written.extent = replace(store.extent)
-        self._worker.tell(lambda: self._hear(written))
+        self.worker.tell(lambda: self._on_written(written))

@@ -3,7 +3,8 @@
 UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages, parsed on use
                         in the writer's thread                          in a reader's thread
 
-Tail: the newest chunks, in memory     Scan: what a step of reading found     Passed: what retention took, though owed
+Tail: the newest chunks, in memory     Scan: what a step of reading found     RetentionLoss: owed records that retention
+deleted
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from uprotocol.encoded import Carried, EncodedMessage, Stamps
 
 ID_BYTES: Final = 16  # a message id, big endian
 INCARNATION_BYTES: Final = 16
-SEQ_MAX: Final = (1 << 63) - 1  # of SQLite, and so of every log; records begin at 1
-NOBODY: Final = 1 << 62  # beyond every seq: where the slowest of no cursors is
-RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
-ORIGIN_MEMORY_BYTES: Final = 100  # ... and where it comes from, if it was followed
-# of an origin in a reply: which log (2 bytes for 10,000 of them), which seq; and once for each log its name, with a tag
+SEQ_MAX: Final = (1 << 63) - 1  # the limit of SQLite, and so of every log; records begin at 1
+NOBODY: Final = 1 << 62  # beyond every seq: the lowest seq if there is no cursor
+RECORD_MEMORY_BYTES: Final = 800  # memory of a record besides its bytes (message object, columns); measured
+ORIGIN_MEMORY_BYTES: Final = 100  # ... and of its origin, if it was followed
+# of an origin in a reply: its log (2 bytes for 10,000 logs) and its seq; and once for each log its incarnation and a
+# tag
 ORIGIN_BYTES: Final = 11
 ORIGIN_LOG_BYTES: Final = INCARNATION_BYTES + 2
-EPOCH_MEMORY_BYTES: Final = 8  # a pointer of each record; the epochs themselves are shared
-EPOCH_BYTES: Final = 3  # of a record, in a reply: which one it is of ...
-EPOCH_EACH_BYTES: Final = 80 + 11 * LENGTH_MAX  # ... and each of them once: its group, its numbers
-PASSED_RECORDS_MAX = 1_000  # in a second of retention; who is owed more looks at ranges, not at messages
+EPOCH_MEMORY_BYTES: Final = 8  # one pointer for each record; the epochs themselves are shared
+EPOCH_BYTES: Final = 3  # of a record in a reply: the index of its epoch ...
+EPOCH_EACH_BYTES: Final = 80 + 11 * LENGTH_MAX  # ... and once for each epoch: its group and its numbers
+PASSED_RECORDS_MAX = 1_000  # in one second of retention; beyond that only ranges are handed over, not messages
 PASSED_BYTES_MAX = 1 << 20  # of their messages
-_STAMPS = Stamps()  # a cache only, so one for all logs
+TAIL_SCAN_CHUNKS_MAX: Final = 1_024  # read in one step on the loop, some milliseconds
+_STAMPS = Stamps()  # a cache, so one is enough for all logs
 _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
 
 
 class Origin(NamedTuple):
-    """Where a record was appended first, if it was followed from another log."""
+    """Where a record was first appended, if it was followed from another log."""
 
     incarnation: bytes  # of that log
-    seq: int  # there
+    seq: int  # in that log
 
 
 class Chunk:
@@ -93,7 +96,7 @@ class Chunk:
 
     @property
     def messages(self) -> Sequence[Carried]:
-        """Each message: the very objects that were appended while the chunk is in memory, else parsed on first use."""
+        """Each message: the objects that were appended, while the chunk is in memory; otherwise parsed on first use."""
         if self._messages is None:
             self._messages = list(map(_STAMPS.read, self.data))
         return self._messages
@@ -105,34 +108,34 @@ class Chunk:
         return self._stream_set
 
     def slice(self, begin: int, end: int) -> Chunk:
-        """The records at the places [begin, end)."""
+        """Returns the records with the indexes [begin, end)."""
         if begin == 0 and end >= len(self):
             return self
         return self._part(lambda column: column[begin:end])
 
     def after(self, seq: int) -> Chunk:
-        """The records with a greater seq; there must be one."""
+        """Returns the records with a greater seq; there must be one."""
         return self if seq < self.first_seq else self.slice(bisect_right(self.seqs, seq), len(self))
 
     def until(self, seq: int) -> Chunk:
-        """The records up to and with `seq`; there must be one."""
+        """Returns the records up to and including `seq`; there must be one."""
         return self if seq >= self.last_seq else self.slice(0, bisect_right(self.seqs, seq))
 
     def select(self, wanted: Set[int]) -> Chunk | None:
-        """The records of the streams `wanted`, or None if there is none."""
+        """Returns the records of the streams `wanted`, or None if there is none."""
         if self.stream_set <= wanted:
             return self
         places = [place for place, stream in enumerate(self.streams) if stream in wanted]
         return self._part(lambda column: [column[place] for place in places]) if places else None
 
     def pick(self, places: Sequence[int], prev_seqs: list[int]) -> Chunk:
-        """The records at these places, with other predecessors."""
+        """Returns the records at these indexes, with other predecessors."""
         picked = self._part(lambda column: [column[place] for place in places])
         picked.prev_seqs = prev_seqs
         return picked
 
     def _part(self, pick: Callable[[Any], Any]) -> Chunk:
-        """What `pick` leaves of each column."""
+        """Returns a chunk with the part of each column that `pick` returns."""
         data, messages, origins, epochs = self._data, self._messages, self.origins, self.epochs
         columns = (pick(self.streams), pick(self.prev_seqs), data and pick(data), messages and pick(messages))
         if origins is not None and not any(origins := pick(origins)):
@@ -143,8 +146,8 @@ class Chunk:
 
     @property
     def sizes(self) -> Iterable[int]:
-        """What each record takes in a reply, beside numbers that all have: its message, where it comes from, and its
-        epoch."""
+        """The bytes of each record in a reply, without the numbers that all records have: its message, its origin, and
+        its epoch."""
         data, origins, epochs = self.data, self.origins, self.epochs
         if origins is None and epochs is None:
             return map(len, data)
@@ -159,8 +162,8 @@ class Chunk:
                 known.add(epoch)
         return sizes
 
-    def places_within(self, records_max: int, bytes_max: int) -> int:
-        """How many of the first records keep both limits."""
+    def count_within(self, records_max: int, bytes_max: int) -> int:
+        """Returns how many of the first records are within both limits."""
         fits = bisect_right(list(accumulate(self.sizes)), bytes_max)
         return max(0, min(fits, records_max))
 
@@ -176,7 +179,7 @@ class Columns:
     first_seq: int
     records: int
     time_ms: int
-    streams: bytes  # the set of its streams, u32 each: what retention must unindex, and what a scan looks at first
+    streams: bytes  # the set of its streams, u32 each: for retention, which updates the index, and for scans
     ids: bytes  # 16 per record
     # u32 stream, u64 prev_seq, u32 length of each record, then the messages, then origins and epochs (see below)
     data: bytes
@@ -199,18 +202,14 @@ def message_id(message: Carried) -> bytes:
     return struct.pack(">QQ", id.msb, id.lsb)
 
 
-def message_ids(messages: Sequence[Carried]) -> bytes:
-    """16 bytes for each, big endian."""
-    return b"".join(map(message_id, messages))
-
-
 def encode(chunk: Chunk) -> Columns:
     records, data = len(chunk), chunk.data
     lengths = struct.pack(f"<{records}I", *map(len, data))
     numbers = struct.pack(f"<{records}I{records}Q", *chunk.streams, *chunk.prev_seqs)
-    blob = b"".join((numbers, lengths, *data, pack_notes(chunk)))
+    has_notes = chunk.origins is not None or chunk.epochs is not None
+    blob = b"".join((numbers, lengths, *data, pack_notes(chunk) if has_notes else b""))
     streams = struct.pack(f"<{len(chunk.stream_set)}I", *sorted(chunk.stream_set))
-    fields = (chunk.first_seq, records, chunk.time_ms, streams, message_ids(chunk.messages), blob)
+    fields = (chunk.first_seq, records, chunk.time_ms, streams, b"".join(map(message_id, chunk.messages)), blob)
     return Columns(*fields, _crc(*fields))
 
 
@@ -225,7 +224,7 @@ def decode(columns: Columns) -> Chunk:
         raise CorruptChunkError(f"the columns of {records} records from {first_seq} on end too early") from None
     ends = list(accumulate(numbers[2 * records :], initial=16 * records))
     notes = unpack_notes(data[ends[-1] :], records)
-    # a wrong checksum may be right by chance
+    # damaged bytes may have the right checksum by chance
     if not records or notes is None:
         raise CorruptChunkError(
             f"{records} records from {first_seq} on take {ends[-1]} bytes, and there are {len(data)}"
@@ -238,7 +237,7 @@ def decode(columns: Columns) -> Chunk:
 # Behind the messages of a chunk: its origins, if there are any, then a mark and its epochs, if there are any
 
 Notes = tuple[list[Origin | None] | None, list[Epoch | None] | None]
-_EPOCHS: Final = b"\xff\xff"  # so many logs no origins are of
+_EPOCHS: Final = b"\xff\xff"  # origins never have so many logs
 
 
 def pack_notes(chunk: Chunk) -> bytes:
@@ -247,7 +246,7 @@ def pack_notes(chunk: Chunk) -> bytes:
 
 
 def unpack_notes(packed: bytes, records: int) -> Notes | None:
-    """None if these bytes are not what is written of any."""
+    """Returns None if these bytes are damaged."""
     end = 0
     if packed and not packed.startswith(_EPOCHS):
         end = 2 + INCARNATION_BYTES * int.from_bytes(packed[:2], "little") + 10 * records
@@ -274,7 +273,7 @@ def pack_origins(origins: Sequence[Origin | None]) -> bytes:
 
 
 def unpack_origins(packed: bytes, records: int) -> list[Origin | None] | None:
-    """None if these bytes are not what is written of any."""
+    """Returns None if these bytes are damaged."""
     begin = 2 + INCARNATION_BYTES * int.from_bytes(packed[:2], "little")
     if len(packed) != begin + 10 * records:
         return None
@@ -289,7 +288,7 @@ def unpack_origins(packed: bytes, records: int) -> list[Origin | None] | None:
 
 
 def numbered(origins: Iterable[Origin | None], logs: dict[bytes, int]) -> list[int]:
-    """Which log each is of, counted from 1; 0: None. `logs` has those that are known, and gets the others."""
+    """Returns the number of each origin's log, counted from 1; 0 for None. New logs are added to `logs`."""
     return [0 if origin is None else logs.setdefault(origin.incarnation, len(logs) + 1) for origin in origins]
 
 
@@ -309,7 +308,7 @@ def pack_epochs(epochs: Sequence[Epoch | None]) -> bytes:
 
 
 def unpack_epochs(packed: bytes, records: int) -> list[Epoch | None] | None:
-    """None if these bytes are not what is written of any."""
+    """Returns None if these bytes are damaged."""
     known: list[Epoch | None] = [None]
     try:
         (count,) = struct.unpack_from("<H", packed)
@@ -336,28 +335,28 @@ def _crc(first_seq: int, records: int, time_ms: int, streams: bytes, ids: bytes,
 
 @dataclass(slots=True)
 class Scan:
-    """What one step of reading found."""
+    """The result of one step of reading."""
 
     after: int
     until: int
-    records_left: int  # of what was asked for
+    records_left: int  # of the requested ones
     bytes_left: int
-    strict: bool = False  # else the first record is taken even if it is too big
+    strict: bool = False  # False: the first record is taken even if it is too large
     chunks: list[Chunk] = field(default_factory=list)
-    # (after, before): the records in between can't be read any more
+    # (after, before): the records between can't be read any more
     gaps: list[tuple[int, int]] = field(default_factory=list)
-    covered: int = 0  # every record asked for up to this seq is in `chunks` or in `gaps`
+    covered: int = 0  # every requested record up to this seq is in `chunks` or in `gaps`
     # (after, before, why) of damaged chunks, each once
     damaged: list[tuple[int, int, str]] = field(default_factory=list)
-    floor_seq: int = 0  # records up to here were deleted by retention before this step looked
-    is_index_wrong: bool = False  # it was read without it
-    full: bool = False  # the next record would exceed what was asked for
+    floor_seq: int = 0  # records up to here were deleted by retention before this step
+    is_index_wrong: bool = False  # the records were read without it
+    full: bool = False  # the next record would exceed a limit
 
     def __post_init__(self) -> None:
         self.covered = self.after
 
     def take(self, chunk: Chunk, wanted: Set[int] | None) -> None:
-        """Add what is asked for of `chunk`, which reaches beyond `after`."""
+        """Add the requested records of `chunk`, which ends beyond `after`."""
         chunk = chunk.after(self.after)
         self.covered = min(chunk.last_seq, self.until)
         if chunk.first_seq > self.until:
@@ -365,7 +364,7 @@ class Scan:
         part = chunk.until(self.until) if wanted is None else chunk.until(self.until).select(wanted)
         if part is None:
             return
-        fits = part.places_within(self.records_left, self.bytes_left)
+        fits = part.count_within(self.records_left, self.bytes_left)
         if not self.chunks and not self.strict:
             fits = max(fits, 1)
         if fits < len(part):
@@ -384,66 +383,80 @@ class Tail:
     """The newest chunks, within a limit of memory."""
 
     def __init__(self, after: int, bytes_max: int) -> None:
-        self.after = after  # everything beyond it is here
+        self.after = after  # all records beyond it are here
         self.bytes_max = bytes_max
         self.bytes = 0
         self.chunks: list[Chunk] = []
         self._last_seqs: list[int] = []
         self._sizes: list[int] = []
-        self._gone = 0  # places at the front that are free already; cut off now and then, since that moves all others
+        self._free = 0  # entries at the front that are empty; removed now and then, because that moves all others
 
     def __len__(self) -> int:
-        return len(self.chunks) - self._gone
+        return len(self.chunks) - self._free
 
     def push(self, chunk: Chunk, message_bytes: int) -> list[Chunk]:
-        """Returns what has to go for it."""
+        """Add a chunk. Returns the chunks that were removed for it."""
         record_bytes = RECORD_MEMORY_BYTES if chunk.origins is None else RECORD_MEMORY_BYTES + ORIGIN_MEMORY_BYTES
         record_bytes += 0 if chunk.epochs is None else EPOCH_MEMORY_BYTES
-        bytes = 2 * message_bytes + record_bytes * len(chunk)  # as objects, and as they are on disk
+        bytes = 2 * message_bytes + record_bytes * len(chunk)  # as objects, and as bytes
         self.chunks.append(chunk)
         self._last_seqs.append(chunk.last_seq)
         self._sizes.append(bytes)
         self.bytes += bytes
-        gone: list[Chunk] = []
+        removed: list[Chunk] = []
         while self.bytes > self.bytes_max and len(self) > 1:
-            gone.append(self.pop())
-        return gone
+            removed.append(self.pop())
+        return removed
 
     def pop(self) -> Chunk:
-        """Let the oldest chunk go."""
-        place = self._gone
-        chunk = self.chunks[place]
-        self.after = self._last_seqs[place]
-        self.bytes -= self._sizes[place]
-        self.chunks[place] = None  # type: ignore[call-overload]
-        self._gone += 1
-        if self._gone > 256 and self._gone * 2 > len(self.chunks):
-            del self.chunks[: self._gone], self._last_seqs[: self._gone], self._sizes[: self._gone]
-            self._gone = 0
+        """Remove the oldest chunk, and return it."""
+        index = self._free
+        chunk = self.chunks[index]
+        self.after = self._last_seqs[index]
+        self.bytes -= self._sizes[index]
+        self.chunks[index] = None  # type: ignore[call-overload]
+        self._free += 1
+        if self._free > 256 and self._free * 2 > len(self.chunks):
+            del self.chunks[: self._free], self._last_seqs[: self._free], self._sizes[: self._free]
+            self._free = 0
         return chunk
 
     @property
     def oldest(self) -> Chunk | None:
-        return self.chunks[self._gone] if len(self) else None
+        return self.chunks[self._free] if len(self) else None
 
     def read(self, after: int, chunks_max: int | None = None) -> list[Chunk]:
-        place = bisect_right(self._last_seqs, after, lo=self._gone)
-        found = self.chunks[place : None if chunks_max is None else place + chunks_max]
+        """Returns the records after `after`, which must not be less than `Tail.after`."""
+        index = bisect_right(self._last_seqs, after, lo=self._free)
+        found = self.chunks[index : None if chunks_max is None else index + chunks_max]
         if found and found[0].first_seq <= after:
             found[0] = found[0].after(after)
         return found
 
+    def scan(self, found: Scan, streams: Set[int] | None) -> Scan:
+        """One bounded step of a scan that begins in the tail. Returns `found`."""
+        chunks = self.read(found.after, TAIL_SCAN_CHUNKS_MAX)
+        for chunk in chunks:
+            if chunk.first_seq > found.until:
+                break
+            found.take(chunk, streams)
+            if found.full:
+                return found
+        if len(chunks) < TAIL_SCAN_CHUNKS_MAX:
+            found.covered = max(found.covered, found.until)
+        return found
 
-class Passed(NamedTuple):
-    """Retention has deleted the records in (after, before), and a cursor of an endpoint had not passed them."""
+
+class RetentionLoss(NamedTuple):
+    """Retention has deleted the records in (after, before) before a cursor with a holder had passed them."""
 
     after: int
     before: int
-    chunks: list[Chunk]  # those records, oldest first, as far as the allowance reaches and they can be read
+    chunks: list[Chunk]  # these records, oldest first, as far as the allowance reaches and they can be read
 
 
 class Allowance:
-    """How much is still handed over before the next `refill`."""
+    """How many records of a RetentionLoss may still be handed over before the next `refill`."""
 
     def __init__(self) -> None:
         self.refill()
@@ -455,7 +468,7 @@ class Allowance:
         self._records, self._bytes = PASSED_RECORDS_MAX, PASSED_BYTES_MAX
 
     def take(self, chunks: Iterable[Chunk], after: int) -> list[Chunk]:
-        """The first records of `chunks` beyond `after`; nothing is read of chunks that are not needed."""
+        """Returns the first records of `chunks` beyond `after`. Chunks that are not needed are not read."""
         taken: list[Chunk] = []
         if self._records <= 0 or self._bytes <= 0:
             return taken
@@ -463,7 +476,7 @@ class Allowance:
             if chunk.last_seq <= after:
                 continue
             chunk = chunk.after(after)
-            fits = chunk.places_within(self._records, self._bytes)
+            fits = chunk.count_within(self._records, self._bytes)
             if fits:
                 taken.append(chunk.slice(0, fits))
                 self._bytes -= sum(taken[-1].sizes)

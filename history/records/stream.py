@@ -1,6 +1,6 @@
-"""A stream: one topic, or the notifications from one topic to one sink; and how far it has come.
+"""A stream: one topic, or the notifications from one topic to one sink; and its progress.
 
-chunk -> growth_of -> writer's thread: places -> Written -> loop: move -> readers
+chunk -> growth_of -> writer's thread: StreamProgress -> Written -> loop: move -> readers
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from uprotocol import uri as uris
 from uprotocol.core.ustreamer.ids import ENTITY, FRONTIERS
 from uprotocol.v1.uri_pb2 import UUri
 
-_AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a UUri, as protobuf writes it, and then ...
-_LENGTH_MAX: Final = 0x80  # ... its length; longer ones take more bytes
+_AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a serialised UUri, followed by ...
+_LENGTH_MAX: Final = 0x80  # ... its length; lengths from here on take more bytes
 
-_FRONTIERS: Final = UUri(ue_version_major=1, resource_id=FRONTIERS).SerializeToString()  # as such an address ends
+_FRONTIERS: Final = UUri(ue_version_major=1, resource_id=FRONTIERS).SerializeToString()  # the end of such an address
 
-Place = tuple[int, int, int, bytes, int]
-"""How far a stream has come: its first and newest seq, how many records, the newest one's id and time."""
-NOWHERE: Final[Place] = (0, 0, 0, b"", 0)
+StreamProgress = tuple[int, int, int, bytes, int]
+"""Of a stream: its first and newest seq, the number of its records, and the id and append time (ms) of the newest
+one."""
+NO_RECORDS: Final[StreamProgress] = (0, 0, 0, b"", 0)
 
 
 class Stream:
-    """One (source, sink). It belongs to the event loop, and moves when a commit is done.
+    """One (source, sink). It belongs to the event loop, which moves it after each commit.
 
-    The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
+    Addresses are kept as bytes, because there may be very many: a UUri takes ten times the memory.
     """
 
     __slots__ = (
@@ -41,21 +42,21 @@ class Stream:
         "source_bytes",
     )
 
-    def __init__(self, id: int, source: bytes, sink: bytes | None, place: Place = NOWHERE) -> None:
+    def __init__(self, id: int, source: bytes, sink: bytes | None, progress: StreamProgress = NO_RECORDS) -> None:
         self.id, self.source_bytes, self.sink_bytes = id, source, sink
-        self.move(place)
+        self.move(progress)
 
     def __repr__(self) -> str:
         return f"Stream({self.id}, newest_seq={self.newest_seq}, records={self.records})"
 
     @property
     def source(self) -> UUri:
-        """Made anew each time."""
+        """A new object each time."""
         return UUri.FromString(self.source_bytes)
 
     @property
     def sink(self) -> UUri | None:
-        """Made anew each time."""
+        """A new object each time."""
         return None if self.sink_bytes is None else UUri.FromString(self.sink_bytes)
 
     @property
@@ -63,37 +64,37 @@ class Stream:
         return self.source_bytes if self.sink_bytes is None else (self.source_bytes, self.sink_bytes)
 
     @property
-    def place(self) -> Place:
+    def progress(self) -> StreamProgress:
         return self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms
 
-    def row(self, place: Place) -> tuple[Any, ...]:
-        """As it is stored, with that place."""
-        return (self.id, self.source_bytes, self.sink_bytes, *place)
+    def row(self, progress: StreamProgress) -> tuple[Any, ...]:
+        """Returns the row of the table STREAM, with that progress."""
+        return (self.id, self.source_bytes, self.sink_bytes, *progress)
 
-    def move(self, place: Place) -> None:
-        self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms = place
+    def move(self, progress: StreamProgress) -> None:
+        self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms = progress
 
     def grow(self, first_seq: int, newest_seq: int, records: int, newest_id: bytes, time_ms: int) -> None:
         self.move((self.first_seq or first_seq, newest_seq, self.records + records, newest_id, time_ms))
 
 
-def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> Iterator[tuple[int, Place]]:
-    """What each stream of a chunk has there."""
+def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> Iterator[tuple[int, StreamProgress]]:
+    """Yields the id of each stream of a chunk, and its progress within the chunk alone."""
     newest = dict(zip(streams, range(len(streams)), strict=True))
     first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
     counts = Counter(streams)
-    for id, place in newest.items():
-        newest_id = ids[place * ID_BYTES : (place + 1) * ID_BYTES]
-        yield id, (first_seq + first[id], first_seq + place, counts[id], newest_id, time_ms)
+    for id, index in newest.items():
+        newest_id = ids[index * ID_BYTES : (index + 1) * ID_BYTES]
+        yield id, (first_seq + first[id], first_seq + index, counts[id], newest_id, time_ms)
 
 
 def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:
-    """The same for the same address, whatever unknown fields a sender has put into it."""
+    """Returns the same for the same address, even if a sender has added unknown fields."""
     return plain_address(source) if sink is None else (plain_address(source), plain_address(sink))
 
 
 def plain_address(uri: UUri) -> bytes:
-    """As the log has it."""
+    """Returns the form in which a log stores this address."""
     return UUri(
         authority_name=uri.authority_name,
         ue_id=uri.ue_id,
@@ -103,14 +104,15 @@ def plain_address(uri: UUri) -> bytes:
 
 
 def authority_of(address: bytes) -> str:
-    """Of a UUri that is serialised."""
-    if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:  # without parsing it: there may be millions
+    """Returns the authority of a serialised UUri."""
+    if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:  # without parsing: there may be very many
         return address[2 : 2 + address[1]].decode()
     return UUri.FromString(address).authority_name
 
 
 def kind_of(address: bytes) -> bytes:
-    """All but its authority: a fleet has as many kinds of topics as one vehicle has topics."""
+    """Returns a serialised UUri without its authority. A fleet has as many kinds of topics as one vehicle has
+    topics."""
     if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:
         return address[2 + address[1] :]
     uri = UUri.FromString(address)
@@ -122,7 +124,7 @@ _ALL_OF_ONE: Final = kind_of(uris.ANY.SerializeToString())
 
 
 def is_frontier(stream: Stream) -> bool:
-    """Of a topic on which it is told how far epochs have come."""
+    """Returns True for a topic that carries frontiers of epochs."""
     if not stream.source_bytes.endswith(_FRONTIERS):
         return False
     source = stream.source
@@ -130,5 +132,5 @@ def is_frontier(stream: Stream) -> bool:
 
 
 def is_publish(stream: Stream) -> bool:
-    """No sink, or the one that a streamer sets (an authority, all else wildcard)."""
+    """Returns True if there is no sink, or one that a streamer has set (an authority, everything else wildcard)."""
     return stream.sink_bytes is None or kind_of(stream.sink_bytes) == _ALL_OF_ONE

@@ -1,12 +1,12 @@
-"""Proof of where a reader has been: a log that was restored from a copy gives its seqs out again, and can't know it.
-Its readers can.
+"""Proof of the position of a reader. A log that was restored from a copy gives out its seqs again, and can't know it;
+its readers can.
 
 service: record at seq -> digest -> `next` -> reader keeps some of them (learn) -> positions of its next poll
-            agreed: the log still has the newest one, all is well                      |
-                    or another record: here is the newest that both have  <------------'
+            same digest: the log still has the newest of these records               |
+                  or another record: here is the newest that both have  <------------'
 
-A reader keeps the newest witness, and older ones ever further apart. So they agree on a place not many times further
-back than where log and reader part, and what lies between is all that is read twice.
+A reader keeps the newest witness, and older ones at growing distances. So reader and log agree on a position that is
+not many times further back than the point where they differ. Only the records between are read twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, Position, Witness
 if TYPE_CHECKING:
     from history.log.log import Log
 
-# says nothing about a message that its caller may not see; two records agree by chance once in 10^19
+# does not reveal a message that the caller may not see; two records have the same digest once in 10^19
 DIGEST_BYTES: Final = 8
 WITNESSES_MAX: Final = 40  # of one position; a reader keeps at most KNOWN_MAX
 KNOWN_MAX: Final = 33  # distances of 0, 1, 2, 4, ... 2^31 records
@@ -31,7 +31,7 @@ Known = dict[int, bytes]
 
 
 def gap_of(reason: Gap.Reason.ValueType, incarnation: bytes, after: int, before: int = 0) -> Gap:
-    """The records in (after, before) of that log can't be read."""
+    """Returns a gap: the records in (after, before) of that log can't be read."""
     return Gap(reason=reason, incarnation=incarnation, after_seq=after, before_seq=before)
 
 
@@ -39,7 +39,8 @@ def gap_of(reason: Gap.Reason.ValueType, incarnation: bytes, after: int, before:
 
 
 def learn(known: Mapping[int, bytes], *positions: Position) -> Known:
-    """`known` with what the service told, thinned: of each power of two of distance from the newest the oldest."""
+    """Returns `known` with the witnesses of `positions`, thinned: for each power of two of distance from the newest,
+    the oldest one."""
     merged = dict(known)
     for position in positions:
         merged.update((witness.seq, witness.digest) for witness in position.witnesses)
@@ -51,12 +52,12 @@ def learn(known: Mapping[int, bytes], *positions: Position) -> Known:
 
 
 def up_to(known: Mapping[int, bytes], seq: int) -> Known:
-    """What is left of `known` in a log that went back to `seq`."""
+    """Returns the part of `known` that is valid in a log that went back to `seq`."""
     return {one: digest for one, digest in known.items() if one <= seq}
 
 
 def position(incarnation: bytes, seq: int, known: Mapping[int, bytes]) -> Position:
-    """As a request has it."""
+    """Returns the position for a request."""
     return Position(
         incarnation=incarnation, seq=seq, witnesses=[Witness(seq=one, digest=digest) for one, digest in known.items()]
     )
@@ -66,7 +67,7 @@ def position(incarnation: bytes, seq: int, known: Mapping[int, bytes]) -> Positi
 
 
 async def at(log: Log, seq: int) -> list[Witness]:
-    """Of the record at `seq`; none if it isn't there: deleted by retention, damaged, lost, or not yet given out."""
+    """Returns the witness of the record at `seq`; none if it is deleted, damaged, lost, or not given out yet."""
     if not log.floor_seq < seq <= log.newest_seq:
         return []
     found = await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
@@ -77,11 +78,11 @@ async def at(log: Log, seq: int) -> list[Witness]:
 
 
 async def went_back(log: Log, seq: int, known: Known) -> tuple[int, int] | None:
-    """If the log went back behind a caller at `seq`: up to where it is not what the caller knows, and up to where it
-    surely is.
+    """If the log went back behind a caller at `seq`, returns up to where it differs from what the caller knows, and up
+    to where it certainly does not.
 
-    None if it did not, as far as can be told. Looks at the newest record that is known and still there, and only if
-    that is another one now, at those before.
+    Returns None if the log did not go back, as far as this can be known. Compares the newest known record that still
+    exists, and the older ones only if that one differs.
     """
     differs = False
     for one in sorted(known, reverse=True):
@@ -97,5 +98,5 @@ async def went_back(log: Log, seq: int, known: Known) -> tuple[int, int] | None:
 
 
 def _is_beyond(log: Log, seq: int) -> bool:
-    """Nobody can have been given this by the log as it is."""
+    """Returns True if the log in its current state can't have given out this seq."""
     return seq > max(log.newest_seq, *(before - 1 for _, before in log.holes), 0)

@@ -87,7 +87,7 @@ class Consumers:
     def load(self) -> None:
         """What the logs know of earlier runs."""
         for log in self._logs:
-            for row, cursor in log.cursor_rows().items():
+            for row, cursor in log.cursors.all().items():
                 found = owner_of(row)
                 if found is not None and found[0] not in self._owners:
                     self._know(*found, cursor.absent_ms)
@@ -109,7 +109,7 @@ class Consumers:
             self._bind(consumer, owner)
         elif self._now_ms() - self._used_ms[consumer] >= TOUCH_MS:
             self._save(consumer, owner)
-        log.set_cursor(cursor_name(consumer), min(max(seq, log.floor_seq), log.newest_seq), lease_ms=lease_ms)
+        log.cursors.set(cursor_name(consumer), min(max(seq, log.floor_seq), log.newest_seq), lease_ms=lease_ms)
 
     def release(self, consumer: str) -> Owner:
         """Let the next caller that uses it have the name, and go on at its cursor. Raises NOT_FOUND."""
@@ -145,7 +145,7 @@ class Consumers:
 
     def _is_leased(self, consumer: str) -> bool:
         name, now = cursor_name(consumer), self._now_ms()
-        rows = (log.cursor_row(name) for log in self._logs)
+        rows = (log.cursors.get(name) for log in self._logs)
         return any(row is not None and row.lease_until_ms is not None and row.lease_until_ms >= now for row in rows)
 
     def _is_over(self, consumer: str) -> bool:
@@ -159,7 +159,7 @@ class Consumers:
     def _save(self, consumer: str, owner: Owner) -> None:
         assert self._home is not None, "no cursor without a log"
         self._used_ms[consumer] = self._now_ms()
-        self._home.set_cursor(owner.row_name(consumer), 0, absent_ms=self._used_ms[consumer])
+        self._home.cursors.set(owner.row_name(consumer), 0, absent_ms=self._used_ms[consumer])
 
     def _forget(self, consumer: str) -> None:
         owner = self._owners.pop(consumer)
@@ -167,7 +167,7 @@ class Consumers:
         self._by_authority.add(owner.authority, -1)
         self._by_owner.add(owner, -1)
         for log in self._logs:
-            log.drop_cursor(owner.row_name(consumer))
+            log.cursors.drop(owner.row_name(consumer))
 
 
 def owners(rows: Iterable[str]) -> dict[str, Owner]:

@@ -1,6 +1,6 @@
 """What is lost, published on a topic of core.ustreamer: up://AUTHORITY/4/1/8002.
 
-Log.damage at the start, on_damage later ---.
+Log.damage at the start, on_found later ---.
 retention passed what a peer was owed: add --+-> queue (bounded) -> run: publish
 """
 
@@ -43,7 +43,7 @@ class Gaps:
         for one in logs:
             for damage in one.damage:  # told anew at each start, until a person has acknowledged it
                 self._damaged(damage)
-            one.on_damage(self._damaged)
+            one.losses.on_found(self._damaged)
 
     def __repr__(self) -> str:
         return f"Gaps(total={self.total}, lost={self.lost}, queued={len(self._queue)})"

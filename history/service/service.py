@@ -275,7 +275,7 @@ class HistoryService:
             # Of a log that is gone and of which nothing was read nothing is missed, unless it is known to have had
             # records.
             is_gone = incarnation not in self._incarnations
-            if is_gone and (seq or any(log.knows_lost(incarnation) for log in self._logs)):
+            if is_gone and (seq or any(log.losses.knows_lost(incarnation) for log in self._logs)):
                 response.gaps.append(gap_of(Gap.REASON_INCARNATION, incarnation, seq))
         for log in self._logs:
             if log.incarnation not in poll.positions:
@@ -327,7 +327,7 @@ class HistoryService:
         begins."""
         consumer = poll.asked.consumer
         for log, place in poll.places.items():
-            known = log.cursor(cursor_name(consumer))
+            known = log.cursors.seq(cursor_name(consumer))
             seq = poll.acked.get(log.incarnation, place if known is None else known)
             self.consumers.hold(consumer, Owner.of(poll.source), log, seq, poll.lease_ms + int(poll.wait_ms))
         poll.response.lease_ms = poll.lease_ms

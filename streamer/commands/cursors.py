@@ -184,11 +184,11 @@ async def _release(path: Path, consumer: str) -> str:
     if answer is not None:
         return str(answer["owner"])
     async with await _open(path) as log:
-        rows = [name for name in log.cursor_rows() if (found := owner_of(name)) is not None and found[0] == consumer]
+        rows = [name for name in log.cursors.all() if (found := owner_of(name)) is not None and found[0] == consumer]
         if not rows:
             raise UStatusError(UCode.NOT_FOUND, f"no uEntity owns a consumer named {consumer!r}")
         for name in rows:
-            log.drop_cursor(name)
+            log.cursors.drop(name)
         return str(owners(rows)[consumer])
 
 
@@ -199,7 +199,7 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
     topics), or what Log.open says (ALREADY_EXISTS: the streamer runs).
     """
     async with await _open(path) as log:
-        rows = log.cursor_rows()
+        rows = log.cursors.all()
         _require(rows, old)
         leaves, heir = Place.of(rows, old), Place.of(rows, new)
         assert leaves is not None, "it is required"
@@ -209,12 +209,12 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
         both = leaves if heir is None else leaves.earliest(heir)
         for name in rows:
             if _is_of(name, old) or _is_of(name, new):
-                log.drop_cursor(name)
-        log.set_cursor(CURSOR_PREFIX + new, both.seq, holds=True, holder=HOLDER)
+                log.cursors.drop(name)
+        log.cursors.set(CURSOR_PREFIX + new, both.seq, holds=True, holder=HOLDER)
         for stream, seq in both.parked.items():
-            log.set_cursor(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True, holder=HOLDER)
+            log.cursors.set(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True, holder=HOLDER)
         for unit, seq in both.held.items():
-            log.set_cursor(f"{HELD_PREFIX}{new}:{unit}", seq, holder=HOLDER)
+            log.cursors.set(f"{HELD_PREFIX}{new}:{unit}", seq, holder=HOLDER)
     return next(one for one in listed(path) if one.endpoint == new)
 
 
@@ -284,11 +284,11 @@ async def _forget(path: Path, endpoint: str) -> int:
     """What waits for `endpoint` waits no more; how many records that were. Raises as `_adopt`."""
     records = sum(one.records for one in listed(path) if one.endpoint == endpoint)
     async with await _open(path) as log:
-        rows = log.cursor_rows()
+        rows = log.cursors.all()
         _require(rows, endpoint)
         for name in rows:
             if _is_of(name, endpoint):
-                log.drop_cursor(name)
+                log.cursors.drop(name)
     return records
 
 

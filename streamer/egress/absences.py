@@ -24,10 +24,10 @@ class OwnedCursor:
     def begin(self) -> bool:
         """Load it, and save it at the position to go on from. Returns True if it is new: then nothing of what the log
         has already is for the owner."""
-        stored, is_new = self._log.cursor_rows().get(self.name), False
+        stored, is_new = self._log.cursors.all().get(self.name), False
         if stored is not None:
             self.seq, self.absent_ms = min(stored.seq, self._log.newest_seq), stored.absent_ms
-        elif self._log.cursors_lost:  # it may be among them: to send again is better than to skip
+        elif self._log.cursors.lost:  # it may be among them: to send again is better than to skip
             self.seq = self._log.floor_seq
         else:
             self.seq, is_new = self._log.newest_seq, True
@@ -47,4 +47,4 @@ class OwnedCursor:
 
     def save(self) -> None:
         holds = self.absent_ms < self._limit_ms
-        self._log.set_cursor(self.name, self.seq, holds=holds, absent_ms=self.absent_ms, holder=HOLDER)
+        self._log.cursors.set(self.name, self.seq, holds=holds, absent_ms=self.absent_ms, holder=HOLDER)

@@ -98,7 +98,7 @@ class Claims:
         known = {pump.peer.name for pump in self._pumps}
         for one in self._logs:
             found: dict[str, Unclaimed] = {}
-            for name, cursor in one.cursor_rows().items():
+            for name, cursor in one.cursors.all().items():
                 endpoint = _owner(name)
                 if endpoint and endpoint not in known:
                     waits = found.setdefault(endpoint, Unclaimed(endpoint, one, {}, 0))
@@ -111,11 +111,11 @@ class Claims:
                     log.error("records wait for an endpoint that is not configured", endpoint=waits.endpoint, **counts)
                 else:
                     for name in waits.cursors:
-                        one.drop_cursor(name)
+                        one.cursors.drop(name)
             if any(waits.log is one for waits in self.unclaimed):
                 for pump in self._pumps:
                     if pump.log is one and pump.is_new:  # it may be the other's new name
-                        one.set_cursor(BEGAN_PREFIX + pump.peer.name, pump.cursor)
+                        one.cursors.set(BEGAN_PREFIX + pump.peer.name, pump.cursor)
 
     async def watch(self) -> None:
         """Save how long each endpoint has been away, until cancelled."""
@@ -141,7 +141,7 @@ class Claims:
         for waits in self.unclaimed:
             waits.absent_ms += ms
             for name, seq in waits.cursors.items():
-                waits.log.set_cursor(name, seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
+                waits.log.cursors.set(name, seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
 
     def conditions(self) -> Iterator[Condition]:
         for pump in self._pumps:

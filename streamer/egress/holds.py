@@ -29,7 +29,8 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 import structlog
 
-from history.log.log import CURSORS_MAX, Log
+from history.log.cursors import CURSORS_MAX
+from history.log.log import Log
 from streamer.egress.blocked import Item
 from streamer.walk.view import Target
 from uprotocol.status import code_name
@@ -71,7 +72,7 @@ log = structlog.get_logger()
 
 def cursors_left(source: Log) -> int:
     """Returns how many more rows holds may have; the rest is for other cursors."""
-    return CURSORS_MAX - CURSORS_RESERVED - source.cursor_count
+    return CURSORS_MAX - CURSORS_RESERVED - len(source.cursors)
 
 
 class _Ages(Generic[T]):
@@ -136,14 +137,14 @@ class TopicHolds(dict[int, TopicHold]):
 
     def load(self) -> None:
         """Load what was held when the log was closed. Who was served then is not on disk: they may get it twice."""
-        for name, cursor in self._log.cursor_rows().items():
+        for name, cursor in self._log.cursors.all().items():
             number = name.removeprefix(self._prefix)
             if number == name:
                 continue
             if number.isdecimal() and self._log.knows_stream(int(number)):
                 self._add(int(number), TopicHold(cursor.seq, self._ran_ms - cursor.absent_ms))
             else:
-                self._log.drop_cursor(name)
+                self._log.cursors.drop(name)
 
     def _add(self, stream: int, hold: TopicHold) -> None:
         self[stream] = hold
@@ -178,7 +179,7 @@ class TopicHolds(dict[int, TopicHold]):
 
     def forget(self, stream: int) -> None:
         del self[stream]
-        self._log.drop_cursor(f"{self._prefix}{stream}")
+        self._log.cursors.drop(f"{self._prefix}{stream}")
 
     def wait(self, ms: int) -> None:
         """So much time has passed. Costs the same for any number of topics, except those whose save is due."""
@@ -194,7 +195,7 @@ class TopicHolds(dict[int, TopicHold]):
         waited_ms = int(self._ran_ms - parked.began)
         holds = waited_ms < self._wait_ms_max
         cursor = f"{self._prefix}{stream}"
-        self._log.set_cursor(cursor, parked.after, holds=holds, absent_ms=waited_ms, holder=HOLDER)
+        self._log.cursors.set(cursor, parked.after, holds=holds, absent_ms=waited_ms, holder=HOLDER)
 
 
 class OwedTopics(dict[int, int]):
@@ -206,7 +207,7 @@ class OwedTopics(dict[int, int]):
         self._log, self._prefix = source, f"{OWED_PREFIX}{peer}:"
 
     def load(self) -> None:
-        for name, cursor in self._log.cursor_rows().items():
+        for name, cursor in self._log.cursors.all().items():
             number = name.removeprefix(self._prefix)
             if number != name:
                 self[int(number)] = cursor.seq
@@ -214,7 +215,7 @@ class OwedTopics(dict[int, int]):
     def add(self, owed: Mapping[int, int]) -> None:
         for stream, after in owed.items():
             self[stream] = after
-            self._log.set_cursor(f"{self._prefix}{stream}", after)
+            self._log.cursors.set(f"{self._prefix}{stream}", after)
 
     def move(self, after: int) -> None:
         """Retention has deleted the records up to `after`."""
@@ -223,7 +224,7 @@ class OwedTopics(dict[int, int]):
     def clear_all(self) -> None:
         """The peer has all of them."""
         for stream in self:
-            self._log.drop_cursor(f"{self._prefix}{stream}")
+            self._log.cursors.drop(f"{self._prefix}{stream}")
         self.clear()
 
 
@@ -376,7 +377,7 @@ class AddressHolds(dict[str, AddressHold]):
         """Load what was held when the log was closed."""
         prefix = f"{HELD_PREFIX}{self._peer}:"
         now = self._time()
-        for name, cursor in self._log.cursor_rows().items():
+        for name, cursor in self._log.cursors.all().items():
             rest = name.removeprefix(prefix)
             if rest == name:
                 continue
@@ -537,7 +538,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def _change_kind(self, hold: AddressHold, kind: Kind) -> None:
         if hold.has_row:
-            self._log.drop_cursor(self._row_of(hold))
+            self._log.cursors.drop(self._row_of(hold))
         self._totals.count(hold, -1)
         hold.kind = kind
         self._totals.count(hold, 1)
@@ -639,7 +640,7 @@ class AddressHolds(dict[str, AddressHold]):
             self._covered -= len(hold.covers or ())
             del self._merged[hold.unit]
         if hold.has_row:
-            self._log.drop_cursor(self._row_of(hold))
+            self._log.cursors.drop(self._row_of(hold))
 
     def uncover(self, hold: AddressHold) -> None:
         """A merged unit is read back: from now on it covers only addresses that are refused again."""
@@ -676,7 +677,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._young.pop(hold.unit, None)
         hold.has_row = True
         hold.saved_s = self._time() - hold.began
-        self._log.set_cursor(self._row_of(hold), hold.after, absent_ms=int(hold.saved_s * 1000), holder=HOLDER)
+        self._log.cursors.set(self._row_of(hold), hold.after, absent_ms=int(hold.saved_s * 1000), holder=HOLDER)
 
 
 def _why(status: UStatus) -> str:

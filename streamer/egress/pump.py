@@ -20,7 +20,7 @@ from typing import Final
 
 import structlog
 
-from history.log.log import Log, Passed
+from history.log.log import Log, RetentionLoss
 from streamer.egress.absences import OwnedCursor
 from streamer.egress.blocked import Aside, Item, Outbox
 from streamer.egress.catch_up import CatchUp
@@ -108,7 +108,7 @@ class Pump:
         flow.follow(self)
         paused.on_change(self.wake)
         source.on_append(self._wake.set)
-        source.on_passed(self._passed)
+        source.on_retention_loss(self._passed)
         source.on_forgotten(self._forgotten)
         source.keep_streams(self._in_hand)
         peer.on_heard(self._heard_at)
@@ -421,7 +421,7 @@ class Pump:
         self.plans.forget(streams)
         self.deliveries.forget(streams)
 
-    def _passed(self, passed: Passed) -> None:
+    def _passed(self, passed: RetentionLoss) -> None:
         """Retention has deleted records that this peer may not have had: a dead letter for each while they are few,
         beyond that one range is reported."""
         items = chain.from_iterable(map(items_of, passed.chunks))

@@ -24,8 +24,8 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from history.epochs.frontier import Epoch
-from history.file.writer import Followed as Notes
-from history.log.followed import PLACE_BYTES_MAX
+from history.file.writer import FollowedFrom as Notes
+from history.log.followed import POSITION_BYTES_MAX
 from history.log.log import Log
 from history.reading.acceptor import Accepted, Acceptor, Places, Record
 from history.reading.following import Following, Mode
@@ -221,7 +221,7 @@ class Followed:
         self._pending = Pending()
         self._room = asyncio.Event()
         self._came = asyncio.Event()
-        stored = self._log.place(self.key)
+        stored = self._log.followed.position(self.key)
         self._has_place = stored is not None  # on disk
         # plain messages with later ids are copies of what is followed; None: not known yet. As told, and as on disk
         self._told_since = self._copies_since = _since(stored) if stored is not None else None
@@ -518,7 +518,7 @@ class Followed:
 
     async def _keep_first(self, places: Places) -> None:
         since = self._told_since
-        self._log.keep_place(self.key, self._stored(places))
+        self._log.followed.keep(self.key, self._stored(places))
         await self._log.saved()
         self._has_place, self._copies_since = True, since
 
@@ -657,7 +657,7 @@ class Followed:
             self.counts["stored"] += sum(one.key is not None for one in share)
             is_kept = target is self._log
         if not is_kept:
-            self._log.keep_place(self.key, place)
+            self._log.followed.keep(self.key, place)
         self._untold -= sum(isinstance(record, Beginning) for record in pending.records)
         if self._log.frontier_ids and self._covered_kept != pending.covered == self._covered_digest:
             self._keep_covered(pending.covered)
@@ -666,12 +666,12 @@ class Followed:
     def _keep_covered(self, digest: Digest) -> None:
         """Apart from the place, which has only a digest of it: it is long, and changes seldom."""
         topics = Beginning(topics=self._covered).SerializeToString()
-        self._log.keep_place(COVERED + self.key, topics if len(topics) <= PLACE_BYTES_MAX else None, at_once=True)
+        self._log.followed.keep(COVERED + self.key, topics if len(topics) <= POSITION_BYTES_MAX else None, at_once=True)
         self._covered_kept = digest
 
     def _covered_before(self, stored: bytes | None) -> Covered:
         """A restart; nothing, where what is known of it is not of that place."""
-        kept = self._log.place(COVERED + self.key)
+        kept = self._log.followed.position(COVERED + self.key)
         if stored is None or kept is None:
             return Covered()
         covered = Covered(Beginning.FromString(kept).topics)
@@ -754,7 +754,7 @@ class Followed:
 
     def _committed(self) -> Places:
         """Where we are, as far as our log says."""
-        places, stored = Places(), self._log.place(self.key)
+        places, stored = Places(), self._log.followed.position(self.key)
         if stored is not None:
             for position in FollowedPlaces.FromString(stored).positions:
                 places.positions[position.incarnation] = position.seq

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from history.file.writer import Followed as Notes
+from history.file.writer import FollowedFrom as Notes
 from history.log.log import Log
 from history.reading.client import Frames, HistoryClient
 from history.service.pushing import window_bytes_of_each
@@ -112,7 +112,7 @@ class Follows(UListener):
         for follow in self._configured:
             if not follow.is_wide:
                 self._follow(self._address(follow), follow.endpoint, follow)
-        for key in self.logs.durable.places():
+        for key in self.logs.durable.followed.positions():
             if not key.startswith(COVERED):
                 self._resume(key)
 
@@ -167,7 +167,7 @@ class Follows(UListener):
                     await backoff.wait()
                     continue
             for one in (key, COVERED + key):
-                self.logs.durable.keep_place(one, None)
+                self.logs.durable.followed.keep(one, None)
             log.info("a history is not followed any more", service=key)
             return
 

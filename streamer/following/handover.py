@@ -78,14 +78,14 @@ class HandOvers:
         """Endpoint, log, and how many of its records the follower has not said to be safe."""
         for name in self._taken:
             for source in self._logs:
-                if (seq := source.cursor(FOLLOWED_PREFIX + name)) is not None:
+                if (seq := source.cursors.seq(FOLLOWED_PREFIX + name)) is not None:
                     yield name, source, source.newest_seq - seq
 
     def load(self) -> None:
         """Go on as before the restart; behind the pumps' `begin`. An endpoint that names no follower any more is pushed
         to again."""
         for name, pumps in self._pumps.items():
-            held = [row for pump in pumps if (row := pump.log.cursor_row(FOLLOWED_PREFIX + name)) is not None]
+            held = [row for pump in pumps if (row := pump.log.cursors.get(FOLLOWED_PREFIX + name)) is not None]
             if not held:
                 continue
             if name in self._followed_by:
@@ -94,19 +94,19 @@ class HandOvers:
             else:
                 log.warning("an endpoint names no follower any more: publishes are pushed again", endpoint=name)
             for pump in pumps:
-                seq = pump.log.cursor(FOLLOWED_PREFIX + name)
+                seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
                 if name in self._followed_by:
                     pump.is_followed = True
                     if seq is None:  # of a log in memory
                         self._hold(name, pump.log, pump.cursor)
                 elif seq is not None:
                     pump.go_back(seq)
-                    pump.log.drop_cursor(FOLLOWED_PREFIX + name)
+                    pump.log.cursors.drop(FOLLOWED_PREFIX + name)
 
     def _hold(self, name: str, source: Log, seq: int) -> None:
         silent_ms = self._silent_ms.get(name, 0)
         holds = silent_ms < self._absent_ms_max
-        source.set_cursor(FOLLOWED_PREFIX + name, seq, holds=holds, absent_ms=int(silent_ms))
+        source.cursors.set(FOLLOWED_PREFIX + name, seq, holds=holds, absent_ms=int(silent_ms))
 
     def _heard(self, name: str) -> None:
         if self._silent_ms.pop(name, 0) >= SAVE_MS:
@@ -121,7 +121,7 @@ class HandOvers:
     def _save(self, name: str) -> None:
         self._saved_ms[name] = self._silent_ms.get(name, 0)
         for pump in self._pumps[name]:
-            if (seq := pump.log.cursor(FOLLOWED_PREFIX + name)) is not None:
+            if (seq := pump.log.cursors.seq(FOLLOWED_PREFIX + name)) is not None:
                 self._hold(name, pump.log, seq)
 
     def _check_pause(self, peer: Endpoint) -> None:
@@ -186,7 +186,7 @@ class HandOvers:
         return [self._position(name, pump) for pump in self._pumps[name]]
 
     def _position(self, name: str, pump: Pump) -> Position:
-        seq = pump.log.cursor(FOLLOWED_PREFIX + name)
+        seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
         assert seq is not None, "it was set when it was handed over"
         return Position(
             incarnation=pump.log.incarnation, seq=seq, in_memory=not pump.log.durable, held=_held_topics(pump)
@@ -195,13 +195,13 @@ class HandOvers:
     async def _end(self, name: str, positions: Mapping[bytes, int]) -> list[Position]:
         ended: list[Position] = []
         for pump in self._pumps[name]:
-            seq = pump.log.cursor(FOLLOWED_PREFIX + name)
+            seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
             if seq is None:
                 continue
             had = positions.get(pump.log.incarnation, 0)
             seq = min(max(seq, had), pump.log.newest_seq)
             await pump.resume_publishes(seq, had)
-            pump.log.drop_cursor(FOLLOWED_PREFIX + name)
+            pump.log.cursors.drop(FOLLOWED_PREFIX + name)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
         if name in self._taken:
             self._taken.discard(name)
@@ -218,7 +218,7 @@ class HandOvers:
             self._heard(name)
             for pump in self._pumps[name]:
                 source = pump.log
-                seq, known = positions.get(source.incarnation, 0), source.cursor(FOLLOWED_PREFIX + name)
+                seq, known = positions.get(source.incarnation, 0), source.cursors.seq(FOLLOWED_PREFIX + name)
                 if known is None or not known <= seq <= source.newest_seq:
                     continue
                 if known < seq:

@@ -48,9 +48,9 @@ def config(tmp_path: Path) -> Path:
         async with await Log.open(tmp_path / "history.db", name="durable") as log:
             stream = log.stream_id(TOPIC)
             await log.append([stream] * 10, [UMessageBuilder.publish(TOPIC).build() for _ in range(10)])
-            log.set_cursor("egress:vehicle", 10, holds=True)
-            log.set_cursor("egress:cloud", 4, holds=True, absent_ms=7_200_000)
-            log.set_cursor(f"parked:cloud:{stream}", 2, holds=True)
+            log.cursors.set("egress:vehicle", 10, holds=True)
+            log.cursors.set("egress:cloud", 4, holds=True, absent_ms=7_200_000)
+            log.cursors.set(f"parked:cloud:{stream}", 2, holds=True)
 
     asyncio.run(fill())
     path = tmp_path / "vehicle.toml"
@@ -92,14 +92,14 @@ def test_both_get_what_they_have_not_had_of_a_parked_topic(config: Path) -> None
 
     async def park() -> None:
         async with await Log.open(config.parent / "history.db", name="durable") as log:
-            log.set_cursor("egress:cloud-eu", 9, holds=True)
-            log.set_cursor("began:cloud-eu", 9)
+            log.cursors.set("egress:cloud-eu", 9, holds=True)
+            log.cursors.set("began:cloud-eu", 9)
             for stream, seq in ((7, 6), (8, 3)):
-                log.set_cursor(f"parked:cloud-eu:{stream}", seq, holds=True)
+                log.cursors.set(f"parked:cloud-eu:{stream}", seq, holds=True)
 
     async def after() -> dict[str, int]:
         async with await Log.open(config.parent / "history.db", name="durable") as log:
-            return log.cursors()
+            return log.cursors.seqs()
 
     asyncio.run(park())
     said("cursors", "adopt", "cloud", "cloud-eu", "--config", str(config))
@@ -165,7 +165,7 @@ def test_whose_a_consumers_name_is_and_how_it_is_released(config: Path) -> None:
     async def hold() -> None:
         async with await Log.open(config.parent / "history.db", name="durable") as log:
             Consumers([log], now_ms).hold("job", Owner("cloud", 0x20), log, 7, 3_600_000)
-            log.set_cursor("consumer:old", 9, lease_ms=1)
+            log.cursors.set("consumer:old", 9, lease_ms=1)
 
     asyncio.run(hold())
     job, old = said("cursors", "consumers", "--config", str(config))
@@ -205,7 +205,7 @@ async def test_the_streamer_that_runs_lists_its_cursors(config: Path) -> None:
     """Its file is behind: a cursor that has only moved on is written some seconds later."""
     path = config.parent / "history.db"
     async with running(config) as streamer:
-        streamer.logs.durable.set_cursor("egress:vehicle", 6, holds=True)
+        streamer.logs.durable.cursors.set("egress:vehicle", 6, holds=True)
         asked = await asyncio.to_thread(cursors.asked, path)
         assert {one.endpoint: (one.seq, one.records) for one in asked}["vehicle"] == (6, 4)
         assert [one.endpoint for one in asked] == ["cloud", "cloud-eu", "vehicle"]

@@ -45,7 +45,7 @@ def data_dir(tmp_path: Path) -> Path:
             id = log.stream_id(TOPIC)
             for _ in range(10):
                 await log.append([id] * 2, [UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x", 5))] * 2)
-            log.set_cursor("egress:cloud", 3, holds=True)
+            log.cursors.set("egress:cloud", 3, holds=True)
 
     asyncio.run(make())
     return tmp_path

@@ -21,9 +21,9 @@ from history.file import rows
 from history.file.load import NEXT_STREAM
 from history.file.store import Store
 from history.file.verify import verify
-from history.file.writer import CURSORS_IDLE_S, Followed
+from history.file.writer import CURSORS_IDLE_S, FollowedFrom
 from history.log import followed as followed_module
-from history.log.durable import Disk
+from history.log.durable import DurableStorage
 from history.log.log import Log
 from history.reading.subscriber import HistoryClient
 from history.records.chunk import Origin
@@ -44,11 +44,11 @@ def message(number: int) -> EncodedMessage:
     return EncodedMessage.of(UMessageBuilder.publish(TOPICS[number % 3]).build_from_upayload(payload))
 
 
-def from_there(*seqs: int, key: str = "other", place: bytes | None = None) -> Followed:
-    return Followed([Origin(OTHER, seq) for seq in seqs], key, b"at %d" % seqs[-1] if place is None else place)
+def from_there(*seqs: int, key: str = "other", place: bytes | None = None) -> FollowedFrom:
+    return FollowedFrom([Origin(OTHER, seq) for seq in seqs], key, b"at %d" % seqs[-1] if place is None else place)
 
 
-def append(log: Log, *numbers: int, followed: Followed | None = None) -> asyncio.Future[int]:
+def append(log: Log, *numbers: int, followed: FollowedFrom | None = None) -> asyncio.Future[int]:
     streams = [log.stream_id(TOPICS[number % 3]) for number in numbers]
     return log.append(streams, [message(number) for number in numbers], followed)
 
@@ -115,22 +115,22 @@ def path(tmp_path: Path) -> Path:
 
 async def test_records_tell_where_they_come_from_and_the_place_is_known_with_them(log: Log) -> None:
     seen: list[bytes | None] = []
-    log.on_append(lambda: seen.append(log.place("other")))
-    assert (log.places(), log.place("other")) == ({}, None)
+    log.on_append(lambda: seen.append(log.followed.position("other")))
+    assert (log.followed.positions(), log.followed.position("other")) == ({}, None)
     first = follow(log, 4, 7)
-    first.add_done_callback(lambda _: seen.append(log.place("other")))
+    first.add_done_callback(lambda _: seen.append(log.followed.position("other")))
     assert await first == 1
     assert await append(log, 5) == 3
     assert seen[:2] == [b"at 7", b"at 7"]
     assert await taken(log) == [*of_there(4, 7), (5, None)]
-    assert log.places() == {"other": b"at 7"}
+    assert log.followed.positions() == {"other": b"at 7"}
 
 
 async def test_appends_of_one_transaction_each_keep_theirs_and_the_last_of_a_key_holds(log: Log) -> None:
     appends = [follow(log, 1), append(log, 8, 9), follow(log, 2, 3), follow(log, 5, key="another")]
     assert await asyncio.gather(*appends) == [1, 2, 4, 6]
     assert await taken(log) == [*of_there(1), (8, None), (9, None), *of_there(2, 3), *of_there(5)]
-    assert log.places() == {"other": b"at 3", "another": b"at 5"}
+    assert log.followed.positions() == {"other": b"at 3", "another": b"at 5"}
     wanted = {log.stream_id(TOPICS[2])}
     picked = [chunk for chunk in await log.read(0, streams=wanted) if chunk.origins]
     assert [origin for chunk in picked for origin in chunk.origins or () if origin] == [
@@ -139,49 +139,49 @@ async def test_appends_of_one_transaction_each_keep_theirs_and_the_last_of_a_key
 
 
 async def test_a_place_moves_and_is_forgotten_without_records(log: Log) -> None:
-    log.keep_place("other", b"at 9")
-    assert log.place("other") == b"at 9"
+    log.followed.keep("other", b"at 9")
+    assert log.followed.position("other") == b"at 9"
     await follow(log, 12)
-    log.keep_place("other", b"at 30")
-    log.keep_place("never", None)
-    assert log.places() == {"other": b"at 30"}
-    log.keep_place("other", None)
-    assert log.places() == {}
+    log.followed.keep("other", b"at 30")
+    log.followed.keep("never", None)
+    assert log.followed.positions() == {"other": b"at 30"}
+    log.followed.keep("other", None)
+    assert log.followed.positions() == {}
 
 
 async def test_only_so_many_logs_are_followed(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followed_module, "PLACES_MAX", 3)
-    log.keep_place("a", b"1")
+    monkeypatch.setattr(followed_module, "FOLLOWED_MAX", 3)
+    log.followed.keep("a", b"1")
     appends = [follow(log, 1, key=key) for key in "abcd"]
     with pytest.raises(UStatusError, match="3 logs are followed") as error:
         await appends.pop()
     assert error.value.code == UCode.RESOURCE_EXHAUSTED
     await asyncio.gather(*appends)
     with pytest.raises(UStatusError) as error:
-        log.keep_place("d", b"1")
+        log.followed.keep("d", b"1")
     assert error.value.code == UCode.RESOURCE_EXHAUSTED
-    log.keep_place("a", b"2")
-    log.keep_place("b", None)
+    log.followed.keep("a", b"2")
+    log.followed.keep("b", None)
     await follow(log, 2, key="d")
-    assert log.places() == {"a": b"2", "c": b"at 1", "d": b"at 2"}
+    assert log.followed.positions() == {"a": b"2", "c": b"at 1", "d": b"at 2"}
 
 
 async def test_what_would_be_wrong_for_ever_is_a_mistake_of_the_program(path: Path) -> None:
     async with await open_log(path) as log:
         under_way = follow(log, 1)
-        with pytest.raises(AssertionError, match="ahead of the records"):
-            log.keep_place("other", b"at 2")
+        with pytest.raises(AssertionError, match="before the records"):
+            log.followed.keep("other", b"at 2")
         for wrong in (
             from_there(1, 2),
             from_there(0),
             from_there(1 << 63),
-            Followed([Origin(b"short", 1)], "other", b""),
-            from_there(1, place=bytes(followed_module.PLACE_BYTES_MAX + 1)),
+            FollowedFrom([Origin(b"short", 1)], "other", b""),
+            from_there(1, place=bytes(followed_module.POSITION_BYTES_MAX + 1)),
         ):
             with pytest.raises(AssertionError):
                 append(log, 1, followed=wrong)
         await under_way
-        log.keep_place("other", bytes(followed_module.PLACE_BYTES_MAX))
+        log.followed.keep("other", bytes(followed_module.POSITION_BYTES_MAX))
         assert await taken(log) == of_there(1)
 
 
@@ -191,30 +191,30 @@ async def test_what_would_be_wrong_for_ever_is_a_mistake_of_the_program(path: Pa
 async def test_a_restart_finds_all_of_it(path: Path) -> None:
     async with await open_log(path) as log:
         await asyncio.gather(follow(log, 1, 2), append(log, 7), follow(log, 3, key="another"))
-        log.keep_place("another", b"at 40")
-        log.keep_place("third", b"\0")
-        log.keep_place("gone", b"1")
+        log.followed.keep("another", b"at 40")
+        log.followed.keep("third", b"\0")
+        log.followed.keep("gone", b"1")
     async with await open_log(path) as log:
-        assert log.places() == {"other": b"at 2", "another": b"at 40", "third": b"\0", "gone": b"1"}
+        assert log.followed.positions() == {"other": b"at 2", "another": b"at 40", "third": b"\0", "gone": b"1"}
         assert await taken(log) == [*of_there(1, 2), (7, None), *of_there(3)]
         assert (log.damage, await log.seq_of_id(message(0).id_bytes)) == ([], None)
         assert len(await log.recent_ids(10)) == 4
-        log.keep_place("gone", None)
+        log.followed.keep("gone", None)
     assert verify(path).is_sound
     assert on_disk(path).keys() == {"other", "another", "third"}
 
 
 async def test_a_fleet_s_places_are_there_after_a_restart(path: Path) -> None:
-    fleet = {f"vehicle{number}": b"%d" % number * 40 for number in range(followed_module.PLACES_MAX)}
+    fleet = {f"vehicle{number}": b"%d" % number * 40 for number in range(followed_module.FOLLOWED_MAX)}
     async with await open_log(path) as log:
         for key in list(fleet)[::2]:
-            log.keep_place(key, fleet[key])
+            log.followed.keep(key, fleet[key])
         rest = list(fleet)[1::2]
         await asyncio.gather(*(append(log, 1, followed=from_there(1, key=key, place=fleet[key])) for key in rest))
         with pytest.raises(UStatusError, match="limit"):
-            log.keep_place("one more", b"")
+            log.followed.keep("one more", b"")
     async with await open_log(path) as log:
-        assert log.places() == fleet
+        assert log.followed.positions() == fleet
 
 
 CHILD = """
@@ -226,11 +226,11 @@ async def main():
     log = await open_log(Path(sys.argv[1]))
 
     async def one(key):
-        seq = int((log.place(key) or b"at 0")[3:])
+        seq = int((log.followed.position(key) or b"at 0")[3:])
         while True:
             if seq % 4 == 3:  # the next one is not for us
                 seq += 1
-                log.keep_place(key, b"at %d" % seq)
+                log.followed.keep(key, b"at %d" % seq)
             else:
                 await follow(log, *range(seq + 1, seq + 4), key=key)
                 seq += 3
@@ -257,7 +257,7 @@ async def test_after_kill_9_records_and_places_agree(path: Path) -> None:
             await process.wait()
         async with await open_log(path) as log:
             stored = [number for number, _ in await taken(log)]
-            at = {key: int(place[3:]) for key, place in log.places().items()}
+            at = {key: int(place[3:]) for key, place in log.followed.positions().items()}
             assert at.keys() == told.keys()
             assert all(seq - 1 <= at[key] for key, seq in told.items()), "only what was passed may be passed again"
             took = sorted(number for key in at for number in range(1, at[key] + 1) if number % 4)
@@ -272,7 +272,7 @@ async def test_the_first_one_is_on_disk_soon_though_nothing_came_with_it(path: P
     """Who is killed before it is begins anew, and misses what came meanwhile."""
     async with await open_log(path, Clock()) as log:
         for place in (b"at 4", None, b"at 5"):
-            log.keep_place("other", place)
+            log.followed.keep("other", place)
         async with asyncio.timeout(30):
             while on_disk(path) != {"other": b"at 5"}:  # noqa: ASYNC110 - the writer says nothing of it
                 await asyncio.sleep(0.02)
@@ -282,26 +282,26 @@ async def test_it_rides_with_a_commit_or_is_written_after_a_while(path: Path) ->
     clock = Clock()
     async with await open_log(path, clock) as log:
         for number in (3, 4, 5):
-            log.keep_place("other", b"at %d" % number)
+            log.followed.keep("other", b"at %d" % number)
             await append(log, number)
         assert on_disk(path) == {"other": b"at 4"}, "a second has not passed"
         clock.seconds += 1
         await append(log, 3)
         assert on_disk(path) == {"other": b"at 5"}
-        log.keep_place("other", b"at 6")
+        log.followed.keep("other", b"at 6")
         clock.seconds += CURSORS_IDLE_S
         async with asyncio.timeout(30):
             while on_disk(path) != {"other": b"at 6"}:  # noqa: ASYNC110 - the writer looks every second
                 await asyncio.sleep(0.02)
-        log.keep_place("other", b"at 7")
+        log.followed.keep("other", b"at 7")
     assert on_disk(path) == {"other": b"at 7"}
 
 
 async def test_all_that_has_moved_is_on_disk_when_that_is_asked_for(path: Path) -> None:
     async with await open_log(path, Clock()) as log:
         for number in (1, 2, 3):
-            log.keep_place("other", b"at %d" % number)
-            log.set_cursor("egress", number)
+            log.followed.keep("other", b"at %d" % number)
+            log.cursors.set("egress", number)
             await log.saved()
             assert on_disk(path) == {"other": b"at %d" % number}
             assert cursors_on_disk(path) == {"egress": number}
@@ -312,7 +312,7 @@ async def test_a_cursor_that_goes_back_does_so_with_the_next_commit(path: Path) 
     async with await open_log(path, Clock()) as log:
         for seq in (1, 9, 4):
             await append(log, *range(5))
-            log.set_cursor("egress", seq)
+            log.cursors.set("egress", seq)
             await append(log, seq)
             assert cursors_on_disk(path) == {"egress": seq}
 
@@ -321,8 +321,8 @@ async def test_it_never_takes_back_what_came_with_records_after_it(path: Path) -
     clock = Clock()
     async with await open_log(path, clock) as log:
         for number in (0, 1, 2):
-            log.keep_place("other", b"at %d" % (number + 3))
-            log.keep_place("another", b"at %d" % number)
+            log.followed.keep("other", b"at %d" % (number + 3))
+            log.followed.keep("another", b"at %d" % number)
             if number < 2:
                 await append(log, 1)
         await follow(log, 6)
@@ -330,7 +330,7 @@ async def test_it_never_takes_back_what_came_with_records_after_it(path: Path) -
         clock.seconds += 2
         await append(log, 2)
         assert on_disk(path) == {"other": b"at 6", "another": b"at 2"}
-        assert log.places() == on_disk(path)
+        assert log.followed.positions() == on_disk(path)
 
 
 # -- commits that fail
@@ -348,19 +348,19 @@ async def test_a_commit_that_fails_leaves_neither_records_nor_place(
     async with await open_log(path, clock) as log:
         if known:
             await follow(log, 1)
-        before = log.places()
+        before = log.followed.positions()
         monkeypatch.setattr(Store, "commit", fail)
         failed = [follow(log, 2, 3), append(log, 8), follow(log, 4)]
         assert [type(one) for one in await asyncio.gather(*failed, return_exceptions=True)] == [UStatusError] * 3
         monkeypatch.undo()
-        assert log.places() == before
+        assert log.followed.positions() == before
         clock.seconds += 2
         await append(log, 9)
         assert on_disk(path) == before, "what another commit brings is not what failed"
-        log.keep_place("other", b"at 1.5")
+        log.followed.keep("other", b"at 1.5")
         await follow(log, 2, 3)
     async with await open_log(path) as log:
-        assert log.place("other") == b"at 3"
+        assert log.followed.position("other") == b"at 3"
         assert await taken(log) == [*of_there(*([1] if known else [])), (9, None), *of_there(2, 3)]
 
 
@@ -369,14 +369,14 @@ async def test_a_place_that_only_moved_outlives_a_commit_that_fails(
 ) -> None:
     clock = Clock()
     async with await open_log(path, clock) as log:
-        log.keep_place("other", b"at 0")
+        log.followed.keep("other", b"at 0")
         await follow(log, 1)
-        log.keep_place("other", b"at 5")
+        log.followed.keep("other", b"at 5")
         monkeypatch.setattr(Store, "commit", fail)
         with pytest.raises(UStatusError):
             await follow(log, 6)
         monkeypatch.undo()
-        assert log.place("other") == b"at 5"
+        assert log.followed.position("other") == b"at 5"
         clock.seconds += 2
         await append(log, 9)
         assert on_disk(path) == {"other": b"at 5"}
@@ -398,7 +398,7 @@ class Fails:
 
 def spoil(log: Log) -> None:
     """The next commit."""
-    assert isinstance(log._storage, Disk)
+    assert isinstance(log._storage, DurableStorage)
     writer = log._storage.writer
     writer._next_retention = float("inf")  # it would make a new connection, which undoes what happened
     writer._store.file.db = Fails(writer._store.file.connect())  # type: ignore[assignment]
@@ -407,8 +407,8 @@ def spoil(log: Log) -> None:
 @contextlib.asynccontextmanager
 async def one_commit(log: Log) -> AsyncIterator[None]:
     """What is appended in the block shares a transaction: the writer waits for its end."""
-    assert isinstance(log._storage, Disk)
-    worker = log._storage.writer._worker
+    assert isinstance(log._storage, DurableStorage)
+    worker = log._storage.writer.worker
     work, waiting, may_go_on = worker._work, threading.Event(), threading.Event()
 
     def wait(_: object) -> None:
@@ -431,20 +431,20 @@ async def test_a_commit_that_happened_though_it_failed_leaves_no_place_behind(pa
         await append(log, 7)
         if known:
             await follow(log, 1)
-        before = log.places()
+        before = log.followed.positions()
         spoil(log)
         async with one_commit(log):
             appends = [follow(log, 2), follow(log, 3, key="another")]
         with pytest.raises(UStatusError):
             await asyncio.gather(*appends)
         assert on_disk(path).keys() == {"other", "another"}, "it happened"
-        assert log.places() == before
+        assert log.followed.positions() == before
         await append(log, 8)
         assert on_disk(path) == before
         await follow(log, 2)
     async with await open_log(path) as log:
         assert await taken(log) == [(7, None), *of_there(*([1] if known else [])), (8, None), *of_there(2)]
-        assert log.places() == {"other": b"at 2"}
+        assert log.followed.positions() == {"other": b"at 2"}
 
 
 async def test_who_is_killed_before_that_is_undone_has_records_and_place(path: Path, tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ async def test_who_is_killed_before_that_is_undone_has_records_and_place(path: P
             await follow(log, 1, 2)
         copy = left_by_kill(path, tmp_path / "copy")
     async with await open_log(copy) as log:
-        assert (await taken(log), log.places()) == (of_there(1, 2), {"other": b"at 2"})
+        assert (await taken(log), log.followed.positions()) == (of_there(1, 2), {"other": b"at 2"})
 
 
 def left_by_kill(path: Path, folder: Path) -> Path:
@@ -483,7 +483,7 @@ async def _follow_through(folder: Path, steps: list[str]) -> None:
     log = await open_log(path)
 
     def here() -> int:
-        return int((log.place("other") or b"at 0")[3:])
+        return int((log.followed.position("other") or b"at 0")[3:])
 
     async def take(count: int = 1) -> None:
         at, under_way = here(), []
@@ -497,7 +497,7 @@ async def _follow_through(folder: Path, steps: list[str]) -> None:
         if step.startswith("take"):
             await take(2 if step == "take two" else 1)
         elif step == "pass" and (here() + 1) % 4 == 0:
-            log.keep_place("other", b"at %d" % (here() + 1))
+            log.followed.keep("other", b"at %d" % (here() + 1))
         elif step == "fail":
             commit, Store.commit = Store.commit, fail  # type: ignore[method-assign]
             await take(2)
@@ -522,8 +522,8 @@ async def _follow_through(folder: Path, steps: list[str]) -> None:
 async def with_places(path: Path) -> None:
     async with await open_log(path) as log:
         await follow(log, 1, 2)
-        log.keep_place("small", b"at 5")
-        log.keep_place("great", bytes(1_025))
+        log.followed.keep("small", b"at 5")
+        log.followed.keep("great", bytes(1_025))
 
 
 def change(path: Path, statement: str, *values: object) -> None:
@@ -542,14 +542,14 @@ async def test_a_place_that_can_t_be_read_is_told_and_all_else_goes_on(path: Pat
         next_stream = db.execute("SELECT value FROM meta WHERE key = ?", (NEXT_STREAM,)).fetchone()
     for _ in range(2):
         async with await open_log(path) as log:
-            assert log.places().keys() == {"other", "small", "great"} - {key}
+            assert log.followed.positions().keys() == {"other", "small", "great"} - {key}
             assert [one.kind for one in log.damage] == ["meta"]
             assert key in log.damage[0].detail
             assert (log.newest_stream_id + 1, log.forgotten_seq(None)) == (*next_stream, 0), "nothing else is in doubt"
             assert await taken(log) == of_there(1, 2)
     assert verify(path).found == []
     async with await open_log(path) as log:
-        log.acknowledge_damage()
+        log.losses.acknowledge()
         await follow(log, 3, key=key)
     assert verify(path).is_sound
 
@@ -561,8 +561,8 @@ async def test_a_damaged_file_that_is_saved_has_them(path: Path) -> None:
     path.write_bytes(content)
     async with await open_log(path) as log:
         assert log.dropped["damaged_file"] == 1
-        assert log.places().keys() == {"other", "small", "great"}
-        assert (log.place("other"), await taken(log)) == (b"at 2", of_there(1, 2))
+        assert log.followed.positions().keys() == {"other", "small", "great"}
+        assert (log.followed.position("other"), await taken(log)) == (b"at 2", of_there(1, 2))
 
 
 async def test_origins_that_are_damaged_are_a_gap(path: Path) -> None:
@@ -606,7 +606,7 @@ async def test_a_reply_with_the_origins_of_a_fleet_fits_a_transport() -> None:
     for first in range(1, 10_001, 500):
         seqs = range(first, first + 500)
         fleet = [Origin(b"%016d" % seq, (1 << 63) - seq) for seq in seqs]
-        await append(log, *seqs, followed=Followed(fleet, "fleet", b""))
+        await append(log, *seqs, followed=FollowedFrom(fleet, "fleet", b""))
     world = HistoryWorld()
     await world.open(log)
     response = await HistoryClient(world.rpc, SERVICE).poll()

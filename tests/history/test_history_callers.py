@@ -68,7 +68,7 @@ async def test_a_name_is_its_owners_over_restarts_and_instances_of_a_uentity_are
         assert code_of(lambda: named.require("job", Owner.of(OTHER))) == UCode.PERMISSION_DENIED
         assert code_of(lambda: named.hold("job", Owner("edge", 0x20), log, 0, 1)) == UCode.PERMISSION_DENIED
         named.hold("job", Owner.of(uris.uri("cloud", 0x7_0020, 1)), log, 0, 1)
-        assert log.keep_after() >= 0
+        assert log.cursors.keep_after() >= 0
         assert named.release("job") == owner
         assert code_of(lambda: named.release("job")) == UCode.NOT_FOUND
         named.hold("job", Owner.of(OTHER), log, 0, 1)
@@ -81,7 +81,7 @@ async def test_a_name_is_its_owners_over_restarts_and_instances_of_a_uentity_are
 async def test_a_cursor_of_before_there_were_owners_is_the_first_callers(tmp_path: Path) -> None:
     clock = Clock()
     async with await opened(tmp_path, clock) as log:
-        log.set_cursor("consumer:old", 0, lease_ms=60_000)
+        log.cursors.set("consumer:old", 0, lease_ms=60_000)
         named = Consumers([log], clock)
         named.load()
         named.hold("old", Owner.of(OTHER), log, 0, 60_000)
@@ -94,10 +94,10 @@ async def test_an_owner_holds_no_retention_and_is_forgotten_when_the_name_is_lon
         named = Consumers([log], clock)
         named.hold("job", Owner.of(SPARK), log, 0, 1_000)
         clock.ms += 1_001
-        assert log.keep_after() > 1 << 60
+        assert log.cursors.keep_after() > 1 << 60
         clock.ms += consumers.BOUND_MS + consumers.TOUCH_MS
         named.hold("job", Owner.of(OTHER), log, 0, 1_000)
-        assert list(consumers.owners(log.cursor_rows()).values()) == [Owner.of(OTHER)]
+        assert list(consumers.owners(log.cursors.all()).values()) == [Owner.of(OTHER)]
 
 
 async def test_one_authority_has_its_share_of_names_whatever_uentities_it_makes_up(
@@ -111,7 +111,7 @@ async def test_one_authority_has_its_share_of_names_whatever_uentities_it_makes_
             named.hold(f"bad{number}", Owner("evil", number), log, 0, 7 * 24 * HOUR_MS if number else 1)
         clock.ms += 2
         named.hold("bad4", Owner("evil", 4), log, 0, 7 * 24 * HOUR_MS)  # instead of the one whose lease is over
-        assert "bad0" not in consumers.owners(log.cursor_rows())
+        assert "bad0" not in consumers.owners(log.cursors.all())
         assert code_of(lambda: named.hold("bad5", Owner("evil", 5), log, 0, 1)) == UCode.RESOURCE_EXHAUSTED
         named.hold("good", Owner.of(SPARK), log, 0, 1)
         assert len(named) == 5
@@ -124,7 +124,7 @@ async def test_a_cursor_stays_within_what_there_is(tmp_path: Path) -> None:
         named = Consumers([log], clock)
         for acked, kept in ((1 << 63, 3), (0, 0), ((1 << 64) - 1, 3), (2, 2)):
             named.hold("job", Owner.of(SPARK), log, acked, 1_000)
-            assert log.cursor("consumer:job") == kept
+            assert log.cursors.seq("consumer:job") == kept
 
 
 @pytest.mark.parametrize("name", ["x" * 201, "a\nb", "\x1b[2J"])
@@ -230,14 +230,14 @@ async def test_another_uentity_can_neither_move_nor_shorten_a_consumers_cursor(w
     )
     at = [Position(incarnation=world.logs[0].incarnation, seq=2)]
     await mine.poll(PollRequest(consumer="job", acked=at, lease_ms=600_000))
-    before = world.logs[0].cursor_row("consumer:job")
+    before = world.logs[0].cursors.get("consumer:job")
     with pytest.raises(UStatusError) as caught:
         await theirs.poll(
             PollRequest(consumer="job", acked=[Position(incarnation=world.logs[0].incarnation, seq=5)], lease_ms=1)
         )
     assert caught.value.code == UCode.PERMISSION_DENIED
     assert "cloud" not in caught.value.message  # whose it is, is not told
-    assert world.logs[0].cursor_row("consumer:job") == before
+    assert world.logs[0].cursors.get("consumer:job") == before
     assert world.service.counts["denied"] == 1
     await theirs.poll(PollRequest(consumer="other"))
 

@@ -265,7 +265,7 @@ async def test_a_position_that_proves_where_it_was_finds_out_a_log_that_went_bac
     response = await world.client.poll(PollRequest(positions=[other], consumer="c", acked=[other]))
     assert [(gap.reason, gap.after_seq, gap.before_seq) for gap in response.gaps] == [(Gap.REASON_CORRUPTION, 4, 4)]
     assert seqs(response, world.durable) == [4, 5]
-    assert world.durable.cursor("consumer:c") == 3, "what is read again is held"
+    assert world.durable.cursors.seq("consumer:c") == 3, "what is read again is held"
     unknown = Position(
         incarnation=mine.incarnation, seq=4, witnesses=[Witness(seq=4, digest=b"?"), Witness(seq=2, digest=b"?")]
     )
@@ -307,9 +307,9 @@ async def test_a_consumer_holds_retention_until_its_lease_ends(world: World) -> 
     await world.append(0)
     await world.retention()
     async with asyncio.timeout(5):
-        while world.durable.cursor("consumer:spark") is not None:
-            world.durable.set_cursor("other", world.now)
-            world.durable.drop_cursor("other")
+        while world.durable.cursors.seq("consumer:spark") is not None:
+            world.durable.cursors.set("other", world.now)
+            world.durable.cursors.drop("other")
             await asyncio.sleep(0.05)
     assert world.durable.oldest_seq == 6
 
@@ -317,11 +317,11 @@ async def test_a_consumer_holds_retention_until_its_lease_ends(world: World) -> 
 async def test_a_poll_renews_the_lease_and_leaves_the_cursor_where_it_was(world: World) -> None:
     await world.append(0, 0)
     first = await world.client.poll(PollRequest(consumer="c", acked=world.at(1)))
-    assert (first.lease_ms, world.durable.cursor("consumer:c")) == (60_000, 1)
+    assert (first.lease_ms, world.durable.cursors.seq("consumer:c")) == (60_000, 1)
     await world.client.poll(PollRequest(consumer="c", positions=first.next))
-    assert world.durable.cursor("consumer:c") == 1
+    assert world.durable.cursors.seq("consumer:c") == 1
     await world.client.poll(PollRequest(consumer="c", acked=world.at(99)))
-    assert world.durable.cursor("consumer:c") == 2
+    assert world.durable.cursors.seq("consumer:c") == 2
 
 
 async def test_describe(world: World) -> None:

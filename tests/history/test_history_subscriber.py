@@ -216,7 +216,7 @@ async def test_the_consumers_cursor_follows(world: World) -> None:
         await take(subscriber, 1)
         await world.append(6, 1)
         await take(subscriber, 1)
-        assert (world.log.cursor("consumer:app") or 0) >= 5
+        assert (world.log.cursors.seq("consumer:app") or 0) >= 5
 
 
 async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(

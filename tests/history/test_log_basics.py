@@ -147,24 +147,24 @@ async def test_ids_are_found_and_the_newest_are_told(log: Log) -> None:
 
 
 async def test_cursors(log: Log) -> None:
-    assert log.cursor("peer") is None
-    log.set_cursor("peer", 7)
-    log.set_cursor("peer", 9)
-    assert (log.cursor("peer"), log.cursors()) == (9, {"peer": 9})
-    log.drop_cursor("peer")
-    log.drop_cursor("peer")
-    assert log.cursors() == {}
+    assert log.cursors.seq("peer") is None
+    log.cursors.set("peer", 7)
+    log.cursors.set("peer", 9)
+    assert (log.cursors.seq("peer"), log.cursors.seqs()) == (9, {"peer": 9})
+    log.cursors.drop("peer")
+    log.cursors.drop("peer")
+    assert log.cursors.seqs() == {}
 
 
 async def test_a_restart_keeps_records_streams_cursors_and_chains(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "history.db"
     async with await Log.open(path, name="test") as log:
         await append(log, 0, 1, 0)
-        log.set_cursor("peer", 2)
+        log.cursors.set("peer", 2)
         incarnation = log.incarnation
         assert len(incarnation) == 16
     async with await Log.open(path, name="test") as log:
-        assert (log.incarnation, log.oldest_seq, log.newest_seq, log.cursor("peer")) == (incarnation, 1, 3, 2)
+        assert (log.incarnation, log.oldest_seq, log.newest_seq, log.cursors.seq("peer")) == (incarnation, 1, 3, 2)
         assert await append(log, 1, 0) == 4
         chunks = await log.read(0)
         assert [prev for chunk in chunks for prev in chunk.prev_seqs] == [0, 0, 1, 2, 3]

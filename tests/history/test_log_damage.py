@@ -48,7 +48,7 @@ async def made(path: Path, batches: int = 10) -> bytes:
     async with await Log.open(path, name="made") as log:
         for _ in range(batches):
             await append(log, 0, 1, 2, size=30_000)
-        log.set_cursor("egress:cloud", 7, holds=True)
+        log.cursors.set("egress:cloud", 7, holds=True)
         return log.incarnation
 
 
@@ -74,7 +74,7 @@ async def test_a_damaged_chunk_is_told_when_it_is_read_and_until_it_is_acknowled
     damage_record(path, 13)
     async with await Log.open(path, name="again") as log:
         told: list[Damage] = []
-        log.on_damage(told.append)
+        log.losses.on_found(told.append)
         assert log.damage == []
         await log.scan(0, max_records=20, max_bytes=1 << 30, until=14)
         assert told == log.damage
@@ -86,7 +86,7 @@ async def test_a_damaged_chunk_is_told_when_it_is_read_and_until_it_is_acknowled
         assert log.damage == told
         await read_all(log)
         assert log.damage == told
-        log.acknowledge_damage()
+        log.losses.acknowledge()
         assert log.damage == []
     async with await Log.open(path, name="acknowledged") as log:
         await read_all(log)
@@ -107,7 +107,7 @@ async def test_a_new_file_remembers_its_damaged_predecessor_and_what_that_had_to
         assert Path(log.damage[1].moved_to).exists()
         assert log.dropped == {"damaged_file": 1, "lost_commits": 1, "corrupt_chunks": 1}
         assert await read_all(log) == [*range(1, 13), *range(16, 28)]
-        assert log.cursor_rows() == {"egress:cloud": Cursor(7, holds=True)}
+        assert log.cursors.all() == {"egress:cloud": Cursor(7, holds=True)}
         told = log.damage
     path.write_bytes(os.urandom(50_000))
     async with await Log.open(path, name="new") as log:
@@ -230,15 +230,15 @@ async def test_a_loss_in_a_network_counts_as_acknowledged_after_a_while_over_res
     damage_record(path, 13)
     async with await Log.open(path, name="first", now_ms=lambda: now_ms) as log:
         await read_all(log)
-        log.note_loss(kinds.NETWORK, "a session")
-        log.note_loss(kinds.SUBSCRIPTIONS, "3 changes")
-        assert log.acknowledge_passing(hour_ms) == []
+        log.losses.report(kinds.NETWORK, "a session")
+        log.losses.report(kinds.SUBSCRIPTIONS, "3 changes")
+        assert log.losses.acknowledge_passing(hour_ms) == []
         now_ms += hour_ms - 1
     async with await Log.open(path, name="second", now_ms=lambda: now_ms) as log:
-        assert log.acknowledge_passing(hour_ms) == []
+        assert log.losses.acknowledge_passing(hour_ms) == []
         now_ms += 1
-        assert [one.detail for one in log.acknowledge_passing(hour_ms)] == ["a session"]
-        assert log.acknowledge_passing(hour_ms) == []
+        assert [one.detail for one in log.losses.acknowledge_passing(hour_ms)] == ["a session"]
+        assert log.losses.acknowledge_passing(hour_ms) == []
         assert [one.kind for one in log.damage] == ["records", "subscriptions"]
     async with await Log.open(path, name="third", now_ms=lambda: now_ms) as log:
         assert [one.kind for one in log.damage] == ["records", "subscriptions"]
@@ -247,14 +247,14 @@ async def test_a_loss_in_a_network_counts_as_acknowledged_after_a_while_over_res
 async def test_a_loss_that_happens_again_is_told_from_then_on(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     async with await Log.open(tmp_path / "l.db", name="one", now_ms=lambda: now_ms) as log:
-        log.note_loss(kinds.NETWORK, "a session")
+        log.losses.report(kinds.NETWORK, "a session")
         now_ms += 1_000
-        log.note_loss(kinds.NETWORK, "a session")
+        log.losses.report(kinds.NETWORK, "a session")
         (damage,) = log.damage
         assert damage.when_ms == now_ms
         now_ms -= 5_000  # the clock was put right: what lies ahead ends, too
-        assert log.acknowledge_passing(6_000) == []
-        assert log.acknowledge_passing(5_000) == [damage]
+        assert log.losses.acknowledge_passing(6_000) == []
+        assert log.losses.acknowledge_passing(5_000) == [damage]
 
 
 async def test_what_was_acknowledged_is_remembered_only_as_long_as_it_could_be_found_again(tmp_path: Path) -> None:
@@ -264,18 +264,18 @@ async def test_what_was_acknowledged_is_remembered_only_as_long_as_it_could_be_f
     async with await Log.open(path, name="again") as log:
         await read_all(log)
         for number in range(3):
-            log.note_loss(kinds.NETWORK, f"loss {number}")
-        log.acknowledge_damage()
+            log.losses.report(kinds.NETWORK, f"loss {number}")
+        log.losses.acknowledge()
     async with await Log.open(path, name="later") as log:
-        assert [row[2] for row in log._ledger.rows] == ["records"]
+        assert [row[2] for row in log.losses.ledger.rows] == ["records"]
         await read_all(log)
         assert log.damage == []
         assert log.durable
-        log.drop_cursor("egress:cloud")
+        log.cursors.drop("egress:cloud")
         log._storage._store.sizes = Sizes(1)
         log._storage.writer._next_retention = 0.0
         async with asyncio.timeout(10):
             while log.floor_seq < 15:  # noqa: ASYNC110 - retention tells nobody
                 await asyncio.sleep(0.01)
     async with await Log.open(path, name="passed") as log:
-        assert log._ledger.rows == []
+        assert log.losses.ledger.rows == []

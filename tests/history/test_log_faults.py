@@ -17,7 +17,7 @@ from history.file import reader as reader_module
 from history.file.rows import PAGE_BYTES
 from history.file.store import Store
 from history.log import log as log_module
-from history.log.log import Log, Passed
+from history.log.log import Log, RetentionLoss
 from history.service.service import HistoryService
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
@@ -51,7 +51,7 @@ async def read_all(log: Log, after: int = 0) -> list[int]:
 
 APPENDER = """
 import asyncio, sys
-from history.log.log import Log, Passed
+from history.log.log import Log, RetentionLoss
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 
@@ -71,7 +71,7 @@ async def main():
                 for n in numbers
             ]
             first = await log.append([ids[n % 4] for n in numbers], messages)
-            log.set_cursor("peer", first)
+            log.cursors.set("peer", first)
             print(first, numbers[0], numbers[-1], flush=True)
 
     await asyncio.gather(*(one(worker) for worker in range(5)))
@@ -130,7 +130,7 @@ async def _made(path: Path, batches: int = 10) -> bytes:
     async with await Log.open(path, name="made") as log:
         for _ in range(batches):
             await append(log, 0, 1, 2, size=30_000)
-        log.set_cursor("peer", 7)
+        log.cursors.set("peer", 7)
         return log.incarnation
 
 
@@ -185,7 +185,7 @@ async def _is_moved_aside(path: Path, incarnation: bytes) -> None:
     content = path.read_bytes()
     async with await Log.open(path, name="again") as log:
         assert log.incarnation != incarnation
-        assert (log.newest_seq, log.cursors(), log.dropped["damaged_file"]) == (0, {}, 1)
+        assert (log.newest_seq, log.cursors.seqs(), log.dropped["damaged_file"]) == (0, {}, 1)
         assert await append(log, 0) == 1
     (kept,) = [file for file in path.parent.glob("l.db.damaged-*") if not file.name.endswith(("-wal", "-shm"))]
     assert kept.read_bytes() == content
@@ -194,7 +194,7 @@ async def _is_moved_aside(path: Path, incarnation: bytes) -> None:
 async def _is_saved(path: Path, incarnation: bytes, records: list[int]) -> None:
     content = path.read_bytes()
     async with await Log.open(path, name="again") as log:
-        assert (log.incarnation, log.cursors(), log.dropped["damaged_file"]) == (incarnation, {"peer": 7}, 1)
+        assert (log.incarnation, log.cursors.seqs(), log.dropped["damaged_file"]) == (incarnation, {"peer": 7}, 1)
         assert await read_all(log) == records
         lost = {seq for after, before in log.holes for seq in range(after + 1, before)}
         assert lost == set(range(1, 31)) - set(records)
@@ -233,7 +233,7 @@ async def test_damage_in_the_structure_is_found_on_open_and_the_records_are_save
     path.write_bytes(content)
     if pages == (2, 6):  # the table of cursors is among them
         async with await Log.open(path, name="again") as log:
-            assert (log.incarnation, log.cursors_lost, await read_all(log)) == (incarnation, True, list(range(1, 31)))
+            assert (log.incarnation, log.cursors.lost, await read_all(log)) == (incarnation, True, list(range(1, 31)))
     else:
         await _is_saved(path, incarnation, list(range(1, 31)))
 
@@ -325,15 +325,15 @@ async def test_a_damaged_write_ahead_log_is_cut_to_the_last_whole_commit_and_the
 async def test_a_full_disk_refuses_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with await Log.open(tmp_path / "l.db", name="full") as log:
         assert await append(log, 0, 1) == 1
-        connection = Store._connection
+        commit = Store.commit
         pages = 40
 
-        def limited(store: Store) -> sqlite3.Connection:
-            db = connection(store)
+        def limited(store: Store, *arguments: Any, **options: Any) -> Any:
+            db = store.file.db or store._reconnect()
             db.execute(f"PRAGMA max_page_count = {pages}")
-            return db
+            return commit(store, *arguments, **options)
 
-        monkeypatch.setattr(Store, "_connection", limited)
+        monkeypatch.setattr(Store, "commit", limited)
         stored = 2
         code = None
         while code is None:
@@ -345,7 +345,7 @@ async def test_a_full_disk_refuses_and_heals(tmp_path: Path, monkeypatch: pytest
         assert code == UCode.RESOURCE_EXHAUSTED
         assert not log.healthy
         assert log.newest_seq == stored
-        log.set_cursor("peer", 2)
+        log.cursors.set("peer", 2)
         with pytest.raises(UStatusError):
             await append(log, 3, size=200_000)
         pages = 1_000_000
@@ -354,7 +354,7 @@ async def test_a_full_disk_refuses_and_heals(tmp_path: Path, monkeypatch: pytest
         assert log.dropped["refused"] == 3
     async with await Log.open(tmp_path / "l.db", name="again") as log:
         assert await read_all(log) == list(range(1, stored + 3))
-        assert log.cursor("peer") == 2
+        assert log.cursors.seq("peer") == 2
         (last,) = await log.read(stored)
         assert list(last.prev_seqs) == [0, stored - 1]
 
@@ -382,7 +382,7 @@ async def test_a_log_that_nobody_appends_to_heals_alone(tmp_path: Path, monkeypa
 
 FULL = """
 import asyncio, resource, signal, sys
-from history.log.log import Log, Passed
+from history.log.log import Log, RetentionLoss
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -526,7 +526,7 @@ async def test_a_commit_that_happened_though_it_failed_leaves_no_record_and_no_s
         await append(log, 0, 1)
         store = log._storage.writer._store
         store.file.db = _Fails(store.file.db)  # type: ignore[assignment, arg-type]
-        log.set_cursor("peer", 2)
+        log.cursors.set("peer", 2)
         with pytest.raises(UStatusError) as error:
             await append(log, 2, 3)
         assert error.value.code == UCode.UNAVAILABLE
@@ -536,17 +536,17 @@ async def test_a_commit_that_happened_though_it_failed_leaves_no_record_and_no_s
         assert (await log.read(2))[-1].data == [kept.SerializeToString()]
     async with await Log.open(tmp_path / "l.db", name="again") as log:
         assert await read_all(log) == [1, 2, 3]
-        assert (log.cursor("peer"), log.damage) == (2, [])
+        assert (log.cursors.seq("peer"), log.damage) == (2, [])
 
 
 async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> None:
     now = 1_800_000_000_000
     async with await Log.open(tmp_path / "l.db", name="late", retention_ms=60_000, now_ms=lambda: now) as log:
-        told: list[Passed] = []
-        log.on_passed(told.append)
+        told: list[RetentionLoss] = []
+        log.on_retention_loss(told.append)
         for _ in range(5):
             await append(log, 0, 1)
-        log.set_cursor("egress:cloud", 3, holder="egress")
+        log.cursors.set("egress:cloud", 3, holder="egress")
         writer = log._storage.writer
         assert writer is not None
         now += 120_000
@@ -571,10 +571,10 @@ async def test_a_file_that_is_deleted_or_moved_while_it_is_used_takes_nothing_un
     """SQLite would go on writing to it, and all that was acknowledged would be lost with the process."""
     log = await Log.open(tmp_path / "log.db", name="moved")
     await append(log, 0)
-    await log.look()
+    await log.check_file()
     assert log.healthy
     (tmp_path / "log.db").rename(tmp_path / "elsewhere.db")
-    await log.look()
+    await log.check_file()
     async with asyncio.timeout(60):
         while log.healthy:  # noqa: ASYNC110 - the log tells nobody
             await asyncio.sleep(0.01)

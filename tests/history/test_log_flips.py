@@ -19,7 +19,7 @@ import pytest
 from history.file import damage as kinds
 from history.file.rows import CURSOR, PAGE_BYTES
 from history.file.verify import verify
-from history.file.writer import Followed
+from history.file.writer import FollowedFrom
 from history.log.log import Cursor, Log
 from history.records.chunk import Origin
 from tests.tiers import full
@@ -75,13 +75,13 @@ async def make(folder: Path, *, killed: bool) -> Made:
     for name, cursor in CURSORS.items():
         lease_ms = None if cursor.lease_until_ms is None else cursor.lease_until_ms - NOW_MS
         kept = {"holds": cursor.holds, "absent_ms": cursor.absent_ms, "holder": cursor.holder}
-        log.set_cursor(name, cursor.seq, lease_ms=lease_ms, **kept)  # type: ignore[arg-type]
+        log.cursors.set(name, cursor.seq, lease_ms=lease_ms, **kept)  # type: ignore[arg-type]
     for batch in range(20):
         places = [(batch + one) % 4 for one in range(3)]
         messages = [message(place, len(records) + one) for one, place in enumerate(places)]
         seqs = range(batch * 3 + 1, batch * 3 + 4)
         key, place_there = list(PLACES.items())[batch // 2 % 2]
-        followed = Followed([FOLLOWED[seq] for seq in seqs], key, place_there) if seqs[0] in FOLLOWED else None
+        followed = FollowedFrom([FOLLOWED[seq] for seq in seqs], key, place_there) if seqs[0] in FOLLOWED else None
         first = await log.append([stream(log, place) for place in places], messages, followed)
         for seq, place, one in zip(range(first, first + 3), places, messages, strict=True):
             records[seq] = (place, one.SerializeToString())
@@ -145,7 +145,7 @@ async def check(log: Log, made: Made) -> bool:
             )
             _check_records(log, made, filtered)
     _check_cursors(log)
-    assert log.places() == PLACES or (log.damage and log.places().items() <= PLACES.items())
+    assert log.followed.positions() == PLACES or (log.damage and log.followed.positions().items() <= PLACES.items())
     appending = log.append([stream(log, 0)], [message(0, 99)])
     await asyncio.wait([appending])
     if isinstance(appending.exception(), UStatusError):  # a page that only a writer comes to
@@ -164,12 +164,12 @@ def _check_records(log: Log, made: Made, found: dict[int, tuple[int, bytes]]) ->
 
 
 def _check_cursors(log: Log) -> None:
-    rows = log.cursor_rows()
+    rows = log.cursors.all()
     for name, cursor in CURSORS.items():
         row = rows.get(name)
         if row is None:
             assert log.damage
-            assert log.cursors_lost
+            assert log.cursors.lost
         elif row != cursor:
             assert log.damage
             assert row.seq <= cursor.seq
@@ -274,9 +274,9 @@ async def test_a_row_that_is_not_as_it_was_written_is_told_and_put_right(
         assert await check(log, closed)
         told = log.damage
         assert told
-        log.acknowledge_damage()
+        log.losses.acknowledge()
     async with await open_log(folder / "l.db") as log:  # put right for good
-        assert (log.damage, log.cursors_lost) == ([], False)
+        assert (log.damage, log.cursors.lost) == ([], False)
         found, _ = await read(log)
     report = verify(folder / "l.db")
     assert {one.kind for one in report.found} <= {"records"}, "what is lost stays lost, all else is right"
@@ -293,7 +293,7 @@ async def test_a_flipped_bit_of_a_cursor_costs_only_its_position(closed: Made, t
     db.commit()
     db.close()
     async with await open_log(folder / "l.db") as log:
-        found = log.cursor_rows()
+        found = log.cursors.all()
         restarted = found.pop("egress:cloud")
         assert (restarted.seq, restarted.holds, bool(restarted.holder)) == (0, True, True)
         assert found == {name: cursor for name, cursor in CURSORS.items() if name != "egress:cloud"}
@@ -308,7 +308,7 @@ async def test_a_cursor_beyond_the_newest_record_begins_again(closed: Made, tmp_
     db.commit()
     db.close()
     async with await open_log(tmp_path / "log" / "l.db") as log:
-        assert log.cursor_rows()["egress:cloud"] == Cursor(0, holds=True, absent_ms=5, holder="egress")
+        assert log.cursors.all()["egress:cloud"] == Cursor(0, holds=True, absent_ms=5, holder="egress")
         assert [one.kind for one in log.damage] == ["cursor"]
 
 

@@ -91,7 +91,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "ROOM_AGAIN_S", 0.0)
+    monkeypatch.setattr(streams, "SEARCH_AGAIN_S", 0.0)
 
 
 @pytest.fixture(params=["durable", "volatile"])
@@ -291,7 +291,7 @@ async def test_what_is_wanted_has_room_where_others_have_none(bench: Bench) -> N
 
 
 async def test_what_was_written_longest_ago_makes_room_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams_module, "ROOM_STREAMS", 2)
+    monkeypatch.setattr(streams_module, "FORGOTTEN_AT_ONCE", 2)
     log = await bench.open(streams_max=8, forget_after_s=3_600)
     for place in (3, 0, 1, 2, 3):
         await bench.append(topic(place))

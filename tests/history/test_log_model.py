@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from history.file import writer as writer_module
 from history.file.retention import Ages
-from history.file.writer import Followed, Written
+from history.file.writer import FollowedFrom, Written
 from history.log.log import Log
 from history.records.chunk import Origin
 from tests.tiers import examples
@@ -112,16 +112,16 @@ class LogMachine(RuleBasedStateMachine):
                 self.records.append((seq, self.newest.get(topic, 0), topic, data, origin, self.now))
                 self.newest[topic] = seq
 
-    def _followed(self, count: int, key: str | None) -> Followed | None:
+    def _followed(self, count: int, key: str | None) -> FollowedFrom | None:
         if key is None:
             return None
         begin, self.there = self.there + 1, self.there + count
         self.places[key] = b"%d" % self.there
-        return Followed([Origin(OTHER, seq) for seq in range(begin, begin + count)], key, self.places[key])
+        return FollowedFrom([Origin(OTHER, seq) for seq in range(begin, begin + count)], key, self.places[key])
 
     @rule(key=st.sampled_from("xyz"), is_known=st.booleans())
     def keep_place(self, key: str, is_known: bool) -> None:
-        self.log.keep_place(key, b"%d" % self.there if is_known else None)
+        self.log.followed.keep(key, b"%d" % self.there if is_known else None)
         self.places.pop(key, None)
         if is_known:
             self.places[key] = b"%d" % self.there
@@ -133,18 +133,18 @@ class LogMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("ab"), place=st.floats(0, 1))
     def set_cursor(self, name: str, place: float) -> None:
         seq = int(self.log.newest_seq * place)
-        self.log.set_cursor(name, seq)
+        self.log.cursors.set(name, seq)
         self.cursors[name] = seq
 
     @rule(place=st.floats(0, 1), lease_ms=st.sampled_from([1_000, 100_000]))
     def lease(self, place: float, lease_ms: int) -> None:
         seq = int(self.log.newest_seq * place)
-        self.log.set_cursor("leased", seq, lease_ms=lease_ms)
+        self.log.cursors.set("leased", seq, lease_ms=lease_ms)
         self.leases["leased"] = (seq, self.now + lease_ms)
 
     @rule(name=st.sampled_from("ab"))
     def drop_cursor(self, name: str) -> None:
-        self.log.drop_cursor(name)
+        self.log.cursors.drop(name)
         self.cursors.pop(name, None)
 
     @precondition(lambda self: self.durable)
@@ -212,8 +212,8 @@ class LogMachine(RuleBasedStateMachine):
         assert {stream.id for stream in log.streams()} == set(self.ids.values())
         assert log.forgotten_seq({"vcu.vin"}) == log.forgotten_seq(None) == self.forgotten
         assert log.newest_seq == (self.records[-1][0] if self.records else 0)
-        assert {name: seq for name, seq in log.cursors().items() if name != "leased"} == self.cursors
-        assert log.places() == self.places
+        assert {name: seq for name, seq in log.cursors.seqs().items() if name != "leased"} == self.cursors
+        assert log.followed.positions() == self.places
         there = [record for record in self.records if record[0] > log.floor_seq]
         assert log.oldest_seq == (there[0][0] if there else 0)
         assert not self.records or there, "the newest is always there"

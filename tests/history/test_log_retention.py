@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from history.file.retention import Sizes
-from history.log.log import Cursor, Log, Passed
+from history.log.log import Cursor, Log, RetentionLoss
 from history.records import chunk as chunk_module
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -75,13 +75,13 @@ async def test_age_never_passes_a_cursor_that_holds(made: tuple[Log, Clock]) -> 
     log, clock = made
     async with log:
         await append(log, 100)
-        log.set_cursor("egress:cloud", 35, holds=True)
+        log.cursors.set("egress:cloud", 35, holds=True)
         clock.now += 1_000 * AGE_MS
         await append(log, 10)
         await until(log, lambda: log.floor_seq >= 30)
         await retain(log)
         assert log.floor_seq == 30  # the chunk with what it still wants stays whole
-        log.drop_cursor("egress:cloud")
+        log.cursors.drop("egress:cloud")
         await until(log, lambda: log.floor_seq >= 100)
 
 
@@ -89,7 +89,7 @@ async def test_a_cursor_that_only_was_told_of_holds_nothing(made: tuple[Log, Clo
     log, clock = made
     async with log:
         await append(log, 100)
-        log.set_cursor("anybody", 35)
+        log.cursors.set("anybody", 35)
         clock.now += 2 * AGE_MS
         await append(log, 10)
         await until(log, lambda: log.floor_seq >= 100)
@@ -99,29 +99,29 @@ async def test_what_a_cursor_holds_and_how_long_it_was_away_is_kept_over_a_resta
     clock = Clock()
     async with await Log.open(tmp_path / "l.db", name="first", now_ms=clock) as log:
         await append(log, 10)
-        log.set_cursor("egress:cloud", 5, holds=True, absent_ms=1_234)
-        log.set_cursor("consumer:app", 6, lease_ms=1_000)
-        log.set_cursor("plain", 7)
-        rows = log.cursor_rows()
+        log.cursors.set("egress:cloud", 5, holds=True, absent_ms=1_234)
+        log.cursors.set("consumer:app", 6, lease_ms=1_000)
+        log.cursors.set("plain", 7)
+        rows = log.cursors.all()
     assert rows["egress:cloud"] == Cursor(5, None, True, 1_234)
     async with await Log.open(tmp_path / "l.db", name="second", now_ms=clock) as log:
-        assert log.cursor_rows() == rows
-        assert log.cursors() == {"egress:cloud": 5, "consumer:app": 6, "plain": 7}
+        assert log.cursors.all() == rows
+        assert log.cursors.seqs() == {"egress:cloud": 5, "consumer:app": 6, "plain": 7}
         clock.now += 1_000_000
-        log.set_cursor("plain", 8)
+        log.cursors.set("plain", 8)
         async with asyncio.timeout(10):
-            while "consumer:app" in log.cursor_rows():  # noqa: ASYNC110 - its lease has ended, the others never do
+            while "consumer:app" in log.cursors.all():  # noqa: ASYNC110 - its lease has ended, the others never do
                 await asyncio.sleep(0.01)
-        assert set(log.cursors()) == {"egress:cloud", "plain"}
+        assert set(log.cursors.seqs()) == {"egress:cloud", "plain"}
 
 
 async def test_what_age_takes_from_an_endpoint_is_handed_over(made: tuple[Log, Clock]) -> None:
     log, clock = made
     async with log:
-        told: list[tuple[Passed, int]] = []
-        log.on_passed(lambda passed: told.append((passed, log.floor_seq)))
+        told: list[tuple[RetentionLoss, int]] = []
+        log.on_retention_loss(lambda passed: told.append((passed, log.floor_seq)))
         await append(log, 30)
-        log.set_cursor("egress:cloud", 15, holder="egress")
+        log.cursors.set("egress:cloud", 15, holder="egress")
         sent = [data for chunk in await log.read(0) for data in chunk.data]
         clock.now += 2 * AGE_MS
         await append(log, 10)
@@ -140,9 +140,9 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
     monkeypatch.setattr(chunk_module, "PASSED_RECORDS_MAX", 25)
     log, _ = made
     async with log:
-        told: list[Passed] = []
-        log.on_passed(told.append)
-        log.set_cursor("parked:topic", 5, holds=True)
+        told: list[RetentionLoss] = []
+        log.on_retention_loss(told.append)
+        log.cursors.set("parked:topic", 5, holds=True)
         await retain(log)
         log.retention_bytes = log._tail.bytes_max = 300_000
         if not log.durable:
@@ -166,11 +166,11 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
 async def test_nobody_is_told_of_what_everybody_has_had(made: tuple[Log, Clock]) -> None:
     log, clock = made
     async with log:
-        told: list[Passed] = []
-        log.on_passed(told.append)
+        told: list[RetentionLoss] = []
+        log.on_retention_loss(told.append)
         await append(log, 30)
-        log.set_cursor("egress:cloud", 30, holder="egress")
-        log.set_cursor("consumer:slow", 3, lease_ms=10)
+        log.cursors.set("egress:cloud", 30, holder="egress")
+        log.cursors.set("consumer:slow", 3, lease_ms=10)
         clock.now += 2 * AGE_MS
         await append(log, 10)
         await until(log, lambda: log.floor_seq >= 30)

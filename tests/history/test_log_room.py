@@ -15,7 +15,7 @@ import pytest
 
 from history.file import verify as verify_module
 from history.file.verify import verify
-from history.log.log import Log, Passed
+from history.log.log import Log, RetentionLoss
 from storage.faults import disk_bytes
 from storage.reserve import Reserve
 from storage.runtime import REAL, Runtime
@@ -95,9 +95,9 @@ async def is_whole(log: Log) -> bool:
 
 async def test_the_oldest_records_go_before_the_disk_is_full(runtime: Runtime, folder: Path) -> None:
     async with await open_log(runtime) as log:
-        passed: list[Passed] = []
-        log.on_passed(passed.append)
-        log.set_cursor("egress:cloud", 0, holds=True)
+        passed: list[RetentionLoss] = []
+        log.on_retention_loss(passed.append)
+        log.cursors.set("egress:cloud", 0, holds=True)
         assert await append(log, 2 * DISK_BYTES // MIB) == 2 * DISK_BYTES // MIB
         assert log.disk_limit_bytes < DISK_BYTES - RESERVE_BYTES < log.retention_bytes
         assert log.floor_seq > 0

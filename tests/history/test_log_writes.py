@@ -143,17 +143,17 @@ async def test_a_cursor_that_moves_goes_along_with_a_commit_once_a_second(
     log: Log, tmp_path: Path, clock: Clock
 ) -> None:
     path = tmp_path / "l.db"
-    log.set_cursor("egress:cloud", 0, holds=True)
+    log.cursors.set("egress:cloud", 0, holds=True)
     for seq in range(1, 40):
         await append(log)
-        log.set_cursor("egress:cloud", seq, holds=True)
+        log.cursors.set("egress:cloud", seq, holds=True)
         clock.seconds += 0.1
         behind = log.newest_seq - (await cursor_on_disk(path) or 0)
         assert behind <= 12
     moves = {await cursor_on_disk(path)}
     for seq in range(40, 140):
         await append(log)
-        log.set_cursor("egress:cloud", seq, holds=True)
+        log.cursors.set("egress:cloud", seq, holds=True)
         clock.seconds += 0.1
         moves.add(await cursor_on_disk(path))
     assert 9 <= len(moves) <= 12
@@ -161,13 +161,13 @@ async def test_a_cursor_that_moves_goes_along_with_a_commit_once_a_second(
 
 async def test_a_cursor_that_stands_is_written_after_ten_seconds(log: Log, tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "l.db"
-    log.set_cursor("egress:cloud", 0, holds=True)
+    log.cursors.set("egress:cloud", 0, holds=True)
     await append(log)
     await append(log)
-    log.set_cursor("egress:cloud", 2, holds=True)
+    log.cursors.set("egress:cloud", 2, holds=True)
     clock.seconds += 9.9
     assert log.durable
-    assert not log._storage.writer._is_cursor_late()
+    assert log._storage.writer._monotonic() < log._storage.writer._lazy_since + writer.CURSORS_IDLE_S
     assert await cursor_on_disk(path) == 0
     clock.seconds += 0.2
     await until_on_disk(path, 2)
@@ -177,35 +177,35 @@ async def test_a_cursor_that_has_come_far_is_written_though_no_message_comes(
     log: Log, tmp_path: Path, clock: Clock
 ) -> None:
     far = writer.CURSORS_RECORDS
-    log.set_cursor("egress:cloud", 0, holds=True)
+    log.cursors.set("egress:cloud", 0, holds=True)
     await append(log, 3 * far)
     await until_on_disk(tmp_path / "l.db", 0)
     assert log.durable
     async with asyncio.timeout(30):  # that it was new is why it was written
         while log._storage._flush_due is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    log.set_cursor("egress:cloud", far - 1, holds=True)
+    log.cursors.set("egress:cloud", far - 1, holds=True)
     assert log._storage._flush_due is None
-    log.set_cursor("egress:cloud", far, holds=True)
+    log.cursors.set("egress:cloud", far, holds=True)
     await until_on_disk(tmp_path / "l.db", far)
 
 
 @pytest.mark.parametrize("change", ["new", "holds", "dropped", "lease"])
 async def test_what_is_more_than_a_move_does_not_wait(log: Log, tmp_path: Path, clock: Clock, change: str) -> None:
     path = tmp_path / "l.db"
-    log.set_cursor("egress:cloud", 0, holds=change != "lease", lease_ms=1_000 if change == "lease" else None)
-    log.set_cursor("other", 0)
+    log.cursors.set("egress:cloud", 0, holds=change != "lease", lease_ms=1_000 if change == "lease" else None)
+    log.cursors.set("other", 0)
     await append(log)
-    log.set_cursor("other", 1)
+    log.cursors.set("other", 1)
     expected: list[tuple[str, int]] = [("egress:cloud", 1)]
     if change == "new":
-        log.set_cursor("a", 1)
+        log.cursors.set("a", 1)
         expected = [("a", 1), ("egress:cloud", 0)]
     elif change == "dropped":
-        log.drop_cursor("egress:cloud")
+        log.cursors.drop("egress:cloud")
         expected = []
     else:
-        log.set_cursor("egress:cloud", 1, holds=False, lease_ms=2_000 if change == "lease" else None)
+        log.cursors.set("egress:cloud", 1, holds=False, lease_ms=2_000 if change == "lease" else None)
     async with asyncio.timeout(30):  # the clock of the workers stands: it is not for them that it is written
         while ask(path, "SELECT name, seq FROM cursor WHERE name != 'other' ORDER BY 1") != expected:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -214,18 +214,18 @@ async def test_what_is_more_than_a_move_does_not_wait(log: Log, tmp_path: Path, 
 async def test_a_clean_stop_loses_no_move(tmp_path: Path, clock: Clock) -> None:
     async with await open_log(tmp_path / "l.db", clock) as log:
         await append(log, 5)
-        log.set_cursor("egress:cloud", 1, holds=True)
+        log.cursors.set("egress:cloud", 1, holds=True)
         await append(log)
-        log.set_cursor("egress:cloud", 6, holds=True)
+        log.cursors.set("egress:cloud", 6, holds=True)
     assert await cursor_on_disk(tmp_path / "l.db") == 6
 
 
 async def test_a_move_whose_commit_failed_is_not_lost_and_the_newest_counts(
     log: Log, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log.set_cursor("egress:cloud", 0, holds=True)
+    log.cursors.set("egress:cloud", 0, holds=True)
     await append(log, 5)
-    log.set_cursor("egress:cloud", 3, holds=True)
+    log.cursors.set("egress:cloud", 3, holds=True)
     clock.seconds += 2
     commit = store.Store.commit
 
@@ -236,7 +236,7 @@ async def test_a_move_whose_commit_failed_is_not_lost_and_the_newest_counts(
     with pytest.raises(Exception, match="can't be written"):
         await append(log)
     monkeypatch.setattr(store.Store, "commit", commit)
-    log.set_cursor("egress:cloud", 5, holds=True)
+    log.cursors.set("egress:cloud", 5, holds=True)
     clock.seconds += 2
     await append(log)
     assert await cursor_on_disk(tmp_path / "l.db") == 5

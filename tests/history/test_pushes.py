@@ -209,7 +209,7 @@ def test_what_never_came_can_be_acknowledged_and_nothing_is_lost() -> None:
         for _ in range(10):
             await world.say(frames_taken=ALL, acked=[Position(incarnation=log.incarnation, seq=ALL)])
             await asyncio.sleep(0.1)
-        cursor = log.cursor("consumer:app")
+        cursor = log.cursors.seq("consumer:app")
         assert cursor == 10, "no further than the log goes"
         seqs = [seq for frame, _ in world.came for batch in frame.answer.batches for seq in batch.seq]
         assert seqs == list(range(1, 11))
@@ -233,7 +233,7 @@ def test_a_frame_takes_no_acknowledgement_back() -> None:
         await asyncio.sleep(0.1)
         await world.append(10)
         await asyncio.sleep(0.1)
-        assert log.cursor("consumer:app") == 10
+        assert log.cursors.seq("consumer:app") == 10
         await world.close()
 
     virtually(run())

@@ -42,7 +42,7 @@ async def made(path: Path, *, killed: bool = False) -> Path:
     """The folder of a log with three records and a cursor, closed or as a killed process leaves it."""
     async with await Log.open(path, name="made") as log:
         await append(log, 3)
-        log.set_cursor("egress:cloud", 2, holds=True)
+        log.cursors.set("egress:cloud", 2, holds=True)
         await log.saved()
         left = path.parent
         if killed:
@@ -108,11 +108,11 @@ async def test_a_migration_that_fails_at_any_statement_leaves_the_old_log(
         assert version() == 1
         monkeypatch.undo()
         async with await Log.open(path, name="old program") as log:
-            assert (log.newest_seq, log.cursors(), log.damage) == (3, {"egress:cloud": 2}, [])
+            assert (log.newest_seq, log.cursors.seqs(), log.damage) == (3, {"egress:cloud": 2}, [])
     new_program(add_column)
     for _ in range(2):
         async with await Log.open(path, name="new program") as log:
-            assert (log.newest_seq, log.cursors(), log.damage) == (3, {"egress:cloud": 2}, [])
+            assert (log.newest_seq, log.cursors.seqs(), log.damage) == (3, {"egress:cloud": 2}, [])
         assert version() == 2
     monkeypatch.undo()
     with pytest.raises(UStatusError, match="newer"):

@@ -52,7 +52,7 @@ async def answer(log: Log, ring: Log, service: HistoryService, asked: dict[str, 
         "first": first,
         "oldest": log.oldest_seq,
         "newest": log.newest_seq,
-        "cursors": {name: seq for name, seq in log.cursors().items() if name.startswith("consumer:")},
+        "cursors": {name: seq for name, seq in log.cursors.seqs().items() if name.startswith("consumer:")},
         "polls": service.counts["polls"],
     }
 

@@ -6,8 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from storage.gathering import Gathering
-from storage.worker import ThreadWorker, Worker
+from storage.worker import Gathering, ThreadWorker, Worker
 
 WAIT_S = 20
 

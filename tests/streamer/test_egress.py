@@ -207,7 +207,7 @@ async def _pump(seed: int, away: float, refused: float, count: int, far: bool) -
             seqs[id_of(message)]
         )
     assert all(seqs_ == sorted(set(seqs_)) for seqs_ in lanes.values())  # in order within a class, and each once
-    assert log.cursor("egress:cloud") == count
+    assert log.cursors.seq("egress:cloud") == count
     if not away:
         assert len(network.batches) <= 1 + count // 8  # batches, not messages
     await log.close()
@@ -293,7 +293,7 @@ async def test_what_is_answered_while_a_pump_ends_is_not_sent_again(batches: int
         network.answering.set()
         await asyncio.gather(running, return_exceptions=True)
         assert network.taken
-        assert log.cursor("egress:cloud") == pump.cursor == len(network.taken)
+        assert log.cursors.seq("egress:cloud") == pump.cursor == len(network.taken)
 
 
 @pytest.mark.spec("local~disp-sample-period")

@@ -237,7 +237,7 @@ async def test_what_is_not_followed_any_more_is_pushed_again_from_where_we_were(
     await pair.publish(30)
     await pair.expect_all()
     assert pair.vehicle.streamer.handovers.followed == frozenset()
-    await pair.hub.until(lambda: not pair.hub.streamer.logs.durable.places())
+    await pair.hub.until(lambda: not pair.hub.streamer.logs.durable.followed.positions())
 
 
 async def test_an_end_is_answered_when_it_is_on_disk(pair: Pair) -> None:
@@ -247,7 +247,7 @@ async def test_an_end_is_answered_when_it_is_on_disk(pair: Pair) -> None:
     await pair.hub.stop()
     pair.hub.config = pair.hub.config.model_copy(update={"follow": []})
     await pair.hub.start()
-    await pair.hub.until(lambda: not pair.hub.streamer.logs.durable.places())
+    await pair.hub.until(lambda: not pair.hub.streamer.logs.durable.followed.positions())
     with contextlib.closing(sqlite3.connect(pair.vehicle.config.streamer.data_dir / "history.db")) as db:
         assert db.execute("SELECT name FROM cursor WHERE name = 'followed:link'").fetchall() == []
 
@@ -263,7 +263,7 @@ async def test_who_names_no_follower_any_more_pushes_again(pair: Pair) -> None:
     await pair.vehicle.start()
     await pair.publish(30)
     await pair.expect_all()
-    assert not any(name.startswith("followed:") for one in pair.vehicle.streamer.logs for name in one.cursors())
+    assert not any(name.startswith("followed:") for one in pair.vehicle.streamer.logs for name in one.cursors.seqs())
 
 
 async def test_a_hand_over_holds_what_the_follower_has_not_had_over_a_restart(pair: Pair) -> None:
@@ -276,7 +276,7 @@ async def test_a_hand_over_holds_what_the_follower_has_not_had_over_a_restart(pa
     await pair.vehicle.restart()
     await pair.publish(20)
     await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq >= 50)
-    row = pair.vehicle.streamer.logs.durable.cursor_row("followed:link")
+    row = pair.vehicle.streamer.logs.durable.cursors.get("followed:link")
     assert row is not None
     assert row.holds
     assert pair.vehicle.streamer.logs.durable.newest_seq - row.seq >= 40
@@ -342,7 +342,7 @@ async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history
     assert pair.followed.counts["pushed_before"] == 10
     assert pair.followed.counts["stored"] == 25
     await pair.vehicle.until(lambda: not any(pump.owed or pump.address_holds for pump in pair.vehicle.streamer.pumps))
-    assert not any(name.startswith(("held:", "owed:")) for name in pair.vehicle.streamer.logs.durable.cursors())
+    assert not any(name.startswith(("held:", "owed:")) for name in pair.vehicle.streamer.logs.durable.cursors.seqs())
 
 
 async def test_a_follower_that_reads_nothing_held_is_told_to_come_again(pair: Pair) -> None:
@@ -440,7 +440,7 @@ async def test_two_that_follow_each_other_make_no_loop(make_world: MakeWorld, pu
 
 def tells_copies(world: World) -> bool:
     """It is known which plain messages are copies of what is followed."""
-    places = world.streamer.logs.durable.places().values()
+    places = world.streamer.logs.durable.followed.positions().values()
     return any(FollowedPlaces.FromString(place).HasField("since") for place in places)
 
 

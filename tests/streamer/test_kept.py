@@ -173,7 +173,7 @@ async def test_an_absence_is_told_before_it_ends_and_counts_only_while_we_run(
     hour, claims = 3_600_000, world.streamer.claims
 
     def held() -> dict[str, bool]:
-        return {name: row.holds for name, row in world.streamer.logs.durable.cursor_rows().items()}
+        return {name: row.holds for name, row in world.streamer.logs.durable.cursors.all().items()}
 
     for _ in range(8):
         claims.passed(hour, {"cloud": hour})

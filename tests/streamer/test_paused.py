@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history.log.log import Log, Passed
+from history.log.log import Log, RetentionLoss
 from streamer.egress import paused as pauses
 from streamer.egress import pump as egress
 from streamer.egress import reading
@@ -293,7 +293,7 @@ async def test_what_retention_will_take_of_it_is_told_before_and_when_it_does(
     (problem,) = world.streamer.problems()
     assert "1 topics wait for endpoint cloud, paused or undecided: in 1.0 h" in problem
     (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
-    pump._passed(Passed(0, 3, chunks))  # as the log says it
+    pump._passed(RetentionLoss(0, 3, chunks))  # as the log says it
     await world.until(lambda: world.streamer.dead_letters.by_code.get("RESOURCE_EXHAUSTED") == 2)
     cloud = await world.node("cloud", "cloud")
     speed = await world.hear(cloud, SPEED)

@@ -104,7 +104,7 @@ async def retention_rests(world: Any, log: Any) -> None:
 
     def hear(written: Any) -> None:
         nonlocal looks
-        looks = 0 if written.chunks or written.passed else looks + 1
+        looks = 0 if written.chunks or written.losses else looks + 1
         heard(written)
 
     storage._on_written = hear

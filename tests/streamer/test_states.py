@@ -235,7 +235,7 @@ async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
     assert told["endpoints"]["vehicle"]["state"] == told["streamer"]["state"] == READY
     now_ms = uuids.now_ms()
     log = world.streamer.logs.durable
-    monkeypatch.setattr(log, "_now_ms", lambda: now_ms + 2 * HOUR_MS)
+    monkeypatch.setattr(log.losses, "_now_ms", lambda: now_ms + 2 * HOUR_MS)
     await world.until(lambda: world.streamer.states["cloud"].name == READY)
     assert log.damage == []
     await log.saved()
@@ -250,13 +250,13 @@ async def test_a_lost_session_waits_for_a_person_if_it_is_set_so(
     world = await make_world({"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 0\n")
     world.streamer._network_lost(world.streamer.endpoints["cloud"], "the session is gone", None)
     log, now_ms = world.streamer.logs.durable, uuids.now_ms()
-    monkeypatch.setattr(log, "_now_ms", lambda: now_ms + 100_000 * HOUR_MS)
+    monkeypatch.setattr(log.losses, "_now_ms", lambda: now_ms + 100_000 * HOUR_MS)
     looks = itertools.count()
     monkeypatch.setattr(world.streamer.states, "look", lambda: next(looks))
     await world.until(lambda: next(looks) > 5)
     (problem,) = world.streamer.problems()
     assert "nobody has acknowledged" in problem
-    log.acknowledge_damage()
+    log.losses.acknowledge()
     assert world.streamer.problems() == []
 
 

@@ -587,7 +587,12 @@ async def test_a_peer_that_is_configured_no_more_holds_nothing_back(make_world: 
     world = await make_world(start=False)
     world.config.streamer.data_dir.mkdir()
     async with await Log.open(world.config.streamer.data_dir / "history.db", name="durable") as log:
-        log.set_cursor("egress:long gone", 3, holder="egress")
-        log.set_cursor("a consumer", 4)
+        log.cursors.set("egress:long gone", 3, holder="egress")
+        log.cursors.set("a consumer", 4)
     await world.start()
-    assert set(world.streamer.logs.durable.cursors()) == {"egress:vehicle", "egress:mcu", "egress:cloud", "a consumer"}
+    assert set(world.streamer.logs.durable.cursors.seqs()) == {
+        "egress:vehicle",
+        "egress:mcu",
+        "egress:cloud",
+        "a consumer",
+    }
