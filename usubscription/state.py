@@ -316,7 +316,7 @@ class _Machine:
 
     def subscribe(self, event: Subscribe) -> None:
         known = self.records.get(event.subscriber)
-        # the last request counts in every version: docs/adr/usubscription-expiry-of-a-repeated-subscribe.md
+        # the last request counts in every version: docs/adr/usubscription.md
         expires_ms = event.expires_ms
         if is_past(expires_ms, self.now_ms):
             self.remove(event.subscriber, R.EXPIRE)
