@@ -266,7 +266,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("dds-mapping", "KEEP_ALL, # samples (up to #,", 1, [
         "transports.dds.link:READER_SAMPLES_MIN", "transports.dds.link:READER_SAMPLES_MAX",
     ]),
-    ("dds-mapping", "room in writers by # messages", 1, ["transports.dds.writers:WAITING_MESSAGES_MAX"]),
+    ("dds-mapping", "free capacity in writers by # messages", 1, ["transports.dds.writers:WAITING_MESSAGES_MAX"]),
     ("dds-mapping", "TRANSIENT_LOCAL, KEEP_LAST # for the writer", 1, ["transports.dds.roll_call:SEEN_DEPTH"]),
     ("dds-mapping", "at least #; infinite without ttl", 1, ["transports.dds.mapping:LIFESPAN_MS_MIN"]),
     ("dds-mapping", "nothing new for `discovery_quiet_ms` (#), after # s", 1, [
