@@ -52,13 +52,16 @@ log = structlog.get_logger()
 
 def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None) -> Endpoints:
     """With these transports, or made with them; nothing is opened."""
-    made = transports or {one.name: _transport(config, one) for one in config.endpoint}
-    endpoints = [Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint]
-    for endpoint in endpoints:
-        endpoint.sends.ms_max = config.egress.send_ms_max
-    for one, endpoint in zip(config.endpoint, endpoints, strict=True):
-        endpoint.transport.tells_absence = one.hold
-    return Endpoints(endpoints)
+    given = transports or {}
+    return Endpoints(endpoint_of(config, section, given.get(section.name)) for section in config.endpoint)
+
+
+def endpoint_of(config: Config, section: EndpointSection, transport: UTransport | None = None) -> Endpoint:
+    """With this transport, or one that its section describes; nothing is opened."""
+    endpoint = Endpoint(section.name, section.authorities, transport or _transport(config, section), section.suffix)
+    endpoint.sends.ms_max = config.egress.send_ms_max
+    endpoint.transport.tells_absence = section.hold
+    return endpoint
 
 
 def make_transport(config: Config, section: EndpointSection) -> UTransport:
@@ -126,35 +129,42 @@ def interest_sources_of(
     runtime: Runtime,
 ) -> list[InterestSource]:
     """Whom the streamer asks who wants what; each remembers it in a file of its own."""
-
-    def memory(authority: str) -> Path:
-        return config.streamer.data_dir / f"interest-{authority}.json"
-
     sources: list[InterestSource] = []
     for section in config.endpoint:
-        endpoint = endpoints[section.name]
-        match config.usubscription_of(section):
-            case "embedded":
-                assert embedded is not None
-                sources.append(EmbeddedInterest(embedded, memory(config.authority), runtime))
-            case "remote":
-                sources += [
-                    ServiceInterest(
-                        hosted.toward(endpoint),
-                        LocalUriProvider(config.authority, ENTITY, VERSION),
-                        authority,
-                        refresh_ms=int(config.usubscription.refresh_s * 1000),
-                        saved=memory(authority),
-                        runtime=runtime,
-                        lives_there=functools.partial(_lives_at, endpoints, endpoint),
-                        subscriptions_max=limits_of(config).subscriptions_max,
-                    )
-                    for authority in section.authorities
-                    if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
-                ]
+        if config.usubscription_of(section) == "embedded":
+            assert embedded is not None
+            sources.append(EmbeddedInterest(embedded, _saved_interest(config, config.authority), runtime))
+        sources += remote_sources_of(config, section, hosted, endpoints, runtime)
     if config.usubscription.static_file is not None:
         sources.append(StaticFile(config.usubscription.static_file))
     return sources
+
+
+def _saved_interest(config: Config, authority: str) -> Path:
+    return config.streamer.data_dir / f"interest-{authority}.json"
+
+
+def remote_sources_of(
+    config: Config, section: EndpointSection, hosted: HostedTransport, endpoints: Endpoints, runtime: Runtime
+) -> list[InterestSource]:
+    """The uSubscription services on the network of one endpoint; none if it has another mode."""
+    if config.usubscription_of(section) != "remote":
+        return []
+    endpoint = endpoints[section.name]
+    return [
+        ServiceInterest(
+            hosted.toward(endpoint),
+            LocalUriProvider(config.authority, ENTITY, VERSION),
+            authority,
+            refresh_ms=int(config.usubscription.refresh_s * 1000),
+            saved=_saved_interest(config, authority),
+            runtime=runtime,
+            lives_there=functools.partial(_lives_at, endpoints, endpoint),
+            subscriptions_max=limits_of(config).subscriptions_max,
+        )
+        for authority in section.authorities
+        if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
+    ]
 
 
 def _lives_at(endpoints: Endpoints, endpoint: Endpoint, authority: str) -> bool:
@@ -262,10 +272,15 @@ def certificates_of(config: Config) -> Iterator[tuple[str, CertificateFile]]:
     """Each certificate that is configured, with the name of its endpoint; "" for the admin port, open or not."""
     yield from (("", file) for file in config.admin.certificate_files)
     for section in config.endpoint:
-        with contextlib.suppress(UStatusError, ValidationError):  # told where the transport is made
-            _, settings = plugins.configure(section.transport, section.settings)
-            if isinstance(settings, TransportSettings):
-                yield from ((section.name, file) for file in settings.certificate_files)
+        yield from ((section.name, file) for file in certificates_of_endpoint(section))
+
+
+def certificates_of_endpoint(section: EndpointSection) -> Iterable[CertificateFile]:
+    with contextlib.suppress(UStatusError, ValidationError):  # reported where the transport is made
+        _, settings = plugins.configure(section.transport, section.settings)
+        if isinstance(settings, TransportSettings):
+            return settings.certificate_files
+    return ()
 
 
 def follow_of(section: FollowSection, endpoints: Endpoints) -> Follow:

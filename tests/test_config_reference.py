@@ -37,8 +37,8 @@ def test_every_transport_and_section_has_a_table(tool: ModuleType) -> None:
     } < wanted
     assert {
         "transports.local:LocalConfig",
-        "streamer.config:EndpointSection",
-        "streamer.config:ExpressSection",
+        "streamer.config.sections:EndpointSection",
+        "streamer.config.sections:ExpressSection",
     } < wanted
 
 
@@ -79,16 +79,16 @@ def test_a_model_without_a_table_is_named(
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text()
         (tmp_path / page.name).write_text(
-            text.replace("<!-- settings: streamer.config:ExpressSection -->", "<!-- nothing -->")
+            text.replace("<!-- settings: streamer.config.sections:ExpressSection -->", "<!-- nothing -->")
         )
     monkeypatch.setattr(tool, "DOCS", tmp_path)
     assert tool.main(["--check"]) == 1
-    assert "no page has a table of streamer.config:ExpressSection" in capsys.readouterr().err
+    assert "no page has a table of streamer.config.sections:ExpressSection" in capsys.readouterr().err
 
 
 def test_a_marker_of_nothing_is_named(tool: ModuleType) -> None:
-    with pytest.raises(tool.Undocumented, match=r"streamer.config:Nothing, which there is not"):
-        tool.filled("<!-- settings: streamer.config:Nothing -->\n<!-- end -->")
+    with pytest.raises(tool.Undocumented, match=r"streamer.config.sections:Nothing, which there is not"):
+        tool.filled("<!-- settings: streamer.config.sections:Nothing -->\n<!-- end -->")
 
 
 def test_a_stale_table_is_told_and_made_anew(

@@ -132,7 +132,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("benchmarks", '"Flat" is # times', 1, ["campaigns.bench.targets:FLAT"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.walk.flow:HOLD_S"]),
-    ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
+    ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.attaching:PACE_OUTSIDE_PER_S"]),
     ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
         "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
@@ -149,7 +149,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "history.publisher:RETENTION_BYTES/1048576", "history.log.log:RETENTION_MS/86400000",
     ]),
     ("following", "at most # publishers of one authority", 1, ["streamer.following.follows:PUBLISHERS_OF_ONE_MAX"]),
-    ("following", "has answered nothing for # s", 1, ["streamer.following.followed:DEAF_S"]),
+    ("following", "has answered nothing for # s", 1, ["streamer.following.doorbell:SILENT_S"]),
     ("following", "At the start, and every # s or so", 1, ["history.publisher:ANNOUNCE_S"]),
     ("following", "every # s until it has taken over, every # s then", 1, [
         "streamer.following.handover:ANNOUNCE_S", "streamer.following.handover:ANNOUNCE_TAKEN_S",

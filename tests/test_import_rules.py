@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 UPROTOCOL_LAYERS = (
-    ("compiled", "status", "cache", "pacing"),
+    ("compiled", "status", "cache", "callbacks", "pacing"),
     ("uri", "uuid"),
     ("attributes",),
     ("message", "permissions", "encoded"),

@@ -210,6 +210,13 @@ class Expiries:
         self._known = [_WatchedFile(owner, file) for owner, file in files]
         self._now_ms = now_ms
 
+    def add(self, owner: str, files: Iterable[CertificateFile]) -> None:
+        """They are read at the next `look`."""
+        self._known = [*self._known, *(_WatchedFile(owner, file) for file in files)]
+
+    def remove(self, owner: str) -> None:
+        self._known = [one for one in self._known if one.owner != owner]
+
     def __len__(self) -> int:
         return len(self._known)
 
@@ -226,7 +233,8 @@ class Expiries:
     async def look(self) -> None:
         """Read the files that have changed, and log changes of their state. The first call logs nothing: the notes
         report that state."""
-        await asyncio.to_thread(self._read_changed)
+        if self._known:
+            await asyncio.to_thread(self._read_changed)
         for one in self._known:
             self._log_change(one)
 

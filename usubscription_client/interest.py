@@ -363,7 +363,8 @@ class Interest:
 
     def __init__(self, sources: Iterable[InterestSource], positions: Callable[[], LogPositions] = tuple) -> None:
         """`positions()`: the current end of each log."""
-        self.sources = tuple(sources)
+        self.sources: tuple[InterestSource, ...] = ()
+        self._positions = positions
         self.version = 0
         self._journal: deque[tuple[int, Key]] = deque()  # version, and a topic that changed with it
         self._journal_after = 0  # the journal has all changes after this version
@@ -372,9 +373,25 @@ class Interest:
         self._to_ask_count = 0
         self._asking: dict[Key, asyncio.Task[None]] = {}
         self._retry_in: int | None = None  # answers, until topics that were not asked are reported as changed
-        for source in self.sources:
-            source.positions = positions
-            source.on_change(self._changed)
+        for source in sources:
+            self._add(source)
+
+    def _add(self, source: InterestSource) -> None:
+        self.sources = (*self.sources, source)
+        source.positions = self._positions
+        source.on_change(self._changed)
+
+    async def add_source(self, source: InterestSource) -> None:
+        """Learn what it has on disk, and add it; its `start` is for the caller. Raises UStatusError as `load`."""
+        await source.load()
+        self._add(source)
+        self._changed(None)
+
+    async def remove_source(self, source: InterestSource) -> None:
+        """What it alone knows is not wanted any more."""
+        self.sources = tuple(one for one in self.sources if one is not source)
+        self._changed(None)
+        await source.stop()
 
     def __repr__(self) -> str:
         return f"Interest({', '.join(map(repr, self.sources))}, version={self.version})"

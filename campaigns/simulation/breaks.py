@@ -156,9 +156,9 @@ def _new_log_from_its_end() -> Patches:
 
 
 def _copies_before_a_place() -> Patches:
-    from streamer.following.followed import Followed
+    from streamer.following.doorbell import Doorbell
 
-    return [(Followed, "_is_copy", lambda self, message: True)]
+    return [(Doorbell, "_is_copy", lambda self, message: True)]
 
 
 def _handed_over_where_it_was_read() -> Patches:

@@ -31,6 +31,7 @@ from history.log.streams import STREAMS_MAX, Streams, TopicsFullError
 from history.log.volatile import VolatileStorage
 from history.records.chunk import Chunk, RetentionLoss, Scan
 from storage.runtime import REAL, Runtime
+from uprotocol import callbacks
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -298,22 +299,18 @@ class Log(Streams):
             finally:
                 self._saving.discard(waiting)
 
-    def on_retention_loss(self, callback: Callable[[RetentionLoss], None]) -> None:
+    def on_retention_loss(self, callback: Callable[[RetentionLoss], None]) -> Callable[[], None]:
         """`callback(loss)` on the loop, in the step in which `floor_seq` rises, if retention has deleted records that a
-        cursor with `holds`, or with a holder, had not passed. It must not append to this log."""
-        self._loss_callbacks.append(callback)
+        cursor with `holds`, or with a holder, had not passed. It must not append to this log. Returns a function
+        that removes the callback."""
+        return callbacks.add(self._loss_callbacks, callback)
 
     # -- read
 
     def on_append(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """`callback()` on the loop after each commit, when the records can be read. Returns a function that ends it."""
-        self._append_callbacks.append(callback)
-
-        def end() -> None:
-            if callback in self._append_callbacks:
-                self._append_callbacks.remove(callback)
-
-        return end
+        """`callback()` on the loop after each commit, when the records can be read. Returns a function that removes the
+        callback."""
+        return callbacks.add(self._append_callbacks, callback)
 
     async def wait(self, after: int) -> None:
         """Wait for a seq greater than `after`. Raises UNAVAILABLE if the log is closed meanwhile."""

@@ -24,6 +24,7 @@ from history.file.load import FORGOTTEN_PREFIX, NEXT_STREAM, OTHERS, Stream, add
 from history.file.store import LogChanges
 from history.log.storage import Storage
 from history.records.stream import is_frontier, is_publish, plain_address
+from uprotocol import callbacks
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -235,14 +236,15 @@ class Streams(abc.ABC):
 
     # -- forgetting
 
-    def on_forgotten(self, callback: Callable[[frozenset[int]], None]) -> None:
-        """`callback(ids)` is called on the loop, in the step in which these streams are forgotten. Their numbers are
-        never used again."""
-        self._forgotten_callbacks.append(callback)
+    def on_forgotten(self, callback: Callable[[frozenset[int]], None]) -> Callable[[], None]:
+        """`callback(ids)` on the loop, in the step in which these streams are forgotten. Their numbers are never used
+        again. Returns a function that removes the callback."""
+        return callbacks.add(self._forgotten_callbacks, callback)
 
-    def keep_streams(self, callback: Callable[[], Iterable[int]]) -> None:
-        """`callback()` is called on the loop and returns the streams that are in use: they are not forgotten."""
-        self._using.append(callback)
+    def keep_streams(self, callback: Callable[[], Iterable[int]]) -> Callable[[], None]:
+        """`callback()` on the loop gives the streams that somebody has in hand: those are not forgotten. Returns a
+        function that removes the callback."""
+        return callbacks.add(self._using, callback)
 
     def forgotten_seq(self, authorities: Set[str] | None) -> int:
         """Returns the seq up to which forgotten streams of these source authorities (None: of any) may have had

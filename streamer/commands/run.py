@@ -39,7 +39,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
 
 
 async def _serve(config: configs.Config, as_json: bool) -> None:
-    from streamer.app import serve  # all of the streamer, which no other command waits for
+    from streamer.serving import serve  # all of the streamer, which no other command waits for
 
     gc.set_threshold(*GC_THRESHOLDS)
     manager, stopping = ServiceManager(), asyncio.Event()

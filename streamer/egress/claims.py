@@ -22,6 +22,7 @@ from history.log.log import Log
 from streamer.egress.holds import HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
 from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX, Pump
 from streamer.following.handover import FOLLOWED_PREFIX
+from streamer.operating.samples import Sample
 from streamer.operating.states import Condition
 from streamer.walk.endpoint import Endpoint
 
@@ -95,7 +96,17 @@ class Claims:
 
     def load(self) -> None:
         """Find the records that wait for endpoints that are not configured; drop their cursors if none wait."""
+        self.find_unclaimed()
+        for waits in self.unclaimed:
+            for pump in self._pumps:
+                if pump.log is waits.log and pump.is_new:  # one of them may be the other's new name
+                    pump.log.cursors.set(BEGAN_PREFIX + pump.peer.name, pump.cursor)
+
+    def find_unclaimed(self) -> None:
+        """Find anew what waits for endpoints that are not configured; called whenever an endpoint came or went."""
         known = {pump.peer.name for pump in self._pumps}
+        before = {(waits.endpoint, waits.log) for waits in self.unclaimed}
+        self.unclaimed.clear()
         for one in self._logs:
             found: dict[str, Unclaimed] = {}
             for name, cursor in one.cursors.all().items():
@@ -107,15 +118,13 @@ class Claims:
             for waits in found.values():
                 if waits.records or waits.topics:
                     self.unclaimed.append(waits)
-                    counts = {"records": waits.records, "parked_topics": waits.topics}
-                    log.error("records wait for an endpoint that is not configured", endpoint=waits.endpoint, **counts)
+                    if (waits.endpoint, one) not in before:
+                        counts = {"records": waits.records, "parked_topics": waits.topics}
+                        what = "records wait for an endpoint that is not configured"
+                        log.error(what, endpoint=waits.endpoint, **counts)
                 else:
                     for name in waits.cursors:
                         one.cursors.drop(name)
-            if any(waits.log is one for waits in self.unclaimed):
-                for pump in self._pumps:
-                    if pump.log is one and pump.is_new:  # it may be the other's new name
-                        one.cursors.set(BEGAN_PREFIX + pump.peer.name, pump.cursor)
 
     async def watch(self) -> None:
         """Save how long each endpoint has been away, until cancelled."""
@@ -142,6 +151,10 @@ class Claims:
             waits.absent_ms += ms
             for name, seq in waits.cursors.items():
                 waits.log.cursors.set(name, seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
+
+    def samples(self) -> Iterator[Sample]:
+        for waits in self.unclaimed:
+            yield "unclaimed_records", (waits.endpoint, waits.log.name), waits.records
 
     def conditions(self) -> Iterator[Condition]:
         for pump in self._pumps:

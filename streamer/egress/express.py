@@ -83,8 +83,18 @@ class Express:
         """`messages_max`, `bytes_max`: limits of one endpoint's queue; our answers have as many bytes beside it."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
         self.messages_max, self.bytes_max = messages_max, bytes_max
-        self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff()) for endpoint in endpoints}
+        self._backoff = backoff
+        self.queues: dict[str, ExpressQueue] = {}
+        for endpoint in endpoints:
+            self.add_endpoint(endpoint)
         self._inside: set[asyncio.Future[None]] = set()
+
+    def add_endpoint(self, endpoint: Endpoint) -> None:
+        self.queues[endpoint.name] = ExpressQueue(endpoint, self, self._backoff())
+
+    def remove_endpoint(self, name: str) -> None:
+        """What waits in its queue fails with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
+        self.queues.pop(name).fail_all(UCode.UNAVAILABLE, f"endpoint {name!r} was removed")
 
     def put(self, peer: Endpoint, message: EncodedMessage) -> None:
         """Queue `message` for `peer`. If the queue is full, or full for this caller, answer RESOURCE_EXHAUSTED.
@@ -203,6 +213,10 @@ class ExpressQueue:
             self.peer.dropped[dropped] += 1
         else:
             self._express.fail(entry.message, code, reason, self.peer)
+
+    def fail_all(self, code: UCode.ValueType, reason: str) -> None:
+        for entry in list(self._sender.queue):
+            self._end(entry, code, reason)
 
     async def run(self) -> None:
         """Send until cancelled."""

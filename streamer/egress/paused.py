@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,8 +18,12 @@ import structlog
 from pydantic import TypeAdapter
 
 from storage.disk import REAL_DISK, Disk, read_json
+from streamer.operating.samples import Sample, each
+from streamer.operating.states import Condition
 from streamer.walk.endpoint import Endpoint, Endpoints
+from uprotocol import callbacks
 from uprotocol import uri as uris
+from uprotocol.callbacks import Remove
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -112,6 +117,19 @@ class Paused:
     def __iter__(self) -> Iterator[Pause]:
         return iter(self._patterns)
 
+    def conditions(self) -> Iterator[Condition]:
+        if self.trouble:
+            yield Condition(self.trouble)
+
+    def samples(self) -> Iterator[Sample]:
+        return each("paused", (), Counter(one.peer for one in self))
+
+    def notes(self) -> Iterator[str]:
+        for one in sorted(self):
+            is_held = "what comes waits in the log"
+            is_idle = "which there is not (any more), so nothing waits"
+            yield f"paused: {one.topic} to {one.peer}; {is_held if self.is_peer(one.peer) else is_idle}"
+
     def load(self) -> None:
         """A file that can't be read pauses nothing; `trouble` says so until somebody pauses or resumes."""
         try:
@@ -120,8 +138,9 @@ class Paused:
             self.trouble = error.message
             log.error("what was paused is not known any more, and is dispatched", why=self.trouble)
 
-    def on_change(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
+    def on_change(self, callback: Callable[[], None]) -> Remove:
+        """Returns a function that removes the callback."""
+        return callbacks.add(self._callbacks, callback)
 
     def before_pause(self, check: Callable[[Endpoint], None]) -> None:
         """`check(peer)` raises UStatusError if nothing may be paused toward somebody there."""

@@ -105,17 +105,24 @@ class Pump:
         self.owned = OwnedCursor(source, CURSOR_PREFIX + peer.name, absent_ms_max)
         self.is_new = False  # it had no cursor before this start
         self.trouble = ""  # why reading or sending does not go on
-        flow.follow(self)
-        paused.on_change(self.wake)
-        source.on_append(self._wake.set)
-        source.on_retention_loss(self._passed)
-        source.on_forgotten(self._forgotten)
-        source.keep_streams(self._in_hand)
+        self._registrations = [
+            flow.follow(self),
+            paused.on_change(self.wake),
+            source.on_append(self._wake.set),
+            source.on_retention_loss(self._passed),
+            source.on_forgotten(self._forgotten),
+            source.keep_streams(self._in_hand),
+        ]
         peer.on_heard(self._heard_at)
 
     def __repr__(self) -> str:
         seqs = f"cursor={self.cursor}, read={self.plans.read}, newest={self.log.newest_seq}"
         return f"Pump({self.peer.name}, {seqs}, waiting={len(self.sender.queue)})"
+
+    def close(self) -> None:
+        """Remove it from the log, its flow and the pauses; `run` has been cancelled. Its cursor stays in the log."""
+        for remove in self._registrations:
+            remove()
 
     @property
     def backlog(self) -> int:

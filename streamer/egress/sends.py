@@ -90,6 +90,12 @@ class Sends:
             self._timer = loop.call_at(due, self._look)
         return call.answer
 
+    def close(self) -> None:
+        """Nothing is sent any more: its timer would keep the endpoint in memory."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     @property
     def is_idle(self) -> bool:
         """No call is under way, and none hangs."""

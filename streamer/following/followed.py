@@ -13,26 +13,24 @@ if it was made after we had a place. So what was published before it is followed
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
-from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import Epoch
 from history.file.writer import FollowedFrom as Notes
 from history.log.followed import POSITION_BYTES_MAX
 from history.log.log import Log
 from history.reading.acceptor import Accepted, Acceptor, Places, Record
 from history.reading.following import Following, Mode
-from history.records.chunk import Origin
+from streamer.following.covered import Covered, Digest, HeldThere
+from streamer.following.doorbell import Doorbell
+from streamer.following.sorting import Sorted, Sorting
 from streamer.walk.access import Pattern
 from streamer.walk.endpoint import Endpoint
-from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
@@ -41,7 +39,6 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     FollowedPlaces,
     Gap,
     HandOver,
-    HeldTopic,
     PollRequest,
 )
 from uprotocol.encoded import EncodedMessage
@@ -55,10 +52,7 @@ if TYPE_CHECKING:
     from streamer.following.follows import Follows
 
 PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service; and one answer beside it
-# rung for so long without an answer: plain copies count again until the history answers
-DEAF_S: Final = 60.0
 CAUGHT_UP_S: Final = 30.0  # at most, for what came before anything was followed, and the log has refused
-RING_S: Final = 0.25  # after a doorbell without an answer we ask anew
 # what can't be followed, and will not be soon: until then plain copies count
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
 COVERED: Final = "topics of "  # in front of the key of a place: what has been followed up to there without a hole
@@ -89,9 +83,6 @@ class Follow:
         )
 
 
-Digest = bytes  # see Covered
-
-
 def family_of(authority: str) -> str:
     """What stands behind the first dot; "": nothing does."""
     return authority.partition(".")[2]
@@ -117,96 +108,8 @@ class Pending:
     has_moved: bool = False
 
 
-class _Sorted(NamedTuple):
-    """Where a record goes."""
-
-    target: Log
-    stream: int
-    message: EncodedMessage
-    key: bytes | None  # in the window of ids
-    origin: Origin | None
-    epoch: Epoch | None
-
-
-class HeldThere:
-    """What was not pushed of a log before we took over: these topics, each from a seq on."""
-
-    def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
-        """Of all that comes up to `pushed_to` only this is new to us."""
-        self.pushed_to = pushed_to
-        self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
-        self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
-
-    def is_missing(self, topic: UUri, seq: int) -> bool:
-        """True for a record that was not pushed to us."""
-        if seq > self.pushed_to:
-            return True
-        after = self._exact.get(uris.key(topic))
-        if after is not None and seq > after:
-            return True
-        return any(seq > after and uris.matches(pattern, topic) for pattern, after in self._wide)
-
-
 class _RestartedError(UStatusError):
     """The other side knows nothing of us any more."""
-
-
-class Covered:
-    """Topics and patterns of which all that comes is had from here on, without a hole."""
-
-    def __init__(self, topics: Iterable[UUri] = ()) -> None:
-        self._exact: dict[uris.Key, UUri] = {}
-        self._wide: dict[uris.Key, UUri] = {}
-        self._sum = 0
-        for topic in topics:
-            self.add(topic)
-
-    def __iter__(self) -> Iterator[UUri]:
-        return chain(self._exact.values(), self._wide.values())
-
-    def __contains__(self, topic: UUri) -> bool:
-        """As it is, or as a part of a pattern."""
-        key = uris.key(topic)
-        return key in self._exact or key in self._wide or any(uris.matches(one, topic) for one in self._wide.values())
-
-    def _holds(self, topic: UUri) -> dict[uris.Key, UUri]:
-        return self._wide if uris.has_wildcard(topic) else self._exact
-
-    def add(self, topic: UUri) -> None:
-        key = uris.key(topic)
-        if key not in self._holds(topic):
-            self._holds(topic)[key] = topic
-            self._sum += _digest(key)
-
-    def discard(self, topic: UUri) -> bool:
-        """False: it was not there."""
-        key = uris.key(topic)
-        if self._holds(topic).pop(key, None) is None:
-            return False
-        self._sum -= _digest(key)
-        return True
-
-    def clear(self) -> None:
-        self._exact.clear()
-        self._wide.clear()
-        self._sum = 0
-
-    def meeting(self, topic: UUri) -> list[UUri]:
-        """Those that mean something that `topic` does."""
-        if uris.has_wildcard(topic):
-            return [one for one in self if uris.meets(one, topic)]
-        exact = self._exact.get(uris.key(topic))
-        wide = [one for one in self._wide.values() if uris.matches(one, topic)]
-        return wide if exact is None else [exact, *wide]
-
-    @property
-    def digest(self) -> Digest:
-        """16 bytes; no other set of topics has them."""
-        return (self._sum % (1 << 128)).to_bytes(16, "big")
-
-
-def _digest(key: uris.Key) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), "big")
 
 
 class Followed:
@@ -218,14 +121,17 @@ class Followed:
         self.key = f"{endpoint.name}:{uris.format(service)}"
         self._follows, self._log = follows, follows.logs.durable
         self.is_named = follow is not None and not follow.is_wide  # so it may have whatever lives on its network
+        self.counts: Counter[str] = Counter()
+        self._backoff = follows.backoff()
+        self._doorbell = Doorbell(self.key, self._ask_now, self._backoff, self.counts)
         self._pending = Pending()
         self._room = asyncio.Event()
         self._came = asyncio.Event()
         stored = self._log.followed.position(self.key)
         self._has_place = stored is not None  # on disk
         # plain messages with later ids are copies of what is followed; None: not known yet. As told, and as on disk
-        self._told_since = self._copies_since = _since(stored) if stored is not None else None
-        self._unseen: set[uris.Key] = set()  # topics that we may not read there
+        self._told_since = _since(stored) if stored is not None else None
+        self._doorbell.copies_since = self._told_since
         self._withheld: set[uris.Key] = set()  # these, and nothing of them has come since
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
         # what has been followed up to here without a hole, and what begins or ends with the next answer
@@ -234,17 +140,12 @@ class Followed:
         self._missing: list[UUri] = []  # what is not given to us from here on, whatever is covered
         self._untold = 0  # of these, what is about to be in the log
         self._begun: list[UUri] = []
-        self._kept_copies = False  # plain ones were stored since the last records
-        self._rung_at: float | None = None  # loop time of the first doorbell since there was an answer
         self._following: Following | None = None
         self._acceptor: Acceptor | None = None  # while it is followed
         self._appending: set[asyncio.Task[bool]] = set()
-        self._held_there: dict[bytes, HeldThere] = {}  # by incarnation, until we have come past it
-        self._backoff = follows.backoff()
+        self._sorting = Sorting(follows, endpoint, self.speaks_for, self.counts)
         self.is_handed_over = False
-        self._is_deaf = False
         self.trouble = ""
-        self.counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"Followed({self.key}, {self._following}, {dict(self.counts)})"
@@ -369,49 +270,18 @@ class Followed:
             return [pattern]
         return [uris.of_authority(pattern, one) for one in sorted(there)]
 
-    def rung_by(self, message: EncodedMessage) -> bool:
-        """A plain copy has come, so there is something to ask for. True: it is not to be kept."""
-        self.counts["doorbells"] += 1
-        now = asyncio.get_running_loop().time()
-        if self._rung_at is None:
-            self._rung_at = now
-            self._backoff.wake()
-            asyncio.get_running_loop().call_later(RING_S, self._still_rung, now)
-        elif now - self._rung_at > DEAF_S:
-            self._become_deaf()
-        if not self._is_deaf and self._is_copy(message):
-            return True
-        self._kept_copies = True
-        return False
-
-    def _is_copy(self, message: EncodedMessage) -> bool:
-        if self._copies_since is None or message.id_bytes <= self._copies_since:
-            return False
-        return not self._unseen or uris.key(message.stamp.attributes.source) not in self._unseen
-
-    def _become_deaf(self) -> None:
-        if not self._is_deaf:
-            self._is_deaf = True
-            what = "a history that is followed does not answer: until it does, plain copies count again"
-            log.warning(what, service=self.key)
-
-    def _still_rung(self, since: float) -> None:
-        """There was no answer since: the one we wait for may never come."""
-        if self._rung_at == since and self._following is not None:
-            self._following.ring()
-
     def announced(self) -> None:
         """It is there (again), and may hand over by now; a call that waits for it may wait for one of before."""
         self._backoff.wake()
+        self._ask_now()
+
+    def on_doorbell(self, message: EncodedMessage) -> bool:
+        """See Doorbell.on_doorbell."""
+        return self._doorbell.on_doorbell(message)
+
+    def _ask_now(self) -> None:
         if self._following is not None:
             self._following.ring()
-
-    def _answered(self) -> None:
-        self._rung_at = None
-        if self._is_deaf:
-            self._is_deaf = False
-        self._backoff.reset()
-        self.trouble = ""
 
     # -- the conversation
 
@@ -427,7 +297,7 @@ class Followed:
                     log.warning("a history can't be followed; trying again", service=self.key, why=str(error))
                 self.trouble = str(error)
                 if error.code in REFUSALS:
-                    self._become_deaf()
+                    self._doorbell.stop_trusting_history()
             except Exception as error:  # a fault of ours must not end it without a word
                 log.exception("a history can't be followed; trying again", service=self.key)
                 self.trouble = f"a fault of this program: {error!r}"
@@ -464,7 +334,7 @@ class Followed:
                 await self._pull(following, places)
         finally:
             self._following, self._acceptor, self.is_handed_over = None, None, False
-            self._unseen.clear()
+            self._doorbell.denied.clear()
             await client.close()
 
     def _forgotten(self) -> None:
@@ -473,7 +343,7 @@ class Followed:
 
     def _denied(self, topic: UUri) -> None:
         self.counts["denied"] += 1
-        self._unseen.add(uris.key(topic))
+        self._doorbell.denied.add(uris.key(topic))
         if uris.key(topic) not in self._withheld:
             self._withheld.add(uris.key(topic))
             self._missing.append(topic)
@@ -486,7 +356,7 @@ class Followed:
         followed."""
         if not self._has_place:  # on disk before we ask: else nobody would know whom to tell when we are not to follow
             await self._keep_first(places)
-        self._held_there = {}
+        self._sorting.held_there = {}
         for position in await following.hand_over(HandOver(take=True, takes_held=True)):
             # what we have had is safe here; what is behind us there has been pushed or is held, or was ours before
             known = places.positions.get(position.incarnation, position.seq)
@@ -498,7 +368,7 @@ class Followed:
             if position.incarnation not in places.positions:
                 known = begin
             if position.held and known < position.seq:
-                self._held_there[position.incarnation] = HeldThere(position.seq, position.held)
+                self._sorting.held_there[position.incarnation] = HeldThere(position.seq, position.held)
             places.positions[position.incarnation] = max(known, begin)
             if position.in_memory:
                 places.idle.add(position.incarnation)
@@ -520,7 +390,7 @@ class Followed:
         since = self._told_since
         self._log.followed.keep(self.key, self._stored(places))
         await self._log.saved()
-        self._has_place, self._copies_since = True, since
+        self._has_place, self._doorbell.copies_since = True, since
 
     def _told(self, done: UUID) -> None:
         if not self._has_place or not uuids.is_v7(done):
@@ -529,7 +399,7 @@ class Followed:
         if self._told_since is None:
             self._told_since = id
         elif id < self._told_since:  # the clock of who publishes went back
-            self._told_since = self._copies_since = id
+            self._told_since = self._doorbell.copies_since = id
         else:
             return
         self._pending.has_moved = True
@@ -538,7 +408,9 @@ class Followed:
     async def _pull(self, following: Following, places: Places) -> None:
         """Accept, while what was accepted before is committed."""
         acceptor = self._acceptor = Acceptor(places=places, read=self._follows.read)
-        self._pending = Pending(places=acceptor.places.copy(), has_moved=self._told_since != self._copies_since)
+        self._pending = Pending(
+            places=acceptor.places.copy(), has_moved=self._told_since != self._doorbell.copies_since
+        )
         if not self._begun:  # else with the first answer, which says what we may not read
             self._pending.covered = self._covered_digest
         self._came.set()
@@ -557,7 +429,8 @@ class Followed:
                     self._tell_begun()
                 if answer is None:
                     continue
-                self._answered()
+                self._doorbell.answered()
+                self.trouble = ""
                 self._take(acceptor.accept(answer), sum(batch.ByteSize() for batch in answer.batches))
         finally:
             storing.cancel()
@@ -615,28 +488,28 @@ class Followed:
 
     async def _store(self, pending: Pending) -> None:
         """Records and place, in one transaction."""
-        if self._kept_copies:  # of which one may be the first of two, and not in a log yet, or never
-            self._kept_copies = False
+        if self._doorbell.has_kept_copies:  # of which one may be the first of two, and not in a log yet, or never
+            self._doorbell.has_kept_copies = False
             await self._follows.ingress(self.endpoint).settled()
         appending = asyncio.create_task(self._append(pending), name=f"append {self.key}")
         self._appending.add(appending)
         appending.add_done_callback(self._appending.discard)
         since = self._told_since
         is_kept = await asyncio.shield(appending)
-        if since != self._copies_since:  # on disk before a copy is not stored: a restart must know which are
+        if since != self._doorbell.copies_since:  # on disk before a copy is not stored: a restart must know which are
             if not is_kept:
                 await self._log.saved()
-            self._copies_since = since
+            self._doorbell.copies_since = since
 
     async def _append(self, pending: Pending) -> bool:
         """True: the place is on disk, with records."""
         place = self._stored(pending.places, pending.covered)
-        shares: dict[Log, list[_Sorted]] = {}
+        shares: dict[Log, list[Sorted]] = {}
         for record in pending.records:
             if isinstance(record, Beginning):
                 shares.setdefault(self._log, []).append(self._told_here(record))
                 continue
-            found = self._sort(record)
+            found = self._sorting.sort(record)
             if found is not None:
                 shares.setdefault(found.target, []).append(found)
             self.counts["records"] += 1
@@ -677,80 +550,11 @@ class Followed:
         covered = Covered(Beginning.FromString(kept).topics)
         return covered if covered.digest == FollowedPlaces.FromString(stored).topics else Covered()
 
-    def _told_here(self, said: Beginning) -> _Sorted:
+    def _told_here(self, said: Beginning) -> Sorted:
         """As a record of ours."""
         topic = self._follows.local.get_resource(ids.BEGINNINGS)
         message = EncodedMessage.of(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(said))
-        return _Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
-
-    def _sort(self, record: Record) -> _Sorted | None:
-        """Where it goes; None: it is not for us."""
-        message, dispatch = record.message, self._follows.dispatch
-        assert isinstance(message, EncodedMessage), "as it was read"
-        origin = record.origin or Origin(record.incarnation, record.seq)
-        if origin.incarnation in self._follows.own_incarnations:
-            self.counts["loop"] += 1
-            return None
-        attributes = message.stamp.attributes
-        if record.incarnation in self._held_there:
-            held = self._held_there[record.incarnation]
-            if record.seq > held.pushed_to:  # records come in order: all of it is here
-                del self._held_there[record.incarnation]
-            elif not held.is_missing(attributes.source, record.seq):
-                self.counts["pushed_before"] += 1
-                return None
-        if attributes.type != attrs.PUBLISH or not self._is_valid(message):
-            self.counts["unreadable"] += 1
-            return None
-        if not self._follows.lives_there(self.endpoint, attributes.source):
-            self.counts["unwanted"] += 1
-            return None
-        if not self.speaks_for(attributes.source):
-            self.counts["spoofed"] += 1
-            self.endpoint.dropped["spoofed"] += 1
-            return None
-        if ids.is_about_epochs(attributes.source):
-            return self._kept_in_order(attributes.source, message, origin, None)
-        verdict = self._follows.ingress(self.endpoint).verdict_of(message)
-        verdict.account.messages += 1
-        verdict.account.bytes += len(message.payload)
-        if verdict.inside is not None:
-            message = verdict.inside(message)
-        if verdict.log is None:
-            self.counts["unwanted"] += 1
-            if verdict.reason:
-                self.endpoint.dropped[verdict.reason] += 1
-            return None
-        key = message.id_bytes + verdict.source
-        if not dispatch.window.take(key):
-            self.counts["duplicate"] += 1
-            return None
-        if record.epoch is not None and not verdict.log.durable:
-            return self._kept_in_order(message.stamp.attributes.source, message, origin, record.epoch)
-        return _Sorted(verdict.log, verdict.stream, message, key, origin, record.epoch)
-
-    def _kept_in_order(
-        self, source: UUri, message: EncodedMessage, origin: Origin, epoch: Epoch | None
-    ) -> _Sorted | None:
-        """Epochs and what tells of them, in one log: only there it is known what came first."""
-        key = message.id_bytes + source.SerializeToString()
-        if epoch is None and not self._follows.dispatch.window.take(key):
-            self.counts["duplicate"] += 1
-            return None
-        return _Sorted(self._log, self._log.stream_id(source, wanted=True), message, key, origin, epoch)
-
-    def _is_valid(self, message: EncodedMessage) -> bool:
-        """By its attributes, but for the id those of many."""
-        known = self._follows.valid
-        if message.stamp.is_shared and message.stamp.suffix in known:
-            return True
-        try:
-            attrs.validate(message.attributes)
-        except (UStatusError, DecodeError):
-            return False
-        if message.stamp.is_shared:
-            known[message.stamp.suffix] = True
-        return True
+        return Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
 
     def _committed(self) -> Places:
         """Where we are, as far as our log says."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import structlog
 
@@ -19,9 +20,12 @@ from history.log.log import Log
 from history.reading.client import Frames, HistoryClient
 from history.service.pushing import window_bytes_of_each
 from storage.runtime import Runtime
+from streamer.following.followed import COVERED, Follow, Followed, family_of
+from streamer.operating.samples import Sample, each
 from streamer.operating.states import Condition
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
+from streamer.walk.ingress import Dispatch, Ingress
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication import InMemoryRpcClient
@@ -42,18 +46,13 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 from usubscription_client.table import Topics
 
-if TYPE_CHECKING:
-    from streamer.walk.ingress import Dispatch, Ingress
-
-from streamer.following.followed import COVERED, Follow, Followed, family_of
-
+STATES: Final = ("handed_over", "beside_copies", "away")  # of a conversation; values of a label of the metrics
 FOLLOWED_MAX: Final = 4_096  # services; a fleet behind one gateway, and its tasks and places
 # of one authority that are found by announcements: a vehicle has some publishers with a history of their own
 PUBLISHERS_OF_ONE_MAX: Final = 64
 WINDOWS_BYTES_MAX: Final = 64 << 20  # of what is under way to us, from all of them; a share is asked for of each
 
 GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
-PUBLISHERS: Final = ids.of_publisher(uris.ANY, ids.ANNOUNCEMENTS)  # of any that has a history of its own
 
 log = structlog.get_logger()
 
@@ -109,12 +108,42 @@ class Follows(UListener):
 
     def load(self) -> None:
         """Who is followed, before anything comes from there."""
-        for follow in self._configured:
-            if not follow.is_wide:
-                self._follow(self._address(follow), follow.endpoint, follow)
+        for endpoint in self._endpoints:
+            self._load(endpoint)
         for key in self.logs.durable.followed.positions():
-            if not key.startswith(COVERED):
-                self._resume(key)
+            if not key.startswith(COVERED) and key.partition(":")[0] not in self._endpoints:
+                log.warning("a history was followed at an endpoint that is not configured", service=key)
+
+    def _load(self, endpoint: Endpoint) -> None:
+        for follow in self._configured:
+            if follow.endpoint is endpoint and not follow.is_wide:
+                self._follow(self._address(follow), endpoint, follow)
+        for key in self.logs.durable.followed.positions():
+            if key.startswith(f"{endpoint.name}:"):
+                self._resume(key, endpoint)
+
+    def add_endpoint(self, endpoint: Endpoint, follows: Iterable[Follow]) -> None:
+        """While it runs: follow what `follows` names at this new endpoint, and what was followed there before."""
+        self._configured = [*self._configured, *follows]
+        self._load(endpoint)
+
+    async def remove_endpoint(self, endpoint: Endpoint) -> None:
+        """Follow nothing there any more. How far each history was followed stays in the log."""
+        self._configured = [one for one in self._configured if one.endpoint is not endpoint]
+        for followed in [one for one in self if one.endpoint is endpoint]:
+            del self._followed[followed.key]
+            for name in {followed.service.authority_name, family_of(followed.service.authority_name)} - {""}:
+                self._by_name[name].remove(followed)
+                if not self._by_name[name]:
+                    del self._by_name[name]
+        self._named = [one for one in self._named if one.endpoint is not endpoint]
+        keys = [key for key in (*self._tasks, *self._to_run) if key.startswith(f"{endpoint.name}:")]
+        tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
+        for key in keys:
+            self._to_run.pop(key, None)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self) -> None:
         """Raises what the hosted transport says."""
@@ -141,15 +170,10 @@ class Follows(UListener):
         address = follow.service.address
         return uris.uri(follow.service.authority, address.ue_id, address.ue_version_major)
 
-    def _resume(self, key: str) -> None:
+    def _resume(self, key: str, endpoint: Endpoint) -> None:
         """Who was followed before the restart is, whether it announces itself or not. Who is not to be any more is told
         to push again."""
-        name, _, address = key.partition(":")
-        endpoint = next((one for one in self._endpoints if one.name == name), None)
-        if endpoint is None:
-            log.warning("a history was followed at an endpoint that is not configured", service=key)
-            return
-        service = uris.parse(address)
+        service = uris.parse(key.partition(":")[2])
         follow = self._follow_for(service, endpoint)
         if follow is not None or service.ue_id >> 16:
             self._follow(service, endpoint, follow)
@@ -205,7 +229,7 @@ class Follows(UListener):
         """A gateway tells us, by whom it may be followed, that it is there."""
         self.announced(message)
 
-    def heard(self, message: EncodedMessage) -> bool:
+    def on_announcement(self, message: EncodedMessage) -> bool:
         """A publisher announces its history."""
         self.announced(message.decoded())
         return False
@@ -327,6 +351,14 @@ class Follows(UListener):
         return self._stamps.read(data)
 
     # -- how it is
+
+    def samples(self) -> Iterator[Sample]:
+        for endpoint in self._endpoints:
+            there = [one for one in self if one.endpoint is endpoint]
+            states = Counter(one.state for one in there)
+            yield from each("followed", (endpoint.name,), {state: states[state] for state in STATES if there})
+            became = sum((one.counts for one in there), Counter[str]())
+            yield from each("followed_records", (endpoint.name,), became)
 
     def conditions(self) -> Iterator[Condition]:
         for followed in self._followed.values():

@@ -19,6 +19,7 @@ import structlog
 from history.log.log import Log
 from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
+from streamer.operating.samples import Sample
 from streamer.operating.states import Condition
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
@@ -54,9 +55,9 @@ class HandOvers:
         """`followed_by`: the service of the follower behind an endpoint, by the endpoint's name. `announce(to, it)`
         sends an announcement, and raises UStatusError. Retention by age waits for a follower until it has been silent
         for `absent_ms_max` in all."""
-        self._followed_by = dict(followed_by)
-        self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
-        self._pumps = {name: [pump for pump in pumps if pump.peer.name == name] for name in self._endpoints}
+        self._followed_by: dict[str, UUri] = {}
+        self._endpoints: dict[str, Endpoint] = {}
+        self._pumps: dict[str, list[Pump]] = {}
         self._logs, self._paused, self._announce = logs, paused, announce
         paused.before_pause(self._check_pause)
         self._turn = asyncio.Lock()
@@ -65,6 +66,23 @@ class HandOvers:
         self._absent_ms_max = absent_ms_max
         self._silent_ms: dict[str, float] = {}  # for how long those followers have been, and ...
         self._saved_ms: dict[str, float] = {}  # ... what of it is on disk
+        for endpoint in endpoints:
+            of_it = [pump for pump in pumps if pump.peer is endpoint]
+            self.add_endpoint(endpoint, of_it, followed_by.get(endpoint.name))
+
+    def add_endpoint(self, endpoint: Endpoint, pumps: list[Pump], followed_by: UUri | None) -> None:
+        """`load_endpoint` goes on from the cursors of an earlier run."""
+        self._endpoints[endpoint.name], self._pumps[endpoint.name] = endpoint, pumps
+        if followed_by is not None:
+            self._followed_by[endpoint.name] = followed_by
+
+    def remove_endpoint(self, name: str) -> None:
+        """Its cursors stay in the logs, for an endpoint of the same name."""
+        self._taken.discard(name)
+        for by_name in (self._endpoints, self._pumps, self._followed_by, self.refusals):
+            by_name.pop(name, None)
+        for times in (self._silent_ms, self._saved_ms):
+            times.pop(name, None)
 
     def __repr__(self) -> str:
         return f"HandOvers({self._followed_by.keys() - self._taken} push, {self._taken} are followed)"
@@ -81,27 +99,36 @@ class HandOvers:
                 if (seq := source.cursors.seq(FOLLOWED_PREFIX + name)) is not None:
                     yield name, source, source.newest_seq - seq
 
+    def samples(self) -> Iterator[Sample]:
+        for name, source, records in self.backlog():
+            yield "follower_backlog", (name, "durable" if source.durable else "volatile"), records
+
     def load(self) -> None:
         """Go on as before the restart; behind the pumps' `begin`. An endpoint that names no follower any more is pushed
         to again."""
-        for name, pumps in self._pumps.items():
-            held = [row for pump in pumps if (row := pump.log.cursors.get(FOLLOWED_PREFIX + name)) is not None]
-            if not held:
-                continue
+        for name in self._pumps:
+            self.load_endpoint(name)
+
+    def load_endpoint(self, name: str) -> None:
+        """The same for one endpoint."""
+        pumps = self._pumps[name]
+        held = [row for pump in pumps if (row := pump.log.cursors.get(FOLLOWED_PREFIX + name)) is not None]
+        if not held:
+            return
+        if name in self._followed_by:
+            self._taken.add(name)
+            self._silent_ms[name] = self._saved_ms[name] = held[0].absent_ms
+        else:
+            log.warning("an endpoint names no follower any more: publishes are pushed again", endpoint=name)
+        for pump in pumps:
+            seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
             if name in self._followed_by:
-                self._taken.add(name)
-                self._silent_ms[name] = self._saved_ms[name] = held[0].absent_ms
-            else:
-                log.warning("an endpoint names no follower any more: publishes are pushed again", endpoint=name)
-            for pump in pumps:
-                seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
-                if name in self._followed_by:
-                    pump.is_followed = True
-                    if seq is None:  # of a log in memory
-                        self._hold(name, pump.log, pump.cursor)
-                elif seq is not None:
-                    pump.go_back(seq)
-                    pump.log.cursors.drop(FOLLOWED_PREFIX + name)
+                pump.is_followed = True
+                if seq is None:  # of a log in memory
+                    self._hold(name, pump.log, pump.cursor)
+            elif seq is not None:
+                pump.go_back(seq)
+                pump.log.cursors.drop(FOLLOWED_PREFIX + name)
 
     def _hold(self, name: str, source: Log, seq: int) -> None:
         silent_ms = self._silent_ms.get(name, 0)
@@ -229,19 +256,23 @@ class HandOvers:
 
     async def run(self) -> None:
         """Announce ourselves to each follower, until cancelled."""
-        told: dict[str, float] = {}
+        announced: dict[str, float] = {}
         time = asyncio.get_running_loop().time
-        while self._followed_by:
-            for name, service in self._followed_by.items():
-                every = ANNOUNCE_TAKEN_S if name in self._taken else ANNOUNCE_S
-                if self._endpoints[name].connected and time() - told.get(name, -every) >= every:
-                    told[name] = time()
-                    await self._tell(service)
+        while True:
+            for name, service in list(self._followed_by.items()):
+                endpoint, every = self._endpoints.get(name), ANNOUNCE_TAKEN_S if name in self._taken else ANNOUNCE_S
+                if endpoint is None or not endpoint.connected:
+                    continue
+                if time() - announced.get(name, -every) >= every:
+                    announced[name] = time()
+                    await self._send_announcement(service)
+            for name in announced.keys() - self._followed_by.keys():
+                del announced[name]
             before = time()
             await asyncio.sleep(ANNOUNCE_S)
             self._passed((time() - before) * 1_000)
 
-    async def _tell(self, service: UUri) -> None:
+    async def _send_announcement(self, service: UUri) -> None:
         try:
             await self._announce(service, Announcement(incarnations=[one.incarnation for one in self._logs]))
         except UStatusError as error:

@@ -16,7 +16,7 @@ import contextlib
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -31,6 +31,7 @@ from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
 from streamer.letters.rate import PERIOD_S, PerMinute
+from streamer.operating.states import Condition
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.shares import FairQueue
@@ -367,6 +368,10 @@ class DeadLetters:
             self._queue.drop()
             self.lost += 1
         self._arrived.set()
+
+    def conditions(self) -> Iterator[Condition]:
+        if self.trouble:
+            yield Condition(f"dead letters: {self.trouble}")
 
     async def run(self) -> None:
         """Store and publish until cancelled."""

@@ -1,23 +1,18 @@
 """The counters of a streamer as Prometheus metrics, read when somebody asks and never before.
 
-FAMILIES: what there is      _values(streamer): name, labels, value -> families -> text
+FAMILIES: what there is      samples of each part: name, labels, value -> families -> text
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from streamer.egress.holds import LABELS
-from streamer.operating import states
-
-if TYPE_CHECKING:
-    from streamer.app import Streamer
+from streamer.operating.samples import Sample
 
 # up_streamer_NAME (a counter's ends with _total) -> kind, labels, what it says
 COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
@@ -109,172 +104,26 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFami
     "endpoint_state": (GAUGE, "endpoint state", "1 for the state that an endpoint is in: ready, degraded, not_ready"),
     "interest_version": (GAUGE, "", "Rises with every change of a subscription"),
 }
-STATES: Final = ("handed_over", "beside_copies", "away")  # of what is followed
-ASKED_OF_HISTORY: Final = ("polls", "describes", "records", "gaps", "refused", "denied", "withheld")
-ASKED_BY_FOLLOWERS: Final = ("commands", "frames", "expired")
-
-Value = tuple[str, tuple[str, ...], float]  # of which family, the labels' values, the value
 
 
 class StreamerCollector(Collector):
-    """Reads a Streamer."""
+    """Reads the samples of a streamer."""
 
-    def __init__(self, streamer: Streamer) -> None:
-        self._streamer = streamer
+    def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
+        self._samples = samples
 
     def collect(self) -> Iterator[Metric]:
         families = {
             name: kind(f"up_streamer_{name}", says, labels=labels.split())
             for name, (kind, labels, says) in FAMILIES.items()
         }
-        self._streamer.states.look()
-        for read in READERS:
-            for name, labels, value in read(self._streamer):
-                families[name].add_metric(labels, value)
+        for name, labels, value in self._samples():
+            families[name].add_metric(labels, value)
         yield from families.values()
 
 
-def _of_endpoints(streamer: Streamer) -> Iterator[Value]:
-    for endpoint in streamer.endpoints:
-        label = (endpoint.name,)
-        yield "received", label, endpoint.received
-        yield "forwarded", label, endpoint.forwarded
-        yield from _each("dropped", label, streamer.dropped(endpoint))
-        yield from _each("mended", label, getattr(endpoint.transport, "mended", {}))
-        yield "connected", label, streamer.is_connected(endpoint)
-        yield from _each("endpoint_state", label, _flags(streamer.states[endpoint.name].name))
-        yield "express_waiting", label, len(streamer.express.queues[endpoint.name])
-        yield "transport_faults", label, endpoint.faults
-        yield "transport_hangs", label, endpoint.sends.hangs
-        yield "unprobed", label, int(getattr(endpoint.transport, "unprobed", 0))
-        yield "troubles", label, len(endpoint.troubles)
-        yield "answered_twice", label, endpoint.twins.answers
-
-
-def _of_peers(streamer: Streamer) -> Iterator[Value]:
-    for pump in streamer.pumps:
-        label = (pump.peer.name, "durable" if pump.log.durable else "volatile")
-        yield "backlog", label, pump.backlog
-        yield "retries", label, pump.retries
-        yield "gap_records", label, pump.gaps
-        yield "parked_topics", label, len(pump.topic_holds)
-        states = {one.label: one for one in pump.address_holds.states()}
-        for reason in LABELS if pump.log.durable else ():
-            held = states.get(reason)
-            yield "held_addresses", (*label, reason), 0 if held is None else held.units
-            yield "held_records", (*label, reason), 0 if held is None else held.records
-        if pump.log.durable:
-            yield "held_ended", label, pump.address_holds.ended
-        yield "stuck_streams", label, len(pump.aside)
-        yield "absent_seconds", label, streamer.claims.absent_ms(pump) / 1000
-    for waits in streamer.claims.unclaimed:
-        yield "unclaimed_records", (waits.endpoint, waits.log.name), waits.records
-    yield from _each("paused", (), Counter(one.peer for one in streamer.paused))
-
-
-def _of_followed(streamer: Streamer) -> Iterator[Value]:
-    for name, log, records in streamer.handovers.backlog():
-        yield "follower_backlog", (name, "durable" if log.durable else "volatile"), records
-    for endpoint in streamer.endpoints:
-        there = [one for one in streamer.follows if one.endpoint is endpoint]
-        states = Counter(one.state for one in there)
-        yield from _each("followed", (endpoint.name,), {state: states[state] for state in STATES if there})
-        became = sum((one.counts for one in there), Counter[str]())
-        yield from _each("followed_records", (endpoint.name,), became)
-
-
-def _of_logs(streamer: Streamer) -> Iterator[Value]:
-    for log in streamer.logs:
-        label = ("durable" if log.durable else "volatile",)
-        yield "log_newest_seq", label, log.newest_seq
-        yield "log_oldest_seq", label, log.oldest_seq
-        yield "log_bytes", label, log.stored_bytes
-        yield "log_healthy", label, log.healthy
-        yield "log_topics", label, log.stream_count
-        yield "log_topics_forgotten", label, log.streams_forgotten
-        yield from _each("log_dropped", label, log.dropped)
-        yield "log_holes", label, len(log.holes)
-        yield from _each("log_damage", label, Counter(one.kind for one in log.damage))
-        if log.durable:
-            yield "log_disk_bytes", label, log.disk_bytes
-            yield "log_disk_limit_bytes", label, log.disk_limit_bytes
-            yield "disk_free_bytes", label, log.disk_free_bytes
-
-
-def _of_epochs(streamer: Streamer) -> Iterator[Value]:
-    for kept in streamer.keeper:
-        yield from _each("epochs", (kept.group.name,), kept.counts)
-        yield "epochs_open", (kept.group.name,), len(kept.frontier.seen)
-
-
-def _of_authorities(streamer: Streamer) -> Iterator[Value]:
-    """Of those that send most, and of all others together: a fleet is more than a time series database takes."""
-    ledger = streamer.ledger
-    for account in (*ledger.top, ledger.others):
-        label = (account.endpoint, account.authority)
-        messages, size, dropped = account.own
-        yield "authority_received", label, messages
-        yield "authority_received_bytes", label, size
-        yield "authority_dropped", label, dropped
-        if account is not ledger.others:
-            yield "authority_topics", label, streamer.topics_of(account.authority)
-    yield "authorities", (), len(ledger)
-    yield "busy", (), ledger.pressure.share
-
-
-def _of_certificates(streamer: Streamer) -> Iterator[Value]:
-    for endpoint, setting, expires_s in streamer.certificates:
-        yield "certificate_expires_seconds", (endpoint, setting), expires_s
-
-
-def _of_services(streamer: Streamer) -> Iterator[Value]:
-    if streamer.usubscription is not None:
-        yield from _each("usubscription_requests", (), streamer.usubscription.requests)
-        yield from _each("usubscription_refused", (), streamer.usubscription.refused)
-    letters, history = streamer.dead_letters, streamer.history
-    yield from _each("dead_letters", (), letters.by_code)
-    yield "dead_letters_lost", (), letters.lost
-    yield "dead_letters_limited", (), letters.limited
-    yield "dead_letters_damaged", (), letters.damaged
-    yield from _each("history", (), {what: history.counts[what] for what in ASKED_OF_HISTORY})
-    yield from _each(
-        "history", (), {what: history.followers.counts[what] for what in ("commands", "frames", "expired")}
-    )
-    yield "followers", (), len(history.followers)
-    yield "followers_topics", (), history.followers.topic_count
-    yield "pushes", (), history.followers.push_count
-    yield "consumers", (), len(history.consumers)
-    yield "gaps", (), streamer.gaps.total
-    worst = streamer.states.worst
-    yield "ready", (), worst != states.NOT_READY
-    yield from _each("state", (), _flags(worst))
-    yield "interest_version", (), streamer.interest.version
-
-
-def _flags(state: str) -> dict[str, float]:
-    """For each state, by the label that it has, whether it is that one."""
-    return {one.replace(" ", "_"): one == state for one in states.STATES}
-
-
-def _each(name: str, labels: tuple[str, ...], counts: Mapping[str, float]) -> Iterator[Value]:
-    """A value for each value of the family's last label."""
-    return ((name, (*labels, key), count) for key, count in counts.items())
-
-
-READERS: Final = (
-    _of_endpoints,
-    _of_peers,
-    _of_followed,
-    _of_logs,
-    _of_epochs,
-    _of_authorities,
-    _of_certificates,
-    _of_services,
-)
-
-
-def expose(streamer: Streamer) -> bytes:
+def expose(samples: Callable[[], Iterable[Sample]]) -> bytes:
     """The text exposition format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StreamerCollector(streamer))
+    registry.register(StreamerCollector(samples))
     return generate_latest(registry)

@@ -11,12 +11,14 @@ table of what is which.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 import structlog
+
+from streamer.operating.samples import Sample, each
 
 READY: Final = "ready"
 DEGRADED: Final = "degraded"
@@ -68,11 +70,19 @@ class States:
     ) -> None:
         self._conditions, self._now_ms = conditions, now_ms
         now = now_ms()
-        self._states = {name: State(NOT_READY, now, OPENING, now) for name in names}
-        self._states[STREAMER] = State(NOT_READY, now, STARTING, now)
+        self._states = {STREAMER: State(NOT_READY, now, STARTING, now)}
+        for name in names:
+            self.add_endpoint(name)
 
     def __repr__(self) -> str:
         return f"States({ {name: state.name for name, state in self._states.items()} })"
+
+    def add_endpoint(self, name: str) -> None:
+        now = self._now_ms()
+        self._states[name] = State(NOT_READY, now, OPENING, now)
+
+    def remove_endpoint(self, name: str) -> None:
+        del self._states[name]
 
     def __getitem__(self, endpoint: str) -> State:
         """As of the last `look`; STREAMER for what is of no endpoint."""
@@ -113,10 +123,23 @@ class States:
         else:
             method("the state of an endpoint has changed", endpoint=name, state=entered, was=was, reason=reason)
 
+    def samples(self) -> Iterator[Sample]:
+        """As of the last `look`."""
+        yield "ready", (), self.worst != NOT_READY
+        yield from each("state", (), _flags(self.worst))
+        for name, state in self._states.items():
+            if name != STREAMER:
+                yield from each("endpoint_state", (name,), _flags(state.name))
+
     def as_dict(self) -> dict[str, Any]:
         """For /readyz, as of the last `look`."""
         states = {name: state.as_dict() for name, state in self._states.items()}
         return {"status": self.worst, "streamer": states.pop(STREAMER), "endpoints": states}
+
+
+def _flags(state: str) -> dict[str, float]:
+    """For each state, by the value of its label, whether it is that one."""
+    return {one.replace(" ", "_"): one == state for one in STATES}
 
 
 def of_one_that_cant_start(names: Iterable[str], why: str, since_ms: int) -> dict[str, Any]:

@@ -22,6 +22,10 @@ from typing import Any, Final
 
 import structlog
 
+from streamer.operating.samples import Sample
+from uprotocol import callbacks
+from uprotocol.callbacks import Remove
+
 UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload: large ones cost more
 UNITS_PER_S: Final = 5_000  # of one authority: far beyond a vehicle's telemetry, an eighth of what one core forwards
 BURST_S: Final = 2.0  # of the quota may come at once: who was away for a moment brings what has gathered
@@ -149,13 +153,19 @@ class Ledger:
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
 
-    def on_evicted(self, callback: Callable[[], None]) -> None:
-        """Accounts were given up: whoever holds one has to ask for it again."""
-        self._evicted_callbacks.append(callback)
+    def on_evicted(self, callback: Callable[[], None]) -> Remove:
+        """`callback()` when accounts were removed: whoever holds one has to ask for it again. Returns a function that
+        removes the callback."""
+        return callbacks.add(self._evicted_callbacks, callback)
 
-    def on_turn(self, callback: Callable[[], None]) -> None:
-        """At each turn; those who were refused may send again then."""
-        self._turn_callbacks.append(callback)
+    def on_turn(self, callback: Callable[[], None]) -> Remove:
+        """`callback()` at each turn: who was refused may send again then. Returns a function that removes the
+        callback."""
+        return callbacks.add(self._turn_callbacks, callback)
+
+    def remove_endpoint(self, endpoint: str) -> None:
+        """Remove the accounts of its authorities; their counts go to `others`."""
+        self._remove([account for account in self if account.endpoint == endpoint])
 
     def account(self, authority: str, endpoint: str) -> Account:
         found = self._accounts.get((authority, endpoint))
@@ -172,7 +182,11 @@ class Ledger:
 
     def _make_room(self) -> None:
         """A tenth at a time, so that it costs little per account."""
-        leaving = heapq.nsmallest(max(1, self._accounts_max // 10), self, key=lambda account: account.seen_ms)
+        self._remove(heapq.nsmallest(max(1, self._accounts_max // 10), self, key=lambda account: account.seen_ms))
+
+    def _remove(self, leaving: list[Account]) -> None:
+        if not leaving:
+            return
         for one in leaving:
             del self._accounts[one.authority, one.endpoint]
         self._snapshot, self._place, self._rising = [], 0, []
@@ -273,6 +287,20 @@ class Ledger:
     def by_rate(self, count: int) -> list[Account]:
         """As `top`, of any number; looks at all of them."""
         return heapq.nlargest(count, self, key=_by_rate)
+
+    def samples(self, topics_of: Callable[[str], int]) -> Iterator[Sample]:
+        """Of those that send most, and of all others together: a fleet is more than a time series database takes.
+        `topics_of(authority)`: how many topics the logs know of it."""
+        for account in (*self.top, self.others):
+            label = (account.endpoint, account.authority)
+            messages, size, dropped = account.own
+            yield "authority_received", label, messages
+            yield "authority_received_bytes", label, size
+            yield "authority_dropped", label, dropped
+            if account is not self.others:
+                yield "authority_topics", label, topics_of(account.authority)
+        yield "authorities", (), len(self)
+        yield "busy", (), self.pressure.share
 
     def notes(self) -> list[str]:
         """Whose messages were dropped within the last minute, in plain sentences."""

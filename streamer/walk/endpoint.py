@@ -281,11 +281,33 @@ class Endpoints:
     """All endpoints, and whose an authority is."""
 
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:
-        self._by_name = {endpoint.name: endpoint for endpoint in endpoints}
-        self._named = {authority: endpoint for endpoint in self for authority in endpoint.authorities}
+        self._by_name: dict[str, Endpoint] = {}
+        self._named: dict[str, Endpoint] = {}  # by authority
         self._owners: Cache[str, Endpoint | None] = Cache(AUTHORITIES_CACHED_MAX)
+        for endpoint in endpoints:
+            self.add(endpoint)
+
+    def add(self, endpoint: Endpoint) -> None:
+        """Add an endpoint whose name and authorities no other one has."""
+        self._by_name[endpoint.name] = endpoint
+        self._named |= dict.fromkeys(endpoint.authorities, endpoint)
+        self._forget_owners()
+        endpoint.names = Names(endpoint.suffix, self._is_inside) if endpoint.suffix else None
+
+    def remove(self, endpoint: Endpoint) -> None:
+        del self._by_name[endpoint.name]
+        for authority in endpoint.authorities:
+            del self._named[authority]
+        self._forget_owners()
+
+    def _forget_owners(self) -> None:
+        self._owners.clear()
         for endpoint in self:
-            endpoint.names = Names(endpoint.suffix, self._is_inside) if endpoint.suffix else None
+            if endpoint.names is not None:
+                endpoint.names.endpoints_changed()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
 
     def notes(self) -> list[str]:
         """What networks and names may do that a person should know of, in plain sentences."""

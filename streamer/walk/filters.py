@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from streamer.following.follows import PUBLISHERS
+from streamer.walk.doorbells import PUBLISHERS
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import to_uri

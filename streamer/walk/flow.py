@@ -38,6 +38,8 @@ from typing import Final, NamedTuple, Protocol
 
 from history.log.log import Log
 from storage.runtime import Used
+from uprotocol import callbacks
+from uprotocol.callbacks import Remove
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -93,9 +95,9 @@ class Flow:
         self._serving: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()  # something may come in
 
-    def follow(self, reader: LogReader) -> None:
-        """A pump reads the log."""
-        self._readers.append(reader)
+    def follow(self, reader: LogReader) -> Remove:
+        """A pump reads the log. Returns a function that removes the pump."""
+        return callbacks.add(self._readers, reader)
 
     @property
     def is_open(self) -> bool:

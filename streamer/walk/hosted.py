@@ -124,6 +124,7 @@ class HostedTransport(UTransport):
         self._always = tuple(entities)
         # and those that have a listener, in the order in which they came
         self._entities: dict[int, None] = dict.fromkeys(self._always)
+        self._connection_callbacks: list[ConnectionCallback] = []  # of services, which stay as long as the process
         self._ingress: EncodedListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
@@ -178,7 +179,13 @@ class HostedTransport(UTransport):
         return self._home.connected
 
     def on_connection(self, callback: ConnectionCallback) -> None:
+        self._connection_callbacks.append(callback)
         for endpoint in self._endpoints:
+            endpoint.transport.on_connection(callback)
+
+    def endpoint_added(self, endpoint: Endpoint) -> None:
+        """Who asked for the connections of all networks is notified of those of `endpoint`, too."""
+        for callback in self._connection_callbacks:
             endpoint.transport.on_connection(callback)
 
     def toward(self, endpoint: Endpoint) -> UTransport:

@@ -18,8 +18,8 @@ import structlog
 
 from history.log.log import Log, TopicsFullError
 from streamer.egress.express import Express
-from streamer.following.follows import PUBLISHERS, Follows
 from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
+from streamer.walk.doorbells import PUBLISHERS, Doorbells
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.filters import Filters
 from streamer.walk.flow import Appender, Flow
@@ -64,8 +64,8 @@ class Verdict:
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
     found_no_room: bool = False  # as one more topic
-    # who else hears of each, and says True if it is a copy of what is followed, so that nothing of it is kept
-    rung: Callable[[EncodedMessage], bool] | None = None
+    # called for each; True: it is a copy of what is followed, and is not kept
+    on_plain_copy: Callable[[EncodedMessage], bool] | None = None
 
 
 def is_fleeting(source: UUri) -> bool:
@@ -133,7 +133,7 @@ class Dispatch:
     hosted: HostedTransport
     window: IdWindow
     ledger: Ledger
-    follows: Follows
+    doorbells: Doorbells
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
 
@@ -162,10 +162,11 @@ class Ingress(EncodedListener):
             log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
             for log, flow in dispatch.flows.items()
         }
-        dispatch.ledger.on_evicted(self.forget_verdicts)
-        dispatch.ledger.on_turn(self.gather_refused)
-        for log in dispatch.logs:
-            log.on_forgotten(functools.partial(self.forget_streams, log))
+        self._registrations = [
+            dispatch.ledger.on_evicted(self.forget_verdicts),
+            dispatch.ledger.on_turn(self.gather_refused),
+            *(log.on_forgotten(functools.partial(self.forget_streams, log)) for log in dispatch.logs),
+        ]
 
     def __repr__(self) -> str:
         return f"Ingress({self.endpoint.name}, listening to {len(self.filters)} filters)"
@@ -198,7 +199,7 @@ class Ingress(EncodedListener):
                 continue
             if verdict.inside is not None:
                 message = verdict.inside(message)
-            if verdict.rung is not None and verdict.rung(message):
+            if verdict.on_plain_copy is not None and verdict.on_plain_copy(message):
                 continue
             log, peer = verdict.log, verdict.peer
             if log is None and peer is None and not verdict.is_hosted:
@@ -239,11 +240,11 @@ class Ingress(EncodedListener):
         return pending[0] if len(pending) == 1 else all_of(pending)
 
     async def settled(self) -> None:
-        """Of all that has been taken here by now it is known whether it is in a log."""
+        """Wait until every append so far has succeeded or failed."""
         await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     async def caught_up(self, seconds: float) -> None:
-        """What a log has refused has come again and is in one, as far as that happens within `seconds`."""
+        """Wait until what a log has refused was sent again and is in a log, `seconds` at most."""
         time = asyncio.get_running_loop().time
         end = time() + seconds
         while True:
@@ -272,9 +273,12 @@ class Ingress(EncodedListener):
                 self._missing.add(key)
 
     def close(self) -> None:
-        """What the log refuses is not tried again; called when the network is closed."""
+        """Remove it from the ledger and the logs; what a log refuses is not tried again. Called when the network is
+        closed."""
         for appender in self._appenders.values():
             appender.close()
+        for remove in self._registrations:
+            remove()
 
     def _drop(self, verdict: Verdict, message: EncodedMessage) -> None:
         if not verdict.reason:
@@ -429,14 +433,14 @@ class Ingress(EncodedListener):
         if is_about_epochs(source) and not self._trusted:
             return Verdict(reason="spoofed")  # who follows takes it from the history; by itself it says nothing
         dispatch, target = self._dispatch, self._dispatch.logs.of(source)
-        followed = None if self._trusted else dispatch.follows.of(self.endpoint, source)
+        followed = None if self._trusted else dispatch.doorbells.of(self.endpoint, source)
         verdict = Verdict()  # nobody wants it
         is_taken = dispatch.view.decide(source, None, target) or dispatch.logs.is_recorded(source)
         if is_taken or (followed is not None and followed.records(source)):
             is_named = dispatch.view.names(source) or dispatch.logs.names(source)
             verdict = Verdict(target, target.stream_id(source, None, wanted=is_named))
         if followed is not None and not followed.is_gateway:
-            verdict.rung = followed.rung_by
+            verdict.on_plain_copy = followed.on_doorbell
         elif uris.matches(PUBLISHERS, source) and not self._trusted:
-            verdict.rung = dispatch.follows.heard
+            verdict.on_plain_copy = dispatch.doorbells.on_announcement
         return verdict

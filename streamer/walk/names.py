@@ -84,6 +84,10 @@ class Names:
     def __repr__(self) -> str:
         return f"Names(*{self._end})"
 
+    def endpoints_changed(self) -> None:
+        """Another authority may be inside now."""
+        self._leaving.clear()
+
     def outward(self, authority: str) -> str:
         return authority + self._end if self.is_inside(authority) else authority
 

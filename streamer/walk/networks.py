@@ -56,18 +56,35 @@ class Networks:
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         # endpoints that are being opened for the first time, or whose network went away; since when (loop time)
         self._gone_at: dict[str, float] = {}
-        names = [endpoint.name for endpoint in endpoints]
         # endpoints whose network is not there, and since when (loop time)
-        self._away_since = dict.fromkeys(names, asyncio.get_running_loop().time())
-        self._tried = {name: asyncio.Event() for name in names}  # it listens, or failed to once
-        self._changed = {name: asyncio.Event() for name in names}  # what is to be listened to
+        self._away_since: dict[str, float] = {}
+        self._tried: dict[str, asyncio.Event] = {}  # it listens, or failed to once
+        self._changed: dict[str, asyncio.Event] = {}  # what is to be listened to
         self._retry: set[str] = set()  # what these have refused may be taken now: one is new, or back
         self._back = asyncio.Event()  # a network is back, or nobody waits for one any more
         self._stopping = False
         self._services_listen = False  # all services inside have started
+        for endpoint in endpoints:
+            self.add_endpoint(endpoint)
 
     def __repr__(self) -> str:
         return f"Networks(open={sorted(self._open)}, troubles={self._troubles})"
+
+    def add_endpoint(self, endpoint: Endpoint) -> None:
+        """It is opened by `run`."""
+        name = endpoint.name
+        self._away_since[name] = asyncio.get_running_loop().time()
+        self._tried[name], self._changed[name] = asyncio.Event(), asyncio.Event()
+
+    def remove_endpoint(self, name: str) -> None:
+        """Call it once `run` of this endpoint has been cancelled and its transport is closed."""
+        for names in (self._open, self._linked, self._retry):
+            names.discard(name)
+        self._troubles.pop(name, None)
+        for times in (self._gone_at, self._away_since):
+            times.pop(name, None)
+        del self._tried[name], self._changed[name]
+        self._back.set()
 
     async def run(self, endpoint: Endpoint) -> None:
         """Open the transport, listen to what is needed, and open it again when it hangs, until cancelled."""

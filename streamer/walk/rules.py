@@ -60,6 +60,10 @@ class Rules:
         self.version += 1
         return rule
 
+    def endpoints_changed(self) -> None:
+        """Another endpoint may own an authority now: whatever was derived from the rules is derived anew."""
+        self.version += 1
+
     def between(self, ingress: str, egress: str) -> Rule | None:
         return self._rules.get((ingress, egress))
 

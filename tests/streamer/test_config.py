@@ -101,7 +101,7 @@ def test_what_may_live_at_an_endpoint_may_be_followed_there(authorities: str, se
                 'transport = "carrier-pigeon"\nauthorities = ["vehicle1"]',
             ),
             6,
-            "no transport",
+            "unknown transport",
         ),
         (TWO.replace('["cloud", "backend"]', '["Cloud"]'), 12, "lower-case"),
         (TWO.replace('["cloud", "backend"]', "[]"), 12, "at least 1"),

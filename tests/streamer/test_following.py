@@ -398,18 +398,18 @@ async def test_metrics_tell_who_follows_and_how_far_it_is(pair: Pair) -> None:
     await pair.handed_over()
     await pair.publish(10)
     await pair.expect_all()
-    here, there = expose(pair.hub.streamer).decode(), pair.vehicle.streamer
+    here, there = expose(pair.hub.streamer.samples).decode(), pair.vehicle.streamer
     assert 'up_streamer_followed{endpoint="link",state="handed_over"} 1.0' in here
     assert 'up_streamer_followed_records_total{endpoint="link",what="stored"} 10.0' in here
     await pair.vehicle.until(lambda: not any(records for *_, records in there.handovers.backlog()))
-    told = expose(there).decode()
+    told = expose(there.samples).decode()
     for line in ("followers 1.0", "followers_topics 4.0", "pushes 1.0"):
         assert f"up_streamer_{line}" in told
     await pair.hub.stop()
     await pair.publish(10)
     log = there.logs.durable
     await pair.vehicle.until(lambda: log.newest_seq >= 20)
-    assert 'up_streamer_follower_backlog{endpoint="link",log="durable"} 10.0' in expose(there).decode()
+    assert 'up_streamer_follower_backlog{endpoint="link",log="durable"} 10.0' in expose(there.samples).decode()
 
 
 async def test_two_that_follow_each_other_make_no_loop(make_world: MakeWorld, publish: Publish) -> None:

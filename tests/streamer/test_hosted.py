@@ -10,6 +10,7 @@ import pytest
 
 from streamer import app as apps
 from streamer.app import Streamer
+from streamer.serving import serve
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -248,12 +249,12 @@ settings = {{ network = "{n}-vehicle" }}
 """
     world = await make_world(text, start=False)
     stopping = asyncio.Event()
-    serving = asyncio.create_task(apps.serve(world.config, lambda streamer: None, stopping))
+    serving = asyncio.create_task(serve(world.config, lambda streamer: None, stopping))
     await world.until(lambda: world.networks["vehicle"].members)
     stopping.set()
     await asyncio.wait_for(serving, 10)
     stopping.set()
-    await asyncio.wait_for(apps.serve(world.config, lambda streamer: None, stopping), 10)  # at once
+    await asyncio.wait_for(serve(world.config, lambda streamer: None, stopping), 10)  # at once
 
 
 FROM_HERE = uris.parse("//vehicle1/4/1/8001")

@@ -127,7 +127,7 @@ class Driven:
                 await self.listens()
 
     async def listens(self) -> None:
-        assert await self.streamer._networks.listen(retry=False)
+        assert await self.streamer.networks.listen(retry=False)
         for ingress in self.streamer.ingresses.values():
             assert {*ingress.filters} == expected_filters(self.streamer, ingress)
 

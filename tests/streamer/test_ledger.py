@@ -267,7 +267,7 @@ async def test_a_flood_is_that_vehicles_trouble(
     assert by_authority["vin2"]["topics"] == 1
     for _ in range(2 * SLICES):
         streamer.ledger.sample(asyncio.get_running_loop().time())
-    text = metrics.expose(streamer).decode()
+    text = metrics.expose(streamer.samples).decode()
     assert f'up_streamer_authority_dropped_total{{authority="vin1",endpoint="fleet"}} {dropped}.0' in text
     assert any("vin1" in note for note in streamer.notes())
 

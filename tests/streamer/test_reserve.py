@@ -50,7 +50,7 @@ async def test_a_reserve_that_was_given_up_is_a_note_until_it_is_there_again(mak
         return any("its reserve of 1 MiB was given up" in note for note in world.streamer.notes())
 
     assert not told()
-    reserve = world.streamer._runtime.disk.reserve
+    reserve = world.streamer.runtime.disk.reserve
     assert reserve.give_up()
     assert told()
     await world.until(lambda: not told())

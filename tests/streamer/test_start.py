@@ -274,7 +274,7 @@ def absent_s(world: Any, endpoint: str) -> float:
 
     from streamer.operating import metrics
 
-    for family in text_string_to_metric_families(metrics.expose(world.streamer).decode()):
+    for family in text_string_to_metric_families(metrics.expose(world.streamer.samples).decode()):
         for sample in family.samples:
             if sample.name == "up_streamer_absent_seconds" and sample.labels == {
                 "endpoint": endpoint,

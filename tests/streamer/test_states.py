@@ -144,7 +144,7 @@ async def test_readyz_names_the_endpoint_whose_network_is_away_and_since_when(ma
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", cloud["since"])
         assert before <= world.streamer.states["cloud"].since_ms <= uuids.now_ms()
         assert told["endpoints"]["vehicle"]["state"] == told["streamer"]["state"] == READY
-        text = metrics.expose(world.streamer).decode()
+        text = metrics.expose(world.streamer.samples).decode()
         assert 'up_streamer_endpoint_state{endpoint="cloud",state="not_ready"} 1.0' in text
         assert 'up_streamer_endpoint_state{endpoint="cloud",state="ready"} 0.0' in text
         assert 'up_streamer_endpoint_state{endpoint="vehicle",state="ready"} 1.0' in text
@@ -166,7 +166,7 @@ async def test_a_trouble_of_one_filter_is_degraded_and_a_fault_of_a_plugin_is_no
     assert (status, told["status"]) == (200, DEGRADED)
     assert told["endpoints"]["cloud"]["reason"] == "the broker refuses one filter"
     assert "endpoint cloud: the broker refuses one filter" in told["problems"]
-    text = metrics.expose(world.streamer).decode()
+    text = metrics.expose(world.streamer.samples).decode()
     assert "up_streamer_ready 1.0" in text
     assert 'up_streamer_state{state="degraded"} 1.0' in text
     world.streamer.endpoints["cloud"].fault = "its transport has a fault: it raised"
@@ -225,7 +225,7 @@ async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
         make_world, {"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 2\n"
     )
     lost = "the broker has not resumed the session"
-    world.streamer._network_lost(world.streamer.endpoints["cloud"], lost, None)
+    world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], lost, None)
     await world.streamer.logs.durable.saved()
     await world.restart()
     status, told = await asyncio.to_thread(readyz, world.streamer.admin.port)
@@ -248,7 +248,7 @@ async def test_a_lost_session_waits_for_a_person_if_it_is_set_so(
 ) -> None:
     monkeypatch.setattr(apps, "LOOK_S", 0.01)
     world = await make_world({"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 0\n")
-    world.streamer._network_lost(world.streamer.endpoints["cloud"], "the session is gone", None)
+    world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], "the session is gone", None)
     log, now_ms = world.streamer.logs.durable, uuids.now_ms()
     monkeypatch.setattr(log.losses, "_now_ms", lambda: now_ms + 100_000 * HOUR_MS)
     looks = itertools.count()

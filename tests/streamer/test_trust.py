@@ -56,7 +56,7 @@ async def test_a_stranger_on_either_network_ends_nothing(make_world: Any, reset:
         )
     await world.until(lambda: world.streamer.usubscription.refused["reset"] == 4)
     assert len(await world.streamer.usubscription.subscriptions()) == 20
-    metrics = expose(world.streamer).decode()
+    metrics = expose(world.streamer.samples).decode()
     assert 'up_streamer_usubscription_refused_total{reason="reset"} 4.0' in metrics
     assert 'up_streamer_usubscription_requests_total{method="subscribe_v4"} 20.0' in metrics
 
@@ -69,4 +69,6 @@ async def test_the_memory_that_is_given_says_how_many_subscriptions_one_caller_m
     service.store.database.subscriptions.add(("cloud", 0), whole // 8)  # as if it had so many
     assert await call(world, "cloud", LocalUriProvider("cloud", 0, 4), (4, 1), topic(1)) == UCode.RESOURCE_EXHAUSTED
     assert await call(world, "vehicle", LocalUriProvider("vehicle1", 0x10, 1), (4, 1), topic(1)) == UCode.OK
-    assert 'up_streamer_usubscription_refused_total{reason="subscriptions"} 1.0' in expose(world.streamer).decode()
+    assert (
+        'up_streamer_usubscription_refused_total{reason="subscriptions"} 1.0' in expose(world.streamer.samples).decode()
+    )

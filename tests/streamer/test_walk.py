@@ -203,7 +203,7 @@ async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(
         message.attributes.id for message in messages
     ]
     assert not any(message.attributes.traceparent for message in heard.messages)
-    text = metrics.expose(world.streamer).decode()
+    text = metrics.expose(world.streamer.samples).decode()
     assert 'up_streamer_mended_total{endpoint="vehicle",field="traceparent"} 3.0' in text
     assert world.streamer.dropped(world.streamer.home) == {}
 

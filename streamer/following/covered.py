@@ -1,0 +1,90 @@
+"""Sets of topics of a followed history: what is held there for us, and what is followed without a hole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import HeldTopic
+from uprotocol.v1.uri_pb2 import UUri
+
+Digest = bytes  # see Covered
+
+
+class HeldThere:
+    """What was not pushed of a log before we took over: these topics, each from a seq on."""
+
+    def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
+        """Of all that comes up to `pushed_to` only this is new to us."""
+        self.pushed_to = pushed_to
+        self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
+        self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
+
+    def is_missing(self, topic: UUri, seq: int) -> bool:
+        """True for a record that was not pushed to us."""
+        if seq > self.pushed_to:
+            return True
+        after = self._exact.get(uris.key(topic))
+        if after is not None and seq > after:
+            return True
+        return any(seq > after and uris.matches(pattern, topic) for pattern, after in self._wide)
+
+
+class Covered:
+    """Topics and patterns of which all that comes is had from here on, without a hole."""
+
+    def __init__(self, topics: Iterable[UUri] = ()) -> None:
+        self._exact: dict[uris.Key, UUri] = {}
+        self._wide: dict[uris.Key, UUri] = {}
+        self._sum = 0
+        for topic in topics:
+            self.add(topic)
+
+    def __iter__(self) -> Iterator[UUri]:
+        return chain(self._exact.values(), self._wide.values())
+
+    def __contains__(self, topic: UUri) -> bool:
+        """As it is, or as a part of a pattern."""
+        key = uris.key(topic)
+        return key in self._exact or key in self._wide or any(uris.matches(one, topic) for one in self._wide.values())
+
+    def _holds(self, topic: UUri) -> dict[uris.Key, UUri]:
+        return self._wide if uris.has_wildcard(topic) else self._exact
+
+    def add(self, topic: UUri) -> None:
+        key = uris.key(topic)
+        if key not in self._holds(topic):
+            self._holds(topic)[key] = topic
+            self._sum += _digest(key)
+
+    def discard(self, topic: UUri) -> bool:
+        """False: it was not there."""
+        key = uris.key(topic)
+        if self._holds(topic).pop(key, None) is None:
+            return False
+        self._sum -= _digest(key)
+        return True
+
+    def clear(self) -> None:
+        self._exact.clear()
+        self._wide.clear()
+        self._sum = 0
+
+    def meeting(self, topic: UUri) -> list[UUri]:
+        """Those that mean something that `topic` does."""
+        if uris.has_wildcard(topic):
+            return [one for one in self if uris.meets(one, topic)]
+        exact = self._exact.get(uris.key(topic))
+        wide = [one for one in self._wide.values() if uris.matches(one, topic)]
+        return wide if exact is None else [exact, *wide]
+
+    @property
+    def digest(self) -> Digest:
+        """16 bytes; no other set of topics has them."""
+        return (self._sum % (1 << 128)).to_bytes(16, "big")
+
+
+def _digest(key: uris.Key) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), "big")

@@ -1,0 +1,162 @@
+"""Endpoints that are added to a running streamer, and removed from it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from streamer.config import EndpointSection, FollowSection, RuleSection
+from tests.streamer.conftest import MakeWorld, World, endpoints, publication
+from transports.local import LocalNetwork, LocalTransport
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+DOOR = "//vehicle1/9001/1/8001"
+TIMES = 1_000
+WARM_UP = 100  # rounds in which caches fill
+# of whose objects no more may be there afterwards; the log keeps records in memory
+PACKAGES = ("streamer", "transports", "usubscription", "asyncio")
+OBJECTS_MAX = 300  # one that stays behind in each round would be 900
+TWO = {"vehicle": "", "cloud": "none"}
+
+
+def section(**keys: Any) -> EndpointSection:
+    made = {
+        "name": "dock",
+        "transport": "local",
+        "authorities": ["dock1"],
+        "settings": {"network": "attached-dock"},
+        "usubscription": "none",
+    }
+    return EndpointSection.model_validate(made | keys)
+
+
+def rules() -> list[RuleSection]:
+    ways = (("vehicle", "dock"), ("dock", "vehicle"), ("cloud", "dock"))
+    return [RuleSection.model_validate({"from": one, "to": other}) for one, other in ways]
+
+
+async def make(make_world: MakeWorld) -> World:
+    world = await make_world(endpoints(TWO), {DOOR: ["//dock1/8001/1/0", "//cloud/8001/1/0"]})
+    world.networks["dock"] = LocalNetwork.named("attached-dock")
+    return world
+
+
+async def add(world: World, **keys: Any) -> None:
+    streamer = world.streamer
+    await streamer.add_endpoint(section(**keys), rules())
+    await world.until(lambda: streamer.is_connected(streamer.endpoints["dock"]))
+
+
+async def test_an_endpoint_that_is_added_gets_messages_and_sends_them(make_world: MakeWorld) -> None:
+    world = await make(make_world)
+    await add(world)
+    heard = await world.hear(await world.node("dock", "dock1"), uris.parse(DOOR))
+    at_vehicle = await world.node("vehicle", "vehicle1", 0x9001)
+    await at_vehicle.send(publication(DOOR, "open"))
+    await world.until(lambda: heard.texts == ["open"])
+    await world.until(lambda: world.streamer.look()["endpoints"]["dock"]["state"] == "ready")
+
+
+async def test_records_for_a_removed_endpoint_wait_until_it_is_added_again(make_world: MakeWorld) -> None:
+    world = await make(make_world)
+    streamer = world.streamer
+    await add(world)
+    at_vehicle = await world.node("vehicle", "vehicle1", 0x9001)
+    heard = await world.hear(await world.node("dock", "dock1"), uris.parse(DOOR))
+    await at_vehicle.send(publication(DOOR, "1"))
+    await world.until(lambda: heard.texts == ["1"])
+    transport = streamer.endpoints["dock"].transport
+    assert isinstance(transport, LocalTransport)
+    transport.disconnect()
+    at_cloud = await world.hear(await world.node("cloud", "cloud"), uris.parse(DOOR))
+    await at_vehicle.send(publication(DOOR, "2"))
+    await world.until(lambda: at_cloud.texts[-1:] == ["2"])
+    await streamer.remove_endpoint("dock")
+    assert "dock" not in streamer.endpoints
+    assert "dock" not in streamer.look()["endpoints"]
+    assert not [rule for rule in streamer.rules if "dock" in (rule.ingress, rule.egress)]
+    assert [(one.endpoint, one.records) for one in streamer.claims.unclaimed] == [("dock", 1)]
+    await add(world)
+    await world.until(lambda: heard.texts == ["1", "2"])
+    assert not streamer.claims.unclaimed
+
+
+async def test_what_does_not_fit_is_refused_and_changes_nothing(make_world: MakeWorld) -> None:
+    world = await make(make_world)
+    streamer = world.streamer
+    for name, authority, what in (("cloud", "dock1", "cloud"), ("dock", "cloud", "authority 'cloud' belongs")):
+        with pytest.raises(UStatusError, match=what) as caught:
+            await streamer.add_endpoint(section(name=name, authorities=[authority]), rules())
+        assert caught.value.code == UCode.INVALID_ARGUMENT
+    with pytest.raises(UStatusError, match="known: vehicle, cloud"):
+        await streamer.remove_endpoint("dock")
+    with pytest.raises(UStatusError, match="our own authority"):
+        await streamer.remove_endpoint("vehicle")
+    assert [one.name for one in streamer.endpoints] == ["vehicle", "cloud"] == list(streamer.attached.names)
+
+
+def counts(world: World) -> dict[str, int]:
+    """Whatever may grow: tasks, callbacks and tables of the parts, metric samples, objects."""
+    streamer = world.streamer
+    parts: tuple[Any, ...] = (
+        streamer.attached,
+        streamer.claims,
+        streamer.endpoints,
+        streamer.express,
+        streamer.flows[0],
+        streamer.follows,
+        streamer.handovers,
+        streamer.hosted,
+        streamer.interest,
+        streamer.ledger,
+        streamer.logs.durable,
+        streamer.logs.volatile,
+        streamer.networks,
+        streamer.paused,
+        streamer.states,
+    )
+    sizes = {
+        f"{type(part).__name__}{name}": len(value)
+        for part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, dict | list | set | tuple) and name not in ("_owners", "_journal", "_rising", "_snapshot")
+    }
+    gc.collect()
+    return {
+        **sizes,
+        "tasks": len(asyncio.all_tasks()),
+        "samples": len(list(streamer.samples())),
+        "members of the network": len(world.networks["dock"].members),
+        "objects": sum(type(one).__module__.startswith(PACKAGES) for one in gc.get_objects()),
+    }
+
+
+@pytest.mark.full
+async def test_an_endpoint_that_comes_and_goes_leaves_nothing_behind(make_world: MakeWorld) -> None:
+    """Under load: a publisher sends all the time, also to the endpoint that comes and goes."""
+    world = await make(make_world)
+    streamer = world.streamer
+    at_vehicle = await world.node("vehicle", "vehicle1", 0x9001)
+    heard = await world.hear(await world.node("cloud", "cloud"), uris.parse(DOOR))
+    follow = FollowSection.model_validate({"endpoint": "dock", "service": "//dock1/4/1/0"})
+    before: dict[str, int] = {}
+    for number in range(TIMES):
+        await streamer.add_endpoint(section(usubscription="remote"), rules(), [follow])
+        await at_vehicle.send(publication(DOOR, str(number)))
+        if number % 4:
+            await world.until(lambda: streamer.is_connected(streamer.endpoints["dock"]))
+        await streamer.remove_endpoint("dock")
+        if number in (WARM_UP, TIMES - 1):
+            await world.until(lambda: heard.texts[-1:] == [str(number)])  # noqa: B023 - awaited here
+            heard.messages.clear()
+        if number == WARM_UP:
+            before = counts(world)
+    after = counts(world)
+    objects = after.pop("objects") - before.pop("objects")
+    assert after == before
+    assert objects <= OBJECTS_MAX, f"{objects} more objects after {TIMES - WARM_UP} rounds"
