@@ -190,7 +190,7 @@ class Streamer:
         for endpoint in self.endpoints:
             self.attached.make(endpoint, config)
         self.entry = Ingress(self.home, dispatch, trusted=True)
-        self.hosted.lead_to(self.entry, self._entities_changed)
+        self.hosted.connect(self.entry, self._entities_changed)
         self.follows.attach(dispatch, self.ingresses)
 
     def _make_networks(self) -> None:

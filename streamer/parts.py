@@ -24,7 +24,7 @@ from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.following.followed import Follow
 from streamer.quotas.limits import Limits
-from streamer.walk.access import Entry, Pattern
+from streamer.walk.access import AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
@@ -284,7 +284,7 @@ def certificates_of_endpoint(section: EndpointSection) -> Iterable[CertificateFi
 
 
 def follow_of(section: FollowSection, endpoints: Endpoints) -> Follow:
-    service = Pattern.parse(section.service)
+    service = AccessPattern.parse(section.service)
     return Follow(endpoints[section.endpoint], service, tuple(patterns(section.topics)), section.mode)
 
 
@@ -302,7 +302,7 @@ def notes_of(config: Config, endpoints: Endpoints, rules: Iterable[Rule]) -> Ite
                 yield f"{what}: {keeps_nothing}"
             elif not any(rule.ingress == section.endpoint for rule in ways):
                 yield f"{what}: no rule lets anything from there go on, and no topics or [history] record are set"
-        service = Pattern.parse(section.service)
+        service = AccessPattern.parse(section.service)
         if (
             service.address.ue_id >> 16
             and uris.is_pattern(service.authority)
@@ -323,6 +323,6 @@ def notes_of(config: Config, endpoints: Endpoints, rules: Iterable[Rule]) -> Ite
             yield f"endpoint {endpoint.name}: {what} of other networks from us"
 
 
-def entry_of(section: AccessSection) -> Entry:
-    parsed = ([*map(Pattern.parse, texts)] for texts in (section.callers, section.allow, section.deny))
-    return Entry(section.endpoint or "", *parsed)
+def entry_of(section: AccessSection) -> AccessEntry:
+    parsed = ([*map(AccessPattern.parse, texts)] for texts in (section.callers, section.allow, section.deny))
+    return AccessEntry(section.endpoint or "", *parsed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from streamer.config.sections import EndpointSection, FollowSection, Location, is_loopback
 from streamer.walk import names
-from streamer.walk.access import Pattern as AccessPattern
+from streamer.walk.access import AccessPattern
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import ENTITY

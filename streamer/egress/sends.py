@@ -71,7 +71,10 @@ class Sends:
         return f"Sends({self._name}, under_way={len(self._calls)}, hangs={self.hangs})"
 
     def begin(
-        self, messages: Messages, on_answer: Callable[[Statuses], None], is_held: Callable[[], bool]
+        self,
+        messages: Messages,
+        on_answer: Callable[[Statuses], None] = lambda _: None,
+        is_held: Callable[[], bool] = lambda: False,
     ) -> asyncio.Future[Statuses]:
         """Send the messages behind what is under way. Returns one status for each. Cancelling it cancels the call.
 

@@ -29,7 +29,7 @@ from history.reading.following import Following, Mode
 from streamer.following.covered import Covered, Digest, HeldThere
 from streamer.following.doorbell import Doorbell
 from streamer.following.sorting import Sorted, Sorting
-from streamer.walk.access import Pattern
+from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -67,7 +67,7 @@ class Follow:
     """One of [[follow]]. `topics`: none: what is wanted here."""
 
     endpoint: Endpoint
-    service: Pattern
+    service: AccessPattern
     topics: Sequence[UUri] = ()
     mode: Mode = "auto"
 

@@ -1,10 +1,10 @@
-"""Who may read what of the history: pull shows nothing that push would not.
+"""Access: which caller may read which topics of the history. Polling shows nothing that pushing would not.
 
 caller -> inside this process: everything
-       -> an [[access]] entry names it: `allow` (none given: as below), less `deny`
-       -> else: what came from its own network, and what the rules let go there
+       -> an [[access]] entry names it: `allow` (if empty: as below), without `deny`
+       -> else: messages from its own network, and those that the rules let pass there
 
-Nothing is decided per record or poll, but once per topic for all callers who see the same, until the rules change.
+Decided once per topic for all callers with the same sight, until the rules change, and not per record or poll.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.v1.uri_pb2 import UUri
 
-SIGHTS_CACHED_MAX: Final = 65_536  # callers whose sight is known; starts anew when it is full
+SIGHTS_CACHED_MAX: Final = 65_536  # callers whose sight is cached; the cache is cleared when it is full
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """A pattern of addresses whose authority may be a family (`*.vin123`), or empty: that of whoever asks."""
+class AccessPattern:
+    """A pattern of addresses. Its authority may be a family (`*.vin123`), or empty: the caller's own."""
 
     address: UUri
     authority: str
 
     @classmethod
-    def parse(cls, text: str) -> Pattern:
+    def parse(cls, text: str) -> AccessPattern:
         """Raises INVALID_ARGUMENT."""
         rest = text.removeprefix("up:")
         authority, slash, path = rest.removeprefix("//").partition("/")
@@ -45,7 +45,7 @@ class Pattern:
 
     @property
     def is_own(self) -> bool:
-        """It means other addresses for each caller."""
+        """Its authority is the caller's own."""
         return not self.authority
 
     def matches(self, candidate: UUri, own: str) -> bool:
@@ -55,13 +55,13 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One of [[access]]. `endpoint`: only callers of that one; "": of all."""
+class AccessEntry:
+    """One entry of [[access]]. `endpoint`: only callers of that endpoint; "": of any."""
 
     endpoint: str = ""
-    callers: Sequence[Pattern] = ()
-    allow: Sequence[Pattern] = ()
-    deny: Sequence[Pattern] = ()
+    callers: Sequence[AccessPattern] = ()
+    allow: Sequence[AccessPattern] = ()
+    deny: Sequence[AccessPattern] = ()
 
     def names(self, caller: UUri, endpoint: Endpoint | None) -> bool:
         if self.endpoint and (endpoint is None or endpoint.name != self.endpoint):
@@ -70,10 +70,10 @@ class Entry:
 
 
 class _Sight(Sight):
-    """Of callers at one endpoint, under one entry or none."""
+    """The sight of callers at one endpoint, under one entry or none."""
 
     def __init__(
-        self, key: Hashable, endpoint: Endpoint | None, entry: Entry, own: str, endpoints: Endpoints, rules: Rules
+        self, key: Hashable, endpoint: Endpoint | None, entry: AccessEntry, own: str, endpoints: Endpoints, rules: Rules
     ) -> None:
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
@@ -90,13 +90,13 @@ class _Sight(Sight):
         return self._cost
 
     def alike(self, authority: str) -> Hashable:
-        """They live on one network, and no pattern names one of them."""
+        """Authorities with the same result are alike: they are on one network, and no pattern names one of them."""
         origin = self._endpoints.owner(authority)
         is_named = uris.is_one_of(authority, self._named)
         return origin.name if origin is not None else "", authority if is_named else ""
 
     def sees_all(self, authority: str) -> bool:
-        """No pattern is between it and the caller."""
+        """True if no pattern restricts what the caller sees of `authority`."""
         origin = self._endpoints.owner(authority)
         if origin is None or self._endpoint is None or self._allow or self._deny:
             return False
@@ -114,20 +114,20 @@ class _Sight(Sight):
         if origin is self._endpoint:
             return True
         if sink is not None and self._endpoints.owner(sink.authority_name) is not self._endpoint:
-            return False  # a publish that names whom it is for
+            return False  # it is for another network
         rule = self._rules.between(origin.name, self._endpoint.name)
         return rule is not None and rule.allows(source)
 
 
-def _owned(patterns: Sequence[Pattern], own: str) -> list[Pattern]:
-    """Without anything left to be completed."""
-    return [Pattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
+def _owned(patterns: Sequence[AccessPattern], own: str) -> list[AccessPattern]:
+    """Returns `patterns` with the caller's own authority filled in."""
+    return [AccessPattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
 
 
 class Access(matches.Access):
-    """Of `entries` the first one counts that names a caller."""
+    """The first of `entries` that names a caller applies."""
 
-    def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[Entry]) -> None:
+    def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[AccessEntry]) -> None:
         self._endpoints, self._rules, self._entries = endpoints, rules, entries
         self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
         self._cached_version = rules.version
@@ -154,7 +154,7 @@ class Access(matches.Access):
     def _made(self, caller: UUri) -> _Sight:
         endpoint = self._endpoints.owner(caller.authority_name)
         naming = (one for one in enumerate(self._entries) if one[1].names(caller, endpoint))
-        number, entry = next(naming, (-1, Entry()))
+        number, entry = next(naming, (-1, AccessEntry()))
         own = caller.authority_name if any(pattern.is_own for pattern in (*entry.allow, *entry.deny)) else ""
         key = (self.version, endpoint.name if endpoint is not None else "", number, own)
         return _Sight(key, endpoint, entry, own, self._endpoints, self._rules)

@@ -1,8 +1,8 @@
-"""Endpoints: a name, authorities, and the transport of one network. The table knows whose an authority is.
+"""Endpoints: a name, authorities, and the transport of one network. The table finds the endpoint of an authority.
 
 authority -> Endpoints.owner -> Endpoint      the name itself, else the longest suffix (*.vin123), else "*"
-Endpoint.send_batch -> sends.py -> transport   one that does not return is given up
-Endpoint.open, ... -> transport   whatever a plugin raises becomes a UStatusError: that endpoint's trouble
+Endpoint.send_batch -> sends.py -> transport   a call that does not return is cancelled
+Endpoint.open, ... -> transport   any exception of a plugin becomes a UStatusError, and a trouble of that endpoint
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar, cast
 import structlog
 
 from streamer.egress.sends import Sends
-from streamer.walk.names import Names, Twins, untold
+from streamer.walk.names import Names, Twins, ambiguous
 from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -27,11 +27,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# owners that were looked up; thousands of vehicles fit, a flood of made-up names does not grow it
+# cached owners; enough for thousands of vehicles, and bounded if somebody makes up names
 AUTHORITIES_CACHED_MAX: Final = 65_536
-# of a message at which a transport fails: it may have been the moment's fault, not the message's
-TRIES_ALONE: Final = 3
-
+TRIES_ALONE: Final = 3  # of a message at which a transport fails: the failure may have had another cause
 # of messages that were refused, or that nobody listened to
 ADDRESSES_CACHED_MAX: Final = 8_192
 
@@ -40,20 +38,20 @@ log = structlog.get_logger()
 
 
 class FaultError(UStatusError):
-    """A plugin raised something else than UStatusError, or gave an answer that is none."""
+    """A plugin raised something else than UStatusError, or returned a wrong answer."""
 
 
 class Endpoint:
-    """One network. Counters say what passed: `received`, `forwarded` messages, `dropped` by reason.
+    """One network. It counts messages: `received`, `forwarded`, and `dropped` by reason.
 
-    Out there our authority NAME is called NAME.suffix. A `suffix` of "" says that it needs none, None that nobody has
-    thought of it.
+    On its network our authority NAME is called NAME.suffix. "" as `suffix` means that none is needed, None that none
+    was configured.
 
-    A plugin that raises anything but UStatusError has a fault: it is counted in `faults` and told by `fault` until the
-    next call goes well, and the call answers UNAVAILABLE, so that it is tried again.
+    A plugin that raises anything but UStatusError has a fault: `faults` counts it, `fault` describes it until the next
+    call succeeds, and the call answers UNAVAILABLE, so that it is tried again.
     """
 
-    # set by `Endpoints`: what our other authorities are called out there, if not as they are inside
+    # set by `Endpoints`: what our authorities are called on this network, if not as inside
     names: Names | None = None
 
     def __init__(self, name: str, authorities: Iterable[str], transport: UTransport, suffix: str | None = None) -> None:
@@ -71,17 +69,16 @@ class Endpoint:
 
     @property
     def only_authority(self) -> str:
-        """Its one authority, "" if it has several, or a pattern of them: then an address without authority means nobody
-        knows whom."""
+        """Its authority if it has exactly one, and "" otherwise: then an address without authority is ambiguous."""
         first, *others = self.authorities
         return "" if others or first.startswith(uris.WILDCARD_AUTHORITY) else first
 
     @property
     def needs_sink(self) -> bool:
-        """A publish leaves with the streamer's sink, once per subscribing authority (MQTT off-vehicle)."""
+        """A publish is sent with the streamer's sink, once per subscribing authority (MQTT off-vehicle)."""
         return Capability.PUBLISH_WITHOUT_SINK not in self.transport.capabilities
 
-    # What the transport does, with every exception translated
+    # Calls of the transport, with every exception translated
 
     async def open(self) -> None:
         await self._guarded(self.transport.open)
@@ -134,21 +131,12 @@ class Endpoint:
             raise UStatusError.from_status(status)
 
     async def send_batch(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
-        """As UTransport.send_batch, whatever the transport can send; never raises. UNAVAILABLE if it does not return
-        (sends.py)."""
-        return await self.begin_send(messages)
-
-    def begin_send(
-        self,
-        messages: Sequence[EncodedMessage],
-        on_answer: Callable[[list[UStatus]], None] = lambda _: None,
-        is_held: Callable[[], bool] = lambda: False,
-    ) -> asyncio.Future[list[UStatus]]:
-        """See Sends.begin."""
-        return self.sends.begin(messages, on_answer, is_held)
+        """As UTransport.send_batch, encoded or decoded as the transport needs it; never raises. UNAVAILABLE if the
+        transport does not return (sends.py)."""
+        return await self.sends.begin(messages)
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
-        """As UTransport's, of addresses as they are inside; never raises."""
+        """As UTransport.address_of, for addresses as they are inside; never raises."""
         if self.names is not None:
             source, sink = self.names.filter(source), None if sink is None else self.names.filter(sink)
         try:
@@ -158,7 +146,7 @@ class Endpoint:
             return f"{uris.format(source)} {'' if sink is None else uris.format(sink)}"
 
     def addressed(self, message: EncodedMessage) -> tuple[str, str]:
-        """Its `address_of`, and the authority of its source."""
+        """Returns the `address_of` a message, and the authority of its source."""
         found = self._addressed.get(message.stamp.address)
         if found is None:
             attributes = message.stamp.attributes
@@ -169,11 +157,11 @@ class Endpoint:
 
     @property
     def tells_absence(self) -> bool:
-        """A publish that nobody listens to is answered `status.nobody_listens`."""
+        """The network answers `status.nobody_listens` to a publish that nobody listens to."""
         return Capability.ABSENCE in self.transport.capabilities and self.transport.tells_absence
 
     def on_heard(self, callback: HeardCallback) -> None:
-        """As UTransport's."""
+        """As UTransport.on_heard."""
         subscribe = getattr(self.transport, "on_heard", None)
         if subscribe is not None:
             subscribe(callback)
@@ -181,8 +169,8 @@ class Endpoint:
     async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         """Never raises.
 
-        Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is
-        INTERNAL, for good.
+        If the transport fails at a batch, each message is tried alone. A message at which it fails though others pass
+        is answered INTERNAL, which is final.
         """
         if self.names is not None:
             messages = [self.names.leave(message) for message in messages]
@@ -213,7 +201,7 @@ class Endpoint:
         return statuses
 
     async def _send_alone(self, message: Any) -> tuple[UStatus, bool]:
-        """Its status, and whether that is the transport's fault."""
+        """Returns its status, and whether the transport has failed at it."""
         for _ in range(TRIES_ALONE):
             try:
                 (status,) = await self._guarded(self.transport.send_batch, [message], answers=1)
@@ -225,7 +213,7 @@ class Endpoint:
         return answer, True
 
     async def _guarded(self, call: Callable[..., Awaitable[T]], *arguments: Any, answers: int | None = None) -> T:
-        """`answers`: so many are expected."""
+        """Call the transport. `answers`: how many statuses it has to return."""
         try:
             result = await call(*arguments)
         except UStatusError:
@@ -249,8 +237,7 @@ class Endpoint:
 
     @property
     def in_flight_messages(self) -> int:
-        """As UTransport's; one batch at a time while the transport has a fault, since then each message is tried
-        alone."""
+        """As UTransport.in_flight_messages; 0 while the transport has a fault: then each message is tried alone."""
         return 0 if self.fault else int(getattr(self.transport, "in_flight_messages", 0))
 
     @property
@@ -259,18 +246,18 @@ class Endpoint:
 
     def all_registered(self) -> None:
         """As UTransport.all_registered; never raises."""
-        tell = getattr(self.transport, "all_registered", None)
+        all_registered = getattr(self.transport, "all_registered", None)
         try:
-            if tell is not None:
-                tell()
+            if all_registered is not None:
+                all_registered()
         except Exception:
             log.exception("a transport failed when it was told that all listeners are registered", endpoint=self.name)
 
     @property
     def troubles(self) -> list[str]:
-        """What is wrong with the network or its transport, in plain sentences."""
-        told: list[str] = list(getattr(self.transport, "troubles", ()))
-        return [*filter(None, (self.sends.trouble, self.fault)), *told]
+        """Sentences about what is wrong with the network or its transport."""
+        own = filter(None, (self.sends.trouble, self.fault))
+        return [*own, *getattr(self.transport, "troubles", ())]
 
     def __repr__(self) -> str:
         counts = f"received={self.received}, forwarded={self.forwarded}"
@@ -278,7 +265,7 @@ class Endpoint:
 
 
 class Endpoints:
-    """All endpoints, and whose an authority is."""
+    """All endpoints, and the owner of each authority."""
 
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:
         self._by_name: dict[str, Endpoint] = {}
@@ -310,7 +297,7 @@ class Endpoints:
         return name in self._by_name
 
     def notes(self) -> list[str]:
-        """What networks and names may do that a person should know of, in plain sentences."""
+        """Returns sentences about networks and names that an operator should know."""
         notes = [
             f"endpoint {endpoint.name}: {note}"
             for endpoint in self
@@ -319,7 +306,7 @@ class Endpoints:
         for outside in self:
             others = [other for other in self if other is not outside and not other.suffix]
             inside = {authority for other in others for authority in other.authorities}
-            if outside.needs_sink and (names := untold(outside.suffix, inside)):
+            if outside.needs_sink and (names := ambiguous(outside.suffix, inside)):
                 notes.append(
                     f"endpoint {outside.name}: it leads off the vehicle, where any vehicle may have our "
                     f"{', '.join(names)}; "
@@ -339,7 +326,7 @@ class Endpoints:
         return self._by_name[name]
 
     def owner(self, authority: str) -> Endpoint | None:
-        """The endpoint on whose network `authority` lives; None if there is none."""
+        """Returns the endpoint on whose network `authority` lives; None if there is none."""
         if authority not in self._owners:
             owners = (self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named)
             self._owners[authority] = next(owners, None)

@@ -1,13 +1,13 @@
-"""Filters: what the network of one endpoint is asked for, and nothing else.
+"""Filters: the listener of one endpoint is registered for exactly what is needed.
 
 rules, services inside, recording --------> fixed filters --+-> wanted, and not registered: register
 Interest.changed_since --> those topics --> wanted? covered? +-> registered, and not wanted: unregister
                            all of them at the start, and when      '- refused: again with the next `retry`
                            rules or covers change
 
-before the network is opened: announced to its transport, which asks for them within `open`
+before the network is opened: announced to its transport, which registers them within `open`
 
-The cost follows the change: one subscription more costs a look at its topic, however many topics there are.
+The cost follows the change: one more subscription costs one check of its topic, for any number of topics.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from usubscription_client.interest import Interest
 if TYPE_CHECKING:
     from streamer.walk.ingress import Dispatch
 
-LOOKED_AT_MAX: Final = 256  # topics in one step of the loop, some 3 ms
-ASKED_AT_ONCE: Final = 1_024  # filters for which a network is asked together, and as many more as one step finds
+CHECKED_MAX: Final = 256  # topics in one step of the loop, some 3 ms
+ASKED_AT_ONCE: Final = 1_024  # filters that are registered together, and as many more as one step finds
 
 FilterKey = tuple[Key, Key | None]
-Filter = tuple[UUri, UUri | None]
-"""Of the source, and of the sink."""
+FilterPair = tuple[UUri, UUri | None]
+"""Source filter and sink filter."""
 
 
-class Filters:
-    """The filters by which `listener` hears one endpoint. Lives on the loop."""
+class EndpointFilters:
+    """The filters with which `listener` is registered at one endpoint. Lives on the loop."""
 
     def __init__(self, endpoint: Endpoint, dispatch: Dispatch, listener: UListener) -> None:
         self._endpoint, self._dispatch, self._listener = endpoint, dispatch, listener
         # where publishes carry the streamer's sink, no topic needs a filter of its own
         self._takes_topics = Capability.PUBLISH_WITHOUT_SINK in endpoint.transport.capabilities
-        self._registered: dict[FilterKey, Filter] = {}
+        self._registered: dict[FilterKey, FilterPair] = {}
         self._unsure: set[FilterKey] = set()  # registered, but the transport may have forgotten it
-        self._fixed: dict[FilterKey, Filter] = {}  # what is needed whatever the interest
-        self._covers: dict[Key, None] = {}  # sources of those that have wildcards, and no sink
+        self._fixed: dict[FilterKey, FilterPair] = {}  # needed for any interest
+        self._covers: dict[Key, None] = {}  # sources of fixed filters with wildcards and no sink
         self._shapes: set[uris.Shape] = set()  # of the covers
-        self._made_for: tuple[int, bool] | None = None  # version of the rules, and whether topics can be named
-        self._seen: int | None = None  # version of the interest whose topics were looked at; None: none
-        self._due: dict[FilterKey, None] = {}  # to be looked at; stays if that is cut short
+        self._made_for: tuple[int, bool] | None = None  # version of the rules, and whether the interest can list topics
+        self._seen: int | None = None  # version of the interest that was checked; None: none yet
+        self._due: dict[FilterKey, None] = {}  # to be checked; stays if a sync is cancelled
         self._refused: dict[FilterKey, UStatusError] = {}
-        self._announced: dict[FilterKey, Filter] = {}  # registered before the network was opened
+        self._announced: dict[FilterKey, FilterPair] = {}  # registered before the network was opened
         self._turn = asyncio.Lock()
-        self.looks = 0  # at a filter: is it wanted?
+        self.looks = 0  # checks of a filter
 
     def __len__(self) -> int:
         return len(self._registered)
@@ -66,18 +66,18 @@ class Filters:
         return iter(self._registered)
 
     def services_changed(self) -> None:
-        """What is hosted is another: the next `sync` makes the fixed filters anew."""
+        """The hosted services have changed: the next `sync` makes the fixed filters anew."""
         self._made_for = None
 
     def register_again(self) -> None:
-        """The transport has been closed, and is opened again: the next `sync` registers all again."""
+        """The transport was closed, and is opened again: the next `sync` registers all filters again."""
         self._unsure.update(self._registered)
         self._due.update(dict.fromkeys(self._registered))
 
     async def sync(self, interest: Interest, *, retry: bool = True) -> None:
-        """Listen to what is needed now. `retry`: try again what the network has refused.
+        """Register what is needed now. `retry`: try again what the network has refused.
 
-        Raises the first UStatusError of what it refuses (still), after everything else was tried; where it answers
+        Raises the first UStatusError of a refused filter, after everything else was tried. If the network answers
         nothing at all, the rest is left for the next try.
         """
         async with self._turn:
@@ -85,40 +85,40 @@ class Filters:
             if retry:
                 self._due.update(dict.fromkeys(self._refused))
                 self._refused.clear()
-            await self._look_at_due()
+            await self._check_due()
             if self._announced:
                 await self._withdraw()
             for error in self._refused.values():
                 raise error
 
     async def announce(self, interest: Interest) -> None:
-        """Before the network is opened: register what is needed now with the transport, where that can be done, so that
-        it is asked for before anybody can send. The `sync` that follows when it is open learns what the network says.
+        """Before the network is opened: register what is needed now with the transport, if it can do that, so that
+        nothing sent meanwhile is missed. The `sync` that follows when it is open gets the network's answers.
         """
         async with self._turn:
             self._find_due(interest)
             due = list(self._due)
-            for start in range(0, len(due), LOOKED_AT_MAX):
+            for start in range(0, len(due), CHECKED_MAX):
                 if start:
                     await asyncio.sleep(0)
-                found = {key: wanted for key in due[start : start + LOOKED_AT_MAX] if (wanted := self._wanted(key))}
+                found = {key: wanted for key in due[start : start + CHECKED_MAX] if (wanted := self._wanted(key))}
                 statuses = self._endpoint.register_before_open(list(found.values()), self._listener)
                 for (key, filter), status in zip(found.items(), statuses, strict=True):
                     if not status.code:
                         self._announced[key] = filter
 
     async def _withdraw(self) -> None:
-        """What was announced, and is not needed any more."""
+        """Unregister what was announced and is not needed any more."""
         announced, self._announced = self._announced, {}
         for key, (source, sink) in announced.items():
             if key not in self._registered and key not in self._refused:
                 with contextlib.suppress(UStatusError):
                     await self._endpoint.unregister_listener(source, self._listener, sink)
 
-    # What to look at
+    # What to check
 
     def _find_due(self, interest: Interest) -> None:
-        """New fixed filters first, and those that are needed no more last: what one of them covers is never without."""
+        """New fixed filters come first, and superfluous ones last, so that what one of them covers is never missed."""
         rules, can_list = self._dispatch.rules.version, interest.can_list
         topics = interest.changed_since(self._seen) if self._seen is not None else None
         old = self._fixed
@@ -141,9 +141,9 @@ class Filters:
                 self._due.pop(key, None)
                 self._due[key] = None
 
-    def _make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, Filter]:
-        """Without those that another one covers: a network may deliver once for each filter. `all_publishes`: a
-        uSubscription can't name topics, so listen to every publish."""
+    def _make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, FilterPair]:
+        """Returns the fixed filters, without those that another one covers, since a network may deliver once for each
+        filter. `all_publishes`: a uSubscription can't list topics, so listen to every publish."""
         peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self._endpoint.name)]
         known = {authority for peer in peers for authority in peer.authorities}
         if any(map(uris.is_pattern, known)):
@@ -151,7 +151,7 @@ class Filters:
         sinks = [uris.pattern(authority) for authority in sorted(known)]
         if uris.WILDCARD_AUTHORITY not in known:
             sinks += [filter for filter in self._dispatch.hosted.sinks() if filter.authority_name not in known]
-        fixed: dict[FilterKey, Filter] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
+        fixed: dict[FilterKey, FilterPair] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
         if not self._takes_topics:
             return fixed
         sources = {
@@ -165,7 +165,7 @@ class Filters:
         return fixed
 
     def _at_home(self, pattern: UUri) -> list[UUri]:
-        """`pattern`, limited to the authorities that live here."""
+        """Returns `pattern`, limited to the authorities of this endpoint."""
         endpoints, authorities = self._dispatch.endpoints, self._endpoint.authorities
         if pattern.authority_name != uris.WILDCARD_AUTHORITY:
             authorities = frozenset([pattern.authority_name])
@@ -180,7 +180,7 @@ class Filters:
 
     # What is wanted
 
-    def _wanted(self, key: FilterKey) -> Filter | None:
+    def _wanted(self, key: FilterKey) -> FilterPair | None:
         fixed = self._fixed.get(key)
         if fixed is not None:
             return fixed
@@ -190,13 +190,13 @@ class Filters:
         topic = to_uri(source)
         return (topic, None) if self._dispatch.view.leaves(self._endpoint, topic) else None
 
-    async def _look_at_due(self) -> None:
-        due, missing = list(self._due), dict[FilterKey, Filter]()
-        for start in range(0, len(due), LOOKED_AT_MAX):
+    async def _check_due(self) -> None:
+        due, missing = list(self._due), dict[FilterKey, FilterPair]()
+        for start in range(0, len(due), CHECKED_MAX):
             if start:
                 await asyncio.sleep(0)
-            superfluous = self._look_at(due[start : start + LOOKED_AT_MAX], missing)
-            is_last = start + LOOKED_AT_MAX >= len(due)
+            superfluous = self._check(due[start : start + CHECKED_MAX], missing)
+            is_last = start + CHECKED_MAX >= len(due)
             if missing and (superfluous or is_last or len(missing) >= ASKED_AT_ONCE):
                 if not await self._register(missing):
                     return
@@ -204,9 +204,9 @@ class Filters:
             if superfluous:
                 await self._unregister(superfluous)
 
-    def _look_at(self, keys: Iterable[FilterKey], missing: dict[FilterKey, Filter]) -> dict[FilterKey, Filter]:
-        """What is not registered goes to `missing`; what is, and should not be, is the answer."""
-        superfluous: dict[FilterKey, Filter] = {}
+    def _check(self, keys: Iterable[FilterKey], missing: dict[FilterKey, FilterPair]) -> dict[FilterKey, FilterPair]:
+        """Add filters that have to be registered to `missing`. Returns those that have to be unregistered."""
+        superfluous: dict[FilterKey, FilterPair] = {}
         for key in keys:
             self.looks += 1
             wanted, known = self._wanted(key), self._registered.get(key)
@@ -218,8 +218,8 @@ class Filters:
                 del self._due[key]
         return superfluous
 
-    async def _register(self, filters: dict[FilterKey, Filter]) -> bool:
-        """False: the network answers nothing now, so that the rest is left for later."""
+    async def _register(self, filters: dict[FilterKey, FilterPair]) -> bool:
+        """False: the network answers nothing now, so the rest is left for later."""
         statuses = await self._endpoint.register_listeners(list(filters.values()), self._listener)
         silent = 0
         for (key, filter), status in zip(filters.items(), statuses, strict=True):
@@ -235,8 +235,8 @@ class Filters:
             self._due.clear()
         return silent < len(filters)
 
-    async def _unregister(self, filters: dict[FilterKey, Filter]) -> None:
-        """What fails at it is gone all the same as far as we know: if it is wanted again, it is registered again."""
+    async def _unregister(self, filters: dict[FilterKey, FilterPair]) -> None:
+        """A filter whose unregistering fails counts as unregistered: if it is wanted again, it is registered again."""
         for key, (source, sink) in filters.items():
             try:
                 await self._endpoint.unregister_listener(source, self._listener, sink)

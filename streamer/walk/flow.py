@@ -1,27 +1,26 @@
-"""What is held back between ingress and log: while no peer keeps up, and while the log refuses.
+"""Holds senders back between ingress and log: while no peer keeps up, and while the log refuses.
 
     ingress -> Appender: one network, one log --> Flow: one log, all networks --> log -> pumps -> moved
                   ^                                in turn, while a peer keeps up   |
-                  '-- again for HOLD_S, if the network can't deliver it again <-----'- refused
+                  '-- retried for HOLD_S, if the network can't redeliver <----------'- refused
 
-Flow: senders wait while no peer keeps up. A volatile log can't wait for its readers, so the senders do: what has
-arrived is not confirmed until a pump has caught up. Readers of a durable log can fall back to the disk; its senders
-are held for as long as it is our own processor that is short, since there every message that is taken in now is one
-that is sent later, and read back from the disk:
+Flow: senders wait while no peer keeps up. A volatile log can't wait for its readers, so the senders do: a message is
+not confirmed until a pump has caught up. Readers of a durable log can fall back to the disk. Its senders are held as
+long as our own processor is the bottleneck: whatever comes in then is sent later, and read back from the disk:
 
-    a pump has read on            -> half as many come in, however fast or slow that is
-    we idle, for a good part      -> we are not what is slow, the peer is: they come in, for the disk has room
-    neither for HELD_S_MAX        -> a few come in all the same: nobody stands for ever
+    a pump has read n records     -> n/2 come in
+    our processor is partly idle  -> the peer is slow, not we: a share comes in, since the disk has capacity
+    neither for HELD_S_MAX        -> a share comes in all the same: nobody waits forever
 
-Only peers that take messages hold up the senders. One that is away or stuck reads the disk later, or loses the oldest
-records of a ring (counted gaps). One that keeps up shows that the others are merely slow.
+Only peers that take messages hold up the senders. A peer that is away or stuck reads the disk later, or loses the
+oldest records of a ring (counted gaps). One peer that keeps up shows that the others are merely slow.
 
-Appender: a full disk may be a passing thing. What is held is not confirmed, so the transport's bounded inbox fills and
-its network waits. A network that delivers again what was not taken is refused at once instead.
+Appender: a full disk may be temporary. A held message is not confirmed, so the transport's bounded inbox fills and its
+network waits. A network that redelivers what was not taken is refused at once instead.
 
-Order: batches enter the log in the order in which they were offered. From the failure of a transaction on the log
-refuses all that was handed to it before the loop learnt of that (history/file/writer.py). So an appender hands over
-nothing more while it waits for such a refusal: it holds, or refuses. What was refused comes again in the order of the
+Order: batches enter the log in the order in which they were offered. When a transaction fails, the log refuses all
+batches that were handed to it before the loop learnt of the failure (history/file/writer.py). So an appender hands over
+nothing more while it waits for such a refusal: it holds, or refuses. A refused batch comes again in the order of the
 network's queue, so nothing is appended until the first batch of that order is there.
 """
 
@@ -49,14 +48,14 @@ LAG_RECORDS_MAX: Final = 8_192
 # of the memory for a durable log's newest records: far from having to read them back from the disk
 LAG_SHARE_MAX: Final = 0.25
 ACTIVE_S: Final = 1.0  # a peer that has taken nothing for so long is stuck
-SHARE_RECORDS: Final = 1_024  # let in at a time: what the inboxes of two networks hand over in one batch
-READ_PER_TAKEN: Final = 2  # records that a pump reads for each that comes in: so it catches up, and senders go on
-LOOK_S: Final = 0.02  # between looks whether we idle: some turns of the threads that share a processor
-# of one processor: who uses more, or would if it were free, is what is slow; Python can use one
+SHARE_RECORDS: Final = 1_024  # that come in at a time: one batch of the inboxes of two networks
+READ_PER_TAKEN: Final = 2  # records that a pump reads for each that comes in, so that it catches up
+LOOK_S: Final = 0.02  # between measurements: some turns of the threads that share a processor
+# of one processor, which is what Python can use: whoever needs more is the bottleneck
 BUSY: Final = 0.75
-# in which we let in a share whatever we see; shorter than what a publisher that is blocked, or its watchdog, minds
+# after which a share comes in anyway; shorter than the timeout of a blocked publisher or its watchdog
 HELD_S_MAX: Final = 0.25
-HOLD_S: Final = 2.0  # longer, and requests of the same network would outlive their callers' patience
+HOLD_S: Final = 2.0  # longer, and requests of the same network would time out
 RETRY_S: Final = 0.1  # between tries; each costs the disk a transaction
 PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
 # within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
@@ -71,25 +70,25 @@ class LogReader(Protocol):
         """The last seq that it has read."""
 
     def lag(self) -> float | None:
-        """How far it is behind: 1 is as far as senders may be ahead of it; None: its peer takes nothing."""
+        """Returns how far it is behind: 1 is as far as senders may be ahead; None: its peer takes nothing."""
 
 
 Offer = Callable[["asyncio.Future[int]"], None]
-"""Appends what has waited for its turn, and settles that future when the log has answered."""
+"""Appends a batch whose turn it is, and settles that future when the log has answered."""
 
 
 class Flow:
-    """Pumps call `moved`; appenders append through it."""
+    """Of one log. Pumps call `moved`; appenders append through it."""
 
     def __init__(self, used: Callable[[], Used] | None = None) -> None:
-        """`used`, of a durable log: what the process has used of its processors."""
+        """`used`, for a durable log: the processor time that the process has used."""
         self._readers: list[LogReader] = []
         self._used = used
         self._credit = 0.0  # records that may come in while no peer keeps up
-        self._place = 0  # of the pump that leads
+        self._read = 0  # last seq read by the leading pump
         self._looked_at = self._let_in_at = 0.0  # loop time
         self._used_then = Used(0.0, 0.0, 0.0)  # when we looked
-        self.holds = False  # senders have to wait: who reads on calls `moved`
+        self.holds = False  # senders have to wait: pumps call `moved`
         # bounded by what the inboxes hand over unconfirmed
         self._queue: deque[tuple[int, Offer, asyncio.Future[int]]] = deque()
         self._serving: asyncio.Task[None] | None = None
@@ -105,7 +104,7 @@ class Flow:
         return not lags or min(lags) < 1
 
     def append(self, records: int, offer: Offer) -> asyncio.Future[int]:
-        """`offer(answer)` now or when its turn has come, in the order of these calls; the answer."""
+        """Call `offer(answer)` now or when it is its turn, in the order of these calls. Returns the answer."""
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if not self._queue and self.is_open:
             self.holds = False
@@ -119,8 +118,8 @@ class Flow:
         return answer
 
     def _begin(self) -> None:
-        """No peer keeps up, from here on."""
-        self.holds, self._credit, self._place = True, 0.0, self._leading()
+        """From now on no peer keeps up."""
+        self.holds, self._credit, self._read = True, 0.0, self._leading()
         self._let_in_at = asyncio.get_running_loop().time()
         self._busy()
 
@@ -139,7 +138,7 @@ class Flow:
             self._serving = None
 
     async def _hold(self) -> None:
-        """Until it is open, a pump has read on, or it is time to look. A pump may also fall silent instead."""
+        """Wait until it is open, a pump has read on, or it is time to measure. A pump may also fall silent."""
         self._opened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ACTIVE_S if self._used is None else LOOK_S):
@@ -149,9 +148,9 @@ class Flow:
     def moved(self) -> None:
         """A pump has read on."""
         if self._used is not None:
-            place = self._leading()
-            self._earn(max(place - self._place, 0) / READ_PER_TAKEN)  # it went back if another pump leads now
-            self._place = place
+            read = self._leading()
+            self._earn(max(read - self._read, 0) / READ_PER_TAKEN)  # less, if another pump leads now
+            self._read = read
         if self.is_open:
             self.holds = bool(self._queue)
             self._opened.set()
@@ -159,15 +158,15 @@ class Flow:
             self._opened.set()
 
     def _earn(self, records: float) -> None:
-        """A share at most is saved: what nobody wanted to send then is not made up for."""
+        """The credit is one share at most, so that a pause is not made up for."""
         self._credit = min(self._credit + records, SHARE_RECORDS)
 
     def _leading(self) -> int:
-        """How far the pump is that is the furthest, of those whose peers take something."""
+        """Returns the last seq read by the leading pump, of those whose peers take something."""
         return max((one.read for one in self._readers if one.lag() is not None), default=0)
 
     def _look(self) -> None:
-        """Let a share in, if nothing is gained by holding on."""
+        """Let a share in, if holding on gains nothing."""
         now = asyncio.get_running_loop().time()
         if self._used is None or now - self._looked_at < LOOK_S:
             return  # too short to see anything, or nothing to be done about it
@@ -176,8 +175,8 @@ class Flow:
             self._earn(SHARE_RECORDS)
 
     def _busy(self) -> float:
-        """Seconds of a processor since the last time: what our threads have used, and would have if one had been free
-        whenever they wanted it. How long they wait for one the loop's thread shows."""
+        """Returns the processor seconds since the last call that our threads have used, and would have used if a
+        processor had been free: the loop's thread shows how long they wait for one."""
         if self._used is None:
             return 0.0
         self._looked_at = asyncio.get_running_loop().time()
@@ -188,20 +187,20 @@ class Flow:
         return (now.process_s - then.process_s) * (ran + waited) / ran if ran > 0 else 0.0
 
     def close(self) -> None:
-        """Hold nothing any more: the log is about to be closed."""
+        """The log is about to be closed."""
         if self._serving is not None:
             self._serving.cancel()
 
 
 @dataclass(order=True, slots=True)
 class _Offered:
-    """A batch, until the log has taken it or it is refused for good."""
+    """A batch, until the log has taken it or has refused it for good."""
 
     number: int  # of this offer: the lower one comes first
     streams: list[int] = field(compare=False)
     batch: Sequence[EncodedMessage] = field(compare=False)
     answer: asyncio.Future[int] = field(compare=False)
-    failures: int = field(compare=False)  # of the log, as known when it was handed over
+    failures: int = field(compare=False)  # of the log, when it was handed over
 
 
 class _Awaited(NamedTuple):
@@ -224,10 +223,8 @@ class Appender:
         holds: bool,
         redelivers: bool = False,
     ) -> None:
-        """`holds`: what the log refuses waits here for a moment. `redelivers`: the network brings it again, in order.
-
-        `on_refused` gets what the log has not taken in the end.
-        """
+        """`holds`: a batch that the log refuses waits here for HOLD_S. `redelivers`: the network delivers it again, in
+        order. `on_refused` gets the batches that the log has not taken in the end."""
         self._log, self._flow, self._on_refused = log, flow, on_refused
         self._holds, self._redelivers = holds, redelivers
         self._offers = 0
@@ -243,7 +240,7 @@ class Appender:
         return f"Appender({self._log.name}, under_way={len(self._under_way)}, held={len(self._held)})"
 
     def append(self, streams: list[int], batch: Sequence[EncodedMessage]) -> asyncio.Future[int]:
-        """As Log.append; fails when there was no use in waiting."""
+        """As Log.append; fails when waiting did not help."""
         return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
 
     def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
@@ -263,7 +260,7 @@ class Appender:
                 taken.add_done_callback(self._settle)
 
     def _settle(self, _taken: asyncio.Future[int]) -> None:
-        """Of what the log has answered."""
+        """Pass the log's answers on, in order."""
         while self._under_way and self._under_way[0][1].done():
             self._end(*self._under_way.popleft())
 
@@ -279,13 +276,13 @@ class Appender:
             self._refuse(offered, error)
 
     def _is_failing(self, offered: _Offered) -> bool:
-        """True if the log is about to refuse what is under way before `offered`."""
+        """True if the log is about to refuse batches before `offered`."""
         return bool(self._under_way) and self._under_way[0][0].failures != offered.failures
 
-    # What the network delivers again
+    # What the network redelivers
 
     def _is_ahead(self, offered: _Offered) -> bool:
-        """True if it would overtake what was refused, or is about to be."""
+        """True if it would overtake a batch that was refused, or is about to be."""
         if self._is_failing(offered):
             return True
         awaited = self._awaited
@@ -306,7 +303,7 @@ class Appender:
             self._awaited = _Awaited(offered.number, offered.batch[0].id_bytes, until)
         self._on_refused(offered.batch)
 
-    # What the log refuses for a moment
+    # What the log refuses for a while
 
     def _is_holding(self, offered: _Offered) -> bool:
         is_refusing = self._refusing_since is not None or not self._log.healthy
@@ -320,10 +317,10 @@ class Appender:
             self._retrying = asyncio.ensure_future(self._retry())
 
     async def _retry(self) -> None:
-        """Offer what is held, one batch after the other, until nothing is."""
+        """Offer the held batches, one after the other, until none is held."""
         loop = asyncio.get_running_loop()
         try:
-            while self._under_way:  # may be refused, and comes before what is held
+            while self._under_way:  # these may be refused, and come before the held ones
                 await asyncio.wait([taken for _, taken in self._under_way])
             while self._held:
                 first = self._held[0]
@@ -334,8 +331,8 @@ class Appender:
                     if error.code in PASSING and loop.time() - self._refusing_since < HOLD_S:
                         await asyncio.sleep(RETRY_S)
                         continue
-                    # on all that is held: whatever is among it came first. The log has still to take something before
-                    # it is trusted again
+                    # all held batches: none may overtake another. The log has to take something before it is trusted
+                    # again
                     held, self._held = sorted(self._held), []
                     for offered in held:
                         self._refuse(offered, error)
@@ -348,6 +345,6 @@ class Appender:
             self._retrying = None
 
     def close(self) -> None:
-        """Try nothing again any more."""
+        """Retry nothing any more."""
         if self._retrying is not None:
             self._retrying.cancel()

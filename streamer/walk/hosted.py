@@ -1,14 +1,13 @@
-"""What a service inside this process sees of the networks: a UTransport.
+"""The networks as a service inside this process sees them: a UTransport.
 
     service -> send -> another hosted service | home network | express lane or log of another endpoint
     ingress (of any endpoint) -> deliver -> service
                                     '-> no such method: UNIMPLEMENTED (UNAVAILABLE while services come and go)
 
-A hosted entity (core.ustreamer, the embedded core.usubscription) lives under the streamer's own authority, so other
-networks reach it by the ordinary walk, and nothing else in the streamer treats it specially.
+A hosted entity (core.ustreamer, the embedded core.usubscription) has the streamer's own authority, so other networks
+reach it like any other entity.
 
-No message is checked here: what arrives was found valid by the transport that it came through, what services send is
-valid since they made it with a UMessageBuilder, or as the response to a valid request.
+No message is checked here: the transport has checked what arrives, and services build valid messages.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _ORDERED: Final = frozenset((attrs.NOTIFICATION, attrs.PUBLISH))
 _EXPIRED: Final = UStatus(code=UCode.DEADLINE_EXCEEDED, message="the message has expired before it was sent")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 is_inside: Final[Callable[[], bool]] = _inside.get
-"""True while a hosted service handles what another one in this process has sent: nobody on a network can claim that."""
+"""True while a hosted service handles a message of another one in this process: nobody on a network can fake that."""
 
 
 def _key(sink: UUri) -> tuple[int, int, int]:
@@ -64,7 +63,7 @@ def _key(sink: UUri) -> tuple[int, int, int]:
 
 
 class _Listeners:
-    """Of one sink, by what they want to hear: looked up, however many there are; patterns are few."""
+    """The listeners of one sink, by source filter. Exact filters are looked up; patterns are few."""
 
     def __init__(self) -> None:
         self._exact: dict[uris.Key, dict[int, UListener]] = {}
@@ -81,7 +80,7 @@ class _Listeners:
             self._exact.setdefault(key, {})[id(listener)] = listener
 
     def take(self, source: UUri, listener: UListener) -> bool:
-        """False: it was not there."""
+        """Remove it; False: it was not there."""
         key = uris.key(source)
         if uris.has_wildcard(source):
             return self._wild.pop((key, id(listener)), None) is not None
@@ -101,8 +100,8 @@ _NOBODY: Final = _Listeners()
 
 
 class HostedTransport(UTransport):
-    """The networks as seen by services inside the streamer. They listen to one method or reply address each, or to all
-    that is for their entity."""
+    """The networks as services inside the streamer see them. A service listens to one method or reply address, or to
+    everything for its entity."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
@@ -116,29 +115,29 @@ class HostedTransport(UTransport):
     ) -> None:
         """`also`: other authorities, or families of them, for which the uSubscription in this process answers.
 
-        `entities` are hosted from the beginning to the end: what comes for them while their services start or stop is
-        told so, and goes nowhere else.
+        `entities` are hosted from the beginning to the end: requests to them while their services start or stop are
+        answered with UNAVAILABLE.
         """
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
         self._listeners: dict[tuple[int, int, int], _Listeners] = {}  # by the key of the sink
         self._always = tuple(entities)
-        # and those that have a listener, in the order in which they came
+        # also those with a listener, in the order of registration
         self._entities: dict[int, None] = dict.fromkeys(self._always)
         self._connection_callbacks: list[ConnectionCallback] = []  # of services, which stay as long as the process
         self._ingress: EncodedListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
 
-    def lead_to(self, ingress: EncodedListener, on_entities_changed: Callable[[], Awaitable[None]]) -> None:
-        """What services send begins the ordinary walk at `ingress`; before that nothing can be sent.
-        `on_entities_changed` is awaited whenever `sinks` has changed, before the registration is done."""
+    def connect(self, ingress: EncodedListener, on_entities_changed: Callable[[], Awaitable[None]]) -> None:
+        """Messages of services go to `ingress`; before this call nothing can be sent. `on_entities_changed` is awaited
+        whenever `sinks` has changed, before the registration is done."""
         self._ingress, self._on_entities_changed = ingress, on_entities_changed
 
     def __repr__(self) -> str:
         return f"HostedTransport({self.authority}, entities={[f'{entity:X}' for entity in self._entities]})"
 
     def sinks(self) -> list[UUri]:
-        """Filters of what is for services in this process; a family of authorities needs one for all of them."""
+        """Returns the sink filters of services in this process; a family of authorities needs a filter of all."""
         also = {uris.WILDCARD_AUTHORITY if uris.is_pattern(authority) else authority for authority in self._also}
         sinks = [uris.pattern(self.authority, entity) for entity in self._entities]
         return sinks + [
@@ -153,8 +152,8 @@ class HostedTransport(UTransport):
         )
 
     def deliver(self, messages: Sequence[UMessage], *, inside: bool = False) -> Awaitable[None] | None:
-        """What has come for hosted services, from a network unless it is from `inside`. The awaitable, if any,
-        completes when all have taken their share."""
+        """Hand messages to hosted services; they come from a network, or from `inside`. The awaitable, if any,
+        completes when every service has taken its messages."""
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         for message in messages:
             attributes = message.attributes
@@ -166,7 +165,7 @@ class HostedTransport(UTransport):
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
             if not listeners:
                 self.unserved.answer(attributes)
-        # told anew each time: whoever calls may itself have been called from somewhere else
+        # set for each call: the caller may itself have been called from inside or from a network
         token = _inside.set(inside)
         try:
             pending = [taken for listener, share in shares.values() for taken in _call(listener, share)]
@@ -189,40 +188,40 @@ class HostedTransport(UTransport):
             endpoint.transport.on_connection(callback)
 
     def toward(self, endpoint: Endpoint) -> UTransport:
-        """The same, for who speaks with one network: `connected` and `on_connection` are that network's."""
+        """Returns the same transport with `connected` and `on_connection` of one network."""
         return _Toward(self, endpoint)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """What goes the same way leaves together: one append to the log, one batch of each network.
+        """Messages that go the same way are sent together: one append to the log, one batch per network.
 
-        Behind a Notification or Publish that was not taken, no other one to the same destination is tried: that would
-        be out of order.
+        Behind a notification or publish that was not taken, no other one to the same destination is tried, to keep
+        their order.
         """
-        batch = _Batch(messages)
-        for place in batch.due():
-            attributes = messages[place].attributes
+        batch = _ServiceBatch(messages)
+        for index in batch.due():
+            attributes = messages[index].attributes
             if self.owns(attributes.sink):
-                batch.inside.append(place)
+                batch.inside.append(index)
             elif (network := self._neighbour(attributes)) is not None:
-                batch.by_network.setdefault(network, []).append(place)
+                batch.by_network.setdefault(network, []).append(index)
             else:
-                (batch.ordered if attributes.type in _ORDERED else batch.calls).append(place)
+                (batch.ordered if attributes.type in _ORDERED else batch.calls).append(index)
                 if not attributes.HasField("sink"):
-                    batch.by_network.setdefault(self._home, []).append(place)
+                    batch.by_network.setdefault(self._home, []).append(index)
         batch.hand(batch.inside, batch.plain, functools.partial(self.deliver, inside=True))
-        batch.hand(batch.calls, batch.encoded, self._enter)  # apart, since no log has to take them
+        batch.hand(batch.calls, batch.encoded, self._enter)  # apart, since these do not wait for a log
         batch.hand(batch.ordered, batch.encoded, self._enter)
         await _together(batch.pending)
-        # behind the log, which may refuse
-        await _together([batch.send(network, places) for network, places in batch.by_network.items()])
+        # after the log, which may refuse
+        await _together([batch.send(network, indexes) for network, indexes in batch.by_network.items()])
         return batch.statuses
 
     def _enter(self, messages: list[EncodedMessage]) -> Awaitable[None] | None:
-        assert self._ingress is not None, "who sends has been led to the networks"
+        assert self._ingress is not None, "connect() was called"
         return self._ingress.on_receive_encoded(messages)
 
     def _neighbour(self, attributes: UAttributes) -> Endpoint | None:
-        """The network of the sink, if the sender is there, too: then there is no walk."""
+        """Returns the network of the sink, if the sender is there, too: then its batch goes there directly."""
         network, source = self._endpoints.owner(attributes.sink.authority_name), attributes.source.authority_name
         at = self._home if source == self.authority else self._endpoints.owner(source)
         return network if network is at else None
@@ -239,7 +238,7 @@ class HostedTransport(UTransport):
         source = uris.with_authority(source_filter, self.authority)
         self._listeners.setdefault(_key(sink_filter), _Listeners()).put(source, listener)
         self.unserved.served(sink_filter)
-        await self._look_at_entities()
+        await self._update_entities()
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
@@ -251,9 +250,9 @@ class HostedTransport(UTransport):
         listeners = self._listeners.get(_key(sink_filter))
         if listeners is None or not listeners.take(source, listener):
             raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or is gone already")
-        await self._look_at_entities()
+        await self._update_entities()
 
-    async def _look_at_entities(self) -> None:
+    async def _update_entities(self) -> None:
         served = (key[0] for key, listeners in self._listeners.items() if listeners)
         entities = dict.fromkeys([*self._always, *served])
         if entities.keys() != self._entities.keys():
@@ -262,70 +261,71 @@ class HostedTransport(UTransport):
                 await self._on_entities_changed()
 
 
-class _Batch:
-    """Messages that a service sends together, by the way that they go, and what became of each."""
+class _ServiceBatch:
+    """Messages that a service sends together, by the way that they go, and the status of each."""
 
     def __init__(self, messages: Sequence[UMessage]) -> None:
         self._messages = messages
         self._encoded: dict[int, EncodedMessage] = {}  # a publish goes two ways
         self.statuses = [OK] * len(messages)
-        # places of messages
+        # indexes of messages
         self.inside: list[int] = []
         self.calls: list[int] = []
         self.ordered: list[int] = []
         self.by_network: dict[Endpoint, list[int]] = {}
-        self.pending: list[Coroutine[Any, Any, None]] = []  # each notes what has become of what was handed over
+        self.pending: list[Coroutine[Any, Any, None]] = []  # each notes the status of what was handed over
 
     def due(self) -> Iterator[int]:
-        """Places of those that may leave: not expired, nor behind one that is and goes to the same destination."""
+        """Yields the indexes of messages that may leave: not expired, and not behind an expired one to the same
+        destination."""
         now_ms = uuids.now_ms()
         stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
-        for place, message in enumerate(self._messages):
+        for index, message in enumerate(self._messages):
             attributes = message.attributes
             destination = attributes.sink.authority_name if attributes.type in _ORDERED else None
             if destination in stopped:
-                self.statuses[place] = stopped[destination]
+                self.statuses[index] = stopped[destination]
             elif attrs.is_expired(attributes, now_ms):
-                self.statuses[place] = _EXPIRED
+                self.statuses[index] = _EXPIRED
                 if destination is not None:
                     stopped[destination] = _EXPIRED
             else:
-                yield place
+                yield index
 
-    def plain(self, places: Iterable[int]) -> list[UMessage]:
-        return [self._messages[place] for place in places]
+    def plain(self, indexes: Iterable[int]) -> list[UMessage]:
+        return [self._messages[index] for index in indexes]
 
-    def encoded(self, places: Iterable[int]) -> list[EncodedMessage]:
+    def encoded(self, indexes: Iterable[int]) -> list[EncodedMessage]:
         known, messages = self._encoded, self._messages
-        return [known.get(place) or known.setdefault(place, EncodedMessage.of(messages[place])) for place in places]
+        return [known.get(index) or known.setdefault(index, EncodedMessage.of(messages[index])) for index in indexes]
 
-    def hand(self, places: list[int], some: Callable[[list[int]], list[T]], take: Callable[[list[T]], Taken]) -> None:
-        """Let `take` have them, if there are any."""
-        if not places:
+    def hand(self, indexes: list[int], some: Callable[[list[int]], list[T]], take: Callable[[list[T]], Taken]) -> None:
+        """Hand them to `take`, if there are any."""
+        if not indexes:
             return
         try:
-            taken = take(some(places))
+            taken = take(some(indexes))
         except UStatusError as error:
-            self._refused(places, error)
+            self._refused(indexes, error)
             return
         if taken is not None:
-            self.pending.append(self._noted(places, taken))
+            self.pending.append(self._noted(indexes, taken))
 
-    async def _noted(self, places: list[int], taken: Awaitable[None]) -> None:
+    async def _noted(self, indexes: list[int], taken: Awaitable[None]) -> None:
         try:
             await taken
         except UStatusError as error:
-            self._refused(places, error)
+            self._refused(indexes, error)
 
-    def _refused(self, places: Iterable[int], error: UStatusError) -> None:
-        for place in places:
-            self.statuses[place] = error.status
+    def _refused(self, indexes: Iterable[int], error: UStatusError) -> None:
+        for index in indexes:
+            self.statuses[index] = error.status
 
-    async def send(self, network: Endpoint, places: list[int]) -> None:
-        left = [place for place in places if not self.statuses[place].code]
+    async def send(self, network: Endpoint, indexes: list[int]) -> None:
+        left = [index for index in indexes if not self.statuses[index].code]
         if left:
-            for place, status in zip(left, await network.send_batch(self.encoded(left)), strict=True):
-                self.statuses[place] = status
+            for index, status in zip(left, await network.send_batch(self.encoded(left)), strict=True):
+                self.statuses[index] = status
 
 
 async def _together(pending: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -336,7 +336,7 @@ async def _together(pending: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 def _call(listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
-    """What it fails at counts as taken."""
+    """Messages at which the listener fails count as taken."""
     try:
         if isinstance(listener, UBatchListener):
             taken = [listener.on_receive_batch(messages)]

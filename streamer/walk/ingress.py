@@ -1,8 +1,8 @@
-"""Ingress: what an endpoint hears, checked and sent on its way. One per endpoint.
+"""Ingress: checks the messages that an endpoint receives, and decides where they go. One per endpoint.
 
 arrived batch -> known address? -> own authority? -> taken before? -+-> log (one append, acknowledged when committed)
                  decided once      else "spoofed"    "duplicate"    +-> express queue     requests and responses
-                 per (type, source, sink)                           +-> hosted service    what is for ourselves
+                 per (type, source, sink)                           +-> hosted service    messages for ourselves
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamer.egress.express import Express
 from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
 from streamer.walk.doorbells import PUBLISHERS, Doorbells
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.filters import Filters
+from streamer.walk.filters import EndpointFilters
 from streamer.walk.flow import Appender, Flow
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.names import may_carry_addresses
@@ -40,43 +40,44 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-TELL_FULL_S: Final = 60.0  # between two lines about topics for which there is no room; the counters have all of them
+LOG_FULL_S: Final = 60.0  # between two log lines about topics beyond the limit; counters have all of them
 # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 WINDOW_IDS_MAX: Final = 131_072
-MISSING_MAX: Final = 16_384  # refused messages that are waited for
+MISSING_MAX: Final = 16_384  # refused messages whose redelivery is awaited
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Verdict:
-    """Where messages of one address (type, source, sink) go: into a log, to a peer at once, inside; or nowhere."""
+class Disposition:
+    """Where messages of one address (type, source, sink) go: to a log, to a peer at once, to a hosted service, or
+    nowhere."""
 
     log: Log | None = None
     stream: int = 0
     peer: Endpoint | None = None
     is_hosted: bool = False
-    reason: str = ""  # why nowhere; empty: none of our business, not counted
+    reason: str = ""  # why nowhere; empty: traffic within one network, not counted
     source: bytes = b""  # encoded, as it is called inside
     is_answer: bool = False  # a response
     # gives a message the addresses that it has inside; None: it has them
     inside: Callable[[EncodedMessage], EncodedMessage] | None = None
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
-    found_no_room: bool = False  # as one more topic
-    # called for each; True: it is a copy of what is followed, and is not kept
+    is_beyond_limit: bool = False  # there are too many topics for one more
+    # called with each message; True: it is a copy of a followed record, and is dropped
     on_plain_copy: Callable[[EncodedMessage], bool] | None = None
 
 
 def is_fleeting(source: UUri) -> bool:
-    """Of a history, a frame or an announcement: what does not arrive is polled, or comes again, so nobody keeps it."""
+    """True for frames and announcements of a history: what is lost is polled, or sent again, so nobody keeps it."""
     service = (source.ue_id & 0xFFFF, source.ue_version_major)
     return service == (ENTITY, VERSION) and source.resource_id in (FRAMES, ANNOUNCEMENTS)
 
 
 class IdWindow:
-    """The ids taken lately, in two generations, so that forgetting is cheap. A key is an id and its source, both as
-    they are on the wire: what somebody else sends under a foreign id must not keep out the real message.
+    """The ids taken lately, in two generations, so that forgetting is cheap. A key is an id and its source, both as on
+    the wire: a message that another source sends with the same id must not keep out the real one.
     """
 
     def __init__(self, ids_max: int = WINDOW_IDS_MAX) -> None:
@@ -99,7 +100,7 @@ class IdWindow:
 
 
 class Logs:
-    """The durable log and the volatile one, and which topic belongs where."""
+    """The durable log and the volatile one, and which topic belongs to which."""
 
     def __init__(self, durable: Log, volatile: Log, volatile_patterns: Sequence[UUri], record: Sequence[UUri]) -> None:
         self.durable, self.volatile = durable, volatile
@@ -115,14 +116,14 @@ class Logs:
         return any(uris.matches(pattern, source) for pattern in self.record)
 
     def names(self, source: UUri) -> bool:
-        """True if it is configured to be recorded by itself, for whichever authority, and not just as one of many."""
+        """True if `record` names exactly this topic, for any authority, and not only by a wider pattern."""
         key = uris.key(source)[1:]
         return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self.record)
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What all ingresses have in common. The composition root makes it; each part is changed by its owner alone."""
+    """The parts that all ingresses share."""
 
     endpoints: Endpoints
     rules: Rules
@@ -138,25 +139,26 @@ class Dispatch:
 
 
 class Ingress(EncodedListener):
-    """The listener of one endpoint. `trusted` is the entry for services inside the streamer, whom rules don't bind."""
+    """The listener of one endpoint. `trusted` is the entry for services inside the streamer; no rules apply to them."""
 
     def __init__(self, endpoint: Endpoint, dispatch: Dispatch, *, trusted: bool = False) -> None:
         self.endpoint, self._dispatch, self._trusted = endpoint, dispatch, trusted
-        # of its network; services inside use those of the gateway itself
+        # of its network; services inside use the names of the gateway itself
         self._names = None if trusted else endpoint.names
-        self._verdicts: dict[bytes, Verdict] = {}
-        # by the source of a publish as it is called inside: the addresses that have a verdict, mostly one: a host may
-        # name itself or not
+        self._verdicts: dict[bytes, Disposition] = {}
+        # by the source of a publish as it is called inside: the addresses that have a verdict; mostly one, but a host
+        # may leave its own authority out
         self._published: dict[bytes, tuple[bytes, ...]] = {}
         self._verdicts_version: Version | None = None
-        self._tell_full_at, self._full_reason = 0.0, ""  # loop time, and why, of the last line about that
-        # by what the network calls them: nothing of theirs need be read until the next turn of the ledger
+        self._log_full_at, self._full_reason = 0.0, ""  # loop time and reason of the last log line about it
+        # authorities above their quota, by their name on the network: their messages are dropped unread until the next
+        # turn of the ledger
         self._refused: dict[str, Account] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
-        # what a log has refused and the network will bring again, as in the window of ids; set when all of it has come
+        # keys of messages that a log has refused and the network will redeliver; the event: all have come
         self._missing: set[bytes] = set()
         self._missing_came = asyncio.Event()
-        self.filters = Filters(endpoint, dispatch, self)
+        self.filters = EndpointFilters(endpoint, dispatch, self)
         redelivers = self._redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
         self._appenders = {
             log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
@@ -174,7 +176,7 @@ class Ingress(EncodedListener):
     # What arrives
 
     def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> Awaitable[None] | None:
-        """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is
+        """The transport has dropped invalid and expired messages. The awaitable completes when all messages taken are
         committed."""
         endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
         missing = self._missing
@@ -233,7 +235,7 @@ class Ingress(EncodedListener):
                 future.add_done_callback(self._in_flight.discard)
         if duplicates:
             endpoint.dropped["duplicate"] += duplicates
-            # the first copy may be in any of them, and is not safe yet
+            # the first copy may be in any of these, and is not safe yet
             pending.extend(self._in_flight.difference(pending))
         if not pending:
             return None
@@ -244,7 +246,7 @@ class Ingress(EncodedListener):
         await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     async def caught_up(self, seconds: float) -> None:
-        """Wait until what a log has refused was sent again and is in a log, `seconds` at most."""
+        """Wait until every message that a log refused was redelivered and appended, `seconds` at most."""
         time = asyncio.get_running_loop().time
         end = time() + seconds
         while True:
@@ -255,7 +257,7 @@ class Ingress(EncodedListener):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(end):
                     await self._missing_came.wait()
-        self._missing.clear()  # the rest has expired
+        self._missing.clear()  # the others have expired
 
     def _found(self, key: bytes) -> None:
         self._missing.discard(key)
@@ -263,7 +265,7 @@ class Ingress(EncodedListener):
             self._missing_came.set()
 
     def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
-        """By the log: it is not acknowledged, and whoever can will send it again."""
+        """A log has refused the batch: it is not acknowledged, and a network that can will redeliver it."""
         self.endpoint.dropped["refused"] += len(batch)
         for message in batch:
             source = to_uri(uris.key(message.stamp.attributes.source)).SerializeToString()  # as in the verdict
@@ -273,14 +275,13 @@ class Ingress(EncodedListener):
                 self._missing.add(key)
 
     def close(self) -> None:
-        """Remove it from the ledger and the logs; what a log refuses is not tried again. Called when the network is
-        closed."""
+        """Called when the network is closed. Leaves the ledger and the logs; what a log refuses is not retried any more."""
         for appender in self._appenders.values():
             appender.close()
         for remove in self._registrations:
             remove()
 
-    def _drop(self, verdict: Verdict, message: EncodedMessage) -> None:
+    def _drop(self, verdict: Disposition, message: EncodedMessage) -> None:
         if not verdict.reason:
             return
         self.endpoint.dropped[verdict.reason] += 1
@@ -289,8 +290,8 @@ class Ingress(EncodedListener):
             what = f"no rule lets endpoint {self.endpoint.name!r} send this on"
             self._dispatch.express.fail(message, UCode.PERMISSION_DENIED, what, self.endpoint, is_withheld=True)
 
-    def _refuse(self, verdict: Verdict, message: EncodedMessage, size: int) -> None:
-        """It is too large, or one too many; of the latter only callers are told, and no letter is written."""
+    def _refuse(self, verdict: Disposition, message: EncodedMessage, size: int) -> None:
+        """It is too large, or above the quota; of the latter only callers are told, and no dead letter is written."""
         if size > verdict.bytes_max:
             self.endpoint.dropped["too_large"] += 1
             self._dispatch.ledger.drop(verdict.account)
@@ -309,7 +310,7 @@ class Ingress(EncodedListener):
             self._dispatch.express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
 
     def gather_refused(self) -> None:
-        """Count what the transport has refused, and let those authorities send again that may."""
+        """Count what the transport has refused, and accept authorities again that are below their quota."""
         refused = self.endpoint.transport.refused
         if refused is None:
             return
@@ -320,21 +321,21 @@ class Ingress(EncodedListener):
             if self._dispatch.ledger.refused(account, count):
                 del refused[authority], self._refused[authority]
 
-    # Where it goes
+    # Decisions
 
-    def verdict_of(self, message: EncodedMessage) -> Verdict:
-        """What would become of it if it had been published here."""
+    def verdict_of(self, message: EncodedMessage) -> Disposition:
+        """Returns where `message` would go if it had been published here."""
         if self._dispatch.view.version != self._verdicts_version:
             self._forget_changed()
         return self._verdicts.get(message.stamp.address) or self._judge(message)
 
     def forget_verdicts(self) -> None:
-        """Decide anew: something has changed that `View.version` does not tell."""
+        """Decide anew: something has changed that `View.version` does not cover."""
         self._verdicts.clear()
         self._published.clear()
 
     def _forget_changed(self) -> None:
-        """Decide anew about those topics of which something has changed."""
+        """Decide anew about the topics that have changed."""
         view, before = self._dispatch.view, self._verdicts_version
         topics = view.changed_since(before) if before is not None else None
         self._verdicts_version = view.version
@@ -349,32 +350,31 @@ class Ingress(EncodedListener):
             del self._verdicts[address]
 
     def forget_streams(self, log: Log, streams: frozenset[int]) -> None:
-        """`log` knows these numbers no more: what comes next for one of them is decided anew, and what found no room
-        before."""
+        """`log` has forgotten these streams: decide anew about them, and about topics that were beyond the limit."""
         for address, verdict in list(self._verdicts.items()):
-            if (verdict.stream in streams and verdict.log is log) or verdict.found_no_room:
+            if (verdict.stream in streams and verdict.log is log) or verdict.is_beyond_limit:
                 self._forget_published(verdict.source)
                 self._verdicts.pop(address, None)
 
-    def _judge(self, message: EncodedMessage) -> Verdict:
-        attributes = message.stamp.attributes  # not decoded: the message is kept for as long as the tail of the log
+    def _judge(self, message: EncodedMessage) -> Disposition:
+        attributes = message.stamp.attributes  # the message itself stays encoded while it is in the tail of the log
         source = self._inward(attributes.source)
         sink = self._inward(attributes.sink) if attributes.HasField("sink") else None
         try:
             verdict = self._decide(attributes, source, sink)
         except TopicsFullError as error:  # the others must not suffer
             now = asyncio.get_running_loop().time()
-            # with a flood of topics a line each would cost more than all else
-            if now >= self._tell_full_at or error.reason != self._full_reason:
-                self._tell_full_at, self._full_reason = now + TELL_FULL_S, error.reason
+            # in a flood of topics a line each would cost more than everything else
+            if now >= self._log_full_at or error.reason != self._full_reason:
+                self._log_full_at, self._full_reason = now + LOG_FULL_S, error.reason
                 log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
-            verdict = Verdict(reason=error.reason, found_no_room=True)
+            verdict = Disposition(reason=error.reason, is_beyond_limit=True)
         verdict.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
         verdict.source = source.SerializeToString()
         verdict.account = self._dispatch.ledger.account(
             source.authority_name, "" if self._trusted else self.endpoint.name
         )
-        # a page of history is an answer, and may be an envelope larger
+        # a page of history is a response, and may be larger by its envelope
         if not self._trusted and not verdict.is_answer:
             verdict.bytes_max = self._dispatch.message_bytes_max
         readdressed = None
@@ -394,51 +394,50 @@ class Ingress(EncodedListener):
         return verdict
 
     def _inward(self, address: UUri) -> UUri:
-        """As it is called inside: with authority, by the names of this gateway, and without fields that nobody
-        knows."""
+        """Returns the address as inside: with authority, in the names of this gateway, without unknown fields."""
         key = uris.key(address)
         authority = key[0] or self.endpoint.only_authority
         if self._names is not None:
             authority = self._names.inward(authority)
         return to_uri((authority, *key[1:]))
 
-    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None) -> Verdict:
+    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None) -> Disposition:
         if not source.authority_name or (sink is not None and not sink.authority_name):
-            return Verdict(reason="no_authority")
+            return Disposition(reason="no_authority")
         names = self._names
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
-            return Verdict(reason="inside_name")  # every vehicle has one: it may mean any of them
+            return Disposition(reason="inside_name")  # every vehicle has one of that name
         if not self._trusted and self._dispatch.endpoints.owner(source.authority_name) is not self.endpoint:
             what = "dropped: the source's authority is not of this network"
             log.warning(what, endpoint=self.endpoint.name, source=uris.format(source))
-            return Verdict(reason="spoofed")
+            return Disposition(reason="spoofed")
         return self._decide_published(source) if sink is None else self._decide_sent(attributes.type, source, sink)
 
-    def _decide_sent(self, type: int, source: UUri, sink: UUri) -> Verdict:
+    def _decide_sent(self, type: int, source: UUri, sink: UUri) -> Disposition:
         if self._dispatch.hosted.owns(sink):
-            return Verdict(is_hosted=True)
+            return Disposition(is_hosted=True)
         peer = self._dispatch.endpoints.owner(sink.authority_name)
         if peer is None or peer is self.endpoint:
-            return Verdict()  # traffic within one network
+            return Disposition()  # traffic within one network
         rule = self._dispatch.rules.between(self.endpoint.name, peer.name)
         address = sink if type == attrs.REQUEST else source
         if not self._trusted and (rule is None or not rule.allows(address)):
-            return Verdict(reason="denied")
+            return Disposition(reason="denied")
         if type in (attrs.REQUEST, attrs.RESPONSE) or is_fleeting(source):
-            return Verdict(peer=peer)
+            return Disposition(peer=peer)
         target = self._dispatch.logs.of(source)
-        return Verdict(target, target.stream_id(source, sink))
+        return Disposition(target, target.stream_id(source, sink))
 
-    def _decide_published(self, source: UUri) -> Verdict:
+    def _decide_published(self, source: UUri) -> Disposition:
         if is_about_epochs(source) and not self._trusted:
-            return Verdict(reason="spoofed")  # who follows takes it from the history; by itself it says nothing
+            return Disposition(reason="spoofed")  # it counts only as a record of a history
         dispatch, target = self._dispatch, self._dispatch.logs.of(source)
         followed = None if self._trusted else dispatch.doorbells.of(self.endpoint, source)
-        verdict = Verdict()  # nobody wants it
+        verdict = Disposition()  # nobody wants it
         is_taken = dispatch.view.decide(source, None, target) or dispatch.logs.is_recorded(source)
         if is_taken or (followed is not None and followed.records(source)):
             is_named = dispatch.view.names(source) or dispatch.logs.names(source)
-            verdict = Verdict(target, target.stream_id(source, None, wanted=is_named))
+            verdict = Disposition(target, target.stream_id(source, None, wanted=is_named))
         if followed is not None and not followed.is_gateway:
             verdict.on_plain_copy = followed.on_doorbell
         elif uris.matches(PUBLISHERS, source) and not self._trusted:

@@ -1,11 +1,10 @@
-"""Names: what the authorities of this gateway are called on the network of an endpoint.
+"""Names: how the authorities of this gateway are called on the network of an endpoint.
 
 inside: ecu1 --leave--> ecu1.vin123 outside     in source and sink, and in what the platform services carry
-inside: ecu1 <-arrive-- ecu1.vin123 outside     ecu1 alone means nobody of ours out there
+inside: ecu1 <-arrive-- ecu1.vin123 outside     ecu1 alone is none of ours outside
 
-Every vehicle has an ecu1. Behind one broker they are told apart by the vehicle's name, which only the gateway knows:
-everything inside it (rules, log, subscriptions, history) goes by the inside names, so a vehicle's own uEntities never
-learn of the others.
+Every vehicle has an ecu1. Behind one broker the vehicle's name distinguishes them. Only the gateway knows it: inside
+(rules, log, subscriptions, history) the short names are used.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-ANSWERS_MAX: Final = 16_384  # of which the request is remembered: some seconds of a busy cloud gateway
-TWINS_MAX: Final = 1_000  # authorities that are told of; more of them say nothing new
-TWINS_TOLD_S: Final = 3_600.0  # after the last second answer
+ANSWERS_MAX: Final = 16_384  # remembered answers: some seconds of a busy cloud gateway
+TWINS_MAX: Final = 1_000  # authorities that are reported
+TWINS_NOTED_S: Final = 3_600.0  # after the last second answer
 DEPTH_MAX: Final = 4  # of messages within messages: a page of history with dead letters in it has two
 
 log = structlog.get_logger()
 
-Key = tuple[int, int, int, bool]  # entity type, major version, resource, True for a response
+CarriedKey = tuple[int, int, int, bool]  # entity type, major version, resource, True for a response
 Rename = Callable[[str], str]
 
 
-def _described(service: ServiceDescriptor) -> Iterator[tuple[Key, type[Message]]]:
+def _described(service: ServiceDescriptor) -> Iterator[tuple[CarriedKey, type[Message]]]:
     options = service.GetOptions().Extensions
     entity, major = options[service_id], options[service_version_major]
     for method in service.methods:
@@ -53,7 +52,7 @@ def _described(service: ServiceDescriptor) -> Iterator[tuple[Key, type[Message]]
         yield (entity, major, topic.id, False), GetMessageClass(service.file.message_types_by_name[topic.message])
 
 
-CARRIED: Final[dict[Key, type[Message]]] = {
+CARRIED: Final[dict[CarriedKey, type[Message]]] = {
     **dict(_described(ustreamer_pb2.DESCRIPTOR.services_by_name["uStreamer"])),
     **dict(_described(v3.DESCRIPTOR.services_by_name["uSubscription"])),
     (0, 4, 1, False): v4.SubscribeRequest,  # the specification describes no service of version 4
@@ -64,11 +63,11 @@ CARRIED: Final[dict[Key, type[Message]]] = {
     (0, 4, 3, True): v4.FetchSubscriptionsResponse,
     (0, 4, 0x8000, False): v4.Subscription,
 }
-"""What the core services carry, all of which may have addresses in it."""
+"""Payload types of the core services, by the address of the message; each may have addresses in it."""
 
 
 class Leaving(NamedTuple):
-    """What becomes of the messages of one address."""
+    """How messages of one address leave."""
 
     readdressed: Readdressed | None
     may_carry_addresses: bool
@@ -96,11 +95,11 @@ class Names:
         return inside if inside != authority and self.is_inside(inside) else authority
 
     def filter(self, address: UUri) -> UUri:
-        """`address` as who is outside writes it."""
+        """Returns `address` as it is called outside."""
         return _renamed(address, self.outward)
 
     def leave(self, message: EncodedMessage) -> EncodedMessage:
-        """`message` as it goes out."""
+        """Returns `message` as it is sent outside."""
         leaving = self._leaving.get(message.stamp.address)
         if leaving is None:
             attributes = message.stamp.attributes
@@ -111,12 +110,12 @@ class Names:
         return message if leaving.readdressed is None else leaving.readdressed.of(message)
 
     def arrived(self, readdressed: Readdressed | None, message: EncodedMessage) -> EncodedMessage:
-        """`message`, which has come from outside, as it is inside; `readdressed` gives it its addresses."""
+        """Returns a message from outside as it is inside; `readdressed` gives it its addresses."""
         return _translated(readdressed, message, self.inward)
 
 
 def _readdressed(attributes: UAttributes, rename: Rename) -> Readdressed | None:
-    """None if the addresses stay as they are."""
+    """Returns None if the addresses do not change."""
     source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
     if rename(source.authority_name) == source.authority_name and (
         sink is None or rename(sink.authority_name) == sink.authority_name
@@ -133,12 +132,12 @@ def _renamed(address: UUri, rename: Rename) -> UUri:
 
 
 def may_carry_addresses(attributes: UAttributes) -> bool:
-    """True if it is a core service's, by type and addresses alone."""
+    """True if it is a message of a core service, by type and addresses."""
     return _kind(attributes) is not None
 
 
 def _kind(attributes: UAttributes) -> type[Message] | None:
-    """What the payload is if it is a core service's and no UStatus."""
+    """Returns the payload type if it is a message of a core service and no UStatus."""
     is_response = attributes.type == attrs.RESPONSE
     address = attributes.sink if attributes.type == attrs.REQUEST else attributes.source
     return CARRIED.get((address.ue_id & 0xFFFF, address.ue_version_major, address.resource_id, is_response))
@@ -152,7 +151,7 @@ def _translated(readdressed: Readdressed | None, message: EncodedMessage, rename
 
 
 def _payload(attributes: UAttributes, payload: bytes, rename: Rename, depth: int) -> bytes:
-    """The payload under other names; as it is, if it is not what it should be: that is for its receiver to say."""
+    """Returns the payload with renamed addresses; unchanged if it can't be parsed: its receiver will report that."""
     kind, format = _kind(attributes), attributes.payload_format
     if kind is None or attributes.commstatus or not payload or depth >= DEPTH_MAX:
         return payload
@@ -181,7 +180,7 @@ def _payload(attributes: UAttributes, payload: bytes, rename: Rename, depth: int
 
 
 def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
-    """Every address in `message`, at any depth; True if one has changed."""
+    """Rename every address in `message`, at any depth; True if one has changed."""
     if isinstance(message, UUri):
         name = rename(message.authority_name)
         changed = name != message.authority_name
@@ -191,10 +190,10 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
         return _rename_inner(message, rename, depth)
     changed = False
     if isinstance(message, ustreamer_pb2.RecordBatch):
-        for place, record in enumerate(message.message):
+        for index, record in enumerate(message.message):
             inner = UMessage.FromString(record)
             if _rename_inner(inner, rename, depth):
-                message.message[place] = inner.SerializeToString()
+                message.message[index] = inner.SerializeToString()
                 changed = True
         return changed
     for field, value in message.ListFields():
@@ -207,7 +206,7 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
 
 
 def _rename_inner(message: UMessage, rename: Rename, depth: int) -> bool:
-    """A message within a payload; True if it has changed."""
+    """Rename the addresses of a message within a payload; True if one has changed."""
     payload = _payload(message.attributes, message.payload, rename, depth + 1)
     readdressed = _readdressed(message.attributes, rename)
     is_carrier = payload != message.payload
@@ -219,7 +218,7 @@ def _rename_inner(message: UMessage, rename: Rename, depth: int) -> bool:
 
 
 class Twins:
-    """Two hosts that go by one name, told by two answers to one request: nothing else on a network tells."""
+    """Finds hosts with the same name: one request gets two answers. Nothing else on a network shows it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` in seconds."""
@@ -247,21 +246,21 @@ class Twins:
             self.heard[authority] = self._clock()
 
     def notes(self) -> list[str]:
-        """One sentence for each that was heard within the hour."""
-        names = [name for name, at in self.heard.items() if self._clock() - at < TWINS_TOLD_S]
+        """Returns a sentence for each name that has answered twice within the hour."""
+        names = [name for name, at in self.heard.items() if self._clock() - at < TWINS_NOTED_S]
         advice = "requests to it are served twice; give each gateway a suffix of its own"
         return [f"two hosts go by the name {name!r}: {advice}" for name in names]
 
 
-def untold(suffix: str | None, inside: Iterable[str]) -> list[str]:
-    """Which of the names `inside` may be another vehicle's as well, on a network outside whose `suffix` is that."""
+def ambiguous(suffix: str | None, inside: Iterable[str]) -> list[str]:
+    """Returns which of the names `inside` another vehicle may have as well, on a network outside with this `suffix`."""
     if suffix is not None:
         return []
     return sorted(name for name in inside if "." not in name and ":" not in name and not uris.is_pattern(name))
 
 
 def mistakes(suffix: str, inside: set[str], outside: set[str]) -> Iterator[str]:
-    """Why `suffix` can't be put behind the names `inside` on a network where `outside` live."""
+    """Yields why `suffix` can't be appended to the names `inside` on a network with the authorities `outside`."""
     for name in sorted(inside - {uris.WILDCARD_AUTHORITY}):
         if name.endswith(f".{suffix}"):
             yield f"authority {name!r} ends in .{suffix} already: name it without, or leave the suffix away"

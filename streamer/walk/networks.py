@@ -1,12 +1,12 @@
-"""Networks: every endpoint is opened, kept open, and listens to what is needed now.
+"""Networks: every endpoint is opened, kept open, and its ingress listens to what is needed now.
 
 run, for each endpoint by itself:
-    announce what is needed -> open -- away? again and again --> connected / lost -> callbacks of the owner
+    announce what is needed -> open -- away? retried --> connected / lost -> callbacks of the owner
             ^---- close, CLOSE_S_MAX at most: its transport does not return from sending (sends.py)
     -> sync: its ingress listens to what rules, interest and services need  <-- something has changed
                        ^---- the network refuses: again after a while
 
-An endpoint whose network hangs, or is away at the start, is tried again and again; the others don't notice.
+An endpoint whose network hangs, or is away at the start, is retried; the others are not affected.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from usubscription_client.interest import Interest
 
-JUST_GONE_S: Final = 5.0  # a network that went away within that may be back any moment: a broker restarts, say, so ...
-BACK_SOON_S: Final = 2.0  # ... who subscribes is answered only when it is, or after so long; callers are more patient
-OPEN_MS_MIN: Final = 500  # between attempts to open a network: a broker that refuses us is not to be flooded
+JUST_GONE_S: Final = 5.0  # a network that went away within that time may be back soon (a broker restarts), so ...
+BACK_SOON_S: Final = 2.0  # ... a Subscribe is answered only when it is back, or after so long; callers wait longer
+OPEN_MS_MIN: Final = 500  # between attempts to open a network, so that a broker that refuses us is not flooded
 CLOSE_S_MAX: Final = 10.0  # for a transport that hangs to be closed; ours take 4 s at most
 
 log = structlog.get_logger()
 
 
 class Networks:
-    """The transports of all endpoints: which are open, which are there, and what is wrong with them."""
+    """The transports of all endpoints: which are open, which are connected, and what is wrong with them."""
 
     def __init__(
         self,
@@ -47,21 +47,20 @@ class Networks:
         on_connected: Callable[[Endpoint], None],
         on_loss: Callable[[Endpoint, str, int | None], None],
     ) -> None:
-        """`folder`: where transports remember what the next process must know."""
+        """`folder`: where transports keep state for the next process."""
         self._endpoints, self._ingresses, self._interest = endpoints, ingresses, interest
         self._folder, self._backoff, self._on_connected, self._on_loss = folder, backoff, on_connected, on_loss
         self._open: set[str] = set()  # endpoints whose transport has been opened
-        # endpoints that have had a connection: who only listens may be alone for a while
+        # endpoints that have had a connection: one that only listens may have no partner yet
         self._linked: set[str] = set()
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         # endpoints that are being opened for the first time, or whose network went away; since when (loop time)
         self._gone_at: dict[str, float] = {}
-        # endpoints whose network is not there, and since when (loop time)
-        self._away_since: dict[str, float] = {}
-        self._tried: dict[str, asyncio.Event] = {}  # it listens, or failed to once
-        self._changed: dict[str, asyncio.Event] = {}  # what is to be listened to
-        self._retry: set[str] = set()  # what these have refused may be taken now: one is new, or back
-        self._back = asyncio.Event()  # a network is back, or nobody waits for one any more
+        self._away_since: dict[str, float] = {}  # endpoints whose network is away, and since when (loop time)
+        self._tried: dict[str, asyncio.Event] = {}  # it listens, or has failed to once
+        self._changed: dict[str, asyncio.Event] = {}  # something else is to be listened to
+        self._retry: set[str] = set()  # endpoints that may accept now what they have refused: they are new, or back
+        self._back = asyncio.Event()  # a network is back, or waiting has ended
         self._stopping = False
         self._services_listen = False  # all services inside have started
         for endpoint in endpoints:
@@ -91,18 +90,18 @@ class Networks:
         endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
         endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
         endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
-        await self._open_at_last(endpoint)
+        await self._open_with_retries(endpoint)
         self._listen_anew()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow(endpoint.name), name=f"listen {endpoint.name}")
             tasks.create_task(self._reopen_what_hangs(endpoint), name=f"reopen {endpoint.name}")
 
     async def tried(self) -> None:
-        """Each network is listened to, or could not be opened at the first attempt."""
+        """Wait until each network is listened to, or the first attempt to open it has failed."""
         await asyncio.gather(*(event.wait() for event in self._tried.values()))
 
-    async def _open_at_last(self, endpoint: Endpoint) -> None:
-        """Try again while the network is away."""
+    async def _open_with_retries(self, endpoint: Endpoint) -> None:
+        """Retry while the network is away."""
         backoff = self._backoff()
         self._expect_soon(endpoint)
         while True:
@@ -124,8 +123,8 @@ class Networks:
             await self.reopen(endpoint)
 
     async def reopen(self, endpoint: Endpoint) -> None:
-        """Close the transport, open it again, and register again what was listened to: one that hung may have forgotten
-        it. Nothing is sent meanwhile. A close that hangs, too, is waited for no longer than CLOSE_S_MAX."""
+        """Close the transport, open it again, and register all filters again, since it may have forgotten them. Nothing
+        is sent meanwhile. If the close hangs, too, it is cancelled after CLOSE_S_MAX."""
         self._open.discard(endpoint.name)
         closing = asyncio.ensure_future(endpoint.close())
         try:
@@ -137,15 +136,15 @@ class Networks:
         elif (error := closing.exception()) is not None:
             log.error("a transport that hung failed to close", endpoint=endpoint.name, error=str(error))
         self._ingresses[endpoint.name].filters.register_again()
-        await self._open_at_last(endpoint)
+        await self._open_with_retries(endpoint)
         log.warning("a transport that hung was opened again", endpoint=endpoint.name)
         endpoint.sends.resume()
         self._listen_anew()
         self._on_connected(endpoint)
 
     def _expect_soon(self, endpoint: Endpoint) -> None:
-        """It is not there now, and may be any moment. With a streamer's sink no topic has a filter that could be
-        missing then."""
+        """The network is away, and may be back soon. Where publishes carry the streamer's sink, no topic has a filter
+        of its own that could be missing."""
         if not endpoint.needs_sink:
             self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
 
@@ -163,7 +162,7 @@ class Networks:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
         if not connected:
             self._away_since[endpoint.name] = asyncio.get_running_loop().time()
-            if not endpoint.transport.only_listens:  # else who comes to us learns of all our filters at once
+            if not endpoint.transport.only_listens:  # a partner that connects to us gets all our filters at once
                 self._expect_soon(endpoint)
         else:
             if self._tried[endpoint.name].is_set():  # else it is not listened to yet
@@ -177,11 +176,11 @@ class Networks:
     def is_connected(self, endpoint: Endpoint) -> bool:
         connected = endpoint.name in self._open and endpoint.connected
         if connected:
-            self._linked.add(endpoint.name)  # also of a transport that tells of reconnections only
+            self._linked.add(endpoint.name)  # some transports report reconnections only
         return connected
 
     def away_s(self, endpoint: Endpoint) -> float:
-        """For how long its network has not been there, while the streamer ran; 0: it is there."""
+        """Returns how long its network has been away, while the streamer ran; 0: it is connected."""
         now = asyncio.get_running_loop().time()
         if not self.is_connected(endpoint):
             return now - self._away_since.setdefault(endpoint.name, now)
@@ -189,7 +188,7 @@ class Networks:
         return 0.0
 
     def conditions(self) -> Iterator[Condition]:
-        """An endpoint that is not open is not ready; what a network refuses of much else is less."""
+        """An endpoint that is not open is not ready; one that refuses something is degraded."""
         for endpoint in self._endpoints:
             name = endpoint.name
             if trouble := self._troubles.get(name, ""):
@@ -207,19 +206,19 @@ class Networks:
             for trouble in getattr(endpoint.transport, "troubles", ()):
                 yield Condition(trouble, name)
 
-    # What is listened to
+    # Listening
 
     async def sync(self, *, retry: bool = True) -> None:
-        """Make every ingress listen to what is needed now; `retry`: also to what its network has refused before.
+        """Have every ingress listen to what is needed now; `retry`: also to what its network has refused before.
 
-        Raises the first UStatusError, after all were tried.
+        Raises the first UStatusError, after all ingresses were tried.
         """
         errors = await self._sync_some([one.name for one in self._endpoints if one.name in self._open], retry)
         for error in errors.values():
             raise error
 
     async def _sync_some(self, names: Iterable[str], retry: bool) -> dict[str, UStatusError]:
-        """The errors of those that refuse something; one that hangs holds up no other."""
+        """Returns the errors of those that refuse something; one that hangs holds up no other."""
         asked = list(names)
         results = await asyncio.gather(*(self._sync_one(name, retry) for name in asked))
         return {name: error for name, error in zip(asked, results, strict=True) if error is not None}
@@ -236,23 +235,21 @@ class Networks:
         return None
 
     async def listen(self, *, retry: bool = True) -> bool:
-        """Listen to what can be listened to now, and leave the rest to `run`: one network that refuses stops nothing.
-        False if something is left."""
+        """Listen to what can be listened to now, and leave the rest to `run`. False if something is left."""
         failed = await self._try_to_listen([one.name for one in self._endpoints if one.name in self._open], retry)
         for name in failed:
             self._changed[name].set()
         return not failed
 
     async def _try_to_listen(self, names: Iterable[str], retry: bool) -> list[str]:
-        """The names of those that refuse something."""
+        """Returns the names of those that refuse something."""
         errors = await self._sync_some(names, retry)
         for name, error in errors.items():
             log.warning("could not listen to everything; trying again", endpoint=name, error=str(error))
         return list(errors)
 
     def services_listen(self) -> None:
-        """All services inside have started: once the interest is complete, too, nothing is missing among what is
-        listened to."""
+        """All services inside have started. Once the interest is complete, too, all filters are registered."""
         self._services_listen = True
         self.listen_soon()
 
@@ -262,8 +259,8 @@ class Networks:
             changed.set()
 
     async def _follow(self, name: str) -> None:
-        """Listen to what is needed, whenever that changes, until cancelled. What the network refuses is tried again
-        after a while, and at once when one is back."""
+        """Listen to what is needed, whenever that changes, until cancelled. What the network refuses is retried after a
+        while, and at once when a network is back."""
         loop, backoff, changed = asyncio.get_running_loop(), self._backoff(), self._changed[name]
         retry_at: float | None = None
         while True:
@@ -283,8 +280,8 @@ class Networks:
     async def listen_before_answer(self, _: Any) -> None:
         """The embedded service is about to answer: listen first, so that nothing published after the answer is missed.
 
-        A network that is being opened, or has just gone, is waited for a little: what is published there before we are
-        back reaches nobody.
+        Wait a little for a network that is being opened, or has just gone: what is published there before we are back
+        reaches nobody.
         """
         await self.listen(retry=False)
         loop = asyncio.get_running_loop()
@@ -303,6 +300,6 @@ class Networks:
             log.info("a subscription is answered though a network is away: it counts there from when that is back")
 
     def stop_waiting(self) -> None:
-        """Nobody waits any more for a network to be back."""
+        """Stop waiting for networks to be back."""
         self._stopping = True
         self._back.set()

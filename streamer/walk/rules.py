@@ -1,4 +1,4 @@
-"""Forwarding rules: which endpoint's messages may go to which other one. Changed while running; `version` says when.
+"""Forwarding rules: from which endpoint to which other one messages may go. `version` rises when they change.
 
 source topic or method -> deny? -> allow? -> may go
 """
@@ -33,7 +33,7 @@ class Rule:
 
 
 class Rules:
-    """The rules in force. `version` rises with every change, and caches fall with it."""
+    """The rules in force. `version` rises with every change, so that caches become invalid."""
 
     def __init__(self) -> None:
         self._rules: dict[tuple[str, str], Rule] = {}
@@ -68,5 +68,5 @@ class Rules:
         return self._rules.get((ingress, egress))
 
     def egresses(self, ingress: str) -> list[str]:
-        """Where messages of `ingress` may go at all."""
+        """Returns the endpoints to which messages of `ingress` may go."""
         return [rule.egress for rule in self if rule.ingress == ingress]

@@ -1,10 +1,10 @@
-"""View: for each record, which peers must get it, and under which authority.
+"""View: decides which peers must get a record, and for which authorities.
 
     (source, sink) -> rule allows? -> sink's authority is theirs, or somebody there subscribed? -> Decision(legs, open)
                                       a service has not answered yet: its peers are open
-                                      somebody has paused it (paused.py): that peer is open, too
+                                      the topic is paused (paused.py): that peer is open, too
 
-Decided once per topic; callers cache the answer. When `version` has changed, `changed_since` says of which topics.
+Decided once per topic; callers cache the answer. When `version` has changed, `changed_since` returns which topics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Target(NamedTuple):
     """An authority that gets the record."""
 
     authority: str
-    since: int  # it gets what has a greater seq
+    since: int  # it gets records with a greater seq
     period_ms: int | None  # at most one message per period; None: every one
 
 
@@ -40,11 +40,8 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not
-    answered yet.
-
-    Or it has to go there later: it is paused.
-    """
+    """Who gets a record. A peer that is `open` may have to get it as well, later: a uSubscription has not answered yet,
+    or the topic is paused."""
 
     legs: tuple[Leg, ...] = ()
     open: tuple[Endpoint, ...] = ()
@@ -60,13 +57,13 @@ Version = tuple[int, int, int]
 
 
 class View:
-    """Pure. `logs` gives the positions of subscriptions (usubscription_client.table.Positions) their order."""
+    """Pure. The order of `logs` is that of the positions of subscriptions (usubscription_client.table.Positions)."""
 
     def __init__(
         self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused
     ) -> None:
         self._endpoints, self._rules, self._interest, self._paused = endpoints, rules, interest, paused
-        self._places = {log: place for place, log in enumerate(logs)}
+        self._indexes = {log: index for index, log in enumerate(logs)}
 
     @property
     def version(self) -> Version:
@@ -74,8 +71,8 @@ class View:
         return (self._rules.version, self._interest.version, self._paused.version)
 
     def changed_since(self, version: Version) -> frozenset[uris.Key] | None:
-        """The topics for which `decide` may answer something else by now, each without sink: what has one does not go
-        by subscriptions. None: any, with a sink or without."""
+        """Returns the topics for which `decide` may answer differently by now; None: any topic. Only publishes:
+        messages with a sink do not depend on subscriptions."""
         if (self._rules.version, self._paused.version) != (version[0], version[2]):
             return None
         changed = self._interest.changed_since(version[1])
@@ -84,12 +81,12 @@ class View:
         return changed
 
     def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
-        """Who gets what comes from `source` (and goes to `sink`) and is kept in `log`."""
+        """Returns who gets a message from `source` (to `sink`) that is kept in `log`."""
         wanted = self.wanted(source, sink, log)
         return self._held(wanted, source) if self._paused else wanted
 
     def wanted(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
-        """The same if nothing was paused."""
+        """As `decide`, without pauses."""
         origin = self._endpoints.owner(source.authority_name)
         if origin is None:
             return NOBODY
@@ -98,11 +95,11 @@ class View:
             if peer is None or not self._passes(origin, peer, source):
                 return NOBODY
             return Decision((Leg(peer, (Target(sink.authority_name, 0, None),)),))
-        subscribed = self._subscribed(origin, source, self._interest.wants(source), self._places[log])
+        subscribed = self._subscribed(origin, source, self._interest.wants(source), self._indexes[log])
         return Decision(subscribed, self._open(origin, source))
 
     def _held(self, decision: Decision, source: UUri) -> Decision:
-        """Without the targets to whom it is paused; their peers are open."""
+        """Returns `decision` without the targets for which `source` is paused; their peers are open."""
         legs, open = [], {peer.name: peer for peer in decision.open}
         for peer, targets in decision.legs:
             going = tuple(target for target in targets if not self._paused.holds(peer, target.authority, source))
@@ -112,17 +109,18 @@ class View:
                 open[peer.name] = peer
         return Decision(tuple(legs), tuple(open.values()))
 
-    def _subscribed(self, origin: Endpoint, topic: UUri, wants: Mapping[str, Want], place: int) -> tuple[Leg, ...]:
+    def _subscribed(self, origin: Endpoint, topic: UUri, wants: Mapping[str, Want], index: int) -> tuple[Leg, ...]:
         targets: dict[str, list[Target]] = {}
         for authority, want in wants.items():
             peer = self._endpoints.owner(authority)
             if peer is not None and self._passes(origin, peer, topic):
-                since = want.since[place] if want.since else 0
+                since = want.since[index] if want.since else 0
                 targets.setdefault(peer.name, []).append(Target(authority, since, want.sample_period_ms or None))
         return tuple(Leg(self._endpoints[name], tuple(those)) for name, those in targets.items())
 
     def _open(self, origin: Endpoint, topic: UUri) -> tuple[Endpoint, ...]:
-        """A subscriber's own service knows of it, and the topic's own service does: each may yet name somebody."""
+        """Returns the peers of services that have not answered yet: both the subscriber's and the topic's service know
+        a subscription."""
         undecided = self._interest.undecided(topic)
         if not undecided:
             return ()
@@ -134,7 +132,7 @@ class View:
         return tuple(peer for peer in peers.values() if self._passes(origin, peer, topic))
 
     def comes_from(self, peer: Endpoint, source: UUri) -> bool:
-        """True if `source` is on the network of `peer`, so nothing of it goes there."""
+        """True if `source` is on the network of `peer`, so nothing from it goes there."""
         return self._endpoints.owner(source.authority_name) is peer
 
     def names(self, topic: UUri) -> bool:
@@ -142,8 +140,8 @@ class View:
         return self._interest.names(topic)
 
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
-        """True iff `topic` is published at `origin`, and somebody on another network has subscribed to just this, be it
-        a topic or a pattern: each filter is wanted for itself."""
+        """True iff `topic` is published at `origin`, and somebody on another network has subscribed to exactly this
+        topic or pattern."""
         if self._endpoints.owner(topic.authority_name) is not origin:
             return False
         return bool(self._subscribed(origin, topic, self._interest.wants_by_name(topic), 0))

@@ -14,7 +14,7 @@ from history.log.log import Log
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from history.service.matches import Match
 from streamer.config import loads
-from streamer.walk.access import Access, Entry, Pattern
+from streamer.walk.access import Access, AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.rules import Rule, Rules
 from tests.tiers import examples
@@ -369,7 +369,9 @@ def test_what_is_seen_of_topics_that_are_alike_is_what_is_seen_of_each(
         lists = [[uris.parse(text) for text in texts] for texts in (rule_allow, rule_deny)]
         rules.add(Rule("vehicle", "cloud", *lists))
         rules.add(Rule("cloud", "vehicle"))
-        entry = Entry(allow=list(map(Pattern.parse, allow or [])), deny=list(map(Pattern.parse, deny)))
+        entry = AccessEntry(
+            allow=list(map(AccessPattern.parse, allow or [])), deny=list(map(AccessPattern.parse, deny))
+        )
         access = Access(endpoints, rules, [] if allow is None else [entry])
         sight = access.of(uris.uri(caller, 0x9001, 1))
         async with await Log.open(None, name="ring") as log:

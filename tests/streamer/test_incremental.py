@@ -19,7 +19,7 @@ from streamer.config import loads
 from streamer.egress.paused import Pause, Paused
 from streamer.following.follows import PUBLISHERS
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.filters import ASKED_AT_ONCE, Filters
+from streamer.walk.filters import ASKED_AT_ONCE, EndpointFilters
 from streamer.walk.ingress import Ingress
 from streamer.walk.rules import Rule, Rules
 from streamer.walk.view import View
@@ -287,7 +287,7 @@ class Refusing:
         self.listening.remove(uris.key(source))
 
 
-def refusing() -> tuple[Refusing, Filters, Interest, InterestSource]:
+def refusing() -> tuple[Refusing, EndpointFilters, Interest, InterestSource]:
     network: Any = Refusing()
     here, there = Endpoint("here", ["vehicle1"], network), Endpoint("there", ["cloud"], network)
     known, rules, source = Endpoints([here, there]), Rules(), InterestSource("test")
@@ -301,7 +301,7 @@ def refusing() -> tuple[Refusing, Filters, Interest, InterestSource]:
         logs=SimpleNamespace(record=()),
         hosted=SimpleNamespace(sinks=list),
     )
-    return network, Filters(here, dispatch, None), interest, source  # type: ignore[arg-type]
+    return network, EndpointFilters(here, dispatch, None), interest, source  # type: ignore[arg-type]
 
 
 def wants(source: InterestSource, topics: list[UUri], status: Status = Status.SUBSCRIBED) -> None:

@@ -79,7 +79,7 @@ def hanging(transport: UTransport, ms_max: int = SEND_MS_MAX) -> Endpoint:
 async def test_all_that_is_under_way_is_answered_unavailable_in_time(keeps_on: bool) -> None:
     transport = Hanging(keeps_on=keeps_on)
     endpoint = hanging(transport)
-    first, second = endpoint.begin_send(batch(b"1", b"2")), endpoint.begin_send(batch(b"3"))
+    first, second = endpoint.sends.begin(batch(b"1", b"2")), endpoint.sends.begin(batch(b"3"))
     assert codes(await first) == codes(await second) == {UCode.UNAVAILABLE}
     assert endpoint.sends.hung.is_set()
     (trouble,) = endpoint.troubles
@@ -108,7 +108,7 @@ async def test_a_slow_link_does_not_hang() -> None:
     """It has a second more for each 8 KiB."""
     transport = Hanging(keeps_on=False)
     endpoint = hanging(transport)
-    answer = endpoint.begin_send(batch(bytes(8 << 10)))
+    answer = endpoint.sends.begin(batch(bytes(8 << 10)))
     await asyncio.wait({answer}, timeout=0.2)
     assert not answer.done()
     transport.go.set()
