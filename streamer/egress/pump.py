@@ -307,7 +307,14 @@ class Pump:
                 return False
             if self._view.version != self._version:
                 await self._refresh_in_order()
-            if self.topic_holds or self.address_holds or catch_up.is_under_way or catch_up.found or catch_up.taken:
+            if (
+                self.topic_holds
+                or self.address_holds
+                or catch_up.targets
+                or catch_up.addresses
+                or catch_up.found
+                or catch_up.taken
+            ):
                 done = await catch_up.step()
                 if done:
                     continue

@@ -43,7 +43,7 @@ Statuses = list[UStatus]
 
 
 @dataclass(eq=False, slots=True)
-class _Sending:
+class _SendCall:
     messages: int
     bytes: int
     began: float  # loop time
@@ -63,7 +63,7 @@ class Sends:
         self.hung = asyncio.Event()
         self.hangs = 0
         self.trouble = ""  # since when no call has returned; empty once one does
-        self._calls: dict[_Sending, None] = {}  # in the order in which they began
+        self._calls: dict[_SendCall, None] = {}  # in the order in which they began
         self._bytes = 0  # of them
         self._timer: asyncio.TimerHandle | None = None
 
@@ -85,7 +85,7 @@ class Sends:
         octets = sum([len(message.payload) for message in messages]) + ENVELOPE_BYTES * len(messages)
         self._bytes += octets
         due = loop.time() + self.ms_max / 1_000 + self._bytes / BYTES_PER_S_MIN
-        call = _Sending(len(messages), octets, loop.time(), due, loop.create_future(), on_answer)
+        call = _SendCall(len(messages), octets, loop.time(), due, loop.create_future(), on_answer)
         self._calls[call] = None
         task = call.task = loop.create_task(self._run(call, messages, is_held))
         call.answer.add_done_callback(lambda answer: task.cancel() if answer.cancelled() else None)
@@ -113,7 +113,7 @@ class Sends:
         if self.trouble and self.is_idle:
             self._works()
 
-    async def _run(self, call: _Sending, messages: Messages, is_held: Callable[[], bool]) -> None:
+    async def _run(self, call: _SendCall, messages: Messages, is_held: Callable[[], bool]) -> None:
         try:
             if self.hung.is_set() or is_held():
                 statuses = [REOPENED if self.hung.is_set() else BEHIND] * call.messages
@@ -129,12 +129,12 @@ class Sends:
         finally:
             self._forget(call)
 
-    def _answer(self, call: _Sending, statuses: Statuses) -> None:
+    def _answer(self, call: _SendCall, statuses: Statuses) -> None:
         if not call.answer.done():
             call.on_answer(statuses)
             call.answer.set_result(statuses)
 
-    def _forget(self, call: _Sending) -> None:
+    def _forget(self, call: _SendCall) -> None:
         if call in self._calls:
             del self._calls[call]
             self._bytes -= call.bytes

@@ -35,7 +35,7 @@ CHECKED_MAX: Final = 256  # topics in one step of the loop, some 3 ms
 ASKED_AT_ONCE: Final = 1_024  # filters that are registered together, and as many more as one step finds
 
 FilterKey = tuple[Key, Key | None]
-FilterPair = tuple[UUri, UUri | None]
+EndpointFilter = tuple[UUri, UUri | None]
 """Source filter and sink filter."""
 
 
@@ -46,16 +46,16 @@ class EndpointFilters:
         self._endpoint, self._dispatch, self._listener = endpoint, dispatch, listener
         # where publishes carry the streamer's sink, no topic needs a filter of its own
         self._takes_topics = Capability.PUBLISH_WITHOUT_SINK in endpoint.transport.capabilities
-        self._registered: dict[FilterKey, FilterPair] = {}
+        self._registered: dict[FilterKey, EndpointFilter] = {}
         self._unsure: set[FilterKey] = set()  # registered, but the transport may have forgotten it
-        self._fixed: dict[FilterKey, FilterPair] = {}  # needed for any interest
+        self._fixed: dict[FilterKey, EndpointFilter] = {}  # needed for any interest
         self._covers: dict[Key, None] = {}  # sources of fixed filters with wildcards and no sink
         self._shapes: set[uris.Shape] = set()  # of the covers
         self._made_for: tuple[int, bool] | None = None  # version of the rules, and whether the interest can list topics
         self._seen: int | None = None  # version of the interest that was checked; None: none yet
         self._due: dict[FilterKey, None] = {}  # to be checked; stays if a sync is cancelled
         self._refused: dict[FilterKey, UStatusError] = {}
-        self._announced: dict[FilterKey, FilterPair] = {}  # registered before the network was opened
+        self._announced: dict[FilterKey, EndpointFilter] = {}  # registered before the network was opened
         self._turn = asyncio.Lock()
         self.looks = 0  # checks of a filter
 
@@ -141,7 +141,7 @@ class EndpointFilters:
                 self._due.pop(key, None)
                 self._due[key] = None
 
-    def _make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, FilterPair]:
+    def _make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, EndpointFilter]:
         """Returns the fixed filters, without those that another one covers, since a network may deliver once for each
         filter. `all_publishes`: a uSubscription can't list topics, so listen to every publish."""
         peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self._endpoint.name)]
@@ -151,7 +151,9 @@ class EndpointFilters:
         sinks = [uris.pattern(authority) for authority in sorted(known)]
         if uris.WILDCARD_AUTHORITY not in known:
             sinks += [filter for filter in self._dispatch.hosted.sinks() if filter.authority_name not in known]
-        fixed: dict[FilterKey, FilterPair] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
+        fixed: dict[FilterKey, EndpointFilter] = {
+            (uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks
+        }
         if not self._takes_topics:
             return fixed
         sources = {
@@ -180,7 +182,7 @@ class EndpointFilters:
 
     # What is wanted
 
-    def _wanted(self, key: FilterKey) -> FilterPair | None:
+    def _wanted(self, key: FilterKey) -> EndpointFilter | None:
         fixed = self._fixed.get(key)
         if fixed is not None:
             return fixed
@@ -191,7 +193,7 @@ class EndpointFilters:
         return (topic, None) if self._dispatch.view.leaves(self._endpoint, topic) else None
 
     async def _check_due(self) -> None:
-        due, missing = list(self._due), dict[FilterKey, FilterPair]()
+        due, missing = list(self._due), dict[FilterKey, EndpointFilter]()
         for start in range(0, len(due), CHECKED_MAX):
             if start:
                 await asyncio.sleep(0)
@@ -204,9 +206,11 @@ class EndpointFilters:
             if superfluous:
                 await self._unregister(superfluous)
 
-    def _check(self, keys: Iterable[FilterKey], missing: dict[FilterKey, FilterPair]) -> dict[FilterKey, FilterPair]:
+    def _check(
+        self, keys: Iterable[FilterKey], missing: dict[FilterKey, EndpointFilter]
+    ) -> dict[FilterKey, EndpointFilter]:
         """Add filters that have to be registered to `missing`. Returns those that have to be unregistered."""
-        superfluous: dict[FilterKey, FilterPair] = {}
+        superfluous: dict[FilterKey, EndpointFilter] = {}
         for key in keys:
             self.looks += 1
             wanted, known = self._wanted(key), self._registered.get(key)
@@ -218,7 +222,7 @@ class EndpointFilters:
                 del self._due[key]
         return superfluous
 
-    async def _register(self, filters: dict[FilterKey, FilterPair]) -> bool:
+    async def _register(self, filters: dict[FilterKey, EndpointFilter]) -> bool:
         """False: the network answers nothing now, so the rest is left for later."""
         statuses = await self._endpoint.register_listeners(list(filters.values()), self._listener)
         silent = 0
@@ -235,7 +239,7 @@ class EndpointFilters:
             self._due.clear()
         return silent < len(filters)
 
-    async def _unregister(self, filters: dict[FilterKey, FilterPair]) -> None:
+    async def _unregister(self, filters: dict[FilterKey, EndpointFilter]) -> None:
         """A filter whose unregistering fails counts as unregistered: if it is wanted again, it is registered again."""
         for key, (source, sink) in filters.items():
             try:
