@@ -275,7 +275,7 @@ class Ingress(EncodedListener):
                 self._missing.add(key)
 
     def close(self) -> None:
-        """Called when the network is closed. Leaves the ledger and the logs; what a log refuses is not retried any more."""
+        """Called when the network is closed. Leaves ledger and logs; what a log refuses is not retried any more."""
         for appender in self._appenders.values():
             appender.close()
         for remove in self._registrations:
