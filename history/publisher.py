@@ -1,11 +1,11 @@
-"""A publisher that keeps its own history: its followers miss nothing, whatever a network loses and whoever is killed.
+"""A publisher with a history of its own: followers miss nothing when a network loses messages or a process is killed.
 
-publish -> valid? -> log -> committed: safe with its followers, and `publish` returns
+publish -> valid? -> log -> committed: no follower can miss it, and `publish` returns
                       |---> HistoryService: Describe, Poll, Command <-> followers, at their own pace
-                      '---> plain copies, in its order -> everybody who listens; a network that takes none is no error
-           here is a history -- at the start, and now and then -------> whoever may follow it
+                      '---> plain copies, in the order of the log -> listeners; it is no error if the network takes none
+           announcement of the history -- at the start, and repeatedly -> possible followers
 
-The log is the queue of the plain copies as well: nothing else holds a message, and their order is its own.
+The log is also the queue of the plain copies: nothing else holds a message.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final, Self, Unpack
 
 import structlog
 
-from history.epochs.frontier import Time
-from history.epochs.groups import Group, wire_time
+from history.epochs.frontier import Time, wire_time
+from history.epochs.groups import Group
 from history.epochs.keeper import Keeper
 from history.log.log import RETENTION_MS, Log
 from history.service.service import REPLY_BYTES_MAX, HistoryService
@@ -39,16 +39,16 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 RETENTION_BYTES: Final = 64 << 20  # of disk, or of memory: a part of a small device
-# Plain copies wait for the network in what the log has in memory: 8 MiB of messages, each of which is there as an
-# object and as bytes. Beyond that the oldest don't leave any more: nobody needs them late, and followers have them
+# Plain copies wait for the network in the part of the log that is in memory: 8 MiB of messages, each of which is there
+# as an object and as bytes. If more wait, the oldest are not sent: late copies are of no use, and followers have them
 TAIL_BYTES_MAX: Final = 16 << 20
-QUEUE_MESSAGES_MAX = 8_192  # the same in messages: a second of a fast publisher
+QUEUE_MESSAGES_MAX = 8_192  # the same limit in messages: one second of a fast publisher
 BATCH_MESSAGES_MAX: Final = 512  # beyond it the cost per message no longer falls
-DRAIN_S_MAX: Final = 2.0  # `close` gives the network so long to take the plain copies that wait
-ANNOUNCE_S: Final = 10.0  # who has just come finds us within that
-ANNOUNCE_JITTER: Final = 0.25  # of it: those that were switched on together don't go on speaking together
-ANNOUNCEMENT_TTL_MS: Final = 30_000  # an older one says nothing of now
-REPLY_ROOM_BYTES: Final = 256 << 10  # what an answer has beside the longest message
+DRAIN_S_MAX: Final = 2.0  # `close` waits so long for the network to take the plain copies
+ANNOUNCE_S: Final = 10.0  # a new follower finds us within this time
+ANNOUNCE_JITTER: Final = 0.25  # of it, so that publishers that were started together do not announce together
+ANNOUNCEMENT_TTL_MS: Final = 30_000  # an older announcement is out of date
+REPLY_ROOM_BYTES: Final = 256 << 10  # of an answer, in addition to the longest message
 
 log = structlog.get_logger()
 
@@ -59,23 +59,22 @@ class HistoryPublisher(Publisher):
         async with HistoryPublisher(transport, local, "door.db") as publisher:
             await publisher.publish(0x8001, UPayload.pack(state))
 
-    The log is the file `path`, of this publisher alone; None: a ring in memory, whose end with the process is a gap to
-    its followers. It keeps `retention_bytes`, and what is younger than `retention_ms`.
+    The log is the file `path`, used by this publisher alone. None: a ring in memory; its followers have a gap when the
+    process ends. It keeps `retention_bytes`, and records younger than `retention_ms`.
 
-    It is served at `service`, an instance of core.ustreamer on its own host (ids.of_publisher): one for each uEntity
-    type, so two instances of a type on one host can't both have a history. It has what was published here, and nothing
-    else. **Anybody on the network may read it**: no rule hides any of it, as none hides the plain copies. About every
-    `announce_s` it says that it is there.
+    It is served at `service`, an instance of core.ustreamer on this host (ids.of_publisher): one for each uEntity type,
+    so two instances of a type on one host cannot both have a history. It has only what was published here. **Anybody on
+    the network may read it**: no rule restricts it, just as none restricts the plain copies. About every `announce_s`
+    it is announced.
 
-    The transport is its owner's: open before, and closed after it. No transport hears itself, so who shares it can
-    neither hear this publisher nor poll it.
+    The owner of the transport opens it before, and closes it after this publisher. A transport does not deliver to
+    itself, so applications that share it can neither hear this publisher nor poll it.
 
-    `groups` of its own topics have epochs (history.epochs.groups.Group): their readers have all of one or none. By
-    buckets
-    they end by themselves, by progress with `progress`.
+    `groups` of its topics have epochs (history.epochs.groups.Group): readers have all of an epoch, or none. Buckets end
+    by themselves; other epochs end with `progress`.
 
-    `counts`, since the start: published; refused (publishes that have raised); sent, unsent (plain copies, and those
-    that the network did not take), dropped (those that waited for it too long); announced.
+    `counts`, since the start: published; refused (calls of publish that raised); sent, unsent (plain copies that the
+    network took, and did not take), dropped (plain copies that waited too long); announced.
     """
 
     def __init__(
@@ -106,11 +105,11 @@ class HistoryPublisher(Publisher):
         return f"HistoryPublisher({uris.format(self.service)}, {state}, {dict(self.counts)})"
 
     async def __aenter__(self) -> Self:
-        """Raises UStatusError, as Log.open and the transport do; then nothing is open."""
-        assert self._publisher is None, "one publisher is open once at a time"
+        """Raises UStatusError as Log.open and the transport do; then nothing is open."""
+        assert self._publisher is None, "a publisher is opened once at a time"
         async with contextlib.AsyncExitStack() as stack:
             kept = await stack.enter_async_context(await self._open_log())
-            keeper = await self._keep(kept, stack)  # also of no groups: it ends what is open of those of before
+            keeper = await self._keep(kept, stack)  # even without groups: it ends open epochs of earlier groups
             await self._serve(kept, keeper, stack)
             copies = _Copies(kept, self._transport, self.counts)
             stack.push_async_callback(copies.close)
@@ -126,7 +125,7 @@ class HistoryPublisher(Publisher):
         await self.close()
 
     async def close(self) -> None:
-        """Publish no more. What is on its way into the log gets there; plain copies have DRAIN_S_MAX to leave. May be
+        """Stop publishing. Appends that have begun are finished; plain copies are sent for DRAIN_S_MAX at most. May be
         called twice."""
         self._publisher = None
         await self._opened.aclose()
@@ -134,12 +133,12 @@ class HistoryPublisher(Publisher):
     async def publish(
         self, resource_id: int, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
-        """Publish on own topic `resource_id` (8000 to FFFE). Returns when no follower can miss it any more, which says
-        nothing of its plain copy.
+        """Publish on own topic `resource_id` (8000 to FFFE). Returns when no follower can miss the message; its plain
+        copy may not be sent yet.
 
-        Raises UStatusError, and nothing is sent: INVALID_ARGUMENT for what can't be a message, or is longer than the
-        transport carries; RESOURCE_EXHAUSTED or UNAVAILABLE as Log.append; FAILED_PRECONDITION before `async with`, and
-        after it.
+        Raises UStatusError, and then nothing is sent: INVALID_ARGUMENT for an invalid message, or one that is longer
+        than the transport carries; RESOURCE_EXHAUSTED or UNAVAILABLE as Log.append; FAILED_PRECONDITION outside of
+        `async with`.
         """
         if self._publisher is None:
             raise UStatusError(UCode.FAILED_PRECONDITION, "the publisher is not open: use `async with`")
@@ -151,11 +150,12 @@ class HistoryPublisher(Publisher):
         self.counts["published"] += 1
 
     async def progress(self, group: str, opens: Iterable[Time] = (), closes: Iterable[Time] = ()) -> None:
-        """Open epochs of a group, and close others, as one step. What was published before is in them when they close:
-        nothing has to be counted. With several open at once a payload names its own (history.epochs.groups.timed).
+        """Open and close epochs of a group, as one step. An epoch that closes has all messages published before; they
+        need not be counted. If several epochs are open, a payload names its epoch (history.epochs.groups.timed).
 
-        Returns when it is on disk. Raises UStatusError: NOT_FOUND for what is not open, FAILED_PRECONDITION for what is
-        over, and while the publisher is not open; INVALID_ARGUMENT, RESOURCE_EXHAUSTED as a gateway does.
+        Returns when the change is on disk. Raises UStatusError: NOT_FOUND for an epoch that is not open,
+        FAILED_PRECONDITION for one that is over, or if the publisher is not open; INVALID_ARGUMENT and
+        RESOURCE_EXHAUSTED as a gateway does.
         """
         if self._publisher is None or self._keeper is None:
             raise UStatusError(UCode.FAILED_PRECONDITION, "the publisher is not open: use `async with`")
@@ -196,20 +196,20 @@ class HistoryPublisher(Publisher):
         await service.start()
 
     async def _announce(self, kept: Log) -> None:
-        """Until cancelled. It is not logged: it is no message of the publisher's, and is of no use later."""
+        """Announce the history until cancelled. Announcements are not in the log: they are of no use later."""
         own = self._local.get_source()
         topics = [uris.pattern(own.authority_name, own.ue_id, own.ue_version_major)]
         here = UPayload.pack(Announcement(incarnations=[kept.incarnation], topics=topics))
         topic = ids.of_publisher(own, ids.ANNOUNCEMENTS)
         while True:
             message = UMessageBuilder.publish(topic).with_ttl(ANNOUNCEMENT_TTL_MS).build_from_upayload(here)
-            (status,) = await _offered(self._transport, [message])
+            (status,) = await _send_batch(self._transport, [message])
             self.counts["announced"] += not status.code
             await asyncio.sleep(self._announce_s * self._runtime.rng.uniform(1 - ANNOUNCE_JITTER, 1 + ANNOUNCE_JITTER))
 
 
 class _IntoLog(UTransport):
-    """What a SimplePublisher sends to: a message is taken when it is committed."""
+    """The transport of the SimplePublisher: a message counts as sent when it is committed to the log."""
 
     def __init__(self, kept: Log, message_bytes_max: int) -> None:
         self._log, self.message_bytes_max = kept, message_bytes_max
@@ -223,33 +223,35 @@ class _IntoLog(UTransport):
         return [OK] * len(messages)
 
     async def _append(self, messages: Sequence[UMessage]) -> None:
-        """All of them in one commit, with what others append meanwhile."""
+        """Append all messages in one commit, possibly together with others."""
         longest = max(len(message.payload) for message in messages)
-        if longest > self.message_bytes_max:  # it would be kept, and could neither be sent nor polled
-            raise invalid(f"a payload has at most {self.message_bytes_max} bytes on this network, got {longest}")
+        if longest > self.message_bytes_max:  # it could be stored, but neither sent nor polled
+            raise invalid(
+                f"expected a payload of at most {self.message_bytes_max} bytes on this network, got {longest}"
+            )
         appending = self._log.append([self._log.stream_id(one.attributes.source) for one in messages], messages)
         self._appending.add(appending)
         appending.add_done_callback(self._appending.discard)
         await appending
 
     async def settled(self) -> None:
-        """What is being appended is in the log, or refused."""
+        """Wait until every append so far has succeeded or failed."""
         if self._appending:
             await asyncio.wait(self._appending)
 
 
 class _Copies:
-    """Sends what comes into the log from now on, in its order and once."""
+    """Sends a plain copy of each record that is appended from now on, in the order of the log."""
 
     def __init__(self, kept: Log, transport: UTransport, counts: Counter[str]) -> None:
         self._log, self._transport, self._counts = kept, transport, counts
-        self._seq = kept.newest_seq  # up to here all have left, or never will
+        self._seq = kept.newest_seq  # copies up to here are sent, or dropped
         self._moved = asyncio.Event()
         self._is_away = False
         self._task = asyncio.create_task(self._run(), name=f"plain copies {kept.name}")
 
     async def close(self) -> None:
-        """When the network has taken what waits, or DRAIN_S_MAX later."""
+        """Wait until the network has taken what waits, DRAIN_S_MAX at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S_MAX):
                 while self._seq < self._log.newest_seq:
@@ -269,16 +271,16 @@ class _Copies:
             self._moved.set()
 
     def _next(self) -> tuple[int, list[UMessage]]:
-        """What waits, the oldest first, and how far it goes."""
+        """Returns the next messages to send, and the seq of the last one."""
         chunks = self._log.tail(self._seq) or ()
         waiting = (record for chunk in chunks for record in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True))
         batch = list(islice(waiting, BATCH_MESSAGES_MAX))
-        untold = self._log.frontier_ids  # a frontier means nothing outside of its log
-        messages = [decoded(message) for _, stream, message in batch if stream not in untold]
+        frontiers = self._log.frontier_ids  # a frontier has no meaning outside of its log
+        messages = [decoded(message) for _, stream, message in batch if stream not in frontiers]
         return batch[-1][0] if batch else self._log.newest_seq, messages
 
     async def _send(self, messages: list[UMessage]) -> None:
-        failed = [status for status in await _offered(self._transport, messages) if status.code]
+        failed = [status for status in await _send_batch(self._transport, messages) if status.code]
         self._counts["sent"] += len(messages) - len(failed)
         self._counts["unsent"] += len(failed)
         if failed and not self._is_away:
@@ -292,8 +294,8 @@ class _Copies:
             self._seq = seq
 
 
-async def _offered(transport: UTransport, messages: list[UMessage]) -> list[UStatus]:
-    """A status for each. Whatever a transport raises is that batch's trouble alone: the next one is tried as well."""
+async def _send_batch(transport: UTransport, messages: list[UMessage]) -> list[UStatus]:
+    """Returns a status for each message. An exception of the transport concerns this batch only."""
     try:
         return await transport.send_batch(messages)
     except UStatusError as error:

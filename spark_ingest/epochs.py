@@ -16,19 +16,9 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.epochs.assembling import (
-    BEGUN,
-    BEGUN_THERE,
-    GROUPS_MAX,
-    MISSED,
-    ODD,
-    REST,
-    UNTOLD,
-    begins,
-    begins_to_hear,
-    concerns,
-)
+from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNTOLD, begins, begins_with_frontiers, concerns
 from history.epochs.frontier import NOTHING, Antichain, Time, is_covered, maximal, minimal, not_passed, raised
+from history.epochs.group_state import GROUPS_MAX, REST
 from history.epochs.merging import LOGS_MAX, is_replaced, passed_unread, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
@@ -408,7 +398,7 @@ def given_up(gates: Gates, keys: Collection[Key], timeout_ms: int) -> Gates:
         gate = gates[key].carried()
         assert gate is not None, "it holds something"
         gate.incomplete = dict(gates[key].incomplete)
-        gate.give_up(f"nothing was heard of {key[0]} for {timeout_ms / 1000:g} s")
+        gate.give_up(f"{key[0]} has reported nothing for {timeout_ms / 1000:g} s")
         made[key] = gate
     return made
 
@@ -529,7 +519,7 @@ def _spoil_begun(gates: Gates, told: Told, topics: Sequence[UUri]) -> None:
     for key, gate in gates.items() if begins(said, topics) else ():
         if concerns(said, key[0]):
             gate.spoil(BEGUN_THERE)
-        if begins_to_hear(said, key[:2]):
+        if begins_with_frontiers(said, key[:2]):
             gate.leave((), {part.read for part in gate.parts.values()})
 
 

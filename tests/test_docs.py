@@ -135,11 +135,11 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.attaching:PACE_OUTSIDE_PER_S"]),
     ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
-        "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
+        "history.reading.pushed:REST_S_MIN", "history.reading.pushed:REST_S_MAX",
     ]),
     ("following", "(# to # s, # s at first)", 1, [
-        "history.reading.following:QUIET_S_MIN", "history.reading.following:QUIET_S_MAX",
-        "history.reading.following:QUIET_S_FIRST",
+        "history.reading.pushed:QUIET_S_MIN", "history.reading.pushed:QUIET_S_MAX",
+        "history.reading.pushed:QUIET_S_FIRST",
     ]),
     ("following", "long poll outstanding for up to # topics", 1, ["history.reading.feed:TOPICS_MAX"]),
     ("following", "at most # of them and some # MiB", 1, [

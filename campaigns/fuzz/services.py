@@ -244,7 +244,7 @@ def history_answers(data: bytes) -> None:
             ]
             assert len(set(seen)) == len(seen), "a record was taken twice"
             assert len(accepted.records) <= sum(len(batch.seq) for batch in response.batches)
-            accepted.places.request()
+            accepted.state.request()
     with refusing(UCode.INVALID_ARGUMENT):
         described = payload.unpack(ustreamer.DescribeResponse)
         logs = offsets.logs_of(described.logs)

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from campaigns.simulation.network import CALM
 from history.reading.client import Frames, HistoryClient
-from history.reading.following import Mode
+from history.reading.following import FollowMode
 from history.reading.subscriber import GaplessSubscriber
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import attributes as attrs
@@ -326,7 +326,7 @@ class HistoryReader:
         service: UUri,
         topics: Sequence[UUri],
         cursor: Path,
-        modes: Sequence[Mode] = (),
+        modes: Sequence[FollowMode] = (),
     ) -> None:
         """`modes`: none: polled by a client that can't be pushed to."""
         self._modes = modes

@@ -232,15 +232,15 @@ def _handed_lost() -> Patches:
     restore = Assembler.restore
 
     def forget(self: Assembler, saved: Any) -> None:
-        restore(self, {"groups": [one | {"handed": []} for one in saved["groups"]]})
+        restore(self, {"groups": [one | {"delivered": []} for one in saved["groups"]]})
 
     return [(Assembler, "restore", forget)]
 
 
 def _closed_at_once() -> Patches:
-    from history.epochs.groups import UNCLOSED, Held
+    from history.epochs.groups import UNCLOSED, OpenEpoch
 
-    return [(Held, "missing", lambda self: "" if self.is_closing else UNCLOSED)]
+    return [(OpenEpoch, "missing", lambda self: "" if self.is_closing else UNCLOSED)]
 
 
 def _begun_untold() -> Patches:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from campaigns.simulation.apps import RETRY_S, Publisher
-from history.epochs.assembling import REST, Assembled, Assembler
+from history.epochs.assembling import Assembled, Assembler
 from history.epochs.frontier import Epoch, Time, is_ahead, precedes
+from history.epochs.group_state import REST
 from history.log.log import Log
 from history.reading.acceptor import Record
 from history.reading.client import Frames, HistoryClient
-from history.reading.following import Mode
+from history.reading.following import FollowMode
 from history.reading.subscriber import GaplessSubscriber
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -38,7 +39,7 @@ LAPS: Final = ("//vin1/8006/1/8001", "//vin1/8006/1/8002")
 PROGRESS: Final = "//vin1/4/1/4"
 SERVICES: Final = {"V": "//vin1/4/1/0", "C": "//hub/4/1/0"}  # of the gateways whose epochs are read,
 OUTSIDE: Final = {"V": "vehicle", "C": "cloud"}  # and the network whose names they have
-MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
+MODES: Final[tuple[FollowMode, ...]] = ("auto", "poll", "push")
 
 Place = tuple[bytes, int]  # incarnation, seq
 

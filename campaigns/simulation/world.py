@@ -53,7 +53,7 @@ from campaigns.simulation.machine import Keeper, Machine, MachineProcess, named,
 from campaigns.simulation.network import USUBSCRIPTION, SimulatedNetwork
 from campaigns.simulation.plan import Plan
 from history.log import streams
-from history.reading.following import Mode
+from history.reading.following import FollowMode
 from transports import plugin as plugins
 from transports.local import LocalTransport
 from uprotocol import attributes as attrs
@@ -79,7 +79,7 @@ LATE_SHARE: Final = 0.5  # of worlds, whose loop is busy: a turn of it finds tog
 LATE_S_MAX: Final = (0.001, 0.005, 0.02)  # ... one of these
 EPOCHS: Final = "epochs"  # may be in a world of any kind
 EPOCHS_SHARE: Final = 0.2
-MODES: Final[tuple[Mode, ...]] = ("auto", "poll", "push")
+MODES: Final[tuple[FollowMode, ...]] = ("auto", "poll", "push")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
 WATCH_S: Final = 0.2
@@ -181,7 +181,7 @@ class World:
 
     def _draw_following(self) -> None:
         dice = self.dice
-        self.mode: Mode = dice.choice(MODES)
+        self.mode: FollowMode = dice.choice(MODES)
         self.is_fleet, self.is_mutual = dice.random() < 0.3, dice.random() < 0.35
         of_fleet = {"//mcu1/8002/1/8001"} if self.is_fleet and not self.suffix else set()  # what it may not speak for
         self.static = {

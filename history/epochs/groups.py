@@ -1,12 +1,13 @@
-"""Epochs of a group of topics: which one each record is of, and when one is over. No I/O; `now` is an argument.
+"""The epochs of a group of topics: to which one each record belongs, and when one is over. No I/O; `now` is an
+argument.
 
-records -> assign: which epoch is each of? -> opened: told in front of them
-        -> settle: is one over by them?    -> ended: told behind them         tick: one that does not end by itself
+records -> assign: to which epoch does each belong? -> opened: reported before them
+        -> settle: is an epoch over by them?        -> ended: reported after them      tick: ends what has timed out
 
-Buckets: the time in a record's id, cut into pieces of `width_ms`. Ours is the one that is held: the lowest that is open
-By progress: publishers hold what they have opened, and say with its end what belongs to it
+Buckets: the time in a record's id, divided by `width_ms`. The lowest open bucket is held by this side.
+Progress: publishers hold the epochs that they have opened, and say at the end of one which messages belong to it.
 
-Late is what comes for an epoch that is over: it joins the lowest one that is open, so nothing is lost, and is counted.
+A late record is one for an epoch that is over: it joins the lowest open epoch, so it is not lost, and is counted.
 """
 
 from __future__ import annotations
@@ -20,8 +21,20 @@ from typing import Final, NamedTuple
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import ACTIVE_MAX, LENGTH_MAX, NUMBER_MIN, Epoch, Frontier, Passed, State, Time
+from history.epochs.frontier import (
+    ACTIVE_MAX,
+    LENGTH_MAX,
+    NUMBER_MIN,
+    Epoch,
+    Frontier,
+    PassedTimes,
+    State,
+    Time,
+    time_of,
+    wire_time,
+)
 from history.records.chunk import ID_BYTES, message_id
+from history.records.witness import seqs_of
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime, ProgressRequest, Timed
@@ -32,10 +45,10 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4  # of one publisher; in a group of several hosts, of all on one host
+ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4  # of one publisher; in a group of several hosts, of one host
 CHANGES_MAX: Final = 2 * ACTIVE_EACH_MAX  # of one request
-# topics that are named with the end of epochs, and of which not all has come: each record of a frontier has them, some
-# 40 bytes for each. A publisher, or all on one host, has a quarter
+# topics that were named at the end of epochs and of which messages are missing: each frontier record has all of them,
+# some 40 bytes each. A publisher, or one host, has a quarter
 LAST_MAX: Final = 4_000
 LAST_EACH_MAX: Final = LAST_MAX // 4
 ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
@@ -48,31 +61,32 @@ ENDED: Final = "the group is not kept any more"
 
 COUNTED: Final = ("records", "late", "ahead", "crowded", "unnamed", "without", "epochs", "incomplete", "skipped")
 
-Publisher = tuple[str, int]  # authority, uEntity; or a host, and 0
+PublisherAddress = tuple[str, int]  # authority and uEntity; or a host and 0
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Topics that have epochs together. `width_ms` None: publishers open and close them."""
+    """Topics that share epochs. `width_ms` None: publishers open and close them."""
 
     name: str
     topics: Sequence[UUri]
     width_ms: int | None
-    lateness_ms: int = 0  # a bucket ends when there was a record that is so much later
-    ahead_ms: int = 5_000  # an id that is further ahead of our clock opens nothing
+    lateness_ms: int = 0  # a bucket ends when a record with an id that is later by this comes
+    ahead_ms: int = 5_000  # an id that is further ahead of our clock opens no bucket
     timeout_ms: int = 10_000
 
     def has(self, source: UUri) -> bool:
         return any(uris.matches(pattern, source) for pattern in self.topics)
 
-    def owner(self, publisher: Publisher) -> Publisher:
-        """Who shares with others what a group has room for: in a group of several hosts each of these."""
+    def owner(self, publisher: PublisherAddress) -> PublisherAddress:
+        """Returns to whose share of the group's limits a publisher counts: itself, or its host in a group of several
+        hosts."""
         hosts = {topic.authority_name for topic in self.topics}
         are_several = len(hosts) > 1 or any(host.startswith(uris.WILDCARD_AUTHORITY) for host in hosts)
         return (publisher[0], 0) if are_several else publisher
 
     def is_publisher(self, entity: UUri) -> bool:
-        """It may publish what is of this group."""
+        """Returns whether the uEntity may publish on topics of this group."""
         return any(uris.matches(_of_entity(pattern), entity) for pattern in self.topics)
 
 
@@ -80,27 +94,27 @@ def _of_entity(pattern: UUri) -> UUri:
     return uris.uri(pattern.authority_name, pattern.ue_id, pattern.ue_version_major, 0)
 
 
-class Arrived(NamedTuple):
+class IncomingRecord(NamedTuple):
     """A record on its way into a log."""
 
-    publisher: Publisher
+    publisher: PublisherAddress
     topic: bytes  # as in Stream.source_bytes
     message: Carried
 
 
 def timed(time: Time, payload: UPayload) -> UPayload:
-    """`payload` of an epoch that it names: for a publisher that has several open at once. Raises INVALID_ARGUMENT as
-    `wire_time`."""
+    """Returns `payload` with the name of its epoch: for a publisher with several open epochs. Raises INVALID_ARGUMENT
+    as `wire_time`."""
     named = Timed(time=wire_time(time), payload=payload.data, format=payload.format)
     return UPayload.pack_to_any(named)
 
 
 def untimed(payload: UPayload) -> tuple[Time | None, UPayload]:
-    """What is inside, and the epoch that it names; as it is, and None, where it names none."""
+    """Returns the epoch that a payload names, and the payload in it; None, and the same payload, if it names none."""
     named = _timed_of(payload.format, payload.data)
     if named is None:
         return None, payload
-    return tuple(named.time.numbers), UPayload(named.payload, named.format)  # type: ignore[arg-type]
+    return time_of(named.time), UPayload(named.payload, named.format)  # type: ignore[arg-type]
 
 
 def _timed_of(format: int, data: bytes) -> Timed | None:
@@ -119,16 +133,16 @@ def _named(message: Carried) -> Time | None:
     else:
         format = message.attributes.payload_format
     named = _timed_of(format, message.payload)
-    return None if named is None else tuple(named.time.numbers)
+    return None if named is None else time_of(named.time)
 
 
 def created_ms(message: Carried) -> int:
-    """The time in its id, Unix milliseconds."""
+    """Returns the time in the message's id, Unix milliseconds."""
     return message.created_ms if isinstance(message, EncodedMessage) else uuids.time_ms(message.attributes.id)
 
 
-class Kept(abc.ABC):
-    """How far a group has come. `counts`: records, late, ahead, crowded (that found no room for an epoch of their own),
+class GroupEpochs(abc.ABC):
+    """The epochs of a group. `counts`: records, late, ahead, crowded (too many epochs were open for one of their own),
     unnamed, without (an epoch), epochs (that ended), incomplete (of these), skipped. All are there from the start."""
 
     kind: str
@@ -137,12 +151,12 @@ class Kept(abc.ABC):
         self.group = group
         self.frontier = Frontier()
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        self.incomplete: dict[Time, str] = {}  # of what is open, why it will not be whole
+        self.incomplete: dict[Time, str] = {}  # open epochs that will be incomplete, and why
         self.version = 0
-        self._ended: list[GroupFrontier.Ended] = []  # and not told
-        self._is_changed = False  # in what is to be kept
-        self.spoiled: dict[Time, None] = {}  # that ended by records that were refused then; the newest of them
-        self._told = GroupFrontier()
+        self._ended: list[GroupFrontier.Ended] = []  # and not reported
+        self._is_changed = False  # in what `resume` needs
+        self.spoiled: dict[Time, None] = {}  # ended by records that the log then refused; the newest ones
+        self._reported = GroupFrontier()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group.name}, {self.frontier}, {dict(self.counts)})"
@@ -150,31 +164,31 @@ class Kept(abc.ABC):
     # -- what a kind of epochs decides
 
     @abc.abstractmethod
-    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
-        """One for each, before they are stored. `now`: loop time."""
+    def assign(self, records: Sequence[IncomingRecord], now_ms: int, now: float) -> list[Epoch | None]:
+        """Returns one for each record, before the records are stored. `now`: loop time."""
 
-    def refused(self, publisher: Publisher, topic: bytes, time: Time) -> None:
-        """A record that was assigned to it is not stored. Its sender knows, and may send it again."""
+    def refused(self, publisher: PublisherAddress, topic: bytes, time: Time) -> None:
+        """A record that was assigned to the epoch could not be stored. Its sender may send it again."""
 
     @abc.abstractmethod
     def settle(self, now: float) -> None:
-        """End what is over by the records that were assigned."""
+        """End the epochs that are over by the records that were assigned."""
 
     @abc.abstractmethod
     def tick(self, now: float) -> None:
-        """End what has waited for too long."""
+        """End the epochs that have timed out."""
 
     @property
     @abc.abstractmethod
     def due(self) -> float | None:
-        """When to tick, loop time; None: nothing waits."""
+        """When to call `tick`, loop time; None: nothing waits."""
 
     # -- what all have in common
 
     def _epoch(self, time: Time) -> Epoch:
         return Epoch(self.group.name, time)
 
-    def _release(self, *times: Time) -> Passed:
+    def _release(self, *times: Time) -> PassedTimes:
         passed = self.frontier.release(*times)
         for time in passed.completed:
             why = self.incomplete.pop(time, "")
@@ -186,15 +200,15 @@ class Kept(abc.ABC):
             self.counts["skipped"] += 1
         return passed
 
-    # -- as it is told
+    # -- reports
 
     @property
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         return (
             self._is_changed
             or bool(self._ended)
-            or self._lower != _times(self._told.lower)
-            or self._active != _times(self._told.active)
+            or self._lower != _times(self._reported.lower)
+            or self._active != _times(self._reported.active)
         )
 
     @property
@@ -206,38 +220,38 @@ class Kept(abc.ABC):
         return set(self.frontier.seen)
 
     @property
-    def told(self) -> GroupFrontier:
-        """As it was told last."""
-        return self._told
+    def reported(self) -> GroupFrontier:
+        """The last report."""
+        return self._reported
 
-    def tell(self) -> GroupFrontier:
-        """All that is to be known; what is new since is told as such."""
-        before, was_active = _times(self._told.lower), _times(self._told.active)
+    def report(self) -> GroupFrontier:
+        """Returns the whole state, with the changes since the last report."""
+        before, was_active = _times(self._reported.lower), _times(self._reported.active)
         self.version += 1
-        told = GroupFrontier(group=self.group.name, ended=self._ended, version=self.version)
-        told.lower.extend(map(wire_time, sorted(self._lower)))
-        told.active.extend(map(wire_time, sorted(self._active)))
-        told.opened.extend(map(wire_time, sorted(self._active - was_active)))
+        report = GroupFrontier(group=self.group.name, ended=self._ended, version=self.version)
+        report.lower.extend(map(wire_time, sorted(self._lower)))
+        report.active.extend(map(wire_time, sorted(self._active)))
+        report.opened.extend(map(wire_time, sorted(self._active - was_active)))
         changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
-        told.updates.extend(
+        report.updates.extend(
             GroupFrontier.Update(time=wire_time(time), change=change) for time, change in sorted(changes)
         )
         self._ended, self._is_changed = [], False
-        self._keep(told.kept)
-        self._told = told
-        return told
+        self._keep(report.kept)
+        self._reported = report
+        return report
 
-    def retell(self) -> GroupFrontier:
-        """The same, with nothing new."""
-        told = GroupFrontier()
-        told.CopyFrom(self._told)
-        told.group, told.version, told.kept.kind = self.group.name, self.version, self.kind
+    def report_again(self) -> GroupFrontier:
+        """Returns the last report without changes."""
+        report = GroupFrontier()
+        report.CopyFrom(self._reported)
+        report.group, report.version, report.kept.kind = self.group.name, self.version, self.kind
         for name in ("opened", "updates", "ended"):
-            told.ClearField(name)
-        return told
+            report.ClearField(name)
+        return report
 
     def _keep(self, kept: GroupFrontier.Kept) -> None:
-        """What `resume` needs."""
+        """Add what `resume` needs."""
         kept.kind = self.kind
         kept.seen.extend(map(wire_time, sorted(self.frontier.seen)))
         kept.passed.extend(map(wire_time, sorted(self.frontier.passed)))
@@ -246,24 +260,24 @@ class Kept(abc.ABC):
             GroupFrontier.Ended(time=wire_time(time), incomplete=why) for time, why in sorted(self.incomplete.items())
         )
 
-    def resume(self, told: GroupFrontier, now: float) -> None:
-        """Go on where this was told, before a restart. Raises FAILED_PRECONDITION if that was another kind."""
-        kept = told.kept
+    def resume(self, report: GroupFrontier, now: float) -> None:
+        """Continue from the last report before a restart. Raises FAILED_PRECONDITION if that was of another kind."""
+        kept = report.kept
         if kept.kind != self.kind:
             what = f"the epochs of {self.group.name!r} were kept by {kept.kind}, and its readers know them so"
             raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: give what is kept by {self.kind} another name")
-        held = self._resumed(told, now)
-        self.version = told.version
+        held = self._resumed(report, now)
+        self.version = report.version
         self.frontier = Frontier(held, *(map(time_of, one) for one in (kept.seen, kept.passed, kept.floor)))
         self.incomplete = {time_of(one.time): one.incomplete for one in kept.incomplete}
-        self._told = told
+        self._reported = report
 
     @abc.abstractmethod
-    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
-        """What is held."""
+    def _resumed(self, report: GroupFrontier, now: float) -> list[Time]:
+        """Returns the times that are held."""
 
 
-class Buckets(Kept):
+class Buckets(GroupEpochs):
     """The time of an epoch is the Unix millisecond in which its bucket begins."""
 
     kind = "bucket"
@@ -272,10 +286,10 @@ class Buckets(Kept):
         super().__init__(group)
         assert group.width_ms is not None, "a bucket has a width"
         self._width = group.width_ms
-        self._newest_ms = NUMBER_MIN  # of all ids that were not ahead
-        self._ends: dict[Time, float] = {}  # of what is open, loop time
+        self._newest_ms = NUMBER_MIN  # of all ids that were not too far ahead
+        self._ends: dict[Time, float] = {}  # of open buckets, loop time
 
-    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+    def assign(self, records: Sequence[IncomingRecord], now_ms: int, now: float) -> list[Epoch | None]:
         ceiling, width = now_ms + self.group.ahead_ms, self._width
         created = [created_ms(one.message) for one in records]
         sane = [ms for ms in created if ms <= ceiling]
@@ -304,7 +318,7 @@ class Buckets(Kept):
 
     def _hold(self, begin: int) -> None:
         time = (begin,)
-        if not self.frontier.may_come(time):  # of a clock of before
+        if not self.frontier.may_come(time):  # the clock was set back
             time = (max(one[0] for one in self.frontier.passed) + self._width,)
         self.frontier.hold(time)
 
@@ -337,7 +351,7 @@ class Buckets(Kept):
                     self.incomplete.setdefault(time, SILENT)
             if any(time > last for time in self.frontier.seen):
                 self._advance(last[0] + self._width)
-            else:  # it holds nothing while it is quiet: so it holds back nobody who reads others, too
+            else:  # it holds no bucket while nothing comes, so that a reader of other groups does not wait for it
                 for time in self._release(*self.frontier.lower).completed:
                     self._ends.pop(time, None)
 
@@ -349,73 +363,73 @@ class Buckets(Kept):
         super()._keep(kept)
         kept.newest_ms = max(0, self._newest_ms)
 
-    def resume(self, told: GroupFrontier, now: float) -> None:
-        super().resume(told, now)
-        self._newest_ms = told.kept.newest_ms
+    def resume(self, report: GroupFrontier, now: float) -> None:
+        super().resume(report, now)
+        self._newest_ms = report.kept.newest_ms
         for seen in self.frontier.seen:
             self.incomplete.setdefault(seen, INTERRUPTED)
             self._ends[seen] = now + self.group.timeout_ms / 1_000
 
-    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
-        return list(map(time_of, told.lower))
+    def _resumed(self, report: GroupFrontier, now: float) -> list[Time]:
+        return list(map(time_of, report.lower))
 
 
 @dataclass(slots=True)
-class Had:
-    """Of one topic, what came of an epoch."""
+class Received:
+    """The messages of one topic in an epoch that have come."""
 
     count: int = 0
     newest_id: bytes = b""
 
 
 @dataclass(slots=True)
-class Held:
+class OpenEpoch:
     """An epoch that one publisher has opened."""
 
-    ends_at: float  # loop time, if nothing comes until then
-    after: dict[bytes, int]  # by log: nothing of it came before
+    ends_at: float  # loop time; each message extends it
+    after: dict[bytes, int]  # by log: its records come after this seq
     is_closing: bool = False
-    last: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)  # by topic: id and count, as it was said
-    had: dict[bytes, Had] = field(default_factory=dict)  # by topic: what came
+    last: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)  # by topic: last id and count, as announced
+    had: dict[bytes, Received] = field(default_factory=dict)  # by topic
 
     def missing(self) -> str:
-        """Why it can't end yet; empty: it can."""
+        """Returns why it can't end yet; empty: it can."""
         if not self.is_closing:
             return UNCLOSED
         for topic, (id, count) in self.last.items():
-            had = self.had.get(topic, Had())
+            had = self.had.get(topic, Received())
             if had.newest_id < id or had.count < count:
                 return f"{had.count} of {count} messages of {uris.format(UUri.FromString(topic))} came"
         return ""
 
 
-class Progress(Kept):
-    """`places`: where each log is, for what is opened now."""
+class Progress(GroupEpochs):
+    """Epochs that publishers open and close. `positions` returns the newest seq of each log."""
 
     kind = "progress"
 
-    def __init__(self, group: Group, places: Callable[[], dict[bytes, int]]) -> None:
+    def __init__(self, group: Group, positions: Callable[[], dict[bytes, int]]) -> None:
         super().__init__(group)
-        self._places = places
-        self.publishers: dict[Publisher, dict[Time, Held]] = {}
-        self.covered: dict[Time, Publisher] = {}  # that were closed, and what precedes them was not
-        self._settled: list[tuple[Publisher, Time]] = []  # may be over by what came
+        self._positions = positions
+        self.publishers: dict[PublisherAddress, dict[Time, OpenEpoch]] = {}
+        self.covered: dict[Time, PublisherAddress] = {}  # closed epochs that a lower one, not closed, precedes
+        self._settled: list[tuple[PublisherAddress, Time]] = []  # may be over by the records that came
 
-    # -- what publishers say
+    # -- changes by publishers
 
     def change(self, publisher: UUri, changes: Sequence[ProgressRequest.Change], now: float) -> None:
-        """All of them, or none and UStatusError. What was done before is not done twice."""
+        """Apply all changes, or none and raise UStatusError. A change that was applied before has no effect."""
         if len(changes) > CHANGES_MAX:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {CHANGES_MAX} changes at once, got {len(changes)}")
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"expected at most {CHANGES_MAX} changes, got {len(changes)}")
         whose = (publisher.authority_name, publisher.ue_id)
-        for place, one in enumerate(changes):
-            self._check(publisher, one, place)
+        for index, one in enumerate(changes):
+            self._check(publisher, one, index)
         opens = self._opens(whose, changes)
-        self._check_room(whose, opens, changes)
+        self._check_limits(whose, opens, changes)
         self.frontier.hold(*opens)
         self._is_changed = True
         held = self.publishers.setdefault(whose, {})
-        held.update({time: Held(0.0, self._places()) for time in opens})
+        held.update({time: OpenEpoch(0.0, self._positions()) for time in opens})
         for one in changes:
             time = time_of(one.time)
             if one.change < 0 and time in held and not held[time].is_closing:
@@ -427,8 +441,8 @@ class Progress(Kept):
         if not held:
             del self.publishers[whose]
 
-    def _check(self, publisher: UUri, one: ProgressRequest.Change, place: int) -> None:
-        what, time = f"change {place + 1}", time_of(one.time)
+    def _check(self, publisher: UUri, one: ProgressRequest.Change, index: int) -> None:
+        what, time = f"change {index + 1}", time_of(one.time)
         if one.change not in (1, -1):
             raise invalid(f"{what} is +1 or -1, got {one.change}")
         length = self.frontier.length
@@ -443,8 +457,8 @@ class Progress(Kept):
             if len(last.id) != ID_BYTES or not last.count:
                 raise invalid(f"{what}: the last message of a topic has an id of {ID_BYTES} bytes, and a count from 1")
 
-    def _opens(self, whose: Publisher, changes: Sequence[ProgressRequest.Change]) -> list[Time]:
-        """What is to be held in addition. Raises what `change` does."""
+    def _opens(self, whose: PublisherAddress, changes: Sequence[ProgressRequest.Change]) -> list[Time]:
+        """Returns the times to hold in addition. Raises as `change` does."""
         held = self.publishers.get(whose, {})
         opens = list(dict.fromkeys(time_of(one.time) for one in changes if one.change > 0))
         opens = [time for time in opens if time not in held]
@@ -463,7 +477,9 @@ class Progress(Kept):
                 raise UStatusError(UCode.NOT_FOUND, what)
         return opens
 
-    def _check_room(self, whose: Publisher, opens: Sequence[Time], changes: Sequence[ProgressRequest.Change]) -> None:
+    def _check_limits(
+        self, whose: PublisherAddress, opens: Sequence[Time], changes: Sequence[ProgressRequest.Change]
+    ) -> None:
         """Raises RESOURCE_EXHAUSTED."""
         owner, held = self.group.owner(whose), self.publishers.get(whose, {})
         others = {publisher: all for publisher, all in self.publishers.items() if publisher != whose}
@@ -492,13 +508,13 @@ class Progress(Kept):
         length = self.frontier.length
         return length is None or self.frontier.state(time) in (State.LATENT, State.ACTIVE)
 
-    # -- what comes
+    # -- records
 
-    def assign(self, records: Sequence[Arrived], now_ms: int, now: float) -> list[Epoch | None]:
+    def assign(self, records: Sequence[IncomingRecord], now_ms: int, now: float) -> list[Epoch | None]:
         self.counts["records"] += len(records)
         return [self._assign(record, now) for record in records]
 
-    def _assign(self, record: Arrived, now: float) -> Epoch | None:
+    def _assign(self, record: IncomingRecord, now: float) -> Epoch | None:
         own, id = self.publishers.get(record.publisher, {}), message_id(record.message)
         named = _named(record.message) if own else None
         time = self._current(own, record.topic, id) if named is None else named
@@ -513,8 +529,8 @@ class Progress(Kept):
         self.frontier.see(time)
         return self._epoch(time)
 
-    def _current(self, own: dict[Time, Held], topic: bytes, id: bytes) -> Time | None:
-        """What it belongs to though it does not say so."""
+    def _current(self, own: dict[Time, OpenEpoch], topic: bytes, id: bytes) -> Time | None:
+        """Returns the epoch of a record that does not name one."""
         closing = [time for time, held in own.items() if held.is_closing and id <= held.last.get(topic, (b"", 0))[0]]
         if closing:
             return min(closing)
@@ -522,8 +538,8 @@ class Progress(Kept):
         self.counts["unnamed"] += len(open) > 1
         return min(open, default=None)
 
-    def _count(self, held: Held, record: Arrived, time: Time, id: bytes, now: float) -> None:
-        had = held.had.setdefault(record.topic, Had())
+    def _count(self, held: OpenEpoch, record: IncomingRecord, time: Time, id: bytes, now: float) -> None:
+        had = held.had.setdefault(record.topic, Received())
         had.count += 1
         had.newest_id = max(had.newest_id, id)
         if held.is_closing:
@@ -531,18 +547,18 @@ class Progress(Kept):
         else:
             held.ends_at = now + self.group.timeout_ms / 1_000
 
-    def had(self, publisher: Publisher, topic: bytes, id: bytes, time: Time) -> None:
-        """It came before a restart."""
+    def count_stored(self, publisher: PublisherAddress, topic: bytes, id: bytes, time: Time) -> None:
+        """Count a record that was stored before a restart."""
         held = self.publishers.get(publisher, {}).get(time)
         if held is not None:
-            had = held.had.setdefault(topic, Had())
+            had = held.had.setdefault(topic, Received())
             had.count += 1
             had.newest_id = max(had.newest_id, id)
             self._settled.append((publisher, time))
 
-    def refused(self, publisher: Publisher, topic: bytes, time: Time) -> None:
+    def refused(self, publisher: PublisherAddress, topic: bytes, time: Time) -> None:
         held = self.publishers.get(publisher, {}).get(time)
-        if held is None and time in self.frontier.seen:  # what precedes it is open still
+        if held is None and time in self.frontier.seen:  # a lower epoch is still open
             self.incomplete.setdefault(time, REFUSED)
             self._is_changed = True
         elif held is None:
@@ -557,11 +573,11 @@ class Progress(Kept):
         over = [one for one in dict.fromkeys(settled) if self._is_over(*one)]
         self._end(over)
 
-    def _is_over(self, publisher: Publisher, time: Time) -> bool:
+    def _is_over(self, publisher: PublisherAddress, time: Time) -> bool:
         held = self.publishers.get(publisher, {}).get(time)
         return held is not None and not held.missing()
 
-    def _end(self, over: Iterable[tuple[Publisher, Time]]) -> None:
+    def _end(self, over: Iterable[tuple[PublisherAddress, Time]]) -> None:
         over = list(over)
         for publisher, time in over:
             del self.publishers[publisher][time]
@@ -591,37 +607,27 @@ class Progress(Kept):
         super()._keep(kept)
         for (authority, ue_id), all in self.publishers.items():
             for time, held in all.items():
-                told = kept.held.add(time=wire_time(time), is_closing=held.is_closing)
-                told.publisher.CopyFrom(uris.uri(authority, ue_id, 0, 0))
+                report = kept.held.add(time=wire_time(time), is_closing=held.is_closing)
+                report.publisher.CopyFrom(uris.uri(authority, ue_id, 0, 0))
                 for topic, (id, count) in held.last.items():
-                    told.last.add(topic=UUri.FromString(topic), id=id, count=count)
+                    report.last.add(topic=UUri.FromString(topic), id=id, count=count)
                 for incarnation, seq in held.after.items():
-                    told.after.add(incarnation=incarnation, seq=seq)
+                    report.after.add(incarnation=incarnation, seq=seq)
 
-    def _resumed(self, told: GroupFrontier, now: float) -> list[Time]:
+    def _resumed(self, report: GroupFrontier, now: float) -> list[Time]:
         held_times = []
-        for one in told.kept.held:
-            held = Held(now + self.group.timeout_ms / 1_000, {at.incarnation: at.seq for at in one.after})
+        for one in report.kept.held:
+            held = OpenEpoch(now + self.group.timeout_ms / 1_000, seqs_of(one.after))
             held.is_closing = one.is_closing
             held.last = {last.topic.SerializeToString(): (last.id, last.count) for last in one.last}
             time = time_of(one.time)
             held_times.append(time)
             self.publishers.setdefault((one.publisher.authority_name, one.publisher.ue_id), {})[time] = held
-        self.covered = dict.fromkeys(map(time_of, told.kept.seen), ("", 0))  # of those that are held no matter
+        self.covered = dict.fromkeys(
+            map(time_of, report.kept.seen), ("", 0)
+        )  # whose they are matters only for those that are not held
         return held_times
 
 
-def time_of(told: LogicalTime) -> Time:
-    return tuple(told.numbers)
-
-
-def wire_time(time: Time) -> LogicalTime:
-    """Raises INVALID_ARGUMENT for what are no numbers of 64 bits."""
-    try:
-        return LogicalTime(numbers=time)
-    except (TypeError, ValueError):
-        raise invalid(f"a time has whole numbers of 64 bits, got {time!r}: give a tuple of them") from None
-
-
-def _times(told: Iterable[LogicalTime]) -> set[Time]:
-    return set(map(time_of, told))
+def _times(report: Iterable[LogicalTime]) -> set[Time]:
+    return set(map(time_of, report))

@@ -1,12 +1,12 @@
-"""Who keeps the epochs of groups of topics, in the logs of one process: how far they have come is in the log itself.
+"""Keeps the epochs of groups of topics in the logs of one process. Their frontiers are records of the log itself.
 
-append -> mark: whose topics? -> assign -> frontier (what it opens), the messages with their epochs, frontier (what it
-                                           ends): one append, so it is stored whole or not at all
+append -> mark: topics of a group? -> assign -> frontier (epochs that it opens), the messages with their epochs,
+                                       frontier (epochs that it ends): one append, stored whole or not at all
 Progress -> change -> frontier -> answered when it is stored            a timer -> tick -> frontier
 
-A frontier is a record like any other: retention, following, push and poll, gaps and restarts treat it as one. What it
-says holds where it stands in the log; each names all groups, so the newest one up to a place is a snapshot. A
-group that has records in several logs is told in each of them: an epoch is over when it is in all.
+A frontier is a record like any other: retention, following, push and poll, gaps and restarts treat it as one. It is
+valid at its position in the log. Each names all groups, so the newest one up to a position is a snapshot. A group that
+has records in several logs is reported in each of them: an epoch is over when it is over in all.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from typing import Final
 import structlog
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import ACTIVE_MAX, Epoch, Time
-from history.epochs.groups import ENDED, REFUSED, Arrived, Buckets, Group, Kept, Progress, Publisher, time_of
+from history.epochs.frontier import ACTIVE_MAX, Epoch, Time, time_of
+from history.epochs.groups import (
+    ENDED,
+    REFUSED,
+    Buckets,
+    Group,
+    GroupEpochs,
+    IncomingRecord,
+    Progress,
+    PublisherAddress,
+)
 from history.file.writer import Append
 from history.log.log import Log
 from history.records.stream import is_publish
@@ -34,39 +43,41 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-GROUPS_MAX: Final = 16  # each frontier names them all
-AGAIN_S: Final = 1.0  # after a log has refused a frontier
+GROUPS_MAX: Final = 16  # each frontier names all groups
+RETRY_S: Final = 1.0  # after a log has refused a frontier
 
 log = structlog.get_logger()
 
 
 @dataclass(eq=False)
 class _InLog:
-    """What is known of one log."""
+    """The state of one log. `plain`: streams of no group; `of`: streams of a group, with the publisher and the topic.
+    `numbers`: of the last frontier, by group; a group without records here has none. `unreported`: by group, epochs
+    that were opened and ended by frontiers that failed; `unopened`: epochs that have ended and that the log never knew.
+    `reported_after`: the newest frontier has a greater seq."""
 
-    plain: set[int] = field(default_factory=set)  # streams of no group
-    of: dict[int, tuple[Kept, Publisher, bytes]] = field(default_factory=dict)  # streams of a group: who, which topic
-    numbers: Counter[str] = field(default_factory=Counter)  # frontiers so far, by group; 0: it has nothing here
-    # by group: what was opened and ended with frontiers that failed; and what ended before it could be told at all
-    unsaid: dict[str, GroupFrontier] = field(default_factory=dict)
-    unheard: dict[str, dict[Time, None]] = field(default_factory=dict)
+    plain: set[int] = field(default_factory=set)
+    of: dict[int, tuple[GroupEpochs, PublisherAddress, bytes]] = field(default_factory=dict)
+    numbers: Counter[str] = field(default_factory=Counter)
+    unreported: dict[str, GroupFrontier] = field(default_factory=dict)
+    unopened: dict[str, dict[Time, None]] = field(default_factory=dict)
     stream: int = 0  # of the frontiers
-    told_after: int = 0  # the newest frontier has a greater seq
+    reported_after: int = 0
 
 
 class Keeper:
-    """Of `groups`, in `logs`: the first one tells of every group, the others of those that have records there.
+    """Keeps the epochs of `groups` in `logs`. The first log reports every group, the others those with records there.
 
-    `topic`: where frontiers are published. Times are `now_ms`, Unix milliseconds, and of the running loop.
+    `topic`: of the frontiers. Times are Unix milliseconds of `now_ms`, and seconds of the running loop.
     """
 
     def __init__(self, topic: UUri, groups: Iterable[Group], logs: Sequence[Log], now_ms: Callable[[], int]) -> None:
         self.topic, self._logs, self._now_ms = topic, list(logs), now_ms
         self._loop = asyncio.get_running_loop()
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, GroupEpochs] = {}
         for group in groups:
-            kept = Progress(group, self._places) if group.width_ms is None else Buckets(group)
-            assert self._kept.setdefault(group.name, kept) is kept, "names of groups are given once"
+            kept = Progress(group, self._positions) if group.width_ms is None else Buckets(group)
+            assert self._kept.setdefault(group.name, kept) is kept, "each group has a name of its own"
         assert len(self._kept) <= GROUPS_MAX, "each frontier names them all"
         self._in = {one: _InLog() for one in logs}
         self._timer: asyncio.TimerHandle | None = None
@@ -75,23 +86,23 @@ class Keeper:
     def __repr__(self) -> str:
         return f"Keeper({list(self._kept.values())})"
 
-    def __iter__(self) -> Iterator[Kept]:
+    def __iter__(self) -> Iterator[GroupEpochs]:
         return iter(self._kept.values())
 
     async def open(self) -> None:
-        """Go on where the newest frontiers say. Before anything is appended. Raises FAILED_PRECONDITION if one of
-        these groups was kept in another way."""
+        """Continue from the newest frontiers. Called before anything is appended. Raises FAILED_PRECONDITION if one of
+        the groups had epochs of another kind."""
         for one, state in self._in.items():
             newest = await self._newest(one)
-            for told in newest.groups if newest is not None else ():
-                state.numbers[told.group] = told.number
-                kept = self._kept.get(told.group)
-                if one is self._logs[0] and kept is not None and told.kept.kind:
-                    kept.resume(told, self._loop.time())
+            for report in newest.groups if newest is not None else ():
+                state.numbers[report.group] = report.number
+                kept = self._kept.get(report.group)
+                if one is self._logs[0] and kept is not None and report.kept.kind:
+                    kept.resume(report, self._loop.time())
             await self._end_others(one, newest)
         for kept in self._kept.values():
-            # beyond what it was, if it was kept before and that is not known any more: nothing changes every
-            # millisecond for years
+            # A time in milliseconds is greater than any version that was used before and is not known any more: no
+            # group changes every millisecond for years.
             kept.version = kept.version or self._now_ms()
             if isinstance(kept, Progress) and kept.publishers:
                 await self._count_again(kept)
@@ -101,11 +112,11 @@ class Keeper:
                 state.plain.add(state.stream)
                 one.keep_epochs(self)
                 one.keep_streams(lambda state=state: (state.stream,))  # type: ignore[misc]
-                one.on_forgotten(lambda gone, one=one: self._forgotten(one, gone))  # type: ignore[misc]
+                one.on_forgotten(lambda ids, one=one: self._forgotten(one, ids))  # type: ignore[misc]
             self._look()
 
     def close(self) -> None:
-        """Before the logs are. May be called twice."""
+        """Called before the logs are closed. May be called twice."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -121,39 +132,38 @@ class Keeper:
             except DecodeError:
                 break
         if seq:
-            # it is damaged, or retention has it: what was open is not known, and its readers must not believe that
-            # nothing was
-            log.warning("how far the epochs had come is lost: they begin anew", log=one.name)
+            # It is damaged, or deleted by retention. Readers must not conclude that no epoch was open.
+            log.warning("the newest frontier is lost: the epochs begin again", log=one.name)
             self._in[one].numbers.update(dict.fromkeys(self._kept, 1))
         return None
 
     async def _end_others(self, one: Log, newest: Frontier | None) -> None:
-        """Groups that are not configured any more: their readers must not wait."""
+        """End the epochs of groups that are no longer configured, so that readers do not wait for them."""
         over = Frontier()
-        for told in newest.groups if newest is not None else ():
-            if told.group not in self._kept and (told.lower or told.active):
-                ended = over.groups.add(group=told.group, number=told.number + 1, version=told.version + 1)
+        for report in newest.groups if newest is not None else ():
+            if report.group not in self._kept and (report.lower or report.active):
+                ended = over.groups.add(group=report.group, number=report.number + 1, version=report.version + 1)
                 ended.logs.append(one.incarnation)
-                ended.ended.extend(GroupFrontier.Ended(time=time, incomplete=ENDED) for time in told.active)
-                ended.updates.extend(GroupFrontier.Update(time=time, change=-1) for time in told.lower)
+                ended.ended.extend(GroupFrontier.Ended(time=time, incomplete=ENDED) for time in report.active)
+                ended.updates.extend(GroupFrontier.Update(time=time, change=-1) for time in report.lower)
         if over.groups:
             await one.append([one.stream_id(self.topic, wanted=True)], [self._message(over)])
 
     async def _count_again(self, kept: Progress) -> None:
-        """What has come of the epochs that are open."""
+        """Count the stored records of the open epochs."""
         for one in self._logs:
             held = (held for all in kept.publishers.values() for held in all.values())
-            place = min((held.after.get(one.incarnation, one.newest_seq) for held in held), default=one.newest_seq)
+            seq = min((held.after.get(one.incarnation, one.newest_seq) for held in held), default=one.newest_seq)
             streams = {stream.id: stream for stream in one.streams() if kept.group.has(stream.source)}
-            while place < one.newest_seq:
-                chunks = await one.read(place, streams=streams.keys())
+            while seq < one.newest_seq:
+                chunks = await one.read(seq, streams=streams.keys())
                 for chunk in chunks:
                     for id, epoch, message in zip(chunk.streams, chunk.epochs or (), chunk.messages, strict=False):
                         if epoch is not None and epoch.group == kept.group.name:
                             source = streams[id].source
                             whose = (source.authority_name, source.ue_id)
-                            kept.had(whose, streams[id].source_bytes, _id(message), epoch.time)
-                place = chunks[-1].last_seq if chunks else one.newest_seq
+                            kept.count_stored(whose, streams[id].source_bytes, _id(message), epoch.time)
+                seq = chunks[-1].last_seq if chunks else one.newest_seq
         kept.settle(self._loop.time())
 
     # -- appends
@@ -162,33 +172,35 @@ class Keeper:
         state = self._in[one]
         if state.plain.issuperset(append.streams):
             return
-        shares: dict[Kept, list[int]] = {}
+        shares: dict[GroupEpochs, list[int]] = {}
         epochs: list[Epoch | None] = append.epochs or [None] * len(append.streams)
-        for place, id in enumerate(append.streams):
-            if id in state.plain or epochs[place] is not None:
+        for index, id in enumerate(append.streams):
+            if id in state.plain or epochs[index] is not None:
                 continue
             known = state.of.get(id) or self._learn(one, id)
             if known is not None:
-                shares.setdefault(known[0], []).append(place)
+                shares.setdefault(known[0], []).append(index)
         if not shares:
             return
         now_ms, now = self._now_ms(), self._loop.time()
-        for kept, places in shares.items():
-            records = [Arrived(*state.of[append.streams[place]][1:], append.messages[place]) for place in places]
-            for place, epoch in zip(places, kept.assign(records, now_ms, now), strict=True):
-                epochs[place] = epoch
+        for kept, indices in shares.items():
+            records = [IncomingRecord(*state.of[append.streams[one]][1:], append.messages[one]) for one in indices]
+            for index, epoch in zip(indices, kept.assign(records, now_ms, now), strict=True):
+                epochs[index] = epoch
             self._involve(one, kept)
-        if one.floor_seq > state.told_after:  # so that a restart finds it, whatever retention takes
-            state.unsaid.update({name: GroupFrontier(group=name) for name in self._kept if name not in state.unsaid})
+        if one.floor_seq > state.reported_after:  # so that a restart finds one, whatever retention deletes
+            state.unreported.update(
+                {name: GroupFrontier(group=name) for name in self._kept if name not in state.unreported}
+            )
         append.epochs = epochs
-        self._tell(one, append, is_ahead=True)
+        self._report(one, append, is_ahead=True)
         for kept in shares:
             kept.settle(now)
-        self._tell(one, append, is_ahead=False)
+        self._report(one, append, is_ahead=False)
         self._schedule()
 
-    def _learn(self, one: Log, id: int) -> tuple[Kept, Publisher, bytes] | None:
-        """Which group a stream is of: the first one that has it."""
+    def _learn(self, one: Log, id: int) -> tuple[GroupEpochs, PublisherAddress, bytes] | None:
+        """Find the group of a stream: the first one with its topic."""
         stream, state = one.stream(id), self._in[one]
         source = stream.source
         if is_publish(stream):
@@ -200,47 +212,49 @@ class Keeper:
         state.plain.add(id)
         return None
 
-    def _involve(self, one: Log, kept: Kept) -> None:
-        """From now on it is told there, and everywhere else that it is."""
+    def _involve(self, one: Log, kept: GroupEpochs) -> None:
+        """Report the group in that log from now on, and name the log in the reports of the others."""
         name = kept.group.name
         if name not in self._in[one].numbers:
             self._in[one].numbers[name] = 0
             for other in self._logs_of(name):
-                self._in[other].unsaid.setdefault(name, GroupFrontier(group=name))
+                self._in[other].unreported.setdefault(name, GroupFrontier(group=name))
 
     def _logs_of(self, name: str) -> list[Log]:
         return [one for one in self._logs if one is self._logs[0] or name in self._in[one].numbers]
 
-    def _places(self) -> dict[bytes, int]:
+    def _positions(self) -> dict[bytes, int]:
         return {one.incarnation: one.newest_seq for one in self._logs}
 
-    def _forgotten(self, one: Log, gone: frozenset[int]) -> None:
+    def _forgotten(self, one: Log, ids: frozenset[int]) -> None:
         state = self._in[one]
-        state.plain -= gone
-        for id in gone & state.of.keys():
+        state.plain -= ids
+        for id in ids & state.of.keys():
             del state.of[id]
 
-    # -- telling
+    # -- reports
 
-    def _tell(
+    def _report(
         self, here: Log | None = None, append: Append | None = None, *, is_ahead: bool = False
     ) -> list[asyncio.Future[int]]:
-        """What is new, in each log that it concerns: `here` with what is being appended."""
-        news = {name: kept.tell() for name, kept in self._kept.items() if kept.has_news}
+        """Append the changes to each log that they concern; to `here` together with `append`."""
+        news = {name: kept.report() for name, kept in self._kept.items() if kept.has_changes}
         concerned = [
-            one for one, state in self._in.items() if state.unsaid or any(one in self._logs_of(name) for name in news)
+            one
+            for one, state in self._in.items()
+            if state.unreported or any(one in self._logs_of(name) for name in news)
         ]
         waiting: list[asyncio.Future[int]] = []
         for one in concerned:
             state, message = self._in[one], self._message(self._frontier(one, news))
-            state.told_after = one.newest_seq
+            state.reported_after = one.newest_seq
             if one is here and append is not None:
                 _insert(append, state.stream, message, is_ahead=is_ahead)
                 continue
             done = one.append([state.stream], [message])
             if done.done() and done.exception() is not None:  # it was refused before it was tried
-                self._say_again(one, [message])
-            done.add_done_callback(_heard)
+                self._report_later(one, [message])
+            done.add_done_callback(_ignore_error)
             waiting.append(done)
         return waiting
 
@@ -249,20 +263,20 @@ class Keeper:
         for name, kept in self._kept.items():
             if one not in self._logs_of(name):
                 continue
-            told = frontier.groups.add()
-            told.CopyFrom(news[name] if name in news else kept.retell())
-            if (unsaid := state.unsaid.pop(name, None)) is not None:
-                _say(told, unsaid, state.unheard.setdefault(name, {}))
+            report = frontier.groups.add()
+            report.CopyFrom(news[name] if name in news else kept.report_again())
+            if (unreported := state.unreported.pop(name, None)) is not None:
+                _add_unreported(report, unreported, state.unopened.setdefault(name, {}))
             state.numbers[name] += 1
-            told.number = state.numbers[name]
-            told.logs.extend(log.incarnation for log in self._logs_of(name))
+            report.number = state.numbers[name]
+            report.logs.extend(log.incarnation for log in self._logs_of(name))
         return frontier
 
-    def _message(self, told: Frontier) -> EncodedMessage:
-        return EncodedMessage.of(UMessageBuilder.publish(self.topic).with_id(uuids.new()).pack(told))
+    def _message(self, frontier: Frontier) -> EncodedMessage:
+        return EncodedMessage.of(UMessageBuilder.publish(self.topic).with_id(uuids.new()).pack(frontier))
 
     def failed(self, one: Log, appends: Sequence[Append]) -> None:
-        """What was told with them is told again, and what they counted does not count."""
+        """These appends have failed: report their changes again, and do not count their records."""
         state = self._in[one]
         for append in appends:
             for id, epoch in zip(append.streams, append.epochs or (), strict=False):
@@ -270,21 +284,21 @@ class Keeper:
                 if epoch is not None and known is not None and known[0].group.name == epoch.group:
                     known[0].refused(*known[1:], epoch.time)
         pairs = [pair for append in appends for pair in zip(append.streams, append.messages, strict=True)]
-        self._say_again(one, [message for id, message in pairs if id == state.stream])
+        self._report_later(one, [message for id, message in pairs if id == state.stream])
 
-    def _say_again(self, one: Log, messages: Iterable[Carried]) -> None:
+    def _report_later(self, one: Log, messages: Iterable[Carried]) -> None:
         state = self._in[one]
         for message in messages:
-            for told in Frontier.FromString(message.payload).groups:
-                unsaid = state.unsaid.setdefault(told.group, GroupFrontier(group=told.group))
-                unsaid.opened.extend(told.opened)
-                kept = self._kept.get(told.group)
-                for ended in told.ended:
+            for report in Frontier.FromString(message.payload).groups:
+                unreported = state.unreported.setdefault(report.group, GroupFrontier(group=report.group))
+                unreported.opened.extend(report.opened)
+                kept = self._kept.get(report.group)
+                for ended in report.ended:
                     if kept is not None and time_of(ended.time) in kept.spoiled:
                         ended.incomplete = ended.incomplete or REFUSED
-                    unsaid.ended.append(ended)
-        if state.unsaid:
-            self._schedule(AGAIN_S)
+                    unreported.ended.append(ended)
+        if state.unreported:
+            self._schedule(RETRY_S)
 
     # -- time
 
@@ -308,14 +322,14 @@ class Keeper:
         now = self._loop.time()
         for kept in self._kept.values():
             kept.tick(now)
-        self._tell()
-        self._schedule(AGAIN_S if any(state.unsaid for state in self._in.values()) else None)
+        self._report()
+        self._schedule(RETRY_S if any(state.unreported for state in self._in.values()) else None)
 
     # -- Progress
 
     async def progress(self, caller: UUri, asked: ProgressRequest) -> ProgressResponse:
-        """Of a publisher. Raises NOT_FOUND, FAILED_PRECONDITION, PERMISSION_DENIED, INVALID_ARGUMENT,
-        RESOURCE_EXHAUSTED, or what the log answers; of the latter what was asked for is done as soon as it can be."""
+        """Apply the changes of a publisher. Raises NOT_FOUND, FAILED_PRECONDITION, PERMISSION_DENIED, INVALID_ARGUMENT
+        or RESOURCE_EXHAUSTED. An error of the log is raised, too; the changes are then appended as soon as possible."""
         kept = self._kept.get(asked.group)
         if kept is None:
             names = ", ".join(sorted(self._kept)) or "none"
@@ -330,48 +344,49 @@ class Keeper:
             raise invalid("a Progress has changes: +1 for an epoch that opens, -1 for one that is over")
         now = self._loop.time()
         kept.change(caller, asked.changes, now)
-        waiting = self._tell()
+        waiting = self._report()
         kept.settle(now)
-        waiting += self._tell()
+        waiting += self._report()
         self._schedule()
-        response = ProgressResponse(lower=kept.told.lower, active=kept.told.active)
+        response = ProgressResponse(lower=kept.reported.lower, active=kept.reported.active)
         for done in waiting:
             await done
         return response
 
 
-def _say(told: GroupFrontier, unsaid: GroupFrontier, unheard: dict[Time, None]) -> None:
-    """Add what the log could not take. Of what it never heard of it has no record, so nobody has to hear that it ended,
-    however many did; only that some of it was refused, if another log has the rest. `unheard`: what is left of it."""
-    unheard.update(dict.fromkeys(map(time_of, unsaid.opened)))
-    said = set(map(time_of, told.opened))
-    for time in told.active:
-        if time_of(time) in unheard:
-            del unheard[time_of(time)]
-            if time_of(time) not in said:
-                told.opened.append(time)
-    ended = [*unsaid.ended, *told.ended]
-    refused = [one for one in ended if time_of(one.time) in unheard and one.incomplete == REFUSED][-ACTIVE_MAX:]
-    del told.ended[:]
-    told.ended.extend([one for one in ended if time_of(one.time) not in unheard] + refused)
-    unheard.clear()
-    unheard.update(dict.fromkeys(time_of(one.time) for one in refused))
+def _add_unreported(report: GroupFrontier, unreported: GroupFrontier, unopened: dict[Time, None]) -> None:
+    """Add the changes that the log could not store. The log has no record of an epoch that it never knew, so the end of
+    that epoch is not reported, unless records of it were refused: another log may have the rest. `unopened` is left
+    with these."""
+    unopened.update(dict.fromkeys(map(time_of, unreported.opened)))
+    opened = set(map(time_of, report.opened))
+    for time in report.active:
+        if time_of(time) in unopened:
+            del unopened[time_of(time)]
+            if time_of(time) not in opened:
+                report.opened.append(time)
+    ended = [*unreported.ended, *report.ended]
+    refused = [one for one in ended if time_of(one.time) in unopened and one.incomplete == REFUSED][-ACTIVE_MAX:]
+    del report.ended[:]
+    report.ended.extend([one for one in ended if time_of(one.time) not in unopened] + refused)
+    unopened.clear()
+    unopened.update(dict.fromkeys(time_of(one.time) for one in refused))
 
 
 def _insert(append: Append, stream: int, message: Carried, *, is_ahead: bool) -> None:
     assert append.epochs is not None, "it has messages of a group"
-    place = 0 if is_ahead else len(append.messages)
-    append.streams.insert(place, stream)
-    append.messages.insert(place, message)
-    append.epochs.insert(place, None)
+    index = 0 if is_ahead else len(append.messages)
+    append.streams.insert(index, stream)
+    append.messages.insert(index, message)
+    append.epochs.insert(index, None)
     if is_ahead:
         append.lead += 1
     else:
         append.trail += 1
 
 
-def _heard(done: asyncio.Future[int]) -> None:
-    """Whoever waits hears of an error; nobody has to."""
+def _ignore_error(done: asyncio.Future[int]) -> None:
+    """Mark an error as retrieved: there may be nobody who waits for it."""
     if not done.cancelled():
         done.exception()
 

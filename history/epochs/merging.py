@@ -1,10 +1,10 @@
-"""What several logs say of a group of topics, as one: how far it has come in all of them. Pure.
+"""Merges the frontiers that several logs report of one group: how far the group has come in all of them. Pure.
 
-hear(log, Part) -> lower: the minimal of what any log may bring -> is_over(time): in each log, as of a version in which
-                                                                   that time was there
-silence: who has said nothing for too long is waited for no longer, until it says something
+update(log, LogFrontier) -> lower: the minimal of what any log may bring
+                         -> is_over(time): in each log, as of a version that knows that time
+silence: a log that has reported nothing for too long is no longer waited for, until it reports again
 
-Cost follows the change: each of a thousand vehicles says something all the time.
+The cost depends on the change, not on the number of logs: each of a thousand vehicles reports all the time.
 """
 
 from __future__ import annotations
@@ -14,95 +14,105 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from history.epochs.frontier import ACTIVE_MAX, GROUP_MAX, LENGTH_MAX, Antichain, Time, is_ahead, maximal, minimal
+from history.epochs.frontier import (
+    ACTIVE_MAX,
+    GROUP_MAX,
+    LENGTH_MAX,
+    Antichain,
+    Time,
+    is_ahead,
+    maximal,
+    minimal,
+    time_of,
+)
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier
 
 LOGS_MAX: Final = 16  # of one keeper; it has a durable and a volatile one
-SINCE_MAX: Final = 4_096  # times that some log of a keeper has not heard of
+SINCE_MAX: Final = 4_096  # times of which some log of a keeper does not know
 
-Keeper = tuple[str, int]  # who keeps a group: authority, uEntity
-Life = tuple[Any, int, Collection[Any]]  # of a log: its incarnation, the version, and which logs there are by that
+KeeperAddress = tuple[str, int]  # of the keeper of a group: authority, uEntity
+Life = tuple[Any, int, Collection[Any]]  # of a log: its incarnation, the version, and the logs that this version names
 
 
-def times_of(told: GroupFrontier) -> tuple[list[Time], list[Time]] | None:
-    """Its lower frontier, and what is active, all with as many numbers. None: no keeper says that."""
-    if max(len(told.lower), len(told.active)) > ACTIVE_MAX or len(told.logs) > LOGS_MAX:
+def times_of(report: GroupFrontier) -> tuple[list[Time], list[Time]] | None:
+    """Returns the lower frontier and the active times, all with the same number of numbers. None: it is invalid."""
+    if max(len(report.lower), len(report.active)) > ACTIVE_MAX or len(report.logs) > LOGS_MAX:
         return None
-    if not 0 < len(told.group.encode()) <= GROUP_MAX:
+    if not 0 < len(report.group.encode()) <= GROUP_MAX:
         return None
-    lower, active = ([tuple(one.numbers) for one in times] for times in (told.lower, told.active))
+    lower, active = ([time_of(one) for one in times] for times in (report.lower, report.active))
     lengths = {len(time) for time in (*lower, *active)}
     return (lower, active) if not lengths or (len(lengths) == 1 and 0 < lengths.pop() <= LENGTH_MAX) else None
 
 
 def is_replaced(old: Life, new: Life) -> bool:
-    """Of two logs of one keeper: the old one is not there any more, by what was told last in each, in the new one last.
-    One that lives beside the other names it, or is named by it."""
+    """Returns whether the old one of two logs of a keeper no longer exists, by the last report of each; that of the new
+    one came last. If both exist, one names the other."""
     (old_log, old_version, old_logs), (log, version, logs) = old, new
     return old_log not in logs and (old_version <= version or log not in old_logs)
 
 
-def passed_unread(told: GroupFrontier, length: int) -> list[Time]:
-    """Of a log of which this is the first that is read: what was over there before, and may have had records that are
-    not read. Only other logs of the group can still bring more of it. All have `length` numbers; 0: as many as the
-    first."""
-    if told.number == 1 or len(told.logs) < 2:
+def passed_unread(report: GroupFrontier, length: int) -> list[Time]:
+    """Returns the times that were over before this frontier, which is the first one that is read of its log: they may
+    have records that are not read. Only other logs of the group can bring more of them. All have `length` numbers; 0:
+    as many as the first one."""
+    if report.number == 1 or len(report.logs) < 2:
         return []
-    passed = [tuple(one.numbers) for one in told.kept.passed if 0 < len(one.numbers) <= LENGTH_MAX]
+    passed = [time_of(one) for one in report.kept.passed if 0 < len(one.numbers) <= LENGTH_MAX]
     return [time for time in passed if len(time) == (length or len(passed[0]))]
 
 
 @dataclass(slots=True)
-class Part:
-    """What one log says."""
+class LogFrontier:
+    """The frontiers that one log reports."""
 
-    keeper: Keeper
+    keeper: KeeperAddress
     version: int
     lower: Antichain
     active: frozenset[Time]
     logs: frozenset[bytes]
-    number: int  # of what was told in that log
+    number: int  # of the report in that log
     heard_at: float
     is_silent: bool = False
 
 
 @dataclass(slots=True)
 class _Keeper:
-    parts: dict[bytes, Part] = field(default_factory=dict)  # by log
-    since: dict[Time, int] = field(default_factory=dict)  # the first version, as far as we know, that has this time
-    oldest: int = 0  # version of those that are not silent
+    parts: dict[bytes, LogFrontier] = field(default_factory=dict)  # by log
+    since: dict[Time, int] = field(default_factory=dict)  # the first known version that has this time
+    oldest: int = 0  # version of the logs that are not silent
 
     def is_behind(self, time: Time) -> bool:
-        """One of its logs has not heard of it."""
+        """Returns whether one of its logs does not know the time."""
         return self.since.get(time, 0) > self.oldest
 
 
-class Merged:
-    """`unheard`: logs that others name and that have said nothing. `is_settled`: nothing has changed of what is over
-    since somebody set it."""
+class MergedFrontiers:
+    """`unheard`: logs that others name and that have reported nothing. `is_settled`: nothing that decides what is over
+    has changed since it was set."""
 
     def __init__(self) -> None:
-        self.parts: dict[bytes, Part] = {}  # by the log in which it was told first
+        self.parts: dict[bytes, LogFrontier] = {}  # by the log in which it was first appended
         self.unheard: set[bytes] = set()
         self.unheard_since: float | None = None
         self.is_settled = False
-        self._keepers: dict[Keeper, _Keeper] = {}
-        self._behind: set[Keeper] = set()  # whose logs are not all of one version
+        self._keepers: dict[KeeperAddress, _Keeper] = {}
+        self._behind: set[KeeperAddress] = set()  # whose logs have different versions
         self._lows: Counter[Time] = Counter()
         self._lower: Antichain | None = None
         self._named: Counter[bytes] = Counter()
-        self._waited_for: OrderedDict[bytes, Part] = OrderedDict()  # who was heard last is the last
-        self._silent: dict[bytes, Part] = {}
-        self._has_given_up = False  # those that are unheard
+        self._waited_for: OrderedDict[bytes, LogFrontier] = OrderedDict()  # the last one reported last
+        self._silent: dict[bytes, LogFrontier] = {}
+        self._has_given_up = False  # on those that are unheard
 
     def __repr__(self) -> str:
-        return f"Merged({sorted(self.lower)}, {len(self.parts)} logs)"
+        return f"MergedFrontiers({sorted(self.lower)}, {len(self.parts)} logs)"
 
     # -- how far it has come
 
     @property
     def lower(self) -> Antichain:
-        """Of what may come from those that are waited for."""
+        """The minimal of what may come from the logs that are waited for."""
         if self._lower is None:
             self._lower = minimal(self._lows)
         return self._lower
@@ -113,14 +123,14 @@ class Merged:
 
     @property
     def is_whole(self) -> bool:
-        """Nobody is waited for of whom nothing is known."""
+        """No log of which nothing is known is waited for."""
         return not self.unheard or self._has_given_up
 
     def is_over(self, time: Time) -> bool:
         return not is_ahead(self.lower, time) and not any(self._keepers[one].is_behind(time) for one in self._behind)
 
     def missing(self, time: Time) -> str:
-        """Who might bring more of what is over, and was silent for too long; empty: nobody."""
+        """Returns which silent logs might bring more of a time that is over; empty: none."""
         who = {
             part.keeper[0]
             for part in self._silent.values()
@@ -128,9 +138,9 @@ class Merged:
         }
         return ", ".join(sorted(who)) or ("one of its logs" if self.unheard else "")
 
-    # -- what is said
+    # -- reports
 
-    def hear(self, log: bytes, part: Part) -> None:
+    def update(self, log: bytes, part: LogFrontier) -> None:
         old = self.parts.get(log)
         if old is not None and old.keeper != part.keeper:
             self.drop(log, part.heard_at)
@@ -157,18 +167,18 @@ class Merged:
         self._note_unheard(part.heard_at)
 
     def replaced_by(self, log: bytes) -> list[bytes]:
-        """Logs that are not there any more, by what was said in this one: they were in memory before a restart, or
-        their disk was replaced. To be dropped."""
+        """Returns the logs that no longer exist, by the report of this one: they were in memory before a restart, or
+        their disk was replaced. The caller drops them."""
         part = self.parts[log]
         parts = self._keepers[part.keeper].parts
         new = log, part.version, part.logs
-        gone = [one for one, old in parts.items() if one != log and is_replaced((one, old.version, old.logs), new)]
-        if len(parts) - len(gone) > LOGS_MAX:
-            gone.append(min(parts.keys() - {log, *gone}, key=lambda one: (parts[one].version, one)))
-        return gone
+        replaced = [one for one, old in parts.items() if one != log and is_replaced((one, old.version, old.logs), new)]
+        if len(parts) - len(replaced) > LOGS_MAX:
+            replaced.append(min(parts.keys() - {log, *replaced}, key=lambda one: (parts[one].version, one)))
+        return replaced
 
-    def touch(self, log: bytes, part: Part, now: float) -> None:
-        """It is there, and has said nothing new."""
+    def touch(self, log: bytes, part: LogFrontier, now: float) -> None:
+        """The log is there, and has reported nothing new."""
         if part.heard_at == now and not part.is_silent:
             return
         part.heard_at = now
@@ -201,20 +211,20 @@ class Merged:
         self._note_unheard(now)
         self.is_settled = False
 
-    # -- who says nothing
+    # -- silent logs
 
     def silent_at(self, timeout_s: float) -> float | None:
-        """When the next one is to be waited for no longer; None: nobody is."""
+        """Returns when to stop waiting for the next log; None: none is waited for."""
         heard = next((part.heard_at for part in self._waited_for.values()), None)
         if self.unheard and not self._has_given_up and self.unheard_since is not None:
             heard = self.unheard_since if heard is None else min(heard, self.unheard_since)
         return None if heard is None else heard + timeout_s
 
     def silence(self, now: float, timeout_s: float) -> None:
-        """Whoever was not heard for so long is waited for no longer: all of whom `silent_at` told."""
+        """Stop waiting for each log that `silent_at` has announced up to now."""
         while self._waited_for:
             log, part = next(iter(self._waited_for.items()))
-            if part.heard_at + timeout_s > now:  # as there, to the last bit
+            if part.heard_at + timeout_s > now:  # the same arithmetic as in `silent_at`
                 break
             del self._waited_for[log]
             self._silent[log] = part
@@ -227,8 +237,8 @@ class Merged:
 
     # -- inside
 
-    def _touch_others(self, keeper: _Keeper, log: bytes, part: Part, now: float) -> None:
-        """Logs of one keeper that know as much are heard together: nothing had to be said in them."""
+    def _touch_others(self, keeper: _Keeper, log: bytes, part: LogFrontier, now: float) -> None:
+        """Logs of one keeper with the same version count as heard, too: there was nothing to report in them."""
         if len(keeper.parts) > 1:
             for other_log, other in keeper.parts.items():
                 if other_log != log and not other.is_silent and other.version >= part.version:
@@ -268,8 +278,8 @@ class Merged:
         elif self.unheard and self.unheard_since is None:
             self.unheard_since = now
 
-    def _count(self, of: Keeper) -> None:
-        """Versions of its logs have changed."""
+    def _count(self, of: KeeperAddress) -> None:
+        """The versions of the keeper's logs have changed."""
         keeper = self._keepers[of]
         versions = {one.version for one in keeper.parts.values() if not one.is_silent}
         keeper.oldest = min(versions, default=1 << 63)
@@ -282,8 +292,8 @@ class Merged:
             self.is_settled = False
 
     @staticmethod
-    def _forget(keeper: _Keeper, part: Part) -> None:
-        """Times that all of its logs have heard of, and that are over."""
+    def _forget(keeper: _Keeper, part: LogFrontier) -> None:
+        """Forget times that all of its logs know, and that are over."""
         since = keeper.since
         if len(since) > len(part.active):
             for time in [one for one, version in since.items() if version <= keeper.oldest and one not in part.active]:

@@ -1,8 +1,8 @@
-"""What a reader takes of the answers of a history: each record once, in order, and nothing after one that is missing.
+"""Takes the records of a history's answers: each once, in order, and none after one that is missing.
 
-answer -> decode -> records -> judge: does it directly follow the last one of its topic? -> Accepted: records, gaps,
-                    gaps -> told once                                                       and places
-places: where to go on in each log, what proves it, which logs gave nothing
+answer -> decode -> records -> judge: does it directly follow the last one of its topic? -> Accepted: records, gaps
+                    gaps -> each is reported once                                           and the state
+state: where to go on in each log, the witnesses of that, which logs have given nothing
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import GROUP_MAX, LENGTH_MAX, Epoch
+from history.epochs.frontier import GROUP_MAX, LENGTH_MAX, Epoch, time_of
 from history.records import witness
 from history.records.chunk import INCARNATION_BYTES, SEQ_MAX, Origin
 from history.records.witness import Known, gap_of
@@ -23,16 +23,16 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Positio
 from uprotocol.encoded import EncodedMessage
 from uprotocol.v1.umessage_pb2 import UMessage
 
-# whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
+# topics whose newest record is remembered; for others, those without a record for longest, the position is used
 TOPICS_TRACKED_MAX: Final = 65_536
-# times in a row that a record does not follow; then what is between is declared a gap: asking again doesn't help
+# refusals in a row; then the missing records are reported as a gap, because asking again does not help
 REFUSED_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One message of a history. `time_ms`: when it was appended, Unix milliseconds. `origin`: where it was appended
-    first, if that is another log. `epoch`: to which it belongs, if its topic is one of a group that has epochs."""
+    """One message of a history. `time_ms`: when it was appended, Unix milliseconds. `origin`: the log and seq at which
+    it was first appended, if that is another log. `epoch`: of the record, if its topic is in a group with epochs."""
 
     incarnation: bytes
     seq: int
@@ -44,8 +44,8 @@ class Record:
 
     @property
     def topic(self) -> tuple[bytes, bytes, bytes]:
-        """Log, source and sink: what has predecessors of its own."""
-        if type(self.message) is EncodedMessage:  # of a stream that has been met its address is known
+        """Log, source and sink. `prev_seq` names the record before it of the same topic."""
+        if type(self.message) is EncodedMessage:  # it has its address in serialized form
             return self.incarnation, self.message.stamp.address, b""
         attributes = self.message.attributes
         return self.incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString()
@@ -55,21 +55,21 @@ Positions = dict[bytes, int]
 
 
 @dataclass(slots=True)
-class Places:
-    """Where a reader is in each log, and what proves it (see history.records.witness)."""
+class ReaderState:
+    """The position of a reader in each log, and its witnesses (see history.records.witness)."""
 
     positions: Positions = field(default_factory=dict)
     known: dict[bytes, Known] = field(default_factory=dict)
-    idle: set[bytes] = field(default_factory=set)  # logs in memory of which nothing was had: their end is no loss
+    idle: set[bytes] = field(default_factory=set)  # logs in memory that gave no record: their end is no loss
 
-    def copy(self) -> Places:
-        return Places(dict(self.positions), dict(self.known), set(self.idle))
+    def copy(self) -> ReaderState:
+        return ReaderState(dict(self.positions), dict(self.known), set(self.idle))
 
     def request(self) -> list[Position]:
         return [witness.position(one, seq, self.known.get(one, {})) for one, seq in self.positions.items()]
 
-    def learn(self, told: Iterable[Position]) -> None:
-        for position in told:
+    def learn(self, positions: Iterable[Position]) -> None:
+        for position in positions:
             if position.witnesses:
                 self.known[position.incarnation] = witness.learn(self.known.get(position.incarnation, {}), position)
 
@@ -81,80 +81,81 @@ class Places:
 
 @dataclass(slots=True)
 class Accepted:
-    """What one answer brought: records in order, the gaps before them, and where the next poll begins. `frontiers`: how
-    far epochs had come where it began; None: it does not say."""
+    """The content of one answer: records in order, the gaps before them, and the state after them, from which the next
+    poll begins. `frontiers`: as of where the answer began; None: it has none."""
 
     frontiers: list[Record] | None = None
     records: list[Record] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
-    places: Places = field(default_factory=Places)
+    state: ReaderState = field(default_factory=ReaderState)
 
     @property
     def positions(self) -> Positions:
-        return self.places.positions
+        return self.state.positions
 
 
 class Verdict(enum.Enum):
     TAKEN = enum.auto()
     DUPLICATE = enum.auto()
-    REFUSED = enum.auto()  # one is missing before it
+    REFUSED = enum.auto()  # a record before it is missing
 
 
 class Acceptor:
     """Takes a record only if it directly follows the last one taken of its topic. Pure: no I/O, no clock.
 
-    `dropped`: duplicate, refused (does not follow), behind_refused, unreadable (not a UMessage, or a gap without end).
+    `dropped`: duplicate, refused (a record before it is missing), behind_refused, unreadable (not a UMessage, or a gap
+    without an end).
     """
 
     def __init__(
         self,
         positions: Positions | None = None,
-        places: Places | None = None,
+        state: ReaderState | None = None,
         *,
         read: Callable[[bytes], Any] = UMessage.FromString,
     ) -> None:
-        """`read` makes the message of a record. Raises DecodeError."""
+        """`read` decodes the message of a record. It raises DecodeError."""
         self._read = read
-        self.places = places.copy() if places is not None else Places(dict(positions or {}))
+        self.state = state.copy() if state is not None else ReaderState(dict(positions or {}))
         self.dropped: Counter[str] = Counter()
-        self._base: Positions = dict(self.positions)  # of a topic not in `_newest` nothing has come after this
+        self._base: Positions = dict(self.positions)  # for topics that are not in `_newest`: the last seq taken
         self._newest: OrderedDict[tuple[bytes, bytes, bytes], int] = OrderedDict()  # (incarnation, source, sink) -> seq
-        self._lost_to: Positions = {}  # whatever is missing up to here has been told as a gap
+        self._lost_to: Positions = {}  # what is missing up to here has been reported as a gap
         self._refused_in_a_row = 0
 
     @property
     def positions(self) -> Positions:
-        return self.places.positions
+        return self.state.positions
 
     def accept(self, response: PollResponse) -> Accepted:
         accepted = Accepted()
         had = {gap.incarnation: self.positions.get(gap.incarnation, 0) for gap in response.gaps}
-        following = {position.incarnation: position.seq for position in response.next}
+        following = witness.seqs_of(response.next)
         for begin in response.begin:
             if begin.incarnation not in self.positions:
                 self.positions[begin.incarnation] = self._base[begin.incarnation] = begin.seq
                 if begin.in_memory:
-                    self.places.idle.add(begin.incarnation)
+                    self.state.idle.add(begin.incarnation)
         if response.has_frontiers:
-            told = (decode(batch, self._read) or () for batch in response.frontiers)
-            accepted.frontiers = [record for records in told for record in records if isinstance(record, Record)]
+            decoded = (decode(batch, self._read) or () for batch in response.frontiers)
+            accepted.frontiers = [record for records in decoded for record in records if isinstance(record, Record)]
         for gap in response.gaps:
             self._note(gap, had[gap.incarnation], accepted)
         for incarnation in [one for one in self.positions if one not in following] if following else []:
-            self._lose(incarnation, accepted)  # the service names all its logs there
+            self._lose(incarnation, accepted)  # the service lists all its logs there
         for batch in response.batches:
             records = decode(batch, self._read)
             if records is None or not self._take(batch.incarnation, records, accepted):
                 following.pop(batch.incarnation, None)
         for incarnation, seq in following.items():
             self.positions[incarnation] = max(seq, self.positions.get(incarnation, 0))
-        self.places.learn(response.begin)
-        self.places.learn(response.next)
-        accepted.places = self.places.copy()
+        self.state.learn(response.begin)
+        self.state.learn(response.next)
+        accepted.state = self.state.copy()
         return accepted
 
     def judge(self, record: Record) -> Verdict:
-        """Whether `record` is the next one of its topic; it counts as taken if it is."""
+        """Decide whether `record` is the next one of its topic. If it is, it counts as taken."""
         incarnation, key = record.incarnation, record.topic
         last = self._newest.get(key, self._base.get(incarnation, 0))
         if record.seq <= last:
@@ -169,31 +170,32 @@ class Acceptor:
             (of, _, _), forgotten = self._newest.popitem(last=False)
             self._base[of] = max(self._base[of], forgotten)
         self._refused_in_a_row = 0
-        self.places.idle.discard(incarnation)
+        self.state.idle.discard(incarnation)
         return Verdict.TAKEN
 
     def begin_here(self) -> None:
-        """More topics are wanted, from these places on: what the first record of one names before it is not ours."""
+        """More topics are followed from here on: the first record of each may name a predecessor that was not asked
+        for."""
         self._base = dict(self.positions)
 
-    def resume(self, places: Places) -> None:
-        """Go on from `places`, which another acceptor came to with these topics; what was taken here already will be a
-        duplicate."""
-        self.places = Places(dict(places.positions), dict(places.known), self.places.idle & places.positions.keys())
+    def resume(self, state: ReaderState) -> None:
+        """Continue from `state`, to which another acceptor has read these topics. Records that were taken here already
+        will be duplicates."""
+        self.state = ReaderState(dict(state.positions), dict(state.known), self.state.idle & state.positions.keys())
 
     def _note(self, gap: Gap, had: int, accepted: Accepted) -> None:
-        """`had`: the position before this answer. A push may begin further back, because its follower has polled
+        """`had`: the position before this answer. A push may begin further back, because its reader has polled
         meanwhile. Records up to `had` that were deleted since then are not missing."""
         incarnation = gap.incarnation
         if gap.reason == Gap.REASON_INCARNATION:
             self._lose(incarnation, accepted)
             return
-        if not 0 < gap.before_seq <= SEQ_MAX:  # it ends nowhere, so there is no place behind it
+        if not 0 < gap.before_seq <= SEQ_MAX:  # without an end there is no position to continue from
             self.dropped["unreadable"] += 1
             return
-        if went_back(gap):  # start again where it says
+        if went_back(gap):  # start again from there
             self.positions[incarnation] = self._base[incarnation] = gap.before_seq - 1
-            self.places.known[incarnation] = witness.up_to(self.places.known.get(incarnation, {}), gap.before_seq - 1)
+            self.state.known[incarnation] = witness.up_to(self.state.known.get(incarnation, {}), gap.before_seq - 1)
             self._lost_to.pop(incarnation, None)
             for key in [key for key in self._newest if key[0] == incarnation]:
                 del self._newest[key]
@@ -204,22 +206,22 @@ class Acceptor:
         accepted.gaps.append(gap)
 
     def _lose(self, incarnation: bytes, accepted: Accepted) -> None:
-        """This log is gone."""
+        """The log no longer exists."""
         seq = self.positions.get(incarnation)
         if seq is None:
             return
-        if incarnation not in self.places.idle:
+        if incarnation not in self.state.idle:
             accepted.gaps.append(Gap(reason=Gap.REASON_INCARNATION, incarnation=incarnation, after_seq=seq))
-        self.places.forget(incarnation)
+        self.state.forget(incarnation)
         self._lost_to.pop(incarnation, None)
         self._base.pop(incarnation, None)
 
     def _take(self, incarnation: bytes, records: Sequence[Record | int], accepted: Accepted) -> bool:
-        """False if a record did not follow; then the position is where the missing one comes next."""
+        """Returns False if a record was refused; then the position is before the one that is missing."""
         seqs = (record if isinstance(record, int) else record.seq for record in records)
         base = self._base.setdefault(incarnation, min(seqs, default=1) - 1)
         position = self.positions.setdefault(incarnation, base)
-        for place, record in enumerate(records):
+        for index, record in enumerate(records):
             if isinstance(record, int):
                 self.dropped["unreadable"] += 1
                 accepted.gaps.append(gap_of(Gap.REASON_CORRUPTION, incarnation, record - 1, record + 1))
@@ -227,7 +229,7 @@ class Acceptor:
                 continue
             verdict = self.judge(record)
             if verdict is Verdict.REFUSED:
-                self.dropped["behind_refused"] += len(records) - place - 1
+                self.dropped["behind_refused"] += len(records) - index - 1
                 self._refused_in_a_row += 1
                 self._go_back(record, position, accepted)
                 return False
@@ -247,13 +249,13 @@ class Acceptor:
 
 
 def went_back(gap: Gap) -> bool:
-    """The log itself went back behind what its reader knows, and goes on at `before_seq`."""
+    """Returns whether the gap says that the log went back behind what its reader knows, and goes on at `before_seq`."""
     return gap.reason == Gap.REASON_CORRUPTION and gap.before_seq - 1 <= gap.after_seq
 
 
 def decode(batch: RecordBatch, read: Callable[[bytes], Any] = UMessage.FromString) -> list[Record | int] | None:
-    """Its records; the seq alone of what is no UMessage. None if the columns have different lengths, or a seq is none
-    that a log gives, or where a record comes from, or to what it belongs, can't be read."""
+    """Returns the records; for one that is not a UMessage only its seq. None if the columns have different lengths, or
+    a seq, an origin or an epoch is invalid."""
     columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
     if len({len(column) for column in columns}) != 1:
         return None
@@ -272,27 +274,27 @@ def decode(batch: RecordBatch, read: Callable[[bytes], Any] = UMessage.FromStrin
 
 
 def _origins(batch: RecordBatch) -> Sequence[Origin | None] | None:
-    """One for each record; None if they can't be read."""
-    logs, places, seqs = batch.origin_incarnation, batch.origin, batch.origin_seq
-    if not (logs or places or seqs):
+    """Returns one for each record; None if the columns are invalid."""
+    logs, numbers, seqs = batch.origin_incarnation, batch.origin, batch.origin_seq
+    if not (logs or numbers or seqs):
         return [None] * len(batch.seq)
-    if not len(places) == len(seqs) == len(batch.seq) or {len(log) for log in logs} - {INCARNATION_BYTES}:
+    if not len(numbers) == len(seqs) == len(batch.seq) or {len(log) for log in logs} - {INCARNATION_BYTES}:
         return None
-    if max(places, default=0) > len(logs) or max(seqs, default=0) > SEQ_MAX:
+    if max(numbers, default=0) > len(logs) or max(seqs, default=0) > SEQ_MAX:
         return None
-    pairs = list(zip(places, seqs, strict=True))
-    if any(place and not seq for place, seq in pairs):
+    pairs = list(zip(numbers, seqs, strict=True))
+    if any(number and not seq for number, seq in pairs):
         return None
-    return [Origin(logs[place - 1], seq) if place else None for place, seq in pairs]
+    return [Origin(logs[number - 1], seq) if number else None for number, seq in pairs]
 
 
 def _epochs(batch: RecordBatch) -> Sequence[Epoch | None] | None:
-    """One for each record; None if they can't be read."""
+    """Returns one for each record; None if the columns are invalid."""
     if not (batch.epochs or batch.epoch):
         return [None] * len(batch.seq)
-    known = [Epoch(one.group, tuple(one.time.numbers)) for one in batch.epochs]
+    known = [Epoch(one.group, time_of(one.time)) for one in batch.epochs]
     if len(batch.epoch) != len(batch.seq) or max(batch.epoch, default=0) > len(known):
         return None
     if not all(0 < len(one.group.encode()) <= GROUP_MAX and 0 < len(one.time) <= LENGTH_MAX for one in known):
         return None
-    return [known[place - 1] if place else None for place in batch.epoch]
+    return [known[number - 1] if number else None for number in batch.epoch]

@@ -1,4 +1,4 @@
-"""A subscriber that never misses a record in silence, and has all of an epoch or none, if it wants epochs.
+"""A subscriber that misses no record without a report, and optionally delivers each epoch whole or not at all.
 
 Following -> Acceptor: does each record directly follow the last one of its topic? -> queue -> batches() -> application
   ^            | no: drop the rest, go back, poll again                                            |
@@ -23,9 +23,10 @@ from typing import Any, Final, Self
 import structlog
 
 from history.epochs.assembling import Assembled, Assembler
-from history.reading.acceptor import Accepted, Acceptor, Places, Positions, Record
-from history.reading.client import WAIT_MS_MAX, HistoryClient, Poller
-from history.reading.following import Following, Mode
+from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState, Record
+from history.reading.client import HistoryClient
+from history.reading.following import Following, FollowingOptions, FollowMode
+from history.reading.poller import WAIT_MS_MAX
 from history.service.matches import HIDDEN
 from history.service.request import PATTERNS_MAX
 from uprotocol import uri as uris
@@ -35,49 +36,48 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-# polled while the application still works on the one before; each at most the service's limit
+# polled while the application still works on the batch before; each has at most the service's limit
 BATCHES_AHEAD_MAX: Final = 2
-# between two writes of the file while batches pass; what is lost of it comes twice after a restart
+# between two writes of the file; records after the last write come again after a restart
 CURSOR_SAVE_MS: Final = 1_000
 
 log = structlog.get_logger()
 
 
 class CursorFile:
-    """Places in a file that is replaced whole: after a crash it holds the old ones or the new ones. `load` and `save`
+    """A ReaderState in a file that is replaced whole: after a crash it holds the old or the new one. `load` and `save`
     block. `epochs`: what an Assembler keeps with them, as it was loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.epochs: dict[str, Any] | None = None
 
-    def load(self) -> Places:
-        """Empty if there is none. Raises UStatusError(INVALID_ARGUMENT) for what isn't a cursor: its owner decides what
-        then."""
+    def load(self) -> ReaderState:
+        """Returns an empty state if there is no file. Raises INVALID_ARGUMENT if the file is not a cursor file."""
         try:
             text = self._path.read_text()
         except FileNotFoundError:
-            return Places()
+            return ReaderState()
         try:
             content = json.loads(text)
-            places, self.epochs = _places(content), content.get("epochs")
+            state, self.epochs = _read_state(content), content.get("epochs")
             Assembler().restore(self.epochs or {"groups": []})
-            return places
+            return state
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"{self._path} is not a cursor file ({error}): delete it to start from the beginning"
             raise invalid(what) from None
 
-    def save(self, places: Places, epochs: dict[str, Any] | None = None) -> None:
+    def save(self, state: ReaderState, epochs: dict[str, Any] | None = None) -> None:
         """Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_name(f"{self._path.name}.new")
         content = {
-            "positions": {incarnation.hex(): seq for incarnation, seq in places.positions.items()},
+            "positions": {incarnation.hex(): seq for incarnation, seq in state.positions.items()},
             "known": {
                 incarnation.hex(): [[seq, digest.hex()] for seq, digest in known.items()]
-                for incarnation, known in places.known.items()
+                for incarnation, known in state.known.items()
             },
-            "idle": sorted(incarnation.hex() for incarnation in places.idle),
+            "idle": sorted(incarnation.hex() for incarnation in state.idle),
             **({} if epochs is None else {"epochs": epochs}),
         }
         with beside.open("w") as file:
@@ -92,21 +92,19 @@ class CursorFile:
             os.close(folder)
 
 
-def _places(content: dict[str, Any]) -> Places:
-    """Files of the first version have positions only."""
+def _read_state(content: dict[str, Any]) -> ReaderState:
     positions = {bytes.fromhex(incarnation): seq for incarnation, seq in content["positions"].items()}
     known = {
         bytes.fromhex(incarnation): {seq: bytes.fromhex(digest) for seq, digest in pairs}
-        for incarnation, pairs in content.get("known", {}).items()
+        for incarnation, pairs in content["known"].items()
     }
-    unread = (one.hex() for one, seq in positions.items() if not seq)
-    idle = set(map(bytes.fromhex, content.get("idle", unread)))
+    idle = set(map(bytes.fromhex, content["idle"]))
     seqs = [*positions.values(), *(seq for pairs in known.values() for seq in pairs)]
     if not all(type(seq) is int and 0 <= seq < 1 << 64 for seq in seqs):
         raise ValueError("a seq is a number from 0")
     if not all(len(incarnation) == 16 for incarnation in (*positions, *known, *idle)):
         raise ValueError("an incarnation has 16 bytes")
-    return Places(positions, known, idle)
+    return ReaderState(positions, known, idle)
 
 
 class GaplessSubscriber:
@@ -115,24 +113,24 @@ class GaplessSubscriber:
         async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
             async for record in subscriber: ...
 
-    Without a cursor it begins after `positions`, in other logs that there are where `start` says: a PollRequest of
-    which only `start` is read (default: earliest); a log that comes later is read whole. `consumer` names a cursor with
-    the service that holds retention while we poll. A batch counts as taken when the next one is asked for.
-    `on_gap(gap)` is told what can never be read; `on_connected(bool)` whether the service answers. Both are called on
-    the loop, and kept as `gaps` (counted) and `connected`. While the service is away it is asked again, with growing,
-    random pauses; any other error ends the iteration. `next_batch` and `commit` are the plain interface below.
+    Without a cursor it begins after `positions`; in other logs at `start`, a PollRequest of which only `start` is read
+    (default: earliest). A log that is created later is read whole. `consumer` names a cursor at the service that holds
+    retention while we poll. A batch counts as taken when the next one is asked for. `on_gap(gap)` is called for records
+    that can never be read, `on_connected(bool)` when the service begins or stops to answer; both on the loop. The same
+    is in `gaps` (a count) and `connected`. While the service does not answer it is asked again after growing, random
+    pauses; any other error ends the iteration. `next_batch` and `commit` are the interface below the iteration.
 
-    `mode`: how records come, see Following; it may be set at any time, and nothing is lost or doubled by that. Only a
-    client that can be pushed to is. With `sample_period_ms` each topic has one record at most in each period.
+    `mode`: how records come, see Following. It may be set at any time; no record is lost or repeated by that. Pushes
+    need a client with `frames`. With `sample_period_ms` each topic has at most one record in each period.
     `dropped`: see Acceptor. `counts`: see Following.
 
-    With `assembler`, made for the same `topics`, `epochs` is the way to read: all of an epoch, or none.
+    With `assembler`, made for the same `topics`, read with `epochs`: all of an epoch, or none of it.
 
         async with GaplessSubscriber(client, topics, assembler=Assembler(topics)) as subscriber:
             async for epoch in subscriber.epochs(): ...
 
-    `keepers`: authorities of the gateways and publishers that keep the epochs; none: whoever does. Without a cursor in
-    a file it begins in the middle of what goes on, and drops that; see Assembler.
+    `keepers`: authorities of the gateways and publishers that keep the epochs; none: any. Without a cursor in a file it
+    drops the epochs that are open when it begins; see Assembler.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class GaplessSubscriber:
         client: HistoryClient,
         topics: Sequence[UUri] = (),
         *,
-        mode: Mode = "auto",
+        mode: FollowMode = "auto",
         sample_period_ms: int = 0,
         start: PollRequest | None = None,
         positions: Positions | None = None,
@@ -160,41 +158,43 @@ class GaplessSubscriber:
         if assembler is not None:
             if sample_period_ms:
                 raise invalid(
-                    "what is sampled is never all of an epoch: read without a sample period, or without epochs"
+                    "sampled records are never a whole epoch: read without a sample period, or without epochs"
                 )
-            told = [one for keeper in keepers or (uris.WILDCARD_AUTHORITY,) for one in ids.frontiers_of(keeper)]
-            topics = [*topics, *told] if topics else topics
+            frontiers = [one for keeper in keepers or (uris.WILDCARD_AUTHORITY,) for one in ids.frontiers_of(keeper)]
+            topics = [*topics, *frontiers] if topics else topics
         self._assembler = assembler
-        self._in_hand: deque[Assembled] = deque()  # handed over or about to be; not taken
-        self._read = Places()  # up to where the assembler has everything
-        self._has_taken = False  # epochs, since the file was written,
-        self._is_stale = False  # or since it was looked up to where they bring us
+        self._in_hand: deque[Assembled] = deque()  # delivered, or to be delivered next; not taken
+        self._read = ReaderState()  # up to where the assembler has all records
+        self._has_taken = False  # epochs were taken since the file was written
+        self._is_stale = False  # ... or since `_state` was computed
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
         self._on_gap = on_gap
         self._following = Following(
             client,
-            mode=mode,
-            start=start,
-            consumer=consumer,
-            consumer_lease_ms=lease_ms,
-            max_records=max_records,
-            max_bytes=max_bytes,
-            wait_ms_max=wait_ms_max,
-            plain=not sample_period_ms and len(topics) <= PATTERNS_MAX,
+            FollowingOptions(
+                mode=mode,
+                start=start,
+                consumer=consumer,
+                consumer_lease_ms=lease_ms,
+                max_records=max_records,
+                max_bytes=max_bytes,
+                wait_ms_max=wait_ms_max,
+                names_topics=not sample_period_ms and len(topics) <= PATTERNS_MAX,
+                rng=rng,
+                random_bytes=random_bytes,
+            ),
             on_connected=on_connected,
             on_denied=self._on_denied,
-            rng=rng,
-            random_bytes=random_bytes,
         )
         for topic in topics or (uris.ANY,):
             self._following.follow(topic, sample_period_ms)
-        self._places = Places(dict(positions or {}))
-        self._acceptor = Acceptor(places=self._places)
+        self._state = ReaderState(dict(positions or {}))
+        self._acceptor = Acceptor(state=self._state)
         self._queue: asyncio.Queue[Accepted | Exception] = asyncio.Queue(BATCHES_AHEAD_MAX)
         self._puller: asyncio.Task[None] | None = None
-        self._handed: Accepted | None = None
+        self._delivered: Accepted | None = None
         self._rest: deque[Record] = deque()
-        self._saved = Places()
+        self._saved = ReaderState()
         self._denied = 0
         self._next_save = 0.0
         self._saving: asyncio.Task[None] | None = None
@@ -210,11 +210,11 @@ class GaplessSubscriber:
         return self._following.connected
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> FollowMode:
         return self._following.mode
 
     @mode.setter
-    def mode(self, mode: Mode) -> None:
+    def mode(self, mode: FollowMode) -> None:
         self._following.mode = mode
 
     @property
@@ -227,15 +227,15 @@ class GaplessSubscriber:
 
     @property
     def positions(self) -> Positions:
-        """Up to where, in each log, the application has taken everything."""
+        """The position in each log up to which the application has taken all records."""
         return dict(self._taken.positions)
 
     async def __aenter__(self) -> Self:
         if self._file is not None:
             self._saved = await asyncio.to_thread(self._file.load)
             if self._saved.positions:
-                self._places = self._saved.copy()
-                self._acceptor = Acceptor(places=self._places)
+                self._state = self._saved.copy()
+                self._acceptor = Acceptor(state=self._state)
                 self._following.has_begun = True
             if self._assembler is not None and self._file.epochs is not None:
                 self._assembler.restore(self._file.epochs)
@@ -248,7 +248,7 @@ class GaplessSubscriber:
         await self.close()
 
     async def close(self) -> None:
-        """Stop, and keep the cursor. What was not taken comes again next time. May be called twice."""
+        """Stop, and save the cursor. Records that were not taken come again next time. May be called twice."""
         puller, self._puller = self._puller, None
         if puller is None:
             return
@@ -257,39 +257,41 @@ class GaplessSubscriber:
             await puller
         while not self._queue.empty():
             self._queue.get_nowait()
-        self._queue.put_nowait(UStatusError(UCode.CANCELLED, "the subscriber was closed"))  # for who waits for a batch
+        self._queue.put_nowait(
+            UStatusError(UCode.CANCELLED, "the subscriber was closed")
+        )  # for a call that waits for a batch
         await self._save()
 
-    # -- what the application sees
+    # -- for the application
 
     async def next_batch(self) -> list[Record]:
-        """Records as they come, some at once; never an empty list. The batch before counts as taken.
+        """Returns the next records; never an empty list. The batch before counts as taken.
 
         Raises UStatusError if the service refuses, FAILED_PRECONDITION after `close`.
         """
-        assert self._assembler is None, "who reads epochs reads nothing else"
-        self._take_handed()
+        assert self._assembler is None, "a subscriber with an assembler is read with `epochs`"
+        self._take_delivered()
         while True:
             item = await self._next_item()
-            assert item is not None, "there was no end to the waiting"
-            self._tell_gaps(item)
-            self._handed = item
+            assert item is not None, "it waits without a time limit"
+            self._report_gaps(item)
+            self._delivered = item
             if item.records:
                 return item.records
-            self._take_handed()
+            self._take_delivered()
 
-    def _tell_gaps(self, item: Accepted) -> None:
+    def _report_gaps(self, item: Accepted) -> None:
         for gap in item.gaps:
             self.gaps += 1
             if self._on_gap is not None:
                 self._on_gap(gap)
 
     async def epochs(self) -> AsyncIterator[Assembled]:
-        """Epochs as they end, for ever. One counts as taken when the next is asked for; with a cursor in a file those
-        that were taken don't come again, unless the file could not be written before a crash. Raises as `next_batch`.
+        """Yields epochs as they end, without end. One counts as taken when the next is asked for. With a cursor file,
+        taken epochs do not come again, unless the file could not be written before a crash. Raises as `next_batch`.
         """
         assembler, time = self._assembler, asyncio.get_running_loop().time
-        assert assembler is not None, "made with an assembler"
+        assert assembler is not None, "the subscriber has an assembler"
         while True:
             while self._in_hand:
                 yield self._in_hand[0]
@@ -297,13 +299,13 @@ class GaplessSubscriber:
                 self._take_epochs()
             item = await self._next_item(assembler.due)
             if item is not None:
-                self._tell_gaps(item)
+                self._report_gaps(item)
                 if item.gaps:
                     assembler.lose({gap.incarnation for gap in item.gaps if gap.reason == Gap.REASON_CORRUPTION})
                 if item.frontiers is not None:
                     assembler.begin(item.frontiers, time())
                 self._in_hand += assembler.take(item.records, time())
-                self._read = item.places.copy()
+                self._read = item.state.copy()
             self._in_hand += assembler.overdue(time())
             self._take_epochs(is_news=False)
 
@@ -312,17 +314,17 @@ class GaplessSubscriber:
         self._is_stale = True
 
     @property
-    def _taken(self) -> Places:
-        """Up to where everything was taken."""
+    def _taken(self) -> ReaderState:
+        """The state up to which all records were taken."""
         if self._is_stale:
-            assert self._assembler is not None, "only epochs are"
-            self._is_stale, self._places = False, self._read.copy()
-            self._places.positions = self._assembler.safe(self._places.positions, self._in_hand)
-            self._assembler.forget(self._places.positions)
-        return self._places
+            assert self._assembler is not None, "only epochs make it stale"
+            self._is_stale, self._state = False, self._read.copy()
+            self._state.positions = self._assembler.safe(self._state.positions, self._in_hand)
+            self._assembler.forget(self._state.positions)
+        return self._state
 
     async def batches(self) -> AsyncIterator[list[Record]]:
-        """`next_batch` for ever."""
+        """Yields `next_batch` without end."""
         while True:
             yield await self.next_batch()
 
@@ -335,27 +337,28 @@ class GaplessSubscriber:
         return self._rest.popleft()
 
     async def commit(self) -> None:
-        """All that was handed over is taken; the cursor is in its file when this returns."""
+        """Everything delivered counts as taken. Returns when the cursor is in its file."""
         if self._assembler is not None:
-            assert self._in_hand, "within the loop over `epochs`"
+            assert self._in_hand, "called within the loop over `epochs`"
             self._in_hand[0] = Assembled(None, [])
             self._take_epochs()
-        self._take_handed()
+        self._take_delivered()
         await self._save()
 
-    def _take_handed(self) -> None:
-        handed, self._handed = self._handed, None
-        if handed is None:
+    def _take_delivered(self) -> None:
+        delivered, self._delivered = self._delivered, None
+        if delivered is None:
             return
-        self._places = handed.places.copy()
-        if self._rest:  # iteration by record stands in the middle of this batch
-            self._handed = handed
-            taken = self._places.positions
+        self._state = delivered.state.copy()
+        if self._rest:  # iteration by record is in the middle of this batch
+            self._delivered = delivered
+            taken = self._state.positions
             for record in self._rest:
                 taken[record.incarnation] = min(taken.get(record.incarnation, 0), record.seq - 1)
 
     async def _next_item(self, until: float | None = None) -> Accepted | None:
-        """Waits, and saves the cursor meanwhile when its time has come. None: nothing came `until` then, loop time."""
+        """Wait for the next item, and save the cursor meanwhile when it is due. Returns None if nothing came `until`
+        then, loop time."""
         while True:
             if self._puller is None:
                 what = "the subscriber is closed, or was never opened: use `async with`"
@@ -364,13 +367,13 @@ class GaplessSubscriber:
             try:
                 async with asyncio.timeout_at(min((at for at in (save_at, until) if at is not None), default=None)):
                     item = await self._queue.get()
-            except TimeoutError:  # a timer may end before its time, by as much as the clock's resolution
+            except TimeoutError:  # a timer may end early by the clock's resolution
                 if save_at is not None and (until is None or save_at <= until):
                     await self._save()
                     continue
                 return None
             if isinstance(item, Exception):
-                self._queue.put_nowait(item)  # whoever asks again hears it again
+                self._queue.put_nowait(item)  # the next call raises it again
                 raise item
             return item
 
@@ -379,7 +382,8 @@ class GaplessSubscriber:
         return self._file is not None and (self._has_taken or self._taken != self._saved)
 
     async def _save(self) -> None:
-        """One after the other, also where who has begun one is cancelled: an older place must not replace a newer."""
+        """Writes follow one another, even if the caller of one is cancelled: an older state must not replace a
+        newer."""
         while self._saving is not None and not self._saving.done():
             await asyncio.wait([self._saving])
         if self._file is None or not self._is_unsaved:
@@ -391,11 +395,11 @@ class GaplessSubscriber:
         self._saving = asyncio.create_task(self._write(self._file, taken, epochs), name="save a cursor")
         await asyncio.shield(self._saving)
 
-    async def _write(self, file: CursorFile, taken: Places, epochs: dict[str, Any] | None) -> None:
+    async def _write(self, file: CursorFile, taken: ReaderState, epochs: dict[str, Any] | None) -> None:
         try:
             await asyncio.to_thread(file.save, taken, epochs)
         except OSError as error:
-            log.error("the cursor can't be saved; after a restart more comes twice", error=str(error))
+            log.error("the cursor can't be saved; after a restart more records come twice", error=str(error))
             self._has_taken = self._assembler is not None
         else:
             self._saved = taken
@@ -407,7 +411,7 @@ class GaplessSubscriber:
             async with self._following as following:
                 while True:
                     acked = (self._taken if self._file is None else self._saved).positions
-                    response = await following.next(self._acceptor.places, acked)
+                    response = await following.next(self._acceptor.state, acked)
                     if response is None:
                         continue
                     accepted = self._acceptor.accept(response)
@@ -415,8 +419,8 @@ class GaplessSubscriber:
                         following.wants_frontiers = True
                     if accepted.records or accepted.gaps or accepted.frontiers is not None:
                         await self._queue.put(accepted)
-                    elif not self._queue.full() and accepted.places != self._taken:
-                        # nothing for us, but the cursor moves on, so that retention is not held
+                    elif not self._queue.full() and accepted.state != self._taken:
+                        # no record for us, but the cursor moves on, so that it does not hold retention
                         self._queue.put_nowait(accepted)
         except Exception as error:
             await self._queue.put(error)
@@ -427,4 +431,4 @@ class GaplessSubscriber:
             raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
 
 
-__all__ = ["CursorFile", "GaplessSubscriber", "HistoryClient", "Places", "Poller", "Positions", "Record"]
+__all__ = ["CursorFile", "GaplessSubscriber", "HistoryClient", "Positions", "ReaderState", "Record"]

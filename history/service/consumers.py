@@ -1,9 +1,9 @@
-"""Whose a consumer's name is: its cursor is moved by the caller that used the name first, and by nobody else.
+"""The owners of consumers' names: only the caller that used a name first may move its cursor.
 
-poll with a consumer -> require: mine | nobody's -> bind (quota) | another's: PERMISSION_DENIED
-lease over, for long -> the name is nobody's again      operator -> release
+poll with a consumer -> require: own name | free -> bind (quota) | of another owner: PERMISSION_DENIED
+lease over for a long time -> the name is free again      operator -> release
 
-Owners are rows beside the cursors, in the log that survives a restart: `owner:AUTHORITY/UE_TYPE/NAME`. They hold no
+Owners are rows beside the cursors, in the log that survives a restart: `owner:AUTHORITY/UE_TYPE/NAME`. They do not hold
 retention.
 """
 
@@ -21,25 +21,24 @@ from uprotocol.v1.uri_pb2 import UUri
 if TYPE_CHECKING:
     from history.log.log import Log
 
-CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have cursors beside them
-OWNERS_SHARE: Final = 2  # ... of which one uEntity has a half, so that its neighbours on the host find room
+CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have further cursors
+OWNERS_SHARE: Final = 2  # one uEntity has at most half of the names of its authority, so others on the host have some
 CONSUMER_LENGTH_MAX: Final = 200  # characters
-# a name stays its owner's for so long after its last use, as long as the longest lease
-BOUND_MS: Final = 7 * 24 * 3_600_000
-TOUCH_MS: Final = 3_600_000  # its last use is known to the hour: a write for each poll would be too many
+BOUND_MS: Final = 7 * 24 * 3_600_000  # a name keeps its owner for so long after its last use: the longest lease
+TOUCH_MS: Final = 3_600_000  # precision of the last use; it is not written with each poll
 
 CURSOR_PREFIX: Final = "consumer:"
 OWNER_PREFIX: Final = "owner:"
 
 
 def cursor_name(consumer: str) -> str:
-    """The name of a consumer's cursor in each log."""
+    """Returns the name of a consumer's cursor in each log."""
     return CURSOR_PREFIX + consumer
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A uEntity of a host. Its instances count as one: each run of a program may have another."""
+    """A uEntity of a host. Its instances count as one, because each run of a program may have another instance."""
 
     authority: str
     ue_type: int
@@ -56,19 +55,19 @@ class Owner:
 
 
 def owner_of(row_name: str) -> tuple[str, Owner] | None:
-    """The consumer and whose it is; None if this row names no owner."""
+    """Returns the consumer and its owner; None if the row is not of an owner."""
     authority, _, rest = row_name.removeprefix(OWNER_PREFIX).partition("/")
     ue_type, _, consumer = rest.partition("/")
     if not row_name.startswith(OWNER_PREFIX) or not authority or not consumer:
         return None
     try:
         return consumer, Owner(authority, int(ue_type, 16))
-    except ValueError:  # of a damaged row
+    except ValueError:  # a damaged row
         return None
 
 
 class Consumers:
-    """The names in use in `logs`; their owners are kept in the first one that is durable."""
+    """The names in use in `logs`. Their owners are stored in the first durable log."""
 
     def __init__(self, logs: Sequence[Log], now_ms: Callable[[], int], *, share: int = CALLERS_SHARE) -> None:
         self._logs, self._now_ms = logs, now_ms
@@ -85,7 +84,7 @@ class Consumers:
         return len(self._owners)
 
     def load(self) -> None:
-        """What the logs know of earlier runs."""
+        """Read the owners that earlier runs have stored."""
         for log in self._logs:
             for row, cursor in log.cursors.all().items():
                 found = owner_of(row)
@@ -93,17 +92,17 @@ class Consumers:
                     self._know(*found, cursor.absent_ms)
 
     def require(self, consumer: str, owner: Owner) -> None:
-        """Raises PERMISSION_DENIED if the name is somebody else's, INVALID_ARGUMENT if it can't be one."""
+        """Check that `owner` may use the name. Raises PERMISSION_DENIED if another uEntity owns it, INVALID_ARGUMENT if
+        it is not a name."""
         if len(consumer) > CONSUMER_LENGTH_MAX or not consumer.isprintable():
-            what = f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed"
+            what = f"expected a consumer's name of at most {CONSUMER_LENGTH_MAX} printable characters"
             raise invalid(f"{what}, got {consumer[:50]!r}")
         if self._owners.get(consumer, owner) != owner and not self._is_over(consumer):
             what = f"the consumer {consumer!r} belongs to another uEntity: choose another name"
             raise UStatusError(UCode.PERMISSION_DENIED, what)
 
     def hold(self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int) -> None:
-        """Set the cursor, and bind the name, to its owner if it is nobody's. Raises as `require`, and
-        RESOURCE_EXHAUSTED."""
+        """Set the cursor; a free name is bound to `owner`. Raises as `require`, and RESOURCE_EXHAUSTED."""
         self.require(consumer, owner)
         if self._owners.get(consumer) != owner:
             self._bind(consumer, owner)
@@ -112,7 +111,8 @@ class Consumers:
         log.cursors.set(cursor_name(consumer), min(max(seq, log.floor_seq), log.newest_seq), lease_ms=lease_ms)
 
     def release(self, consumer: str) -> Owner:
-        """Let the next caller that uses it have the name, and go on at its cursor. Raises NOT_FOUND."""
+        """Free the name: the next caller that uses it owns it, and continues at its cursor. Returns the owner so far.
+        Raises NOT_FOUND."""
         if consumer not in self._owners:
             raise UStatusError(UCode.NOT_FOUND, f"no uEntity owns a consumer named {consumer!r}")
         owner = self._owners[consumer]
@@ -120,22 +120,22 @@ class Consumers:
         return owner
 
     def _bind(self, consumer: str, owner: Owner) -> None:
-        if consumer in self._owners:  # long unused
+        if consumer in self._owners:  # unused for too long
             self._forget(consumer)
         names, of_owner = self._by_authority, self._by_owner
         if of_owner.pieces_of(owner) >= of_owner.each_pieces_max:
-            self._make_room(lambda other: other == owner, f"{of_owner.each_pieces_max} consumers of {owner}")
+            self._evict(lambda other: other == owner, f"{of_owner.each_pieces_max} consumers of {owner}")
         if names.pieces_of(owner.authority) >= names.each_pieces_max:
             which = f"{names.each_pieces_max} consumers of authority {owner.authority!r}"
-            self._make_room(lambda other: other.authority == owner.authority, which)
+            self._evict(lambda other: other.authority == owner.authority, which)
         if names.pieces >= names.pieces_max:
             most = names.most()
-            self._make_room(lambda other: other.authority == most, f"{names.pieces_max} consumers")
+            self._evict(lambda other: other.authority == most, f"{names.pieces_max} consumers")
         self._know(consumer, owner, self._now_ms())
         self._save(consumer, owner)
 
-    def _make_room(self, among: Callable[[Owner], bool], which: str) -> None:
-        """Of the names of these owners the one that is unused for longest goes, if it has no lease. Raises
+    def _evict(self, among: Callable[[Owner], bool], which: str) -> None:
+        """Free the name of one of these owners that has no lease and is unused for longest. Raises
         RESOURCE_EXHAUSTED."""
         idle = [name for name, owner in self._owners.items() if among(owner) and not self._is_leased(name)]
         if not idle:
@@ -157,7 +157,7 @@ class Consumers:
         self._by_owner.add(owner, 1)
 
     def _save(self, consumer: str, owner: Owner) -> None:
-        assert self._home is not None, "no cursor without a log"
+        assert self._home is not None, "there is a log: it has a cursor"
         self._used_ms[consumer] = self._now_ms()
         self._home.cursors.set(owner.row_name(consumer), 0, absent_ms=self._used_ms[consumer])
 
@@ -171,5 +171,5 @@ class Consumers:
 
 
 def owners(rows: Iterable[str]) -> dict[str, Owner]:
-    """By consumer, as these names of rows say."""
+    """Returns the owners by consumer, from these names of rows."""
     return dict(found for row in rows if (found := owner_of(row)) is not None)

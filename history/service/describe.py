@@ -1,11 +1,11 @@
-"""Describe: the logs, and of each the newest record that matches; topics at once, or in pages.
+"""Describe: the logs, each with its newest matching record; topics all at once, or in pages.
 
 LISTING_NONE    logs
-LISTING_PAGE    logs, some topics, next_page: up to which number of a stream each log is listed, and to which it will be
+LISTING_PAGE    logs, some topics, next_page: per log, the id of the last stream that is listed, and of the last to list
 LISTING_AT_ONCE logs, all topics, or RESOURCE_EXHAUSTED
 
-Numbers of streams only rise, and are never used again. So a topic that is there throughout is listed once, whatever
-comes and goes between two pages; what comes after the first page is not listed, so that the listing ends.
+Ids of streams only grow, and are never used again. So a topic that exists all the time is listed once, whatever comes
+and goes between two pages. Topics that come after the first page are not listed, so the listing ends.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 TOPICS_AT_ONCE_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
-PAGE_TOPICS_MAX: Final = 1_000  # some 10 ms to list, to give other names where it leaves, and to parse
-PAGE_BYTES_MAX: Final = 256 << 10  # of topics: 230 bytes each at most, so what counts is the limit before
-LOGS_MAX: Final = 256  # that a page may name, as many as a poll
-STREAMS_PER_STEP: Final = 500  # looked at in one step on the loop, some 3 ms if all of them are listed
-# for one page, some 40 ms of steps: where few match, a page may be short, or have nothing
+PAGE_TOPICS_MAX: Final = 1_000  # some 10 ms to list, to translate where the answer leaves, and to parse
+PAGE_BYTES_MAX: Final = 256 << 10  # of topics; they have 230 bytes each at most, so the limit before is reached first
+LOGS_MAX: Final = 256  # in a page, as many as in a poll
+STREAMS_PER_STEP: Final = 500  # examined in one step on the loop, some 3 ms if all of them are listed
+# examined for one page, some 40 ms of steps: where few match, a page may be short, or empty
 STREAMS_PER_PAGE: Final = 200_000
 
-_PLACE: Final = struct.Struct(">16sQQ")  # incarnation, listed up to this number, to be listed up to this one
+_RANGE: Final = struct.Struct(">16sQQ")  # incarnation, id of the last stream that is listed, and of the last to list
 
-Places = dict[bytes, tuple[int, int]]
+ListedRanges = dict[bytes, tuple[int, int]]
 
 
 @dataclass(slots=True)
 class Listing:
-    """Which topics are asked for, and those found so far."""
+    """A request for topics, and the topics found so far."""
 
     kind: DescribeRequest.Listing.ValueType
-    places: Places
+    ranges: ListedRanges
     topics: list[TopicState] = field(default_factory=list)
     bytes: int = 0
-    looked_at: int = 0
+    examined: int = 0
 
     @classmethod
     def of(cls, asked: DescribeRequest) -> Listing:
         """Raises INVALID_ARGUMENT."""
         if asked.listing not in DescribeRequest.Listing.values():
-            raise invalid(f"there is no listing {asked.listing}")
-        if len(asked.page) % _PLACE.size or len(asked.page) > LOGS_MAX * _PLACE.size:
-            raise invalid("a page is what the answer before it has as next_page")
-        places = {incarnation: (after, until) for incarnation, after, until in _PLACE.iter_unpack(asked.page)}
-        return cls(asked.listing, places)
+            raise invalid(f"unknown listing {asked.listing}; known: {', '.join(DescribeRequest.Listing.keys())}")
+        if len(asked.page) % _RANGE.size or len(asked.page) > LOGS_MAX * _RANGE.size:
+            raise invalid("expected `page` to be next_page of the answer before, got other bytes")
+        ranges = {incarnation: (after, until) for incarnation, after, until in _RANGE.iter_unpack(asked.page)}
+        return cls(asked.listing, ranges)
 
     @property
     def is_full(self) -> bool:
         is_full = len(self.topics) >= PAGE_TOPICS_MAX or self.bytes >= PAGE_BYTES_MAX
-        return is_full or self.looked_at >= STREAMS_PER_PAGE
+        return is_full or self.examined >= STREAMS_PER_PAGE
 
     def add(self, log: Log, stream: Stream) -> None:
         state = _topic_state(log, stream)
@@ -67,7 +67,7 @@ class Listing:
 
 
 async def describe(matches: Mapping[Log, Match], listing: Listing) -> DescribeResponse:
-    """Some steps on the loop, none of which is long. Raises RESOURCE_EXHAUSTED."""
+    """Answer in short steps, between which other tasks run. Raises RESOURCE_EXHAUSTED."""
     newest = {log: await match.newest_seq() for log, match in matches.items()}
     response = DescribeResponse()
     if listing.kind != DescribeRequest.LISTING_NONE:
@@ -83,22 +83,22 @@ async def describe(matches: Mapping[Log, Match], listing: Listing) -> DescribeRe
 
 
 async def _page(matches: Mapping[Log, Match], listing: Listing) -> bytes:
-    """What the next one begins with; empty if this was the last."""
-    places = {log: listing.places.get(log.incarnation, (0, log.newest_stream_id)) for log in matches}
-    for log, (after, until) in places.items():
+    """List one page. Returns next_page; empty if this was the last one."""
+    ranges = {log: listing.ranges.get(log.incarnation, (0, log.newest_stream_id)) for log in matches}
+    for log, (after, until) in ranges.items():
         while after < until and not listing.is_full:
             after = _step(log, matches[log], listing, after, until)
-            places[log] = (after, until)
+            ranges[log] = (after, until)
             await asyncio.sleep(0)
-    if all(after >= until for after, until in places.values()):
+    if all(after >= until for after, until in ranges.values()):
         return b""
-    return b"".join(_PLACE.pack(log.incarnation, *place) for log, place in places.items())
+    return b"".join(_RANGE.pack(log.incarnation, *range) for log, range in ranges.items())
 
 
 def _step(log: Log, match: Match, listing: Listing, after: int, until: int) -> int:
-    """Up to which number it is listed now."""
+    """Returns the id up to which the log is listed now."""
     streams = log.streams_after(after, STREAMS_PER_STEP, match.authorities)
-    listing.looked_at += len(streams)
+    listing.examined += len(streams)
     for stream in streams:
         if stream.id > until:
             return until
@@ -115,10 +115,10 @@ async def _all(matches: Mapping[Log, Match], listing: Listing) -> None:
         what = f"more than {TOPICS_AT_ONCE_MAX} topics match: ask for fewer at once, or for pages"
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
     for log, match in matches.items():
-        for place, id in enumerate(sorted(match.ids), 1):
+        for number, id in enumerate(sorted(match.ids), 1):
             if log.knows_stream(id) and log.stream(id).records:
                 listing.add(log, log.stream(id))
-            if place % STREAMS_PER_STEP == 0:
+            if number % STREAMS_PER_STEP == 0:
                 await asyncio.sleep(0)
 
 

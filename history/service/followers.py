@@ -1,13 +1,13 @@
-"""Who follows: what each of them wants, kept here so that its polls need not say it, and what is pushed to it.
+"""The followers: the topics that each of them follows, so that its polls need not name them, and pushes to them.
 
-Command -> number: next? -> changes, in order -> Follower: topics -> a match for each log, grown by what is new
-   |        '-- the same: answered as before      ^        '-- its poll that waits is answered: the next one knows
+Command -> number: next? -> changes, in order -> Follower: topics -> a match for each log
+   |        '-- the same: the same answer         ^        '-- its waiting poll is answered; the next one has the change
    |                                              |
-   |   Poll with a follower: no topics ----------'     lease over -> gone, and all that was kept of it
+   |   Poll with a follower: no topics ----------'     lease over -> the follower and its state are removed
    '-> push -> Pushing: poll after poll on its behalf -> frames, as many bytes as its window has -> responses
 
-All of it is in memory and leased: after a restart of either side the follower says everything again. What is pushed is
-an optimisation: nothing here remembers what has arrived.
+All of it is in memory and leased: after a restart of either side the follower sends everything again. A push is an
+optimisation: the service does not record what has arrived.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from history.log.log import Log
+from history.records.chunk import Chunk
 from history.records.stream import plain_address
 from history.service.matches import Match, Matches, Sight
+from history.service.poll import Poll, PollAnswer
 from history.service.pushing import WINDOW_BYTES_MAX, Pushing, checked_push, window_bytes_of_each
-from history.service.request import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, Poll, pattern_of
-from history.service.thinning import Thinning
+from history.service.request import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, CheckedPoll, pattern_of
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.responses import Responses
 from uprotocol.communication.shares import CALLERS_SHARE, Shares
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, PollRequest
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, PollRequest, PollResponse
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Push as PushRequest
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -36,71 +37,115 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-FOLLOWERS_MAX: Final = 4_096  # one authority has at most a quarter, a client restarted every second for 17 minutes
-# that are followed, in all; some 500 bytes each. One authority has at most a quarter
+FOLLOWERS_MAX: Final = 4_096  # one authority has at most a quarter: a client restarted every second for 17 minutes
+# followed topics of all followers; some 500 bytes each. One authority has at most a quarter
 TOPICS_MAX: Final = 65_536
 FOLLOWER_BYTES: Final = 16  # of its name
-LEASE_MS_DEFAULT: Final = 120_000  # four of the longest waits of a client of ours
+LEASE_MS_DEFAULT: Final = 120_000  # four times the longest wait of our client
 LEASE_MS_MIN: Final = 1_000
-SWEEP_S: Final = 1.0  # between looks for leases that are over
+SWEEP_S: Final = 1.0  # between checks for expired leases
 
 Caller = tuple[str, int, int]
-Key = tuple[Caller, bytes]
+FollowerKey = tuple[Caller, bytes]
 
 
 def unknown() -> UStatusError:
-    """Whoever hears it tells everything again."""
+    """The caller then sends everything again, under another name."""
     what = "no such follower here (any more), or not this number: choose another name, and begin with number 1"
     return UStatusError(UCode.NOT_FOUND, what)
 
 
-class Change(NamedTuple):
-    """Of what is followed."""
+class TopicChange(NamedTuple):
+    """A topic or pattern that is followed from now on, or no longer."""
 
     address: bytes  # of the pattern
     topic: UUri
     is_wild: bool
-    period_ms: int  # -1: not any more
+    period_ms: int  # -1: no longer followed
 
     @property
     def follows(self) -> bool:
         return self.period_ms >= 0
 
 
+class Thinning:
+    """Keeps at most one record of a topic in each of its sample periods, by append time: the first one. It depends on
+    the log alone, so a repeated request has the same answer. Made for one answer. A record that is left out is no gap:
+    a record names as its predecessor the one before it in this answer, or none."""
+
+    def __init__(self, period: Callable[[Log, int], int]) -> None:
+        """`period`: of a stream in a log, in milliseconds; 0: all records are kept."""
+        self._period = period
+        self._newest: dict[tuple[Log, int], tuple[int, int]] = {}  # seq and time of the last record, kept or not
+        self._kept: dict[tuple[Log, int], int] = {}  # seq of the last record that was kept
+
+    async def thin(self, source: Log, chunk: Chunk) -> Chunk | None:
+        """Returns what is left; None: nothing."""
+        if not any(self._period(source, stream) for stream in chunk.stream_set):
+            return chunk
+        kept: list[int] = []
+        prev_seqs: list[int] = []
+        for index, (seq, prev_seq, stream) in enumerate(zip(chunk.seqs, chunk.prev_seqs, chunk.streams, strict=True)):
+            period, key = self._period(source, stream), (source, stream)
+            if not period:
+                kept.append(index)
+                prev_seqs.append(prev_seq)
+                continue
+            before = await self._time_of(source, stream, prev_seq)
+            self._newest[key] = seq, chunk.time_ms
+            if before is None or before // period != chunk.time_ms // period:
+                kept.append(index)
+                prev_seqs.append(self._kept.get(key, 0))
+                self._kept[key] = seq
+        return chunk.pick(kept, prev_seqs) if kept else None
+
+    async def _time_of(self, source: Log, stream: int, seq: int) -> int | None:
+        """Returns the append time of a record in milliseconds; None: it is not there any more."""
+        newest = self._newest.get((source, stream))
+        if newest is not None and newest[0] == seq:
+            return newest[1]
+        if seq <= source.floor_seq:
+            return None
+        found = await source.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
+        return found.chunks[0].time_ms if found.chunks else None
+
+
 class Follower:
-    """What one follower wants, and its matches. `topics`: patterns as bytes, with their sample periods in
+    """The topics of one follower, and their matches. `topics`: serialized patterns, with their sample periods in
     milliseconds."""
 
-    def __init__(self, key: Key, caller: UUri, matches: Matches, sight: Sight, lease_ms: int) -> None:
+    def __init__(self, key: FollowerKey, caller: UUri, matches: Matches, sight: Sight, lease_ms: int) -> None:
         self.key, self.caller, self.lease_ms = key, caller, lease_ms
         self.number, self.answer = 0, CommandResponse()
         self.ends_at = 0.0  # loop time
         self.topics: dict[bytes, int] = {}
         self.push: Pushing | None = None
-        self.polls: set[Poll] = set()  # of which all but the newest are being answered
-        self._all, self.sight = matches, sight
-        self.patterns: dict[bytes, UUri] = {}  # those with wildcards
-        self._periods: dict[tuple[Log, int], int] = {}  # by stream, as far as they were asked for
+        self.polls: set[Poll] = set()  # all but the newest are being answered
+        self._all, self._sight = matches, sight
+        self.patterns: dict[bytes, UUri] = {}  # topics with wildcards
+        self._periods: dict[tuple[Log, int], int] = {}  # cache, by stream
         self._thinned = 0  # topics with a period
-        self.matches: dict[Log, Match] = matches.make((), sight)
+        self._matches: dict[Log, Match] = matches.make((), sight)
 
     def __repr__(self) -> str:
         return f"Follower({self.key[1].hex()[:8]} of {self.key[0][0]}, {len(self.topics)} topics, {self.push})"
 
-    def look_again(self, sight: Sight) -> None:
-        """What the caller may see may have changed."""
-        if sight.key != self.sight.key:
-            self.sight = sight
-            self._match_anew()
+    def matches_for(self, sight: Sight) -> dict[Log, Match]:
+        """Returns a match for each log. They are made again if what the caller may see has changed."""
+        if sight.key != self._sight.key:
+            self._sight = sight
+            self._make_matches()
+        return self._matches
 
-    def change(self, changes: Iterable[Change]) -> None:
-        """Each of another pattern. Exact topics cost what they are; a pattern looks at all streams once."""
-        is_anew = False
+    def change(self, changes: Iterable[TopicChange]) -> None:
+        """Each change is of another pattern. An exact topic examines its own streams; a pattern examines all streams
+        once."""
+        is_new_match = False
         for address, topic, is_wild, period_ms in changes:
             self._thinned += (period_ms > 0) - (self.topics.get(address, 0) > 0)
             if (address in self.topics) != (period_ms >= 0):
-                is_anew = is_anew or is_wild
-                for match in self.matches.values() if not is_wild else ():
+                is_new_match = is_new_match or is_wild
+                for match in self._matches.values() if not is_wild else ():
                     match.add(topic) if period_ms >= 0 else match.discard(topic)
             if period_ms >= 0:
                 self.topics[address] = period_ms
@@ -111,14 +156,14 @@ class Follower:
             elif is_wild:
                 self.patterns.pop(address, None)
         self._periods.clear()
-        if is_anew:
-            self._match_anew()
+        if is_new_match:
+            self._make_matches()
 
-    def _match_anew(self) -> None:
-        self.matches = self._all.make([UUri.FromString(address) for address in self.topics], self.sight)
+    def _make_matches(self) -> None:
+        self._matches = self._all.make([UUri.FromString(address) for address in self.topics], self._sight)
 
     def cut(self, *, pushed: bool = True) -> None:
-        """Its polls that wait are answered with what there is; `pushed`: those on its behalf, too."""
+        """PollAnswer its waiting polls at once; `pushed`: also those of its push."""
         for poll in self.polls:
             if pushed or not poll.is_pushed:
                 poll.is_cut = True
@@ -131,15 +176,15 @@ class Follower:
 
     @property
     def waits(self) -> bool:
-        """For an answer to a poll of its own."""
+        """A poll of its own is running."""
         return any(not poll.is_pushed and not poll.is_cut for poll in self.polls)
 
-    @property
     def thinning(self) -> Thinning | None:
+        """For one answer; None: no topic is sampled."""
         return Thinning(self._period) if self._thinned else None
 
     def _period(self, of: Log, stream: int) -> int:
-        """The shortest of all patterns that match: who wants all of something gets it."""
+        """Returns the shortest period of all patterns that match, in milliseconds."""
         known = self._periods.get((of, stream))
         if known is None:
             source = of.stream(stream).source if of.knows_stream(stream) else UUri()
@@ -153,7 +198,7 @@ class Follower:
 
 
 class Followers:
-    """All of them. `answer(poll)` fills a poll's response, as for a caller; raises UStatusError.
+    """All followers of a service. `answer(poll)` fills a poll's response; raises UStatusError.
 
     `counts`: commands, frames, expired (leases).
     """
@@ -164,19 +209,19 @@ class Followers:
         sight_of: Callable[[UUri], Sight],
         answer: Callable[[Poll], Awaitable[None]],
         responses: Responses,
-        service: UUri,
+        frames: UUri,
         *,
         share: int = CALLERS_SHARE,
         topics_max: int = TOPICS_MAX,
         window_bytes_max: int = WINDOW_BYTES_MAX,
     ) -> None:
-        """`service`: the topic of the frames. `window_bytes_max`: of one push; all together have twice as much."""
+        """`frames`: their topic. `window_bytes_max`: of one push; all pushes together have twice as much."""
         self._matches, self._sight_of, self._answer = matches, sight_of, answer
-        self._responses, self._frames = responses, service
+        self._responses, self._frames = responses, frames
         self._window_bytes_max = window_bytes_max
-        self._pushes = set[Pushing]()  # under way
-        self._followers: dict[Key, Follower] = {}
-        self._room = Shares[str](FOLLOWERS_MAX, share=share)
+        self._pushes = set[Pushing]()  # that have not ended
+        self._followers: dict[FollowerKey, Follower] = {}
+        self._shares = Shares[str](FOLLOWERS_MAX, share=share)
         self._topics = Shares[str](topics_max, share=share)
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
@@ -200,58 +245,59 @@ class Followers:
         return len(self._pushes)
 
     def open(self) -> None:
-        """After `close`: commands are taken again."""
+        """Accept commands again after `close`."""
         self._closed = False
 
     async def close(self) -> None:
-        """Nobody is pushed to any more, and nobody known; commands are answered UNAVAILABLE. May be called twice."""
+        """End all pushes, forget all followers, and answer commands with UNAVAILABLE. May be called twice."""
         self._closed = True
         for follower in list(self._followers.values()):
             self._forget(follower)
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
-        await asyncio.gather(*(push.ended() for push in self._pushes))  # and those that were told to end before
+        await asyncio.gather(*(push.ended() for push in self._pushes))  # including those that were stopped before
 
     # -- polls
 
     def of(self, asked: PollRequest, caller: UUri) -> Follower:
-        """Whom a poll is for; it lives on. Raises NOT_FOUND."""
+        """Returns the follower of a poll, and renews its lease. Raises NOT_FOUND."""
         follower = self._followers.get((_caller(caller), asked.follower))
-        # after a restart a late copy of its first command may have made it anew, with what that says alone
+        # After a restart a late copy of its first command may have created it again, with the changes of that command
+        # alone.
         if follower is None or follower.number < asked.number:
             raise unknown()
         self._touch(follower)
         return follower
 
-    def begins(self, poll: Poll) -> None:
-        """One is enough: an older one, whose answer was lost on its way, waits no longer."""
-        assert poll.follower is not None, "a poll of a follower"
+    async def answer(self, follower: Follower, poll: Poll) -> None:
+        """Fill the response of a poll of `follower`. An older poll of it that still waits is answered at once: its
+        answer was lost on the way. Raises UStatusError."""
         if not poll.is_pushed:
-            poll.follower.cut(pushed=False)
-        poll.follower.polls.add(poll)
-
-    def ends(self, poll: Poll) -> None:
-        assert poll.follower is not None, "a poll of a follower"
-        poll.follower.polls.discard(poll)
-        if not poll.is_pushed:
-            self._touch(poll.follower)
+            follower.cut(pushed=False)
+        follower.polls.add(poll)
+        try:
+            await self._answer(poll)
+        finally:
+            follower.polls.discard(poll)
+            if not poll.is_pushed:
+                self._touch(follower)
 
     # -- commands
 
     def consumer_of(self, asked: CommandRequest, caller: UUri) -> tuple[str, int]:
-        """For which consumer is pushed, and its lease; "": for none."""
+        """Returns for which consumer the push is, and its lease in milliseconds; "": for none."""
         push = self._followers[_caller(caller), asked.follower].push
         return push.consumer if push is not None else ("", 0)
 
     def command(self, asked: CommandRequest, attributes: UAttributes) -> CommandResponse:
-        """Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED, UNAVAILABLE; then nothing has changed.
-        NOT_FOUND."""
+        """Raises NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED or UNAVAILABLE; then nothing has
+        changed."""
         if self._closed:
             raise UStatusError(UCode.UNAVAILABLE, "the history service is stopping: try again later")
         caller = attributes.source
         if len(asked.follower) != FOLLOWER_BYTES:
-            raise invalid(f"a follower's name has {FOLLOWER_BYTES} bytes, got {len(asked.follower)}")
+            raise invalid(f"expected a follower's name of {FOLLOWER_BYTES} bytes, got {len(asked.follower)}")
         known = self._known(asked, caller)
         if known is not None and asked.number == known.number:
             self._touch(known)
@@ -260,38 +306,38 @@ class Followers:
         changes = _changes(asked, caller.authority_name)
         push = checked_push(asked.push, attributes) if asked.HasField("push") else None
         sight = self._sight_of(caller)
-        denied = {place for place, one in enumerate(changes) if one.follows and _is_hidden(one.topic, sight)}
+        denied = {index for index, one in enumerate(changes) if one.follows and _is_hidden(one.topic, sight)}
         follower = known or self._made(asked, caller, sight)
         try:
-            self._change(follower, [change for place, change in enumerate(changes) if place not in denied])
+            self._change(follower, [change for index, change in enumerate(changes) if index not in denied])
         except UStatusError:
             if known is None:
                 self._forget(follower)
             raise
         follower.number, follower.lease_ms = asked.number, _lease_ms(asked)
-        # an id and no time: the clock may go back, or stand still between this and a message
+        # `done` is an id, not a time: the clock may go back, or stand still between this and a message
         follower.answer = CommandResponse(lease_ms=follower.lease_ms, denied=sorted(denied), done=uuids.new())
         self._touch(follower)
         if changes:
             follower.cut()
-        self._heed_push(follower, asked, push)
+        self._apply_push(follower, asked, push)
         return follower.answer
 
     def _known(self, asked: CommandRequest, caller: UUri) -> Follower | None:
-        """None: it is the first command. Raises NOT_FOUND."""
+        """Returns the follower of a command; None: it is the first command. Raises NOT_FOUND."""
         known = self._followers.get((_caller(caller), asked.follower))
         if asked.number != 1:
             if known is None or asked.number not in (known.number, known.number + 1):
                 raise unknown()
         elif known is not None and known.number != 1:
-            raise unknown()  # a copy of its first command that comes late: who begins anew has another name
+            raise unknown()  # a late copy of its first command: a follower that begins again has another name
         return known
 
-    def _heed_push(self, follower: Follower, asked: CommandRequest, push: PushRequest | None) -> None:
+    def _apply_push(self, follower: Follower, asked: CommandRequest, push: PushRequest | None) -> None:
         if push is not None or asked.stop_push:
             follower.stop_push()
         if push is not None:
-            answer = functools.partial(self._answer_for, follower)
+            answer = functools.partial(self._answer_push, follower)
             follower.push = Pushing(
                 push, follower.caller, self._frames, answer, self._post, self._window_bytes, self._pushes.discard
             )
@@ -299,12 +345,13 @@ class Followers:
         elif follower.push is not None and asked.frames_taken:
             follower.push.taken(asked.frames_taken)
 
-    async def _answer_for(self, follower: Follower, poll: Poll) -> None:
-        poll.follower = follower
-        await self._answer(poll)
+    async def _answer_push(self, follower: Follower, request: CheckedPoll) -> PollResponse:
+        poll = Poll(request, PollAnswer(request), follower, is_pushed=True)
+        await self.answer(follower, poll)
+        return poll.answer.response
 
     def _window_bytes(self) -> int:
-        """Of each push."""
+        """Returns the limit of each push, in bytes."""
         return window_bytes_of_each(len(self._pushes), 2 * self._window_bytes_max, self._window_bytes_max)
 
     def _post(self, frame: UMessage) -> None:
@@ -312,35 +359,37 @@ class Followers:
         self._responses.post(frame)
 
     def _made(self, asked: CommandRequest, caller: UUri, sight: Sight) -> Follower:
-        full = self._room.full(caller.authority_name)
+        full = self._shares.full(caller.authority_name)
         if full is not None:
             whose = f" of authority {caller.authority_name!r}" if full.is_of_one else ""
-            what = f"{full.limit} followers{whose} are known, which is the limit: wait for a lease to end"
+            what = f"{full.limit} followers{whose} exist, which is the limit: wait until a lease ends"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         key = (_caller(caller), asked.follower)
         follower = self._followers[key] = Follower(key, caller, self._matches, sight, _lease_ms(asked))
-        self._room.add(caller.authority_name, 1)
+        self._shares.add(caller.authority_name, 1)
         self._touch(follower)
-        if self._sweeping is None:  # not at once: the lease of this one may be over before its topics are counted
+        if self._sweeping is None:  # not at once: the lease of this one may end before its topics are counted
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         return follower
 
-    def _change(self, follower: Follower, changes: Iterable[Change]) -> None:
-        """All of them, or none. Raises RESOURCE_EXHAUSTED."""
+    def _change(self, follower: Follower, changes: Iterable[TopicChange]) -> None:
+        """Apply all of the changes, or none. Raises RESOURCE_EXHAUSTED."""
         last = {change.address: change for change in changes}
         added = [one for one in last.values() if one.follows and one.address not in follower.topics]
-        gone = [one for one in last.values() if not one.follows and one.address in follower.topics]
+        removed = [one for one in last.values() if not one.follows and one.address in follower.topics]
         authority, all = follower.caller.authority_name, self._topics
-        room = min(all.each_pieces_max - all.pieces_of(authority), all.pieces_max - all.pieces)
-        if len(added) - len(gone) > room:
-            what = f"{len(added) - len(gone)} topics more, and there is room for {room}: follow patterns, or fewer"
+        free = min(all.each_pieces_max - all.pieces_of(authority), all.pieces_max - all.pieces)
+        if len(added) - len(removed) > free:
+            what = (
+                f"{len(added) - len(removed)} topics more, but only {free} are free: follow patterns, or fewer topics"
+            )
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-        wild = len(follower.patterns) + sum(one.is_wild for one in added) - sum(one.is_wild for one in gone)
+        wild = len(follower.patterns) + sum(one.is_wild for one in added) - sum(one.is_wild for one in removed)
         if wild > WILDCARD_PATTERNS_MAX:
             what = f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards, got {wild}"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         follower.change(last.values())
-        all.add(authority, len(added) - len(gone))
+        all.add(authority, len(added) - len(removed))
 
     # -- leases
 
@@ -360,26 +409,26 @@ class Followers:
     def _forget(self, follower: Follower) -> None:
         del self._followers[follower.key]
         authority = follower.caller.authority_name
-        self._room.add(authority, -1)
+        self._shares.add(authority, -1)
         self._topics.add(authority, -len(follower.topics))
         follower.cut()
         follower.stop_push()
 
 
-def _changes(asked: CommandRequest, caller: str) -> list[Change]:
+def _changes(asked: CommandRequest, caller: str) -> list[TopicChange]:
     """Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED."""
     if len(asked.changes) > PATTERNS_MAX:
-        what = f"{len(asked.changes)} changes are more than {PATTERNS_MAX}: send them in several commands"
+        what = f"expected at most {PATTERNS_MAX} changes, got {len(asked.changes)}: send several commands"
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-    found: list[Change] = []
+    found: list[TopicChange] = []
     for change in asked.changes:
         which = change.WhichOneof("change")
         if which is None:
-            raise invalid("a change says follow or unfollow")
+            raise invalid("expected a change with follow or unfollow, got neither")
         topic = change.follow.topic if which == "follow" else change.unfollow
         pattern = pattern_of(topic.SerializeToString(), caller)
         period = change.follow.sample_period_ms if which == "follow" else -1
-        found.append(Change(plain_address(pattern.uri), pattern.uri, pattern.is_wild, period))
+        found.append(TopicChange(plain_address(pattern.uri), pattern.uri, pattern.is_wild, period))
     return found
 
 

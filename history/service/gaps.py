@@ -1,7 +1,7 @@
-"""What is lost, published on a topic of core.ustreamer: up://AUTHORITY/4/1/8002.
+"""Publishes gaps, which are records that are lost, on a topic of core.ustreamer: up://AUTHORITY/4/1/8002.
 
-Log.damage at the start, on_found later ---.
-retention passed what a peer was owed: add --+-> queue (bounded) -> run: publish
+Log.damage at the start, on_found later -------------.
+retention has deleted records owed to a peer: add ---+-> queue (bounded) -> run: publish
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
 from uprotocol.status import UStatusError
 from uprotocol.v1.uri_pb2 import UUri
 
-QUEUED_MAX: Final = 1_000  # not yet published; what is lost stays in the log's damage anyway
+QUEUED_MAX: Final = 1_000  # not yet published; the log's damage remains known without a notice
 
 log = structlog.get_logger()
 
 
 class Gaps:
-    """The publisher of gaps. `add` never waits; `run` publishes until it is cancelled."""
+    """`add` queues a gap without waiting; `run` publishes the queue until it is cancelled. `total` counts gaps, `lost`
+    those that found the queue full."""
 
     def __init__(
         self,
@@ -39,9 +40,9 @@ class Gaps:
         self._topic, self._publish, self._now_ms = ids.at(authority, ids.GAPS), publish, now_ms
         self._queue: deque[GapNotice] = deque()
         self._arrived = asyncio.Event()
-        self.total = self.lost = 0  # lost: the queue was full
+        self.total = self.lost = 0
         for one in logs:
-            for damage in one.damage:  # told anew at each start, until a person has acknowledged it
+            for damage in one.damage:  # reported at each start, until an operator has acknowledged it
                 self._damaged(damage)
             one.losses.on_found(self._damaged)
 

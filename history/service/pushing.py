@@ -1,4 +1,4 @@
-"""What is pushed to a follower: what it would be answered if it polled again and again, in frames.
+"""Pushes to a follower: frames with the answers that it would have if it polled again and again.
 
 Push -> checked -> Pushing: is its window open? -> poll on its behalf -> Frame: subscription, number, answer -> post
                                ^ Command: frames_taken
@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from history.service.request import LEASE_MS_DEFAULT, LEASE_MS_MAX, Poll, checked
+from history.service.request import LEASE_MS_DEFAULT, LEASE_MS_MAX, CheckedPoll, checked
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frame, PollRequest, PollResponse
@@ -25,19 +25,19 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-WINDOW_BYTES_MAX: Final = 8 << 20  # under way to one follower: 20 MB/s over a network of 200 ms there and back
-WINDOW_BYTES_MIN: Final = 64 << 10  # of each, if there are many
-WINDOW_FRAMES_MAX: Final = 1_024  # the same, where there is little in each
-TELL_SHARE: Final = 4  # a follower is asked to tell what it has taken for each quarter of the window
-PUSH_WAIT_MS: Final = 10_000  # where nothing comes a frame says so now and then
-FRAME_TTL_MS: Final = 10_000  # one that is older has been polled by now
-AGAIN_S: Final = 1.0  # after a refusal that will pass
+WINDOW_BYTES_MAX: Final = 8 << 20  # sent and not yet taken by one follower: 20 MB/s with a round trip of 200 ms
+WINDOW_BYTES_MIN: Final = 64 << 10  # of each push, if there are many
+WINDOW_FRAMES_MAX: Final = 1_024  # sent and not yet taken, where frames are small
+TELL_SHARE: Final = 4  # the follower is asked for its progress after each quarter of the window
+PUSH_WAIT_MS: Final = 10_000  # an empty frame is sent when nothing has come for this long
+FRAME_TTL_MS: Final = 10_000  # the follower has polled the content of an older frame
+RETRY_S: Final = 1.0  # after a refusal that is temporary
 
 log = structlog.get_logger()
 
 
 def window_bytes_of_each(count: int, all: int, most: int = WINDOW_BYTES_MAX) -> int:
-    """The share of `count` that have `all` together."""
+    """Returns the share of each of `count` pushes that have `all` bytes together, `most` at most."""
     return max(WINDOW_BYTES_MIN, min(most, all // max(1, count)))
 
 
@@ -55,42 +55,43 @@ def checked_push(asked: PushRequest, attributes: UAttributes) -> PushRequest:
         what = "the sink of frames is an address without wildcards and with resource 0"
         raise invalid(f"{what}, got {uris.format(push.sink)}")
     if push.poll.topics or push.poll.follower:
-        raise invalid("the poll of a push names no topics: they are followed")
+        raise invalid("expected the poll of a push without topics and follower: it is for the followed topics")
     checked(push.poll, attributes, uuids.now_ms())
     push.poll.wait_ms = PUSH_WAIT_MS
     return push
 
 
 class Pushing:
-    """Frames to one follower, as many bytes as its window has. Ends by itself only where it is refused for good."""
+    """Sends frames to one follower, as many bytes as its window has. Ends by itself only if the poll is refused with an
+    error that is not temporary."""
 
     def __init__(
         self,
         asked: PushRequest,
         caller: UUri,
         topic: UUri,
-        answer: Callable[[Poll], Awaitable[None]],
+        answer: Callable[[CheckedPoll], Awaitable[PollResponse]],
         post: Callable[[UMessage], None],
         window_bytes_max: Callable[[], int],
         on_end: Callable[[Pushing], None],
     ) -> None:
-        """`asked` is checked. `answer` fills a poll's response, and raises UStatusError; `topic` is the frames'.
-        `window_bytes_max`: what the way there has room for now, while its network takes nothing. `on_end` is called
-        when nothing is pushed any more."""
+        """`asked` is checked. `answer` returns the response to a poll; it raises UStatusError. `topic`: of the frames.
+        `window_bytes_max`: how many bytes can wait for a network that accepts nothing. `on_end` is called when the push
+        has ended."""
         self._asked, self._caller, self._topic, self._answer, self._post = asked, caller, topic, answer, post
         self._request = PollRequest()
         self._request.CopyFrom(asked.poll)
         self._window_max = window_bytes_max
-        self._under_way: deque[tuple[int, int]] = deque()  # number and bytes
+        self._not_taken: deque[tuple[int, int]] = deque()  # number and bytes of frames
         self._bytes = self.frames = 0
-        self._to_tell = 0  # the last frame that asks to tell, and how much has been sent since
-        self._untold_bytes = 0
+        self._last_tell = 0  # the last frame that asks for progress, and bytes sent since
+        self._bytes_since_tell = 0
         self._opened = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="push")
         self._task.add_done_callback(lambda _: on_end(self))
 
     def __repr__(self) -> str:
-        return f"Pushing({self.frames} frames, {self._bytes} bytes under way)"
+        return f"Pushing({self.frames} frames, {self._bytes} bytes not taken)"
 
     @property
     def _window(self) -> int:
@@ -98,7 +99,7 @@ class Pushing:
 
     @property
     def consumer(self) -> tuple[str, int]:
-        """Its name, and its lease in milliseconds; "": there is none."""
+        """The consumer's name, and its lease in milliseconds; "": no consumer."""
         poll = self._asked.poll
         return poll.consumer, min(poll.lease_ms or LEASE_MS_DEFAULT, LEASE_MS_MAX)
 
@@ -109,15 +110,15 @@ class Pushing:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def taken(self, number: int) -> None:
-        """Up to this frame all is with the follower; what was never sent is not."""
-        while self._under_way and self._under_way[0][0] <= number:
-            self._bytes -= self._under_way.popleft()[1]
+        """The follower has taken all frames up to this number."""
+        while self._not_taken and self._not_taken[0][0] <= number:
+            self._bytes -= self._not_taken.popleft()[1]
         self._opened.set()
 
     async def _run(self) -> None:
         while True:
-            while self._under_way and (self._bytes >= self._window or len(self._under_way) >= WINDOW_FRAMES_MAX):
-                if self._under_way[0][0] > self._to_tell:  # the window is smaller than it was
+            while self._not_taken and (self._bytes >= self._window or len(self._not_taken) >= WINDOW_FRAMES_MAX):
+                if self._not_taken[0][0] > self._last_tell:  # the window has shrunk
                     here = self._request.positions
                     self._send(PollResponse(begin=here, next=here), tell=True)
                 self._opened.clear()
@@ -128,35 +129,33 @@ class Pushing:
                 if error.code not in (UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE):
                     log.warning("a push has ended", to=uris.format(self._asked.sink), why=str(error))
                     return
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     async def _next(self) -> PollResponse:
         attributes = UAttributes(id=uuids.new(), source=self._caller, ttl=2 * PUSH_WAIT_MS)
-        poll = checked(self._request, attributes, uuids.now_ms())
-        poll.is_pushed = True
-        poll.bytes_max = max(1, min(poll.bytes_max, self._window - self._bytes))
-        await self._answer(poll)
-        del self._request.acked[:]  # what is safe since then, commands say
+        free_bytes = self._window - self._bytes
+        response = await self._answer(checked(self._request, attributes, uuids.now_ms(), bytes_max=free_bytes))
+        del self._request.acked[:]  # from now on commands acknowledge
         del self._request.positions[:]
-        self._request.positions.extend(poll.response.next)
-        self._request.frontiers_page = poll.response.next_frontiers_page
-        self._request.frontiers = bool(poll.response.next_frontiers_page)
-        return poll.response
+        self._request.positions.extend(response.next)
+        self._request.frontiers_page = response.next_frontiers_page
+        self._request.frontiers = bool(response.next_frontiers_page)
+        return response
 
     def _send(self, answer: PollResponse, *, tell: bool = False) -> None:
         self.frames += 1
         frame = Frame(subscription=self._asked.subscription, number=self.frames, answer=answer)
-        frame.tell = self._is_to_tell(frame.ByteSize(), tell)
+        frame.tell = self._asks_for_progress(frame.ByteSize(), tell)
         builder = UMessageBuilder.notification(self._topic, self._asked.sink).with_ttl(FRAME_TTL_MS)
         message = builder.pack(frame)
-        self._under_way.append((self.frames, len(message.payload)))
+        self._not_taken.append((self.frames, len(message.payload)))
         self._bytes += len(message.payload)
         self._post(message)
 
-    def _is_to_tell(self, bytes: int, now: bool) -> bool:
-        self._untold_bytes += bytes
-        are_many = (self.frames - self._to_tell) * TELL_SHARE >= WINDOW_FRAMES_MAX
-        if not (now or are_many or self._untold_bytes * TELL_SHARE >= self._window):
+    def _asks_for_progress(self, bytes: int, now: bool) -> bool:
+        self._bytes_since_tell += bytes
+        are_many = (self.frames - self._last_tell) * TELL_SHARE >= WINDOW_FRAMES_MAX
+        if not (now or are_many or self._bytes_since_tell * TELL_SHARE >= self._window):
             return False
-        self._to_tell, self._untold_bytes = self.frames, 0
+        self._last_tell, self._bytes_since_tell = self.frames, 0
         return True

@@ -1,10 +1,10 @@
-"""core.ustreamer: the history on the wire (Describe, Poll, Command, Progress), over any transport.
+"""The service of core.ustreamer: the history over any transport (Describe, Poll, Command, Progress).
 
-request -> checked, allowed? -> turn -> places: one per log -> collect: scan, gaps -> reply with `next`
-                                 ^                               | nothing yet
-                                 '-- wait: commits of matching streams, bounded by wait_ms and the request's ttl
+request -> checked, allowed? -> turn -> a position per log -> read: records, gaps -> reply with `next`
+                                 ^                              | nothing yet
+                                 '-- wait: appends to matching streams, bounded by wait_ms and the request's ttl
 
-What a caller may not see (`access`) matches nothing: no record, no gap, no topic of it, and no wake-up.
+What a caller may not see (`access`) matches nothing: it causes no record, no gap, no topic and no wake-up.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from typing import Final, Protocol
 
 from history.epochs.keeper import Keeper
 from history.log.log import Log
-from history.records import witness
-from history.records.batch import add_records
-from history.records.witness import gap_of
+from history.records.witness import seqs_of
 from history.service.consumers import Consumers, Owner, cursor_name
 from history.service.describe import Listing, describe
 from history.service.followers import TOPICS_MAX, Followers
-from history.service.matches import EVERYTHING, Access, Matches
+from history.service.matches import EVERYTHING, Matches, Sights
+from history.service.poll import Poll, PollAnswer
 from history.service.pushing import WINDOW_BYTES_MAX
-from history.service.request import Poll, checked, patterns_of
-from history.service.snapshot import add_frontiers
+from history.service.request import checked, patterns_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.communication.shares import CALLERS_SHARE, Shares, Turns
@@ -36,15 +34,12 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandResponse,
     DescribeRequest,
     DescribeResponse,
-    Gap,
     HandOver,
     PollRequest,
     PollResponse,
     Position,
     ProgressRequest,
     ProgressResponse,
-    RecordBatch,
-    Witness,
 )
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
@@ -53,34 +48,32 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-# of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
-POLL_STEPS_MAX: Final = 16
-REQUESTS_RUNNING_MAX: Final = 2_000  # polls that wait for their turn, for the most part
-SEATS_MAX: Final = 8  # answers being made at once: more are not made faster, and each takes some MiB
-POLLS_WAITING_MAX: Final = 1_000  # each is a consumer with nothing to do
-# what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
+REQUESTS_RUNNING_MAX: Final = 2_000  # most of them are polls that wait for their turn
+SEATS_MAX: Final = 8  # answers being made at the same time: more would not be faster, and each takes some MiB
+POLLS_WAITING_MAX: Final = 1_000  # polls that wait for records
+# kept free for one reply: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
 REPLY_BYTES_MAX: Final = 5 << 18
-REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
-DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
+REPLIES_BYTES_MAX: Final = 32 << 20  # of all replies that the network has not taken yet
+DRAIN_MS_MAX: Final = 5_000  # `stop` waits this long for running requests, and then for the network to take replies
 
 
 class HandingOver(Protocol):
-    """Who decides whether publishes are pushed to a caller's network, or it follows."""
+    """Decides whether publishes are pushed to a caller's network, or the caller follows the logs."""
 
     async def asked(self, caller: UUri, asked: HandOver) -> list[Position]:
-        """Where the caller begins to follow. Raises UStatusError."""
+        """Returns the positions from which the caller follows. Raises UStatusError."""
 
     def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
-        """All up to here is safe with the caller, by log."""
+        """The caller has stored all records up to these positions, by incarnation."""
 
 
 class HistoryService:
-    """Serves `logs` at uEntity `entity`, version 1 of the authority of `local`: all of one streamer at 4, or what a
-    publisher keeps itself at an instance of that (ids.of_publisher). Only publishes are visible.
+    """Serves `logs` at uEntity `entity`, version 1, of the authority of `local`. A streamer serves all its logs at
+    uEntity 4; a publisher serves its own log at an instance of that (ids.of_publisher). Only publishes are visible.
 
-    `access` says which of them a caller may see (None: all); it is asked with every look at a log. `counts`, since the
-    start: polls, describes, records, gaps, refused (all that were), denied (those that may not), withheld (calls that
-    matched what their caller may not see). `followers` counts, too.
+    `access` says which of them a caller may see (None: all); it is asked each time the logs are read. `counts`, since
+    the start: polls, describes, progress, commands, records, gaps, refused (all refused calls), denied (calls refused
+    for lack of permission), withheld (calls that matched what their caller may not see). `followers` has counts, too.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class HistoryService:
         logs: Iterable[Log],
         *,
         entity: int = ENTITY,
-        access: Access | None = None,
+        access: Sights | None = None,
         reply_bytes_max: int = REPLY_BYTES_MAX,
         replies_bytes_max: int = REPLIES_BYTES_MAX,
         share: int = CALLERS_SHARE,
@@ -100,8 +93,8 @@ class HistoryService:
         handing_over: HandingOver | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        """`window_bytes_max`: pushed to one follower and not taken; None: as much as waits here for one authority, less
-        an answer."""
+        """`window_bytes_max`: bytes pushed to one follower and not yet taken by it; None: the share that one authority
+        has of the replies that wait here, less one reply."""
         own = LocalUriProvider(local.get_authority(), entity, VERSION)
         self._server = InMemoryRpcServer(
             transport,
@@ -113,11 +106,11 @@ class HistoryService:
         )
         self._logs = list(logs)
         self._incarnations = {log.incarnation for log in self._logs}
-        self._access = access if access is not None else Access()
-        self._access_version = self._access.version
+        self._sights = access if access is not None else Sights()
+        self._sights_version = self._sights.version
         self._matches = Matches(self._logs)
         self._waiting: set[Poll] = set()
-        self._room = Shares[str](POLLS_WAITING_MAX, share=share)  # for those that wait, by authority
+        self._waiting_shares = Shares[str](POLLS_WAITING_MAX, share=share)  # by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.has_capacity, SEATS_MAX, share)
         self._server.responses.on_sent(self._turns.look)
         self._handing_over, self._keeper = handing_over, keeper
@@ -125,8 +118,8 @@ class HistoryService:
             window_bytes_max = max(0, replies_bytes_max // share - reply_bytes_max)
         self.followers = Followers(
             self._matches,
-            self._access.of,
-            self._answer_counted,
+            self._sights.of,
+            self._answer,
             self._server.responses,
             own.get_resource(FRAMES),
             share=share,
@@ -143,7 +136,7 @@ class HistoryService:
         return f"HistoryService({self._logs}, waiting={len(self._waiting)})"
 
     async def start(self) -> None:
-        """Raises what the transport says."""
+        """Raises UStatusError as the transport does."""
         self._stopping = False
         self.followers.open()
         self.consumers.load()
@@ -157,7 +150,7 @@ class HistoryService:
             await self._server.register_request_handler(PROGRESS, self._progress)
 
     async def stop(self) -> None:
-        """Answer the polls that wait, and take no more. May be called twice. The logs stay open."""
+        """PollAnswer the polls that wait, and refuse new requests. May be called twice. The logs stay open."""
         self._stopping = True
         await self.followers.close()
         for poll in self._waiting:
@@ -169,7 +162,7 @@ class HistoryService:
 
     @contextlib.contextmanager
     def _counted(self, what: str) -> Iterator[None]:
-        """Around the part of a call in which it may be refused."""
+        """Count a call as `what`, or as refused if its checks, which this encloses, raise."""
         try:
             yield
         except UStatusError as error:
@@ -187,7 +180,7 @@ class HistoryService:
             asked = UPayload.of(request).unpack(DescribeRequest)
             listing = Listing.of(asked)
             patterns = patterns_of(asked.topics, caller.authority_name)
-            matches = self._matches.of(patterns, self._access.of(caller), caller.authority_name)
+            matches = self._matches.of(patterns, self._sights.of(caller), caller.authority_name)
         async with self._turns.turn(caller.authority_name, request.attributes.ttl / 1000):
             response = await describe(matches, listing)
         self.counts["withheld"] += any(match.withholds for match in matches.values())
@@ -196,7 +189,7 @@ class HistoryService:
     # -- Progress
 
     async def _progress(self, request: UMessage) -> ProgressResponse:
-        assert self._keeper is not None, "else nobody is heard"
+        assert self._keeper is not None, "only then is the method registered"
         with self._counted("progress"):
             asked = UPayload.of(request).unpack(ProgressRequest)
             answer = self._keeper.progress(request.attributes.source, asked)
@@ -215,16 +208,18 @@ class HistoryService:
                 self._acknowledge(asked, caller)
         if asked.HasField("hand_over"):
             if self._handing_over is None:
-                raise UStatusError(UCode.PERMISSION_DENIED, "nothing is pushed from here that could be handed over")
+                raise UStatusError(
+                    UCode.PERMISSION_DENIED, "this history pushes nothing to you that could be handed over"
+                )
             handed_over = await self._handing_over.asked(caller, asked.hand_over)
             del answer.handed_over[:]
             answer.handed_over.extend(handed_over)
         return answer
 
     def _acknowledge(self, asked: CommandRequest, caller: UUri) -> None:
-        """Move the cursor of the consumer for whom it is pushed, and of who has taken over."""
+        """Move the cursor of the consumer of the push, and that of a caller that has taken over."""
         if self._handing_over is not None:
-            self._handing_over.acknowledged(caller, {one.incarnation: one.seq for one in asked.acked})
+            self._handing_over.acknowledged(caller, seqs_of(asked.acked))
         consumer, lease_ms = self.followers.consumer_of(asked, caller)
         for log in self._logs if consumer else ():
             for position in asked.acked:
@@ -236,204 +231,113 @@ class HistoryService:
     async def _poll(self, request: UMessage) -> PollResponse:
         with self._counted("polls"):
             asked = UPayload.of(request).unpack(PollRequest)
-            poll = checked(asked, request.attributes, uuids.now_ms())
-            if asked.follower:
-                poll.follower = self.followers.of(asked, poll.source)
-            self._look_again(poll)
+            checked_poll = checked(asked, request.attributes, uuids.now_ms())
+            follower = self.followers.of(asked, checked_poll.source) if asked.follower else None
+            poll = Poll(checked_poll, PollAnswer(checked_poll), follower)
+            self._match(poll)
             if asked.consumer:
-                self.consumers.require(asked.consumer, Owner.of(poll.source))
-            if poll.acked and self._handing_over is not None:
-                self._handing_over.acknowledged(poll.source, poll.acked)
-        await self._answer_counted(poll)
-        return poll.response
-
-    async def _answer_counted(self, poll: Poll) -> None:
-        if poll.follower is None:
-            poll.response.more = await self._answer(poll)
+                self.consumers.require(asked.consumer, Owner.of(checked_poll.source))
+            if checked_poll.acked and self._handing_over is not None:
+                self._handing_over.acknowledged(checked_poll.source, checked_poll.acked)
+        if follower is None:
+            await self._answer(poll)
         else:
-            self.followers.begins(poll)
-            try:
-                poll.response.more = await self._answer(poll)
-            finally:
-                self.followers.ends(poll)
-        self.counts["records"] += sum(len(batch.seq) for batch in poll.response.batches)
-        self.counts["gaps"] += len(poll.response.gaps)
+            await self.followers.answer(follower, poll)
+        return poll.answer.response
 
-    def _look_again(self, poll: Poll) -> None:
-        """What the caller may see now: that may have changed while it waited. Raises PERMISSION_DENIED."""
-        sight = self._access.of(poll.source)
-        if poll.follower is not None:
-            poll.follower.look_again(sight)
-            poll.sight, poll.matches = sight, poll.follower.matches
+    def _match(self, poll: Poll) -> None:
+        """Find the streams that the poll asks for and its caller may see now: both may change while it waits. Raises
+        PERMISSION_DENIED."""
+        sight = self._sights.of(poll.request.source)
+        if poll.interest is not None:
+            poll.matches = poll.interest.matches_for(sight)
         elif poll.sight is None or poll.sight.key != sight.key:
-            poll.sight, poll.matches = sight, self._matches.of(poll.patterns, sight, poll.caller)
+            poll.matches = self._matches.of(poll.request.patterns, sight, poll.request.caller)
+        poll.sight = sight
 
-    async def _place(self, poll: Poll) -> None:
-        """Where to read each log on, and what of it is gone already."""
-        response = poll.response
-        for incarnation, seq in poll.positions.items():
-            # Of a log that is gone and of which nothing was read nothing is missed, unless it is known to have had
-            # records.
-            is_gone = incarnation not in self._incarnations
-            if is_gone and (seq or any(log.losses.knows_lost(incarnation) for log in self._logs)):
-                response.gaps.append(gap_of(Gap.REASON_INCARNATION, incarnation, seq))
-        for log in self._logs:
-            if log.incarnation not in poll.positions:
-                poll.places[log] = await self._start(log, poll)
-                continue
-            seq = poll.places[log] = poll.positions[log.incarnation]
-            known = poll.known[log.incarnation]
-            bounds = await witness.went_back(log, seq, known)
-            if bounds is not None:
-                differs, agreed = bounds
-                # The file is no longer what it was (restored from a copy, say): what it has now from there on can't be
-                # told apart.
-                response.gaps.append(gap_of(Gap.REASON_CORRUPTION, log.incarnation, differs, agreed + 1))
-                poll.places[log] = agreed
-                poll.known[log.incarnation] = witness.up_to(known, agreed)
-                poll.acked[log.incarnation] = min(agreed, poll.acked.get(log.incarnation, agreed))
+    async def _answer(self, poll: Poll) -> None:
+        """Fill the response with the records at hand, or with those that come while the poll may wait.
 
-    async def _start(self, log: Log, poll: Poll) -> int:
-        asked = poll.asked
-        start = asked.WhichOneof("start")
-        if start == "latest" and asked.latest:
-            return log.newest_seq
-        if start == "after_time":
-            seq = await log.seq_before_time(asked.after_time.ToMilliseconds())
-        elif start == "after_message_id":
-            found = await log.seq_of_id(asked.after_message_id)
-            if found is not None and await self._sees_record(log, found, poll):
-                return found
-            # Not in this log, or no longer: whatever was appended after the id was made, and be it in the same
-            # millisecond, is at least what follows it.
-            seq = await log.seq_before_time(int.from_bytes(asked.after_message_id[:6], "big") - 1)
-        else:
-            return log.floor_seq
-        if seq <= log.floor_seq and log.floor_seq:
-            poll.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, 0, log.floor_seq + 1))
-        return max(seq, log.floor_seq)
-
-    async def _sees_record(self, log: Log, seq: int, poll: Poll) -> bool:
-        """Whether the caller may know that this record is there, on whichever topic."""
-        assert poll.sight is not None, "checked"
-        if poll.sight is EVERYTHING:
-            return True
-        match = self._matches.of(patterns_of((), poll.caller), poll.sight, poll.caller)[log]
-        await match.complete()
-        return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
-
-    def _hold(self, poll: Poll) -> None:
-        """Let the consumer's cursor hold retention: at what it acknowledged, else where it was, else where it
-        begins."""
-        consumer = poll.asked.consumer
-        for log, place in poll.places.items():
-            known = log.cursors.seq(cursor_name(consumer))
-            seq = poll.acked.get(log.incarnation, place if known is None else known)
-            self.consumers.hold(consumer, Owner.of(poll.source), log, seq, poll.lease_ms + int(poll.wait_ms))
-        poll.response.lease_ms = poll.lease_ms
-
-    async def _answer(self, poll: Poll) -> bool:
-        """Fill the response with what there is, or what comes while the poll may wait; True if there is more at hand.
-
-        Who waits is on the list before it looks, so that nothing can come in between unnoticed.
+        A poll is among those that are woken before it reads the logs, so it misses no append in between.
         """
-        time = asyncio.get_running_loop().time
-        deadline, gives_up = time() + poll.wait_ms / 1000, time() + poll.left_ms / 1000
-        full = self._room.full(poll.caller)
+        caller, response, time = poll.request.caller, poll.answer.response, asyncio.get_running_loop().time
+        deadline, gives_up = time() + poll.request.wait_ms / 1000, time() + poll.request.left_ms / 1000
+        full = self._waiting_shares.full(caller)
         if full is None:
             self._waiting.add(poll)
-            self._room.add(poll.caller, 1)
+            self._waiting_shares.add(caller, 1)
         try:
             while True:
                 poll.woken.clear()
-                self._look_again(poll)
-                is_done = await self._look(poll, gives_up - time())
-                if is_done or poll.is_over or poll.is_cut or self._stopping or deadline <= time():
-                    return is_done and bool(poll.pending)
+                self._match(poll)
+                is_done = await self._read(poll, gives_up - time())
+                response.more = response.more and is_done
+                if is_done or poll.answer.has_ended() or poll.is_cut or self._stopping or deadline <= time():
+                    break
                 if full is not None:
-                    whose = f" of authority {poll.caller!r}" if full.is_of_one else ""
+                    whose = f" of authority {caller!r}" if full.is_of_one else ""
                     what = f"{full.limit} polls{whose} wait already: try again later"
                     raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-                with contextlib.suppress(TimeoutError):  # then look once more: `next` covers what was not for this poll
+                with contextlib.suppress(TimeoutError):  # then read again, so that `next` passes what was not asked for
                     async with asyncio.timeout_at(deadline):
                         await poll.woken.wait()
         finally:
             if full is None:
                 self._waiting.discard(poll)
-                self._room.add(poll.caller, -1)
+                self._waiting_shares.add(caller, -1)
+        self.counts["records"] += sum(len(batch.seq) for batch in response.batches)
+        self.counts["gaps"] += len(response.gaps)
 
-    async def _look(self, poll: Poll, seconds: float) -> bool:
-        """Read on when it is this caller's turn; True if there is something to answer."""
-        response = poll.response
-        async with self._turns.turn(poll.caller, seconds):
-            for match in poll.matches.values():
-                await match.complete()
-            if not poll.places:
+    async def _read(self, poll: Poll, seconds: float) -> bool:
+        """Wait `seconds` at most for this caller's turn, then read the logs on. Returns whether there is something to
+        answer."""
+        answer, request = poll.answer, poll.request
+        async with self._turns.turn(request.caller, seconds):
+            if not answer.positions:
+                for match in poll.matches.values():
+                    if not match.advance():
+                        await match.complete()
                 self.counts["withheld"] += any(match.withholds for match in poll.matches.values())
-                await self._place(poll)
-                response.begin.extend(await _told(poll))
-                poll.has_room = not poll.asked.frontiers or await add_frontiers(poll)
-                if poll.asked.consumer:
+                await answer.begin(poll.matches, lambda log, seq: self._sees_record(poll, log, seq))
+                if request.asked.consumer:
                     self._hold(poll)
-            complete = poll.has_room and await self._read_all(poll)
-            del response.next[:]
-            response.next.extend(await _told(poll))
-            if not poll.positions:
-                response.made.CopyFrom(uuids.new())
-        return bool(response.batches or response.gaps or not complete)
+            complete = await answer.read(poll.matches, poll.interest.thinning() if poll.interest is not None else None)
+            del answer.response.next[:]
+            answer.response.next.extend(await answer.read_up_to())
+            if not request.positions:
+                answer.response.made.CopyFrom(uuids.new())
+        return bool(answer.response.batches or answer.response.gaps or not complete)
 
-    async def _read_all(self, poll: Poll) -> bool:
-        """Read every log from its place on, each with its share of the reply, as far as the reply and some steps go.
+    async def _sees_record(self, poll: Poll, log: Log, seq: int) -> bool:
+        """Returns whether the caller may know that this record exists, whatever its topic."""
+        assert poll.sight is not None, "the poll was matched before it is read"
+        if poll.sight is EVERYTHING:
+            return True
+        match = self._matches.of(patterns_of((), poll.request.caller), poll.sight, poll.request.caller)[log]
+        await match.complete()
+        return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
 
-        True if it came to the end of each log, as that was when it began.
-        """
-        complete, gaps = True, poll.response.gaps
-        pending = poll.pending
-        records, bytes = poll.records_max, poll.bytes_max
-        thinning = poll.follower.thinning if poll.follower is not None else None
-        for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
-            batch = RecordBatch(incarnation=log.incarnation)
-            share_records, share_bytes = max(1, records // left), max(1, bytes // left)
-            match = poll.matches[log]
-            await match.complete()  # no step lies between this and the end: all that is read was looked at
-            end = poll.end(log)
-            for _ in range(POLL_STEPS_MAX):
-                place = poll.places[log]
-                if place >= end:
-                    break
-                found = await log.scan(
-                    place,
-                    max_records=share_records,
-                    max_bytes=share_bytes,
-                    streams=match.ids,
-                    until=end,
-                    strict=bool(batch.seq),  # a reply has one record at least, whatever its size
-                )
-                poll.places[log] = min(max(found.covered, place), end)
-                if place < found.floor_seq and await match.has_passed(found.floor_seq, place):
-                    gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, found.floor_seq + 1))
-                gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *bounds) for bounds in found.gaps)
-                for chunk in found.chunks if thinning is None else await thinning.all_of(log, found.chunks):
-                    add_records(batch, chunk)
-                records -= share_records - found.records_left
-                bytes -= share_bytes - found.bytes_left
-                share_records, share_bytes = found.records_left, found.bytes_left
-                if found.full:
-                    break
-            if batch.seq:
-                poll.response.batches.append(batch)
-            complete = complete and poll.places[log] >= end
-        return complete
+    def _hold(self, poll: Poll) -> None:
+        """Let the consumer's cursor hold retention: where it has acknowledged, else where it was, else where the poll
+        begins."""
+        request, agreed = poll.request, poll.answer.agreed
+        consumer, owner = request.asked.consumer, Owner.of(request.source)
+        for log, position in poll.answer.positions.items():
+            known = log.cursors.seq(cursor_name(consumer))
+            seq = request.acked.get(log.incarnation, position if known is None else known)
+            seq = min(seq, agreed.get(log.incarnation, seq))
+            self.consumers.hold(consumer, owner, log, seq, request.lease_ms + int(request.wait_ms))
+        poll.answer.response.lease_ms = request.lease_ms
 
     def _appended(self, log: Log) -> None:
-        """Wake those for whom something came."""
+        """Wake the polls that what was appended may concern."""
         chunks = log.tail(self._seen[log])
         self._seen[log] = log.newest_seq
         if not self._waiting:
             return
         came: frozenset[int] = frozenset().union(*(chunk.stream_set for chunk in chunks or ()))
-        is_old = self._access_version != self._access.version  # what is waited for may not be what may be seen now
-        self._access_version = self._access.version
+        is_old = self._sights_version != self._sights.version  # the matches may not be what may be seen now
+        self._sights_version = self._sights.version
         hits: dict[int, bool] = {}  # by the identity of the match, which many polls may share
         for poll in self._waiting:
             match = poll.matches[log]
@@ -442,13 +346,3 @@ class HistoryService:
                 hit = hits[id(match)] = chunks is None or not match.advance() or not match.ids.isdisjoint(came)
             if hit or is_old:
                 poll.woken.set()
-
-
-async def _told(poll: Poll) -> list[Position]:
-    """Where it is in each log, with the record there as its witness: what the caller has brought, else from the log."""
-    places = []
-    for log, seq in poll.places.items():
-        digest = poll.known.get(log.incarnation, {}).get(seq)
-        witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
-        places.append(Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable))
-    return places

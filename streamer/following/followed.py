@@ -24,8 +24,8 @@ import structlog
 from history.file.writer import FollowedFrom as Notes
 from history.log.followed import POSITION_BYTES_MAX
 from history.log.log import Log
-from history.reading.acceptor import Accepted, Acceptor, Places, Record
-from history.reading.following import Following, Mode
+from history.reading.acceptor import Accepted, Acceptor, ReaderState, Record
+from history.reading.following import Following, FollowingOptions, FollowMode
 from streamer.following.covered import Covered, Digest, HeldThere
 from streamer.following.doorbell import Doorbell
 from streamer.following.sorting import Sorted, Sorting
@@ -69,7 +69,7 @@ class Follow:
     endpoint: Endpoint
     service: AccessPattern
     topics: Sequence[UUri] = ()
-    mode: Mode = "auto"
+    mode: FollowMode = "auto"
 
     @property
     def is_wide(self) -> bool:
@@ -103,7 +103,7 @@ class Pending:
 
     records: list[Record | Beginning] = field(default_factory=list)
     bytes: int = 0
-    places: Places = field(default_factory=Places)
+    places: ReaderState = field(default_factory=ReaderState)
     covered: Digest = b""  # a digest of what is followed there without a hole
     has_moved: bool = False
 
@@ -281,7 +281,7 @@ class Followed:
 
     def _ask_now(self) -> None:
         if self._following is not None:
-            self._following.ring()
+            self._following.check_now()
 
     # -- the conversation
 
@@ -312,15 +312,17 @@ class Followed:
         try:
             async with Following(
                 client,
-                mode=self.follow.mode if self.follow is not None else "auto",
-                start=PollRequest(latest=True),
-                acks=True,
-                window_bytes=self._follows.window_bytes,
+                FollowingOptions(
+                    mode=self.follow.mode if self.follow is not None else "auto",
+                    start=PollRequest(latest=True),
+                    acknowledges=True,
+                    window_bytes=self._follows.window_bytes,
+                    rng=self._follows.rng,
+                    random_bytes=self._follows.random_bytes,
+                ),
                 on_denied=self._denied,
                 on_forgotten=self._forgotten,
-                on_told=lambda _, done: self._told(done),
-                rng=self._follows.rng,
-                random_bytes=self._follows.random_bytes,
+                on_confirmed=lambda _, done: self._told(done),
             ) as following:
                 self._following, self._fixed = following, {}
                 following.has_begun = bool(places.positions)
@@ -351,7 +353,7 @@ class Followed:
             what = "a topic can't be followed: we may not read it there"
             log.warning(what, service=self.key, topic=uris.format(topic))
 
-    async def _take_over(self, following: Following, places: Places) -> None:
+    async def _take_over(self, following: Following, places: ReaderState) -> None:
         """Ask that no publish is pushed to us any more. Raises what it answers: then all are, and nothing is
         followed."""
         if not self._has_place:  # on disk before we ask: else nobody would know whom to tell when we are not to follow
@@ -374,19 +376,19 @@ class Followed:
                 places.idle.add(position.incarnation)
         self.is_handed_over = True
 
-    async def _find_place(self, following: Following) -> Places:
+    async def _find_place(self, following: Following) -> ReaderState:
         """Where its logs end, and ours says so on disk: what comes later is followed. Which ids that has, the same
         answer tells."""
         acceptor = Acceptor(read=self._follows.read)
-        while not acceptor.places.positions:
-            answer = await following.next(acceptor.places)
+        while not acceptor.state.positions:
+            answer = await following.next(acceptor.state)
             if answer is not None:
                 acceptor.accept(answer)
                 self._told_since = uuids.to_bytes(answer.made) if uuids.is_v7(answer.made) else None
-        await self._keep_first(acceptor.places)
-        return acceptor.places
+        await self._keep_first(acceptor.state)
+        return acceptor.state
 
-    async def _keep_first(self, places: Places) -> None:
+    async def _keep_first(self, places: ReaderState) -> None:
         since = self._told_since
         self._log.followed.keep(self.key, self._stored(places))
         await self._log.saved()
@@ -405,18 +407,16 @@ class Followed:
         self._pending.has_moved = True
         self._came.set()
 
-    async def _pull(self, following: Following, places: Places) -> None:
+    async def _pull(self, following: Following, places: ReaderState) -> None:
         """Accept, while what was accepted before is committed."""
-        acceptor = self._acceptor = Acceptor(places=places, read=self._follows.read)
-        self._pending = Pending(
-            places=acceptor.places.copy(), has_moved=self._told_since != self._doorbell.copies_since
-        )
+        acceptor = self._acceptor = Acceptor(state=places, read=self._follows.read)
+        self._pending = Pending(places=acceptor.state.copy(), has_moved=self._told_since != self._doorbell.copies_since)
         if not self._begun:  # else with the first answer, which says what we may not read
             self._pending.covered = self._covered_digest
         self._came.set()
         acked = dict(places.positions)
         storing = asyncio.create_task(self._store_on(acked), name=f"store {self.key}")
-        storing.add_done_callback(lambda _: following.ring())
+        storing.add_done_callback(lambda _: following.check_now())
         try:
             while True:
                 while self._pending.bytes > PENDING_BYTES_MAX and not storing.done():
@@ -424,7 +424,7 @@ class Followed:
                     await self._room.wait()
                 if storing.done():
                     storing.result()
-                answer = await following.next(acceptor.places, acked)
+                answer = await following.next(acceptor.state, acked)
                 if self._begun or self._missing:
                     self._tell_begun()
                 if answer is None:
@@ -445,8 +445,8 @@ class Followed:
         for place, topics in reversed(self._holes(accepted)):
             records.insert(place, self._beginning(topics))
         pending = self._pending
-        pending.has_moved = pending.has_moved or pending.places != accepted.places
-        pending.places = accepted.places
+        pending.has_moved = pending.has_moved or pending.places != accepted.state
+        pending.places = accepted.state
         pending.records += records
         pending.bytes += bytes
         if pending.has_moved:
@@ -556,9 +556,9 @@ class Followed:
         message = EncodedMessage.of(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(said))
         return Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
 
-    def _committed(self) -> Places:
+    def _committed(self) -> ReaderState:
         """Where we are, as far as our log says."""
-        places, stored = Places(), self._log.followed.position(self.key)
+        places, stored = ReaderState(), self._log.followed.position(self.key)
         if stored is not None:
             for position in FollowedPlaces.FromString(stored).positions:
                 places.positions[position.incarnation] = position.seq
@@ -567,7 +567,7 @@ class Followed:
                 places.learn([position])
         return places
 
-    def _stored(self, places: Places, covered: bytes = b"") -> bytes:
+    def _stored(self, places: ReaderState, covered: bytes = b"") -> bytes:
         positions = places.request()
         for position in positions:
             position.in_memory = position.incarnation in places.idle
@@ -580,7 +580,8 @@ class Followed:
         """Tell the other side to push again, from where we are. Raises UStatusError."""
         client = self._follows.client(self.service)
         rng, random_bytes = self._follows.rng, self._follows.random_bytes
-        async with Following(client, mode="poll", rng=rng, random_bytes=random_bytes) as following:
+        options = FollowingOptions(mode="poll", rng=rng, random_bytes=random_bytes)
+        async with Following(client, options) as following:
             await following.hand_over(HandOver(end=True, positions=self._committed().request()))
 
 

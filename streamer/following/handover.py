@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 
 from history.log.log import Log
+from history.records.witness import seqs_of
 from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
 from streamer.operating.samples import Sample
@@ -176,7 +177,7 @@ class HandOvers:
             if which == "take" and asked.take:
                 return await self._take_told(name, takes_held=asked.takes_held)
             if which == "end" and asked.end:
-                return await self._end(name, {one.incarnation: one.seq for one in asked.positions})
+                return await self._end(name, seqs_of(asked.positions))
         raise invalid("a hand-over takes or ends")
 
     def _endpoint_of(self, caller: UUri) -> str:

@@ -124,7 +124,7 @@ def _owned(patterns: Sequence[AccessPattern], own: str) -> list[AccessPattern]:
     return [AccessPattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
 
 
-class Access(matches.Access):
+class Access(matches.Sights):
     """The first of `entries` that names a caller applies."""
 
     def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[AccessEntry]) -> None:

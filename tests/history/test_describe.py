@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-WIRE = Path(__file__).parents[1] / "fixtures" / "data-0.1.0" / "wire.json"
 METHOD = uris.uri("gateway", 4, 1, 1)
 
 
@@ -309,22 +307,6 @@ async def test_a_caller_of_before_is_answered_as_before(world: World) -> None:
     assert [(one.topic, one.oldest_seq, one.newest_seq) for one in answer.topics] == [
         (topic(1).SerializeToString(), 1, 3)
     ]
-
-
-async def test_the_answer_of_a_service_of_before_is_understood(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not know of listings, names all topics, and does not say which record is the newest that matches."""
-    kept = bytes.fromhex(json.loads(WIRE.read_text())["describe"]["response"])
-    answer = DescribeResponse.FromString(kept)
-    assert answer.SerializeToString() == kept
-    assert not any(log.HasField("newest_match_seq") for log in answer.logs)
-
-    async def old(*_: object) -> DescribeResponse:
-        return DescribeResponse.FromString(kept)
-
-    monkeypatch.setattr(world.client, "_call", old)
-    (log,) = await world.client.logs()
-    assert 0 < log.newest_match_seq == max(state.newest_seq for state in answer.topics) <= log.newest_seq
-    assert [state async for state in world.client.topics()] == list(answer.topics)
 
 
 async def test_none_of_the_new_fields_has_the_number_of_an_old_one() -> None:

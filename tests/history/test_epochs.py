@@ -16,26 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.epochs import groups as epochs_module
-from history.epochs.assembling import (
-    BEGUN,
-    BEGUN_THERE,
-    GROUPS_MAX,
-    MISSED,
-    ODD,
-    REST,
-    UNTOLD,
-    UNTOLD_MAX,
-    Assembled,
-    Assembler,
-)
+from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNTOLD, Assembled, Assembler
 from history.epochs.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
+from history.epochs.group_state import GROUPS_MAX, REST, UNTOLD_MAX
 from history.epochs.groups import (
     ACTIVE_EACH_MAX,
     ACTIVE_MAX,
     LAST_EACH_MAX,
-    Arrived,
     Buckets,
     Group,
+    IncomingRecord,
     Progress,
     timed,
     untimed,
@@ -47,8 +37,8 @@ from history.reading.acceptor import Record
 from history.reading.client import HistoryClient
 from history.reading.subscriber import CursorFile, GaplessSubscriber
 from history.records.chunk import Chunk, Origin, decode, encode
-from history.service import snapshot
-from history.service.request import Poll
+from history.service import poll as poll_module
+from history.service.poll import PollAnswer
 from tests.history.test_epochs_whole import FRONTIERS, LAP, LAPS, SIGNALS, START_MS, message
 from tests.history.world import SERVICE, HistoryWorld
 from tests.tiers import full
@@ -78,12 +68,12 @@ LOG, OTHER_LOG = b"A" * 16, b"B" * 16
 SECOND = Group("second", [uris.uri("car", 0x10, 1, 0xFFFF)], 1_000, lateness_ms=300, ahead_ms=5_000, timeout_ms=2_000)
 
 
-def arrived(topic: UUri, created_ms: int, payload: UPayload | None = None) -> Arrived:
+def arrived(topic: UUri, created_ms: int, payload: UPayload | None = None) -> IncomingRecord:
     sent = message(topic, created_ms, DICE, payload)
-    return Arrived((topic.authority_name, topic.ue_id), topic.SerializeToString(), sent)
+    return IncomingRecord((topic.authority_name, topic.ue_id), topic.SerializeToString(), sent)
 
 
-def signals(*created_ms: int) -> list[Arrived]:
+def signals(*created_ms: int) -> list[IncomingRecord]:
     return [arrived(SIGNALS[0], START_MS + ms) for ms in created_ms]
 
 
@@ -101,7 +91,7 @@ class Watch:
         return [(epoch.time[0] - START_MS) // 1_000 for epoch in found if epoch is not None]
 
     def ended(self) -> list[tuple[int, str]]:
-        told = self.kept.tell()
+        told = self.kept.report()
         return [((one.time.numbers[0] - START_MS) // 1_000, one.incomplete) for one in told.ended]
 
 
@@ -157,7 +147,7 @@ def test_what_falls_silent_ends_as_incomplete_and_then_holds_back_nobody() -> No
     assert watch.kept.due == 2.0
     watch.now = 1.9
     watch.kept.tick(watch.now)
-    assert not watch.kept.has_news
+    assert not watch.kept.has_changes
     watch.now = 2.0
     watch.kept.tick(watch.now)
     assert watch.ended() == [(0, epochs_module.SILENT), (1, epochs_module.SILENT)]
@@ -174,7 +164,7 @@ def test_open_buckets_are_bounded() -> None:
     assert len(found) == 5_000
     assert len(kept.frontier.seen) == ACTIVE_MAX
     assert kept.counts["crowded"] > 4_000
-    assert kept.tell().ByteSize() < 16 << 10
+    assert kept.report().ByteSize() < 16 << 10
 
 
 @given(
@@ -191,11 +181,11 @@ def test_whatever_clocks_do_each_record_has_an_open_epoch_and_the_lower_frontier
         (epoch,) = kept.assign(signals(now_ms - START_MS + away_ms), now_ms, float(place))
         assert epoch is not None
         assert epoch.time not in over
-        assert epoch.time in kept.tell().active or epoch.time in kept.frontier.seen
+        assert epoch.time in kept.report().active or epoch.time in kept.frontier.seen
         kept.settle(float(place))
         if place % 7 == 6:
             kept.tick(float(place) + 1_000)
-        over |= {tuple(one.time.numbers) for one in kept.tell().ended}
+        over |= {tuple(one.time.numbers) for one in kept.report().ended}
         for (time,) in kept.frontier.lower:
             assert time >= lowest
             lowest = time
@@ -220,13 +210,13 @@ class Laps:
         self.kept.change(publisher, asked.changes, self.now)
         self.kept.settle(self.now)
 
-    def take(self, *records: Arrived) -> list[Time | None]:
+    def take(self, *records: IncomingRecord) -> list[Time | None]:
         found = self.kept.assign(records, START_MS, self.now)
         self.kept.settle(self.now)
         return [None if epoch is None else epoch.time for epoch in found]
 
     def ended(self) -> list[tuple[Time, str]]:
-        return [(tuple(one.time.numbers), one.incomplete) for one in self.kept.tell().ended]
+        return [(tuple(one.time.numbers), one.incomplete) for one in self.kept.report().ended]
 
     def refused(self, *changes: tuple[Time, int], publisher: UUri = CAR) -> tuple[int, str]:
         """And nothing has changed."""
@@ -348,7 +338,7 @@ def test_a_million_open_epochs_are_refused() -> None:
     laps.say(*(((place,), 1) for place in range(ACTIVE_EACH_MAX)))
     assert laps.refused(((1_000,), 1))[0] == UCode.RESOURCE_EXHAUSTED
     laps.say(((0,), -1), ((1_000,), 1))
-    assert laps.kept.tell().ByteSize() < 64 << 10
+    assert laps.kept.report().ByteSize() < 64 << 10
 
 
 def test_a_million_epochs_that_are_closed_while_a_lower_one_is_open_are_refused() -> None:
@@ -394,7 +384,7 @@ def test_a_million_topics_that_are_named_with_the_end_of_epochs_are_refused() ->
     assert len(laps.kept.frontier.held) == 4
     close(0, LAST_EACH_MAX)  # once more: it was done
     close(9, 1, OTHER_CAR)
-    assert laps.kept.tell().ByteSize() < 100_000
+    assert laps.kept.report().ByteSize() < 100_000
     laps.now = 100.0
     laps.kept.tick(laps.now)
     close(10, LAST_EACH_MAX)
@@ -582,7 +572,7 @@ def test_what_is_refused_after_its_epoch_was_closed_is_told_with_its_end() -> No
     laps.say(((2,), -1), last=[(sent.message, 1)])
     assert laps.ended() == [], "(1,) precedes it"
     laps.kept.refused(sent.publisher, sent.topic, (2,))
-    assert laps.kept.has_news
+    assert laps.kept.has_changes
     assert laps.ended() == []
     laps.say(((1,), -1))
     assert laps.ended() == [((1,), ""), ((2,), epochs_module.REFUSED)]
@@ -628,15 +618,17 @@ async def test_another_kind_under_the_same_name_is_refused_at_the_start(world: W
     assert caught.value.code == UCode.FAILED_PRECONDITION
 
 
-async def test_a_service_of_before_says_that_it_knows_no_epochs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def old(poll: object) -> None:
-        """Ignores what it does not know."""
+async def test_an_answer_without_the_frontiers_that_were_asked_for_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(*_: object) -> bool:
+        return True
 
-    monkeypatch.setattr("history.service.service.add_frontiers", old)
+    monkeypatch.setattr(PollAnswer, "_add_frontiers", none)
     async with GaplessSubscriber(world.client, SIGNALS, assembler=Assembler(SIGNALS)) as subscriber:
-        with pytest.raises(UStatusError, match="knows no epochs") as caught:
+        with pytest.raises(UStatusError, match="expected frontiers") as caught:
             await anext(subscriber.epochs())
-    assert caught.value.code == UCode.UNIMPLEMENTED
+    assert caught.value.code == UCode.DATA_LOSS
 
 
 async def test_sampling_and_epochs_exclude_each_other(world: World) -> None:
@@ -673,7 +665,7 @@ async def fleet_tells(log: Log, vehicles: int, bytes: int = 0) -> set[str]:
     return set(names)
 
 
-@pytest.mark.parametrize(("vehicles", "bytes"), [(2 * snapshot.TOPICS_MAX + 100, 0), (40, 60_000)])
+@pytest.mark.parametrize(("vehicles", "bytes"), [(2 * poll_module.FRONTIER_TOPICS_MAX + 100, 0), (40, 60_000)])
 async def test_a_fleet_tells_in_pages_how_far_it_has_come(
     world: World, vehicles: int, bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -709,12 +701,12 @@ async def test_a_fleet_tells_in_pages_how_far_it_has_come(
 
 
 async def test_pages_without_end_are_read_no_further(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def endless(poll: Poll) -> bool:
-        poll.response.next_frontiers_page = bytes(24)
-        poll.response.frontiers.add(incarnation=LOG, message=[bytes(500_000)])
+    async def endless(answer: PollAnswer, _: object) -> bool:
+        answer.response.next_frontiers_page = bytes(24)
+        answer.response.frontiers.add(incarnation=LOG, message=[bytes(500_000)])
         return False
 
-    monkeypatch.setattr("history.service.service.add_frontiers", endless)
+    monkeypatch.setattr(PollAnswer, "_add_frontiers", endless)
     monkeypatch.setattr("history.reading.client.FRONTIERS_BYTES_MAX", 5 << 20)
     with pytest.raises(UStatusError, match="name the authorities") as caught:
         await world.client.frontiers(PollRequest())
@@ -726,7 +718,7 @@ async def test_pages_without_end_are_read_no_further(world: World, monkeypatch: 
 
 async def test_a_page_that_nobody_gave_is_refused_or_the_first(world: World) -> None:
     names = await fleet_tells(world.logs[0], 3)
-    with pytest.raises(UStatusError, match="what an answer said") as caught:
+    with pytest.raises(UStatusError, match="of the answer before") as caught:
         await world.client.poll(PollRequest(frontiers=True, frontiers_page=b"x"))
     assert caught.value.code == UCode.INVALID_ARGUMENT
     for page in (b"\xff" * 24, bytes(24), OTHER_LOG + b"\x80" + bytes(7)):
@@ -738,7 +730,7 @@ async def test_a_page_that_nobody_gave_is_refused_or_the_first(world: World) -> 
 
 def test_a_cursor_file_with_epochs_that_are_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cursor.json"
-    path.write_text('{"positions": {}, "epochs": {"groups": [{"group": 1}]}}')
+    path.write_text('{"positions": {}, "known": {}, "idle": [], "epochs": {"groups": [{"group": 1}]}}')
     with pytest.raises(UStatusError, match="not a cursor file"):
         CursorFile(path).load()
 
@@ -1129,5 +1121,5 @@ def test_who_waits_for_one_keeper_does_not_ask_again_and_again_because_another_o
         assert reader.overdue(now) == []
         assert reader.due == 160.0
     (one,) = reader.overdue(160.0)
-    assert one.incomplete == "nothing was heard of gateway for 60.0 s"
+    assert one.incomplete == "gateway has reported nothing for 60.0 s"
     assert reader.due is None

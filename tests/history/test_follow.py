@@ -12,11 +12,11 @@ import pytest
 
 from campaigns.simulation.loop import EPOCH_S
 from history.log.log import Log
-from history.reading.acceptor import Acceptor, Places
+from history.reading.acceptor import Acceptor, ReaderState
 from history.reading.client import Frames, HistoryClient
-from history.reading.following import Following, Mode
+from history.reading.following import Following, FollowingOptions, FollowMode
 from history.reading.subscriber import GaplessSubscriber
-from history.service.matches import Access, Sight
+from history.service.matches import Sight, Sights
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from tests.tiers import full, seeds
 from transports.local import LocalTransport
@@ -95,7 +95,7 @@ class Client(HistoryClient):
             raise UStatusError(UCode.UNAVAILABLE, "lost on the way")
 
 
-class Door(Access):
+class Door(Sights):
     is_closed = False
 
     def of(self, caller: UUri) -> Sight:
@@ -175,7 +175,7 @@ async def numbers(subscriber: GaplessSubscriber, count: int) -> list[int]:
         return [int((await anext(subscriber)).message.payload) for _ in range(count)]
 
 
-async def whole(world: World, mode: Mode, seed: int = 0, count: int = 300) -> GaplessSubscriber:
+async def whole(world: World, mode: FollowMode, seed: int = 0, count: int = 300) -> GaplessSubscriber:
     """Numbers come while they are read: each once, and of each topic in order."""
     async with GaplessSubscriber(world.client, TOPICS, mode=mode, max_records=7, rng=random.Random(seed)) as subscriber:
 
@@ -202,7 +202,7 @@ def test_under_faults_each_record_comes_once_and_in_order(seed: int) -> None:
         rng = random.Random(seed)
         world.client.faults = FAULTS
         world.frames.change = lambda message: spoil(rng, message)
-        modes: tuple[Mode, ...] = get_args(Mode)
+        modes: tuple[FollowMode, ...] = get_args(FollowMode)
         subscriber = GaplessSubscriber(world.client, TOPICS, mode=rng.choice(modes), max_records=7, rng=rng)
         async with subscriber:
 
@@ -242,7 +242,7 @@ SPOILS: dict[str, Change] = {
 
 @pytest.mark.parametrize("how", SPOILS)
 @pytest.mark.parametrize("mode", ["auto", pytest.param("push", marks=full)])
-def test_frames_of_every_kind_do_no_harm(how: str, mode: Mode) -> None:
+def test_frames_of_every_kind_do_no_harm(how: str, mode: FollowMode) -> None:
     async def run() -> None:
         world = World()
         await world.begin()
@@ -317,11 +317,11 @@ def test_a_push_that_the_service_ends_is_gone_on_with_by_poll(how: str, seed: in
         old: list[UMessage] = []
         world.frames.change = lambda message: old.append(message) or [(0, message)]  # type: ignore[func-returns-value]
         acceptor, seen = Acceptor(), list[int]()
-        async with Following(world.client, rng=random.Random(seed), **more) as following:
+        async with Following(world.client, FollowingOptions(rng=random.Random(seed), **more)) as following:
 
             async def read() -> None:
                 while True:
-                    answer = await following.next(acceptor.places)
+                    answer = await following.next(acceptor.state)
                     if answer is not None:
                         accepted = acceptor.accept(answer)
                         assert not accepted.gaps, f"{seed=}"
@@ -379,21 +379,6 @@ def test_a_push_that_the_service_ends_is_gone_on_with_by_poll(how: str, seed: in
     virtually(run(), seed)
 
 
-@pytest.mark.parametrize("mode", get_args(Mode))
-def test_a_service_that_knows_no_commands_is_polled(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def unknown(*_: object, **__: object) -> CommandResponse:
-        raise UStatusError(UCode.UNIMPLEMENTED, "no such method")
-
-    async def run() -> None:
-        world = World()
-        await world.begin()
-        monkeypatch.setattr(world.client, "command", unknown)
-        assert not (await whole(world, mode)).counts["commands"]
-        await world.close()
-
-    virtually(run())
-
-
 def test_no_name_is_used_twice_though_chance_repeats_itself() -> None:
     """As it does in processes that are forked from one. Frames of a push that began before a restart were taken for
     those of the push of now, which has more topics."""
@@ -402,9 +387,9 @@ def test_no_name_is_used_twice_though_chance_repeats_itself() -> None:
         world = World()
         await world.begin()
         for number in range(1, 3):
-            async with Following(world.client, mode="push", rng=random.Random(1)) as following:
+            async with Following(world.client, FollowingOptions(mode="push", rng=random.Random(1))) as following:
                 following.follow(TOPICS[0])
-                await following.next(Places({world.logs[0].incarnation: 0}))
+                await following.next(ReaderState({world.logs[0].incarnation: 0}))
             assert len(world.service.followers) == number
         subscriptions = {one.push._asked.subscription for one in world.service.followers if one.push is not None}
         assert len(subscriptions) == 2
@@ -441,9 +426,11 @@ LIES: dict[str, Callable[[int], PollResponse]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[full] if mode != "auto" else []) for mode in get_args(Mode)]
+    "mode", [pytest.param(mode, marks=[full] if mode != "auto" else []) for mode in get_args(FollowMode)]
 )
-def test_a_service_that_lies_is_not_asked_without_end(mode: Mode, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_lies_is_not_asked_without_end(
+    mode: FollowMode, lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         world = World()
         await world.begin()
@@ -457,12 +444,12 @@ def test_a_service_that_lies_is_not_asked_without_end(mode: Mode, lie: str, monk
 
         monkeypatch.setattr(world.client, "poll", lying)
         acceptor = Acceptor()
-        async with Following(world.client, mode=mode, rng=random.Random(1)) as following:
+        async with Following(world.client, FollowingOptions(mode=mode, rng=random.Random(1))) as following:
             following.follow(TOPICS[0])
             try:
                 async with asyncio.timeout(60):
                     while True:
-                        answer = await following.next(acceptor.places)
+                        answer = await following.next(acceptor.state)
                         if answer is not None:
                             acceptor.accept(answer)
             except TimeoutError:
@@ -511,11 +498,11 @@ class Resource:
 
 
 @pytest.mark.parametrize("seed", seeds(30, quick=1))
-@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize("mode", get_args(FollowMode))
 @pytest.mark.parametrize("has_place", [False, True], ids=["id", "place"])
 @pytest.mark.parametrize("is_lost", [False, True], ids=["kept", "lost"])
 def test_what_changes_between_a_read_and_the_subscription_is_not_missed(
-    seed: int, mode: Mode, has_place: bool, is_lost: bool
+    seed: int, mode: FollowMode, has_place: bool, is_lost: bool
 ) -> None:
     """A resource carries its last message's id: it is read, changes while we think, and is subscribed to after that.
     Where the log is lost meanwhile, all of the new one comes, and who knows the place is told of the gap."""
@@ -590,14 +577,16 @@ def test_a_topic_that_is_wanted_later_is_whole_from_then_on(seed: int) -> None:
         if seed % 2:
             world.client.faults, world.frames.change = FAULTS, lambda message: spoil(rng, message)
         world.client.delay_s = rng.choice([0, 0.05, 1])
-        mode, acceptor, seen = rng.choice(get_args(Mode)), Acceptor(), list[int]()
+        mode, acceptor, seen = rng.choice(get_args(FollowMode)), Acceptor(), list[int]()
         whole_from: dict[int, int] = {}  # by topic: what was appended before it was wanted, ...
         nothing_before: dict[int, int] = {}  # ... and what we had been through
-        async with Following(world.client, mode=mode, start=PollRequest(latest=True), rng=rng) as following:
+        async with Following(
+            world.client, FollowingOptions(mode=mode, start=PollRequest(latest=True), rng=rng)
+        ) as following:
 
             async def read() -> None:
                 while True:
-                    answer = await following.next(acceptor.places)
+                    answer = await following.next(acceptor.state)
                     if answer is not None:
                         accepted = acceptor.accept(answer)
                         assert not accepted.gaps, f"{seed=}"
@@ -617,7 +606,7 @@ def test_a_topic_that_is_wanted_later_is_whole_from_then_on(seed: int) -> None:
                     acceptor.begin_here()
                     whole_from[len(whole_from)] = first + 5
                 elif rng.random() < 0.1:
-                    following.mode = rng.choice(get_args(Mode))
+                    following.mode = rng.choice(get_args(FollowMode))
                 await asyncio.sleep(rng.random() * rng.choice([0, 0.01, 0.3]))
             wanted = sorted(number for number in range(600) if number >= whole_from.get(number % 5, 600))
             async with asyncio.timeout(3_600):
@@ -641,11 +630,11 @@ def test_a_ring_is_heard_while_it_is_pushed() -> None:
         world = World()
         await world.begin()
         acceptor, answers = Acceptor(), list[int]()
-        async with Following(world.client, mode="push", rng=random.Random(1)) as following:
+        async with Following(world.client, FollowingOptions(mode="push", rng=random.Random(1))) as following:
 
             async def read() -> None:
                 while True:
-                    answer = await following.next(acceptor.places)
+                    answer = await following.next(acceptor.state)
                     if answer is not None:
                         answers.extend(int(one.message.payload) for one in acceptor.accept(answer).records)
 
@@ -655,7 +644,7 @@ def test_a_ring_is_heard_while_it_is_pushed() -> None:
             assert following.is_pushed
             world.frames.change = SPOILS["lost"]
             await world.append(0, 1)
-            following.ring()
+            following.check_now()
             await asyncio.sleep(1)
             assert answers == [0]
             reading.cancel()

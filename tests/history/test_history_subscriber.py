@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from history.log.log import Log
 from history.reading import acceptor as acceptor_module
-from history.reading import client as client_module
+from history.reading import poller as poller_module
 from history.reading import subscriber as subscriber_module
-from history.reading.acceptor import Acceptor, Places, Record
+from history.reading.acceptor import Acceptor, ReaderState, Record
 from history.reading.subscriber import CursorFile, GaplessSubscriber, HistoryClient
 from history.records import witness
 from tests.history.world import SERVICE, HistoryWorld
@@ -173,7 +173,7 @@ async def test_a_save_that_was_given_up_does_not_replace_a_newer_one(
     path, loop, begun, goes_on = tmp_path / "cursor", asyncio.get_running_loop(), asyncio.Event(), threading.Event()
     save, saved = CursorFile.save, list[int]()
 
-    def slow(self: CursorFile, places: Places, epochs: dict[str, object] | None = None) -> None:
+    def slow(self: CursorFile, places: ReaderState, epochs: dict[str, object] | None = None) -> None:
         loop.call_soon_threadsafe(begun.set)
         assert goes_on.wait(30)
         save(self, places, epochs)
@@ -222,7 +222,7 @@ async def test_the_consumers_cursor_follows(world: World) -> None:
 async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
     told: asyncio.Queue[bool] = asyncio.Queue()
     await world.append(0, 3)
     client = HistoryClient(world.rpc, SERVICE, timeout_ms=200)
@@ -311,7 +311,7 @@ async def test_a_log_that_went_back_is_noticed_whatever_came_since(
     copied: tuple[World, Path, Path], tmp_path: Path, grown: int, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, path, copy = copied
-    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
     gaps: list[Gap] = []
 
     def reading() -> GaplessSubscriber:
@@ -356,19 +356,6 @@ async def test_a_sound_log_is_no_gap_after_a_restart(copied: tuple[World, Path, 
         await world.service.stop()
         await world.log.close()
         await served(world, await Log.open(path, name="again"))
-
-
-async def test_a_cursor_file_of_the_first_version_is_read(world: World, tmp_path: Path) -> None:
-    await world.append(0, 10)
-    path = tmp_path / "cursor"
-    path.write_text(json.dumps({"positions": {world.log.incarnation.hex(): 4, "00" * 16: 0}}))
-    async with GaplessSubscriber(world.client, cursor_path=path) as subscriber:
-        assert await take(subscriber, 6) == list(range(4, 10))
-        await subscriber.commit()
-        assert subscriber.gaps == 0, "nothing was read of the log that is gone"
-    saved = json.loads(path.read_text())
-    assert saved["positions"] == {world.log.incarnation.hex(): 10}, "an older program reads it, too"
-    assert [seq for seq, _ in saved["known"][world.log.incarnation.hex()]][-1] == 10
 
 
 @given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=300))
@@ -466,8 +453,8 @@ class Faulty(HistoryClient):
 async def test_under_faults_every_record_comes_once_and_in_order(
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
-    monkeypatch.setattr(client_module, "PAUSE_MS", 1)
+    monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(poller_module, "PAUSE_MS", 1)
     monkeypatch.setattr(acceptor_module, "REFUSED_MAX", 1_000)
     client = Faulty(world.client, seed)
     async with GaplessSubscriber(client, max_records=23, wait_ms_max=50, rng=random.Random(seed)) as subscriber:
@@ -596,9 +583,9 @@ def test_whatever_answers_leave_out_nothing_is_skipped_within_a_topic(topics: li
 
 def test_a_cursor_file_comes_back_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     file = CursorFile(tmp_path / "c.json")
-    assert file.load() == Places()
-    file.save(Places({LOG: 7}))
-    places = Places({LOG: 8}, {LOG: {3: b"three", 8: b"eight"}}, {LOG})
+    assert file.load() == ReaderState()
+    file.save(ReaderState({LOG: 7}))
+    places = ReaderState({LOG: 8}, {LOG: {3: b"three", 8: b"eight"}}, {LOG})
     file.save(places)
     assert file.load() == places
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from history.log import log as log_module
 from history.log.log import Log, Stream
-from history.records import witness
 from history.records.stream import is_publish
 from history.service import matches as matches_module
+from history.service import poll as poll_module
 from history.service.matches import EVERYTHING, Match, Matches, Patterns, Sight
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import examples
@@ -290,7 +290,7 @@ async def test_topics_that_come_while_a_poll_is_being_answered_are_not_passed_ov
     (log,) = world.logs
     topics = [uris.uri(f"v{place}", 0x10, 1, 0x8000) for place in range(40)]
     await world.append_all(log, publishes(topics[:1], b"x"))
-    at, came = witness.at, False
+    at, came = poll_module.witnesses_at, False
 
     async def meanwhile(log: Log, seq: int) -> Any:
         nonlocal came
@@ -299,7 +299,7 @@ async def test_topics_that_come_while_a_poll_is_being_answered_are_not_passed_ov
             await world.append_all(log, publishes(topics[1:], b"x"))
         return await at(log, seq)
 
-    monkeypatch.setattr(witness, "at", meanwhile)
+    monkeypatch.setattr(poll_module, "witnesses_at", meanwhile)
     found: list[int] = []
     request = PollRequest()
     for _ in range(4):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from history.epochs import merging
 from history.epochs.frontier import ACTIVE_MAX, Antichain, Time, is_ahead, maximal, minimal
-from history.epochs.merging import LOGS_MAX, Merged, Part, times_of
+from history.epochs.merging import LOGS_MAX, LogFrontier, MergedFrontiers, times_of
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime
 
 LOGS = [bytes([number]) * 16 for number in range(5)]
@@ -34,17 +34,19 @@ class Model:
     """All that was said, looked at anew for each question."""
 
     def __init__(self) -> None:
-        self.parts: dict[bytes, Part] = {}
+        self.parts: dict[bytes, LogFrontier] = {}
         self.silent: set[bytes] = set()
         self.versions: dict[tuple[str, int], int] = {}
 
-    def part(self, log: bytes, lower: Antichain, active: Sequence[Time], logs: Sequence[bytes], step: int) -> Part:
+    def part(
+        self, log: bytes, lower: Antichain, active: Sequence[Time], logs: Sequence[bytes], step: int
+    ) -> LogFrontier:
         keeper = KEEPERS[log]
         self.versions[keeper] = self.versions.get(keeper, 0) + step
-        return Part(keeper, self.versions[keeper], lower, frozenset(active), frozenset(logs), 1, 0.0)
+        return LogFrontier(keeper, self.versions[keeper], lower, frozenset(active), frozenset(logs), 1, 0.0)
 
     @property
-    def waited_for(self) -> dict[bytes, Part]:
+    def waited_for(self) -> dict[bytes, LogFrontier]:
         return {log: part for log, part in self.parts.items() if log not in self.silent}
 
     @property
@@ -58,7 +60,7 @@ class Model:
 
 @given(steps)
 def test_it_is_what_all_of_them_say(todo: list[tuple]) -> None:  # type: ignore[type-arg]
-    merged, model = Merged(), Model()
+    merged, model = MergedFrontiers(), Model()
     for now, (what, *more) in enumerate(todo):
         if what == "hear":
             log, lower, active, logs, step = more
@@ -66,7 +68,7 @@ def test_it_is_what_all_of_them_say(todo: list[tuple]) -> None:  # type: ignore[
             part.heard_at = float(now)
             model.parts[log] = part
             model.silent.discard(log)
-            merged.hear(log, part)
+            merged.update(log, part)
         elif what == "silence":
             merged.silence(now, TIMEOUT_S)
             model.silent |= {log for log, part in model.waited_for.items() if part.heard_at <= now - TIMEOUT_S}
@@ -94,37 +96,37 @@ def test_it_is_what_all_of_them_say(todo: list[tuple]) -> None:  # type: ignore[
                 assert merged.is_over(time), "of each keeper one log says everything"
 
 
-def part(version: int, lower: Sequence[Time], active: Sequence[Time] = (), heard_at: float = 0.0) -> Part:
-    return Part(("car", 4), version, minimal(lower), frozenset(active), frozenset(LOGS[:2]), version, heard_at)
+def part(version: int, lower: Sequence[Time], active: Sequence[Time] = (), heard_at: float = 0.0) -> LogFrontier:
+    return LogFrontier(("car", 4), version, minimal(lower), frozenset(active), frozenset(LOGS[:2]), version, heard_at)
 
 
 def test_what_a_log_has_not_heard_of_is_not_over() -> None:
-    merged = Merged()
-    merged.hear(LOGS[0], part(1, [(1,)], [(1,)]))
+    merged = MergedFrontiers()
+    merged.update(LOGS[0], part(1, [(1,)], [(1,)]))
     assert not merged.is_whole
-    merged.hear(LOGS[1], part(1, [(1,)], [(1,)]))
+    merged.update(LOGS[1], part(1, [(1,)], [(1,)]))
     assert merged.is_whole
-    merged.hear(LOGS[0], part(2, [(1,), (2,)], [(1,), (2,)]))
-    merged.hear(LOGS[0], part(3, [(3,)], [(3,)]))
+    merged.update(LOGS[0], part(2, [(1,), (2,)], [(1,), (2,)]))
+    merged.update(LOGS[0], part(3, [(3,)], [(3,)]))
     assert not merged.is_over((2,)), "the other log may have records of it"
-    merged.hear(LOGS[1], part(2, [(2,)], [(2,)]))
+    merged.update(LOGS[1], part(2, [(2,)], [(2,)]))
     assert merged.is_over((1,))
     assert not merged.is_over((2,))
-    merged.hear(LOGS[1], part(3, [(3,)], [(3,)]))
+    merged.update(LOGS[1], part(3, [(3,)], [(3,)]))
     assert merged.is_over((2,))
     assert not merged.is_over((3,))
 
 
 def test_of_one_keeper_only_a_log_that_falls_behind_can_be_silent() -> None:
     """A lap of minutes has records in one of its logs alone."""
-    merged = Merged()
+    merged = MergedFrontiers()
     for log in LOGS[:2]:
-        merged.hear(log, part(1, [(1,)], [(1,)]))
+        merged.update(log, part(1, [(1,)], [(1,)]))
     for now in range(1, 100):
         merged.touch(LOGS[0], merged.parts[LOGS[0]], float(now))
         merged.silence(now, TIMEOUT_S)
     assert merged.lower == {(1,)}
-    merged.hear(LOGS[0], part(2, [(2,)], [(2,)], heard_at=100.0))
+    merged.update(LOGS[0], part(2, [(2,)], [(2,)], heard_at=100.0))
     for now in (101.0, 102.9):
         merged.touch(LOGS[0], merged.parts[LOGS[0]], now)
         merged.silence(now, TIMEOUT_S)
@@ -137,16 +139,16 @@ def test_of_one_keeper_only_a_log_that_falls_behind_can_be_silent() -> None:
 
 
 def test_a_log_of_which_nothing_comes_is_waited_for_as_long_as_one_that_is_silent() -> None:
-    merged = Merged()
-    merged.hear(LOGS[0], part(1, [(1,)], [(1,)], heard_at=1.0))
+    merged = MergedFrontiers()
+    merged.update(LOGS[0], part(1, [(1,)], [(1,)], heard_at=1.0))
     for now in (2.0, 3.9):
-        merged.hear(LOGS[0], part(2, [(2,)], [(2,)], heard_at=now))
+        merged.update(LOGS[0], part(2, [(2,)], [(2,)], heard_at=now))
         merged.silence(now, TIMEOUT_S)
         assert not merged.is_whole
     assert merged.silent_at(TIMEOUT_S) == 4.0
     merged.silence(4.0, TIMEOUT_S)
     assert (merged.is_whole, merged.is_over((1,)), merged.missing((1,))) == (True, True, "one of its logs")
-    merged.hear(LOGS[1], part(2, [(2,)], [(2,)], heard_at=5.0))
+    merged.update(LOGS[1], part(2, [(2,)], [(2,)], heard_at=5.0))
     assert (merged.is_whole, merged.missing((1,))) == (True, "")
 
 
@@ -160,7 +162,7 @@ def test_a_thousand_vehicles_cost_each_no_more_than_itself(monkeypatch: pytest.M
         return minimal(found)
 
     monkeypatch.setattr(merging, "minimal", counted)
-    merged, vehicles = Merged(), 1_000
+    merged, vehicles = MergedFrontiers(), 1_000
     for second in range(1, 7):
         if second == 2:  # all of them are there
             looked_at = 0
@@ -169,7 +171,9 @@ def test_a_thousand_vehicles_cost_each_no_more_than_itself(monkeypatch: pytest.M
             own = frozenset({log})
             for lower in ([(second - 1,), (second,)], [(second,)]):
                 times = frozenset[Time](lower)
-                merged.hear(log, Part((f"v{place}", 4), second, minimal(times), times, own, second, float(second)))
+                merged.update(
+                    log, LogFrontier((f"v{place}", 4), second, minimal(times), times, own, second, float(second))
+                )
                 assert merged.is_over((second - 2,))
         assert merged.is_over((second - 1,))
     assert looked_at < vehicles, "for 10,000 frontiers"
@@ -200,19 +204,21 @@ def test_what_no_keeper_says() -> None:
     assert times_of(odd) is None
 
 
-def hear(merged: Merged, log: bytes, part: Part) -> None:
-    merged.hear(log, part)
+def hear(merged: MergedFrontiers, log: bytes, part: LogFrontier) -> None:
+    merged.update(log, part)
     for gone in merged.replaced_by(log):
         merged.drop(gone, part.heard_at)
 
 
 def test_a_keeper_that_invents_logs_is_waited_for_no_longer_than_others() -> None:
-    merged, logs = Merged(), [place.to_bytes(16, "big") for place in range(1_000)]
+    merged, logs = MergedFrontiers(), [place.to_bytes(16, "big") for place in range(1_000)]
     for place, log in enumerate(logs):
         named = frozenset([log, *logs[place + 1 : place + 3]])  # so that none is replaced by the next one
-        hear(merged, log, Part(("car", 4), 1_000 - place, frozenset({(0,)}), frozenset({(place,)}), named, 1, 0.0))
+        hear(
+            merged, log, LogFrontier(("car", 4), 1_000 - place, frozenset({(0,)}), frozenset({(place,)}), named, 1, 0.0)
+        )
     assert len(merged.parts) <= LOGS_MAX
-    hear(merged, LOGS[4], Part(("car", 4), 9_999, frozenset(), frozenset(), frozenset({b"none" * 4}), 1, 1.0))
+    hear(merged, LOGS[4], LogFrontier(("car", 4), 9_999, frozenset(), frozenset(), frozenset({b"none" * 4}), 1, 1.0))
     merged.silence(4.0, TIMEOUT_S)
     assert merged.is_whole
 
@@ -220,10 +226,14 @@ def test_a_keeper_that_invents_logs_is_waited_for_no_longer_than_others() -> Non
 def test_logs_that_are_not_there_any_more_are_known_by_what_the_others_say() -> None:
     """[durable, volatile] -> a restart: [durable, another volatile] -> another disk: [another durable]"""
     durable, memory, other_memory, other_disk, _ = LOGS
-    merged = Merged()
+    merged = MergedFrontiers()
 
     def say(log: bytes, version: int, *logs: bytes) -> set[bytes]:
-        hear(merged, log, Part(("car", 4), version, minimal([(version,)]), frozenset(), frozenset(logs), version, 0.0))
+        hear(
+            merged,
+            log,
+            LogFrontier(("car", 4), version, minimal([(version,)]), frozenset(), frozenset(logs), version, 0.0),
+        )
         return set(merged.parts)
 
     assert say(durable, 1, durable) == {durable}
@@ -240,8 +250,8 @@ def test_logs_that_are_not_there_any_more_are_known_by_what_the_others_say() -> 
 @given(st.floats(0, 1e9), st.floats(0.001, 1e6))
 def test_who_is_due_is_silent_then(heard_at: float, timeout_s: float) -> None:
     """Else who waits until then asks again and again."""
-    merged = Merged()
-    merged.hear(LOGS[0], part(1, [(1,)], heard_at=heard_at))
+    merged = MergedFrontiers()
+    merged.update(LOGS[0], part(1, [(1,)], heard_at=heard_at))
     due = merged.silent_at(timeout_s)
     assert due is not None
     merged.silence(due, timeout_s)

@@ -12,7 +12,7 @@ import pytest
 from history.log.log import Log
 from history.reading.acceptor import Acceptor
 from history.reading.client import Frames, HistoryClient
-from history.service import snapshot
+from history.service import poll as poll_module
 from history.service.pushing import WINDOW_BYTES_MIN
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from tests.tiers import seeds
@@ -369,7 +369,7 @@ def test_a_sample_period_gives_the_first_record_of_each(seed: int) -> None:
 
 def test_frontiers_come_with_the_first_frames_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pages, as they are polled; then what is followed."""
-    monkeypatch.setattr(snapshot, "TOPICS_MAX", 2)
+    monkeypatch.setattr(poll_module, "FRONTIER_TOPICS_MAX", 2)
 
     async def run() -> None:
         world = World()

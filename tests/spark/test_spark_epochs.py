@@ -14,8 +14,9 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from campaigns.simulation.loop import VirtualLoop
-from history.epochs.assembling import BEGUN, BEGUN_THERE, GROUPS_MAX, MISSED, ODD, REST, UNTOLD
+from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNTOLD
 from history.epochs.frontier import Epoch
+from history.epochs.group_state import GROUPS_MAX, REST
 from history.reading.client import HistoryClient
 from spark_ingest import epochs, offsets, source
 from spark_ingest.client import History, Options
@@ -220,7 +221,7 @@ def test_whatever_is_asked_for_in_between_each_row_comes_once(seed: int, monkeyp
 
 A, B, CLOUD = "aa" * 16, "bb" * 16, "cc" * 16
 KEY: Final = ("car", 4, "g")
-WHO: Final = "nothing was heard of car for 60 s"
+WHO: Final = "car has reported nothing for 60 s"
 
 
 def frontier(

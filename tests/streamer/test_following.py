@@ -538,7 +538,7 @@ async def test_a_publisher_with_a_history_is_found_and_followed(
 ) -> None:
     """Its network takes not every message, and is cut; the gateway is restarted, and so is it."""
     monkeypatch.setattr(
-        "history.reading.client.PATIENCE_MS_MIN", 500
+        "history.reading.poller.PATIENCE_MS_MIN", 500
     )  # it doubles with each answer that is lost in a row
     world: World = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
     cloud = await world.node("cloud", "cloud", 0x9001)

@@ -1,0 +1,340 @@
+"""A poll that runs, and the answer that it fills.
+
+PollAnswer.begin: where to read each log from, gaps of logs that no longer exist or went back, frontiers up to there
+PollAnswer.read:  scan each log from there -> records of streams that match -> columns of a RecordBatch
+                                       -> gaps: retention, damage
+PollAnswer.read_up_to: the positions to go on from, each with the record there as its witness
+
+Frontiers come in pages. Of each matching topic of frontiers the newest record up to the position is sent. If epochs are
+reported in several logs that are followed into this one, older records are added until each of those is covered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from google.protobuf.message import DecodeError
+
+from history.epochs.frontier import Epoch, time_of
+from history.log.log import Log
+from history.records.chunk import Chunk, message_id, numbered
+from history.records.witness import gap_of
+from history.service.matches import Match, Sight
+from history.service.request import FRONTIERS_PAGE, CheckedPoll
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, Gap, PollResponse, Position, RecordBatch, Witness
+
+# scans of one log for one poll: a caller that asks for a rare topic gets `more` and asks again, and others have a turn
+POLL_STEPS_MAX: Final = 16
+FRONTIER_TOPICS_MAX: Final = 1_024  # in one answer; each costs two reads
+FRONTIERS_BACK_MAX: Final = 8  # records read of one topic: a keeper writes to all of its logs at the same time
+# of frontiers; an answer with more of them has no records, so that it keeps space for one record of any size
+FRONTIERS_BESIDE_RECORDS_BYTES_MAX: Final = 128 << 10
+# of a witness; it reveals nothing about a message that its caller may not see. Two records have the same one by chance
+# once in 10^19
+DIGEST_BYTES: Final = 8
+
+
+class Thins(Protocol):
+    """Leaves out records of topics that are sampled."""
+
+    async def thin(self, source: Log, chunk: Chunk) -> Chunk | None:
+        """Returns what is left of `chunk`; None: nothing."""
+
+
+class Interest(Protocol):
+    """What a follower has asked for, in place of topics in its polls."""
+
+    def matches_for(self, sight: Sight) -> dict[Log, Match]: ...
+
+    def thinning(self) -> Thins | None:
+        """For one answer; None: nothing is sampled."""
+
+
+@dataclass(eq=False, slots=True)
+class PollAnswer:
+    """The answer to one request. `positions`: up to where each log has been read; empty before `begin`. `agreed`: of
+    logs that went back, by incarnation, up to where they are still what the caller knows."""
+
+    request: CheckedPoll
+    response: PollResponse = field(default_factory=PollResponse)
+    positions: dict[Log, int] = field(default_factory=dict)
+    agreed: dict[bytes, int] = field(default_factory=dict)
+    _has_capacity: bool = True  # for records beside the frontiers
+
+    def has_ended(self) -> bool:
+        """Returns whether no log can bring anything more that is asked for."""
+        until = self.request.until
+        return all(seq >= until.get(log.incarnation, seq + 1) for log, seq in self.positions.items())
+
+    # -- where to begin
+
+    async def begin(self, matches: Mapping[Log, Match], sees: Callable[[Log, int], Awaitable[bool]]) -> None:
+        """Decide from where each log is read, and report what is lost before that. `sees(log, seq)`: whether the caller
+        may know that this record exists, whatever its topic."""
+        response, positions, logs = self.response, self.request.positions, list(matches)
+        incarnations = {log.incarnation for log in logs}
+        for incarnation, seq in positions.items():
+            # A log that no longer exists and that the caller has never read from is no loss, unless it is known to have
+            # had records.
+            is_missing = incarnation not in incarnations
+            if is_missing and (seq or any(log.losses.knows_lost(incarnation) for log in logs)):
+                response.gaps.append(gap_of(Gap.REASON_INCARNATION, incarnation, seq))
+        start = self.request.asked.WhichOneof("start")
+        for log in logs:
+            if log.incarnation not in positions:
+                is_earliest = start is None or start == "earliest"
+                self.positions[log] = log.floor_seq if is_earliest else await self._start(log, start, sees)
+                continue
+            seq = self.positions[log] = positions[log.incarnation]
+            bounds = await went_back(log, seq, self.request.known[log.incarnation])
+            if bounds is not None:
+                differs, agreed = bounds
+                # The file is no longer what it was (restored from a copy, for example). Which of its records the
+                # caller has seen beyond `agreed` is unknown, so all of them are sent again.
+                response.gaps.append(gap_of(Gap.REASON_CORRUPTION, log.incarnation, differs, agreed + 1))
+                self.positions[log] = self.agreed[log.incarnation] = agreed
+        response.begin.extend(await self.read_up_to())
+        if self.request.asked.frontiers:
+            self._has_capacity = await self._add_frontiers(matches)
+
+    async def _start(self, log: Log, start: str | None, sees: Callable[[Log, int], Awaitable[bool]]) -> int:
+        asked = self.request.asked
+        if start == "latest":
+            return log.newest_seq if asked.latest else log.floor_seq
+        if start == "after_time":
+            seq = await log.seq_before_time(asked.after_time.ToMilliseconds())
+        else:
+            found = await log.seq_of_id(asked.after_message_id)
+            if found is not None and await sees(log, found):
+                return found
+            # The message is not in this log, or no longer. Begin with what was appended from the millisecond of its id
+            # on: that includes all that followed the message.
+            seq = await log.seq_before_time(int.from_bytes(asked.after_message_id[:6], "big") - 1)
+        if seq <= log.floor_seq and log.floor_seq:
+            self.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, 0, log.floor_seq + 1))
+        return max(seq, log.floor_seq)
+
+    async def read_up_to(self) -> list[Position]:
+        """Returns the position in each log. Its witness is the one that the caller brought, else it is made from the
+        log."""
+        found = []
+        for log, seq in self.positions.items():
+            is_brought = seq <= self.agreed.get(log.incarnation, seq)
+            digest = self.request.known.get(log.incarnation, {}).get(seq) if is_brought else None
+            witnesses = await witnesses_at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
+            found.append(Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable))
+        return found
+
+    # -- records
+
+    async def read(self, matches: Mapping[Log, Match], thinning: Thins | None) -> bool:
+        """Read each log on, each with its share of the reply, as far as the reply and some steps allow. Set `more` if
+        records are there that were not read.
+
+        Returns whether it reached the end of each log, as that was when it began.
+        """
+        complete, until = self._has_capacity, self.request.until
+        records, bytes = self.request.records_max, self.request.bytes_max
+        ends = {log: min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log in self.positions}
+        pending = [log for log, end in ends.items() if self._has_capacity and self.positions[log] < end]
+        for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
+            batch = RecordBatch(incarnation=log.incarnation)
+            share_records, share_bytes = max(1, records // left), max(1, bytes // left)
+            match, end = matches[log], ends[log]
+            if not match.advance():  # after this all streams that have records up to `end` have been examined
+                await match.complete()
+            for _ in range(POLL_STEPS_MAX):
+                seq = self.positions[log]
+                if seq >= end:
+                    break
+                found = await log.scan(
+                    seq,
+                    max_records=share_records,
+                    max_bytes=share_bytes,
+                    streams=match.ids,
+                    until=end,
+                    strict=bool(batch.seq),  # a reply has at least one record, whatever its size
+                )
+                self.positions[log] = min(max(found.covered, seq), end)
+                if seq < found.floor_seq and await match.has_passed(found.floor_seq, seq):
+                    self.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, seq, found.floor_seq + 1))
+                self.response.gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *one) for one in found.gaps)
+                for chunk in found.chunks:
+                    thinned = chunk if thinning is None else await thinning.thin(log, chunk)
+                    if thinned is not None:
+                        add_records(batch, thinned)
+                records -= share_records - found.records_left
+                bytes -= share_bytes - found.bytes_left
+                share_records, share_bytes = found.records_left, found.bytes_left
+                if found.full:
+                    break
+            if batch.seq:
+                self.response.batches.append(batch)
+            complete = complete and self.positions[log] >= end
+        self.response.more = any(
+            seq < min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log, seq in self.positions.items()
+        )
+        return complete
+
+    # -- frontiers
+
+    async def _add_frontiers(self, matches: Mapping[Log, Match]) -> bool:
+        """Add the frontiers as of the positions, as many as fit. Returns whether all of them are in the answer and
+        records fit beside them."""
+        response, page = self.response, self.request.asked.frontiers_page
+        logs = {log.incarnation: log for log in self.positions}
+        begin, known = FRONTIERS_PAGE.unpack(page) if page else (b"", -1)
+        topics_left, bytes_left = FRONTIER_TOPICS_MAX, self.request.bytes_max
+        for incarnation, log in list(logs.items())[[*logs].index(begin) if begin in logs else 0 :]:
+            after = known if incarnation == begin else -1
+            batch = RecordBatch(incarnation=incarnation)
+            for id in sorted(id for id in log.frontier_ids if id > after and id in matches[log].ids):
+                if not topics_left or bytes_left <= 0:
+                    response.next_frontiers_page = FRONTIERS_PAGE.pack(incarnation, after)
+                    break
+                before = len(batch.message)
+                for chunk in await _newest_frontiers(log, id, self.positions[log]):
+                    add_records(batch, chunk)
+                topics_left, after = topics_left - 1, id
+                bytes_left -= sum(map(len, batch.message[before:]))
+            if batch.seq:
+                response.frontiers.append(batch)
+            if response.next_frontiers_page:
+                return False
+        response.has_frontiers = True
+        return self.request.bytes_max - bytes_left <= FRONTIERS_BESIDE_RECORDS_BYTES_MAX
+
+
+@dataclass(eq=False, slots=True)
+class Poll:
+    """A poll that runs. `is_pushed`: for a push, not a request. `is_cut`: answer it at once, even without records."""
+
+    request: CheckedPoll
+    answer: PollAnswer
+    interest: Interest | None = None
+    is_pushed: bool = False
+    is_cut: bool = False
+    matches: Mapping[Log, Match] = field(default_factory=dict)
+    sight: Sight | None = None  # for which `matches` were made
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def _newest_frontiers(log: Log, id: int, seq: int) -> list[Chunk]:
+    """Returns the newest frontier up to `seq` of each log in which it was first appended, the newest one first."""
+    found: list[Chunk] = []
+    covered, expected = set[bytes](), set[bytes]()
+    seq = await _newest_seq_up_to(log, id, seq)
+    for _ in range(FRONTIERS_BACK_MAX):
+        if seq <= log.floor_seq:
+            break
+        chunks = await log.read(seq - 1, until=seq, streams={id})
+        if not chunks:  # retention has deleted it meanwhile, or it is damaged
+            break
+        (chunk,) = chunks
+        origin = chunk.origins[0] if chunk.origins is not None else None
+        first_log = log.incarnation if origin is None else origin.incarnation
+        if first_log not in covered:
+            covered.add(first_log)
+            found.append(chunk)
+            expected |= _logs_of(chunk)
+        if expected <= covered or origin is None:
+            break
+        seq = chunk.prev_seqs[0]
+    return found
+
+
+async def _newest_seq_up_to(log: Log, id: int, seq: int) -> int:
+    """Returns the seq of the stream's newest record up to and including `seq`; 0: no such record."""
+    newest = log.stream(id).newest_seq if log.knows_stream(id) else 0
+    if newest <= seq:
+        return newest
+    for chunk in await log.read(seq, max_records=1, streams={id}):
+        return chunk.prev_seqs[0]
+    return newest
+
+
+def _logs_of(chunk: Chunk) -> set[bytes]:
+    try:
+        return {one for group in Frontier.FromString(chunk.messages[0].payload).groups for one in group.logs}
+    except DecodeError:
+        return set()
+
+
+# -- columns
+
+
+def add_records(batch: RecordBatch, chunk: Chunk) -> None:
+    """Append the records of `chunk` to the columns of `batch`. The inverse is acceptor.decode."""
+    if chunk.origins is not None or batch.origin:
+        _add_origins(batch, chunk)
+    if chunk.epochs is not None or batch.epoch:
+        _add_epochs(batch, chunk)
+    batch.seq.extend(chunk.seqs)
+    batch.prev_seq.extend(chunk.prev_seqs)
+    batch.time_ms.extend([chunk.time_ms] * len(chunk))
+    batch.message.extend(chunk.data)
+
+
+def _add_origins(batch: RecordBatch, chunk: Chunk) -> None:
+    before = [0] * (len(batch.seq) - len(batch.origin))  # none of the records so far was followed
+    origins = [None] * len(chunk) if chunk.origins is None else chunk.origins
+    logs = {incarnation: number for number, incarnation in enumerate(batch.origin_incarnation, 1)}
+    known = len(logs)
+    batch.origin.extend(before + numbered(origins, logs))
+    batch.origin_seq.extend(before + [0 if origin is None else origin.seq for origin in origins])
+    batch.origin_incarnation.extend(list(logs)[known:])
+
+
+def _add_epochs(batch: RecordBatch, chunk: Chunk) -> None:
+    numbers = [0] * (len(batch.seq) - len(batch.epoch))  # none of the records so far has an epoch
+    known = {Epoch(one.group, time_of(one.time)): number for number, one in enumerate(batch.epochs, 1)}
+    for epoch in [None] * len(chunk) if chunk.epochs is None else chunk.epochs:
+        if epoch is not None and epoch not in known:
+            known[epoch] = len(known) + 1
+            added = batch.epochs.add(group=epoch.group)
+            added.time.numbers.extend(epoch.time)
+        numbers.append(0 if epoch is None else known[epoch])
+    batch.epoch.extend(numbers)
+
+
+# -- witnesses
+
+
+async def witnesses_at(log: Log, seq: int) -> list[Witness]:
+    """Returns the witness of the record at `seq`; none if the record is not there: deleted by retention, damaged, lost,
+    or not yet appended."""
+    if not log.floor_seq < seq <= log.newest_seq:
+        return []
+    found = await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
+    return [
+        Witness(seq=seq, digest=hashlib.blake2b(message_id(chunk.messages[0]), digest_size=DIGEST_BYTES).digest())
+        for chunk in found.chunks
+    ]
+
+
+async def went_back(log: Log, seq: int, known: Mapping[int, bytes]) -> tuple[int, int] | None:
+    """Returns None if the log has all that a caller at `seq` was given, as far as can be known. Else returns up to
+    which seq the log differs from what the caller knows, and up to which seq both surely agree.
+
+    It compares the newest witness whose record is still there, and older ones only if that record is another one now.
+    """
+    differs = False
+    for one in sorted(known, reverse=True):
+        here = await witnesses_at(log, one)
+        if here and here[0].digest == known[one]:
+            if differs:
+                return max(known), min(seq, one)
+            break
+        differs = differs or bool(here) or _is_beyond(log, one)
+    if differs:
+        return max(known), min(seq, log.floor_seq)
+    return (seq, log.newest_seq) if _is_beyond(log, seq) else None
+
+
+def _is_beyond(log: Log, seq: int) -> bool:
+    """Returns whether the log, as it is, can never have given out `seq`."""
+    return seq > max(log.newest_seq, *(before - 1 for _, before in log.holes), 0)
