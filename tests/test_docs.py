@@ -314,7 +314,7 @@ def test_every_metric_and_reason_is_in_the_page() -> None:
     metrics = {f"up_streamer_{name}" + "_total" * ("Counter" in kind.__name__) for name, (kind, *_) in families.items()}
     assert len(metrics) > 20
     assert metrics == set(re.findall(r"`(up_streamer_\w+)`", table))
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "streamer").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "streamer").rglob("*.py"))
     reasons = set(re.findall(r"""dropped\["(\w+)"\]|reason="(\w+)\"""", sources))
     assert reasons
     assert not [reason for pair in reasons for reason in pair if reason and f"`{reason}`" not in table]

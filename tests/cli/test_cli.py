@@ -162,7 +162,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["history", "vehicle1", *ON_LOCAL, "--poll", "--limit", "0"], "--limit"),
     (["subscriptions"], "either --store FILE or --config FILE"),
     (["subscriptions", "--store", "nowhere.db"], "there is no store at nowhere.db"),
-    (["subscriptions", "-c", "one.toml"], "name the file that the service was started with"),
+    (["subscriptions", "-c", "one.toml"], "pass the file that the service was started with"),
     (["subscriptions", "--store", "damaged/dead-letters.db"], "is damaged (file is not a database)"),
     (["dead-letters"], "either --data-dir DIR or --config FILE"),
     (["dead-letters", "--data-dir", ".", "-c", "one.toml"], "either --data-dir DIR or --config FILE"),

@@ -166,7 +166,7 @@ async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(
     await vehicle.send(publish(SPEED, "known"))
     await heard.expect(1)
     assert heard.texts == ["known"]
-    cursors = world.streamer.logs.durable.cursors
+    cursors = world.streamer.logs.durable.cursors.seqs
     await world.until(lambda: not any(name.startswith("parked:") for name in cursors()))
     await service.stop()
 

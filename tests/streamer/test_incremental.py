@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamer.app import Streamer
 from streamer.config import loads
 from streamer.egress.paused import Pause, Paused
-from streamer.following.follows import PUBLISHERS
+from streamer.walk.doorbells import PUBLISHERS
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.filters import ASKED_AT_ONCE, EndpointFilters
 from streamer.walk.ingress import Ingress
