@@ -44,7 +44,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client.table import Topics
 
 # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
-WINDOW_MESSAGES_MAX: Final = 2_000
+WINDOW_MESSAGES_MAX = 2_000
 WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small computer
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
 CURSOR_PREFIX: Final = "egress:"

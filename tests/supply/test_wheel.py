@@ -112,7 +112,7 @@ def test_up_python_before_us_on_the_path_is_told_at_import(
     (other / "uprotocol" / "__init__.py").touch()
     done = imported(module, other, site)
     assert done.returncode == 1
-    assert "'uprotocol' is not the package of up-streamer" in done.stderr.strip().splitlines()[-1]
+    assert "expected the package 'uprotocol' of up-streamer" in done.stderr.strip().splitlines()[-1]
 
 
 def test_ours_is_imported_where_it_was_not_installed_in_a_folder(site: Path) -> None:
