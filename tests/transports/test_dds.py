@@ -218,7 +218,7 @@ class OtherProcess:
 async def other(tag: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtherProcess]:
     """It starts before the transports of the test. On a busy computer it may need more than SEEN_S to announce that it
     has found a new reader."""
-    monkeypatch.setattr("transports.dds.transport.SEEN_S", DEADLINE_S)
+    monkeypatch.setattr("transports.dds.registrations.SEEN_S", DEADLINE_S)
     other = await OtherProcess.start(tag)
     yield other
     await other.close()
@@ -524,7 +524,9 @@ async def test_an_open_that_is_given_up_leaves_nothing_behind(tag: str) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(beta.open(), 0.2)
     assert not beta.connected
-    await asyncio.to_thread(beta._registrar.shutdown)
+    for thread in threading.enumerate():
+        if thread.name.startswith("dds-registrar"):  # it closes the session
+            await asyncio.to_thread(thread.join)
     async with end(tag + "x", "beta"):  # another configuration: the domain has been left
         pass
 

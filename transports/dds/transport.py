@@ -1,11 +1,11 @@
-"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, mapping.py its code, config.py what it can be told; link.py,
-writers.py, readers.py and roll_call.py may block, and here is what runs on the loop.
+"""DDS, on Cyclone: the part on the event loop. docs/dds-mapping.md describes the mapping.
 
-send_batch -> one hop to the writers' thread: check, encode, write -> DDS: partitions bring it to whom it concerns,
+send_batch -> one hop to the writers' thread: check, encode, write -> DDS: partitions bring it to matching readers only
            <- nobody_listens: a publish whose writer no reader has matched; later on_heard([partition, ...])
-listener   <- decode <- Arrivals <- the readers' thread            <-      and to nobody else
-register_listener -> a reader, one for many filters -> until every peer has announced that it has found it (RollCall),
-                                                       or SEEN_S has passed
+listener   <- decode <- Arrivals <- the readers' thread            <-
+register_listener -> Registrations: a reader that every peer has found
+
+mapping.py is pure, config.py has the settings; link.py, writers.py, readers.py and roll_call.py may block.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -25,8 +24,9 @@ from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tell, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
-from transports.dds.link import Participant, Remembered, translated
-from transports.dds.readers import NAMES_BYTES_MAX, NAMES_MAX, Arrived, Readers
+from transports.dds.link import Participant, translated
+from transports.dds.readers import Arrived, Readers
+from transports.dds.registrations import Registrations
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, WriterRoute, Writers
 from transports.listeners import Filter, all_of
@@ -41,32 +41,28 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-T = TypeVar("T")
-
-DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
-# for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
-SEEN_S: Final = 1.0
-SEEN_KEPT_MAX: Final = 4_096  # announcements kept for readers that are being made just now
-PLACED_BYTES: Final = 512  # of a stream's attributes; those of honest ones are shorter, and others cost no memory
+KNOWN_BYTES_MAX: Final = 512  # of the attributes of a known stream; those of an honest one are shorter
 DRAIN_S: Final = 1.0  # for listeners to take what had arrived when the transport is closed
-ADDRESS_LOOK_S: Final = 2.0  # between two looks whether the host is reached at the same addresses
-REOPEN_MS_MIN: Final = 200  # between tries to join the domain again, and ...
-REOPEN_MS_MAX: Final = 10_000
+ADDRESS_LOOK_S: Final = 2.0  # between two checks of the addresses of this host
+REOPEN_MS_MIN: Final = 200  # the first pause between two attempts to join the domain again
+REOPEN_MS_MAX: Final = 10_000  # the longest one
 
 log = structlog.get_logger()
 
 
 class _Session:
-    """What exists while the transport is open. Constructor and `close` block."""
+    """The DDS entities of an open transport. The constructor and `close` block."""
 
     def __init__(
         self,
         config: DdsConfig,
         arrived: Callable[[list[Arrived]], None],
+        registrations: Registrations,
         changed: Callable[[frozenset[bytes], Seen], None],
         heard: Callable[[list[str]], None],
         sample_bytes_max: int,
     ) -> None:
+        self.registrations = registrations
         with contextlib.ExitStack() as undo, translated(f"opening DDS domain {config.domain_id}", UCode.UNAVAILABLE):
             self.participant = Participant(config)
             undo.callback(self.participant.close)
@@ -88,37 +84,23 @@ class _Session:
         self.roll_call.close()
         self.participant.close()
 
-    def troubles(self, listening: list[str]) -> list[str]:
-        """Who holds back what is sent, and who can't talk with us though the partitions meet (`listening`: those of our
-        readers)."""
+    def troubles(self) -> list[str]:
+        """Participants that hold back what we send, and those whose endpoints can't communicate with ours."""
         found = list(self.writers.troubles)
         for one in self.roll_call.misfits.values():
-            ours = listening if one.is_writer else self.writers.partitions()
+            ours = self.registrations.partitions() if one.is_writer else self.writers.partitions()
             if mapping.partitions_meet(one.partitions, ours):
                 found.append(f"{self.participant.name(one.participant)} and we can't talk: {one.why}")
         return list(dict.fromkeys(found))
 
 
-@dataclass(eq=False, slots=True)
-class Together:
-    """Filters that share a reader."""
-
-    owners: dict[str, Filter]  # by partition
-    made: asyncio.Task[int] | None = None
-    octets: int = 0  # of the partitions' names
-
-    def has_room(self, partition: str) -> bool:
-        is_full = len(self.owners) >= NAMES_MAX or self.octets + len(partition) > NAMES_BYTES_MAX
-        return self.made is not None and not is_full and partition not in self.owners
-
-
 class DdsTransport(TransportBase):
     """A DDS participant that carries UMessages.
 
-    `dropped` counts what arrived and was thrown away (malformed, spoofed, too_large, invalid, expired), and what was
-    sent to us and never came (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who
-    can't talk with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at
-    all; but it is away, and joined again, when the host is reached at another address.
+    `dropped` counts messages that arrived and were thrown away (malformed, spoofed, too_large, invalid, expired), and
+    messages that were sent to us and never came (lost, lost_or_expired). `troubles` names participants that hold back
+    what we send or can't communicate with us. DDS has no connection to lose, so the transport is connected while it is
+    open, except while it joins the domain again because this host has other addresses.
     """
 
     capabilities = (
@@ -135,31 +117,24 @@ class DdsTransport(TransportBase):
         self._arrivals: Arrivals[Arrived] = Arrivals(
             self._deliver, messages_max=config.inbox_messages_max, dropped=self.listeners.dropped
         )
-        self._partitions: Cache[Any, str] = Cache()  # by (source, sink); the writers' thread only
-        self._routes: Cache[Stamp, WriterRoute] = Cache()  # the same
-        self._placed: Cache[bytes, str] = Cache()  # the writer's partition of encoded attributes without their id
-        self._lost: Counter[str] = Counter()  # in sessions that have ended
+        self._partitions: Cache[Any, str] = Cache()  # by (source, sink); used on the writers' thread only
+        self._routes: Cache[Stamp, WriterRoute] = Cache()  # likewise
+        self._known: Cache[bytes, str] = Cache()  # encoded attributes without their id -> the writer's partition
+        self._lost: Counter[str] = Counter()  # in earlier sessions
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
-        self._following: asyncio.Task[None] | None = None  # of the addresses of the host
-        self._readers: dict[Filter, asyncio.Task[int]] = {}  # the token of its reader, once the peers know that
-        self._together = Together({})  # those whose reader is made next
-        self._making = asyncio.Lock()
-        self._peers: frozenset[bytes] = frozenset()
-        self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
-        self._seen: Remembered[bytes, set[bytes]] = Remembered(SEEN_KEPT_MAX)  # own reader -> peers that have found it
-        self._awaited: dict[bytes, asyncio.Event] = {}  # own readers that a registration waits for
-        self._news = asyncio.Event()  # discovery has found something
+        self._following: asyncio.Task[None] | None = None  # checks the addresses of this host
         self._on_heard: list[HeardCallback] = []
 
     def __repr__(self) -> str:
         session = self._session
         state = (
-            f"{session.writers!r}, readers={len(session.readers)}, {self._arrivals!r}"
+            f"peers={len(session.registrations.peers)}, {session.writers!r}, readers={len(session.readers)}, "
+            f"{self._arrivals!r}"
             if session is not None
             else "closed"
         )
-        return f"DdsTransport({self.authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
+        return f"DdsTransport({self.authority}, domain={self._config.domain_id}, {state})"
 
     @property
     def dropped(self) -> Counter[str]:
@@ -168,8 +143,7 @@ class DdsTransport(TransportBase):
 
     @property
     def troubles(self) -> list[str]:
-        listening = [mapping.reader_partition(one.source, one.sink, self.authority) for one in self._readers]
-        return self._session.troubles(listening) if self._session is not None else []
+        return self._session.troubles() if self._session is not None else []
 
     @property
     def key(self) -> bytes:
@@ -178,13 +152,13 @@ class DdsTransport(TransportBase):
 
     @property
     def returned(self) -> int:
-        """Participants that were not heard for longer than their lease and came back: what was sent meanwhile may be
-        missing there."""
+        """Number of participants that were silent for longer than their lease and came back: messages sent meanwhile
+        may be missing there."""
         return self._session.roll_call.returned if self._session is not None else 0
 
     @property
     def misfits_found(self) -> int:
-        """Endpoints elsewhere whose QoS or type keeps them and ours apart, since open."""
+        """Number of foreign endpoints whose QoS or type is incompatible with ours, since open."""
         return self._session.roll_call.misfits_found if self._session is not None else 0
 
     async def open(self) -> None:
@@ -201,45 +175,32 @@ class DdsTransport(TransportBase):
             self._following = asyncio.create_task(self._follow_addresses())
 
     async def _open_session(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, registrations = asyncio.get_running_loop(), Registrations(self.authority)
 
         def changed(peers: frozenset[bytes], seen: Seen) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended without close
-                loop.call_soon_threadsafe(self._note, peers, seen)
+                loop.call_soon_threadsafe(registrations.note, peers, seen)
 
         def heard(partitions: list[str]) -> None:
-            with contextlib.suppress(RuntimeError):  # the same
-                # one turn later: whoever sent has the answer by then that nobody listened
+            with contextlib.suppress(RuntimeError):  # likewise
+                # one turn later: the sender must first get the answer that nobody listened
                 loop.call_soon_threadsafe(loop.call_soon, tell, self._on_heard, partitions)
 
-        session = await on_own_thread(  # names may take long to resolve
+        session = await on_own_thread(  # resolving names may take long
             "dds-open",
-            lambda: _Session(self._config, self._arrived, changed, heard, self._sample_bytes_max),
+            lambda: _Session(self._config, self._arrived, registrations, changed, heard, self._sample_bytes_max),
             _Session.close,
         )
-        self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
+        registrations.open(session.readers)
         try:
             self._session = session
-            await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # registered before
-            await self._discovered()
+            await registrations.register_all(self.listeners.filters)
+            await registrations.discovered(self._config.discovery_quiet_ms / 1000)
             self.is_open = True
         except BaseException:
             self._end(session)
             raise
         self.set_connected(True)
-
-    async def _discovered(self) -> None:
-        """Until nothing new has been found for a while: then what we write reaches every reader that was there before
-        us."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + DISCOVERY_S_MAX
-        while loop.time() < end:
-            self._news.clear()
-            try:
-                async with asyncio.timeout(self._config.discovery_quiet_ms / 1000):
-                    await self._news.wait()
-            except TimeoutError:
-                return
 
     async def close(self) -> None:
         if self._following is not None:
@@ -251,13 +212,14 @@ class DdsTransport(TransportBase):
             await self._end_arrivals()
             if session is not None:
                 await self._finish(session)
-            self.set_connected(False)  # and for no other reason any more
+            self.set_connected(False)  # clears the reason of an earlier disconnection
 
     def _stop(self, why: str = "") -> _Session | None:
-        """Send and take nothing more. What has arrived stays."""
+        """Send and take nothing more. Messages that have arrived stay."""
         session, self._session, self.is_open = self._session, None, False
         self.set_connected(False, why)
         if session is not None:
+            session.registrations.stop()
             session.writers.stop()
             session.readers.stop()
         return session
@@ -269,16 +231,14 @@ class DdsTransport(TransportBase):
         self._arrivals.close()
 
     async def _finish(self, session: _Session) -> None:
-        self._wake(self._awaited)  # nobody need wait for peers any more
-        await asyncio.gather(*self._readers.values(), return_exceptions=True)
+        await session.registrations.finish()
         await asyncio.wrap_future(self._end(session))
         self._lost += session.readers.lost
 
-    # how the host is reached
+    # addresses of this host
 
     async def _follow_addresses(self) -> None:
-        """Join the domain again when the host is reached differently, until cancelled. Nobody would find us any
-        more."""
+        """Join the domain again when the addresses of this host have changed: else nobody would find us any more."""
         while True:
             await asyncio.sleep(ADDRESS_LOOK_S)
             session = self._session
@@ -294,29 +254,23 @@ class DdsTransport(TransportBase):
         try:
             await asyncio.shield(closing)
         except asyncio.CancelledError:
-            await self._end_arrivals()  # they hold up the readers' thread while they are full
-            await closing  # nobody else knows the session any more
+            await self._end_arrivals()  # full ones would block the readers' thread
+            await closing  # nobody else would close the session
             raise
         backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
         while True:
             try:
                 await self._open_session()
-                tell(self._on_heard, None)  # the writers that were looked at have gone
+                tell(self._on_heard, None)  # the writers that waited for a reader no longer exist
                 return
             except UStatusError as error:  # the interface may have no address yet
                 self.set_connected(False, f"{why}, and joining again fails: {error}")
             await backoff.wait()
 
     def _end(self, session: _Session) -> Future[None]:
-        """Close `session` behind whatever is being done with it, and forget what belongs to it."""
+        """Close `session` after what is being done with it."""
         self._session, self.is_open = None, False
-        self._readers.clear()
-        self._together = Together({})
-        self._peers = frozenset()
-        self._seen.clear()
-        ended = self._registrar.submit(session.close)
-        self._registrar.shutdown(wait=False)
-        return ended
+        return session.registrations.close(session.close)
 
     def _require_session(self) -> _Session:
         if self._session is None:
@@ -330,13 +284,13 @@ class DdsTransport(TransportBase):
         return mapping.writer_partition(source, sink, self.authority)
 
     def on_heard(self, callback: HeardCallback) -> None:
-        """A partition is told of once, within a quarter of a second after DDS has matched a reader; not at all if its
-        writer has given way to another one meanwhile. None when the domain was joined again."""
+        """Each partition is reported once, within a quarter of a second after DDS has matched a reader; never, if its
+        writer was closed meanwhile to make room for another one. None: the domain was joined again."""
         self._on_heard.append(callback)
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
-        """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and
-        sink; others pass. With `tells_absence` a publish whose writer has no reader elsewhere is not written."""
+        """A message that a receiver does not take is answered UNAVAILABLE, and so are those after it with the same
+        source and sink; others are sent. With `tells_absence` a publish whose writer has no foreign reader is not written."""
         if self._session is None or not self.is_open:
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
@@ -358,7 +312,7 @@ class DdsTransport(TransportBase):
         for index, message in enumerate(messages):
             try:
                 refusal = self._put(writers, batch, index, message, now_ms)
-            except Exception as error:  # whatever it is: each has its answer, and none keeps the others from theirs
+            except Exception as error:  # each message gets its own answer
                 log.exception("a message could not be sent over DDS")
                 refusal = UStatus(code=UCode.INTERNAL, message=f"the message could not be sent over DDS: {error!r}")
             if refusal is not None:
@@ -399,13 +353,13 @@ class DdsTransport(TransportBase):
     # receiving
 
     def _arrived(self, samples: list[Arrived]) -> None:
-        """On the readers' thread; waits while it is full."""
+        """On the readers' thread. Blocks while `_arrivals` is full."""
         for item in samples:
             self._arrivals.put(item, len(item[1]))
 
     def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
-        """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a
-        UMessage."""
+        """Messages with a payload that is not empty are delivered encoded; others are decoded here, since only a
+        UMessage can say whether an empty payload is present."""
         pending: list[Awaitable[None] | None] = []
         encoded: list[tuple[Filter, bytes, bytes]] = []
         partitions: list[str] = []
@@ -434,10 +388,11 @@ class DdsTransport(TransportBase):
         return waiting[0] if len(waiting) == 1 else all_of(waiting)
 
     def _is_from(self, partition: str, encoded: bytes) -> bool:
-        """False for what says that it comes from elsewhere, or goes elsewhere, than its writer does. Of a writer of
-        many partitions, or one that has gone, only the message says; what can't be read is the listeners' to count."""
+        """False if the attributes name another source or sink than their writer's partition. True if that partition is
+        unknown (a writer with several, or one that no longer exists), or if the attributes can't be parsed: the
+        listeners count those."""
         rest = suffix(encoded)
-        if not partition or (rest is not None and self._placed.get(rest) == partition):
+        if not partition or (rest is not None and self._known.get(rest) == partition):
             return True
         try:
             attributes = UAttributes.FromString(encoded)
@@ -445,15 +400,15 @@ class DdsTransport(TransportBase):
             return True
         if not mapping.is_partition_of(partition, attributes):
             return False
-        if rest is not None and len(rest) <= PLACED_BYTES and is_shared(attributes):
-            self._placed[rest] = partition
+        if rest is not None and len(rest) <= KNOWN_BYTES_MAX and is_shared(attributes):
+            self._known[rest] = partition
         return True
 
     def _deliver_encoded(
         self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]
     ) -> Awaitable[None] | None:
         return self.listeners.deliver_encoded(
-            encoded, lambda place, attributes: mapping.complete(attributes, partitions[place])
+            encoded, lambda index, attributes: mapping.complete(attributes, partitions[index])
         )
 
     # listening
@@ -461,112 +416,30 @@ class DdsTransport(TransportBase):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        """Returns when every peer has found the new reader: what they send from then on arrives. A peer is waited for
-        SEEN_S at most."""
-        self._require_session()
+        """Returns when every peer has found the new reader, SEEN_S at most: what they send from then on arrives."""
+        session = self._require_session()
         filter = self.listeners.add(source_filter, sink_filter, listener) or Filter.of(
             source_filter, sink_filter, self.authority
         )
         try:
-            await asyncio.shield(self._reader(filter))
+            await session.registrations.register(filter)
         except UStatusError:
             with contextlib.suppress(UStatusError):
                 self.listeners.remove(source_filter, sink_filter, listener)
-            self._readers.pop(filter, None)
             raise
 
     def listen_at_open(self, filter: Filter) -> None:
-        """Its reader is made by `open`."""
-
-    def _reader(self, filter: Filter) -> asyncio.Task[int]:
-        """The token of the reader of `filter`, which is made if there is none; done when the peers know it.
-
-        Whoever asks while another reader is made shares the next one, unless it asks for a pattern.
-        """
-        if filter not in self._readers:
-            partition = mapping.reader_partition(filter.source, filter.sink, self.authority)
-            if mapping.is_pattern(partition):
-                self._readers[filter] = asyncio.ensure_future(self._make_reader(Together({partition: filter})))
-            else:
-                self._readers[filter] = self._join(partition, filter)
-        return self._readers[filter]
-
-    def _join(self, partition: str, filter: Filter) -> asyncio.Task[int]:
-        together = self._together
-        if not together.has_room(partition):
-            together = self._together = Together({})
-        together.owners[partition] = filter
-        together.octets += len(partition)
-        if together.made is None:
-            together.made = asyncio.ensure_future(self._make_reader(together))
-        return together.made
-
-    async def _make_reader(self, together: Together) -> int:
-        async with self._making:
-            if self._together is together:
-                self._together = Together({})  # who comes from now on is too late for this one
-            session = self._require_session()
-            token, key = await self._run(session.readers.add, together.owners)
-        await self._found(key)
-        return token
+        """`open` makes its reader."""
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         session = self._require_session()
         filter = self.listeners.remove(source_filter, sink_filter, listener)
-        reader = self._readers.pop(filter, None) if filter is not None else None
-        if filter is not None and reader is not None:
-            token = await asyncio.shield(reader)
-            if self._session is session:  # else close has removed it
-                partition = mapping.reader_partition(filter.source, filter.sink, self.authority)
-                await self._run(session.readers.leave, token, partition)
-
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._registrar, function, *arguments)
-
-    async def _found(self, key: bytes) -> None:
-        """Until every peer has announced that it found the reader `key`, or SEEN_S."""
-        changed = self._awaited[key] = asyncio.Event()
-        missing = self._missing(key)
-        try:
-            async with asyncio.timeout(SEEN_S):
-                while missing and self._session is not None:
-                    changed.clear()
-                    await changed.wait()
-                    missing = self._missing(key)
-        except TimeoutError:
-            self._silent |= missing
-            log.warning(
-                "DDS participants do not answer; a new listener may miss their next messages", participants=len(missing)
-            )
-        finally:
-            del self._awaited[key]
-            self._seen.pop(key, None)
-
-    def _missing(self, key: bytes) -> frozenset[bytes]:
-        return self._peers - self._seen.get(key, set()) - self._silent
-
-    def _note(self, peers: frozenset[bytes], seen: Seen) -> None:
-        """Discovery has found something."""
-        self._news.set()
-        awaited = set() if peers == self._peers else set(self._awaited)
-        self._peers = peers
-        self._silent &= peers
-        for peer, keys in seen:
-            self._silent.discard(peer)
-            awaited.update(keys)
-            for key in keys:
-                self._seen[key] = {*self._seen.get(key, ()), peer}
-        self._wake(awaited)
-
-    def _wake(self, keys: Iterable[bytes]) -> None:
-        """Those who wait for just these readers: a thousand may wait at once."""
-        for key in keys:
-            if key in self._awaited:
-                self._awaited[key].set()
+        if filter is not None:
+            await session.registrations.release(filter)
 
 
 def _answer(answer: asyncio.Future[list[UStatus]], statuses: list[UStatus]) -> None:
-    if not answer.done():  # else the caller has given up
+    if not answer.done():  # else the caller was cancelled
         answer.set_result(statuses)
