@@ -73,7 +73,7 @@ CONDITIONS: Final = (
     ),
     (
         "a DDS receiver does not take what is sent to it; other topics go on",
-        "a DDS receiver takes what is sent to it again, or has gone",
+        "a DDS receiver takes what is sent to it again, or has ended",
     ),
 )
 """Texts of a condition and of its end: each ends the other."""

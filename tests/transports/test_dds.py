@@ -568,7 +568,7 @@ async def test_an_open_that_cannot_listen_again_may_be_tried_again(tag: str, mon
             raise OSError("no more files")
 
         with monkeypatch.context() as patch:
-            patch.setattr("transports.dds.readers.reading", fail)
+            patch.setattr("transports.dds.readers.make_reader", fail)
             with pytest.raises(UStatusError, match="no more files"):
                 await beta.open()
         assert not beta.connected
@@ -640,8 +640,8 @@ def test_the_configuration_of_cyclone() -> None:
         ({"cyclone_xml": "<CycloneDDS/>", "cyclone_file": "x.xml"}, "can't be combined with cyclone_file"),
         ({"cyclone_xml": "<CycloneDDS/>", "lease_ms": 1_000}, "can't be combined with lease_ms"),
         ({"cyclone_xml": "<CycloneDDS>ü</CycloneDDS>"}, "ASCII"),
-        ({"cyclone_xml": "<Cyclone"}, "this is not"),
-        ({"cyclone_xml": ""}, "this is not"),
+        ({"cyclone_xml": "<Cyclone"}, "expected a Cyclone configuration in XML"),
+        ({"cyclone_xml": ""}, "expected a Cyclone configuration in XML"),
         ({"interface": ""}, "named as in"),
         ({"interface": "lo lo"}, "named as in"),
         ({"tag": "x" * 70_000}, "255"),
@@ -679,7 +679,7 @@ def whole(discovery: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"interface": "nosuch0"}, "no network interface 'nosuch0' now, only .*lo"),
+        ({"interface": "nosuch0"}, "no network interface 'nosuch0' now; known: .*lo"),
         ({"peers": ["no-such-host.invalid"]}, "'no-such-host.invalid' has no IPv4 address now"),
         ({"peers": ["no-such-host.invalid:7410"]}, "no IPv4 address now"),
         ({"cyclone_file": "/nosuch/file.xml"}, "/nosuch/file.xml can't be used now"),
@@ -741,7 +741,7 @@ async def test_the_file_with_the_configuration_may_have_a_space_in_its_name(tag:
     options = DdsConfig(**settings(tag))
     alpha = DdsTransport(DdsConfig(domain_id=DOMAIN, cyclone_file=file), LocalUriProvider("alpha", 0x10AB, 3))
     file.write_text("<CycloneDDS")
-    with pytest.raises(UStatusError, match="this is not") as raised:
+    with pytest.raises(UStatusError, match="expected a Cyclone configuration in XML") as raised:
         await alpha.open()
     assert raised.value.code == UCode.UNAVAILABLE
     file.write_text(str(options.configuration()))

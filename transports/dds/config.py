@@ -1,12 +1,12 @@
-"""What a DDS transport can be told, and Cyclone's own configuration made of it.
+"""The settings of a DDS transport, and the Cyclone configuration that is made of them.
 
 DdsConfig (checked when it is read) -> configuration(): may block, so off the event loop -> Cyclone's XML
-                                       names become addresses, the interface is looked for      |
-                                       whole configurations of others are tried by trial()      v
+                                       resolves names, looks for the interface                  |
+                                       trial() tests foreign configurations                     v
                                                                                            a child process that may die
 
-Cyclone ends the process (SIGABRT, SIGSEGV) at addresses that it can't use, and tells only its own stderr why it refuses
-a configuration. So nothing that it does not like may reach it, and what it says is put into our error.
+Cyclone ends the process (SIGABRT, SIGSEGV) at addresses that it can't use, and writes the reason of a refusal only to
+its stderr. So it gets only what it accepts, and our error repeats its reason.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 WRITERS_MAX: Final = 4_096  # of one transport, some 10 KB each; one per (source, sink, priority) in use
-SEND_TIMEOUT_MS: Final = 2_000  # a receiver that takes nothing for so long is not slow but stuck
+SEND_TIMEOUT_MS: Final = 2_000  # a receiver that takes nothing for so long is stuck, not slow
 # discovery that found nothing new for so long is complete: on one host it takes 1 to 40 ms
 DISCOVERY_QUIET_MS: Final = 100
-# Cyclone's own: a pause of so long loses nothing, a receiver that was killed holds its topics for so long
+# Cyclone's default: a shorter pause loses nothing; a receiver that was killed blocks its topics for so long
 LEASE_MS: Final = 10_000
-# participants announce themselves several times per lease; below it a busy computer loses its neighbours
+# participants announce themselves several times per lease; with a shorter one a busy computer loses them
 LEASE_MS_MIN: Final = 200
-LEASE_MS_MAX: Final = 3_600_000  # what is waited for so long will not come back by itself
-# participants say twice per lease who they are, for those who have lost them; no more often than this
+LEASE_MS_MAX: Final = 3_600_000  # a participant does not come back after a longer time
+# limits of the interval between announcements, half a lease: they let others find a lost participant again. Cyclone's
+# own interval is 30 s
 ANNOUNCED_MS_MIN: Final = 250
-# and no more seldom: by itself Cyclone does so every 30 s, and whoever was lost is not found until then
 ANNOUNCED_MS_MAX: Final = 10_000
-PEERS_MAX: Final = 256  # each is asked for every index, several times a second while somebody is looked for
+PEERS_MAX: Final = 256  # each gets a packet for every index, several times a second during discovery
 ADDRESSES_PER_PEER_MAX: Final = 8  # of a name that stands for many hosts
-TAG_CHARS_MAX: Final = 255  # Cyclone dies of a very long one (70,000)
+TAG_CHARS_MAX: Final = 255  # Cyclone crashes at a very long one (70,000)
 TRIAL_S: Final = 20.0  # a child process needs 0.2 s; an overloaded computer more
 
 _PEER: Final = re.compile(
@@ -65,14 +65,14 @@ except DDSException as error:
 
 
 class DdsConfig(TransportSettings):
-    """Which domain, over which network. Without any option Cyclone decides, from CYCLONEDDS_URI if that is set."""
+    """The domain and its network. Without any option Cyclone decides, by CYCLONEDDS_URI if that is set."""
 
     domain_id: int = Field(default=0, ge=0, le=230)
-    """participants of different domains never hear one another"""
+    """participants of different domains never meet"""
     interface: str | None = None
     """network interface by name, as in `ip link`: `lo` for this host only. Without it Cyclone chooses"""
     multicast: bool | None = None
-    """false: discovery asks the peers alone, by unicast. Without it Cyclone decides: yes, where the interface can"""
+    """false: discovery asks only the peers, by unicast. Without it Cyclone uses multicast if the interface can"""
     peers: tuple[str, ...] = Field(default=(), max_length=PEERS_MAX)
     """hosts that discovery asks directly: names or IPv4 addresses, or `HOST:PORT`; 256 at most"""
     participants_per_host_max: int = Field(default=32, ge=1, le=119)
@@ -80,18 +80,18 @@ class DdsConfig(TransportSettings):
     tag: str | None = Field(default=None, min_length=1, max_length=TAG_CHARS_MAX)
     """only participants with the same tag find one another"""
     lease_ms: int | None = Field(default=None, ge=LEASE_MS_MIN, le=LEASE_MS_MAX)
-    """how long others wait for us when they hear nothing: a shorter pause loses nothing. Without it 10000, Cyclone's
-    own"""
+    """after so long without a sign of us others forget us; a shorter pause loses nothing. Without it 10000, Cyclone's
+    default"""
     cyclone_xml: str | None = None
     """a whole Cyclone configuration, instead of the options above"""
     cyclone_file: Path | None = None
     """a file with a whole Cyclone configuration, instead of the options above"""
     discovery_quiet_ms: int = Field(default=DISCOVERY_QUIET_MS, ge=1)
-    """opening ends when discovery found nothing new for so long"""
+    """opening ends when discovery has found nothing new for so long"""
     send_timeout_ms: int = Field(default=SEND_TIMEOUT_MS, ge=1)
-    """how long a receiver that takes nothing may hold up a sender: then UNAVAILABLE"""
+    """how long a receiver that takes nothing may block a sender; then UNAVAILABLE"""
     writers_max: int = Field(default=WRITERS_MAX, ge=1)
-    """DDS writers kept; the least recently used one gives way"""
+    """DDS writers at a time; a new one then replaces the least recently used one"""
     inbox_messages_max: int = Field(default=MESSAGES_MAX, ge=1)
     """messages between the network and the listeners"""
 
@@ -135,12 +135,12 @@ class DdsConfig(TransportSettings):
 
     @property
     def is_foreign(self) -> bool:
-        """True if somebody else wrote what Cyclone gets, so that it has to be tried first."""
+        """True if Cyclone's configuration does not come from our options, so that it must be tried first."""
         is_whole = self.cyclone_xml is not None or self.cyclone_file is not None
         return is_whole or (not self._options() and "CYCLONEDDS_URI" in os.environ)
 
     def identity(self) -> str | None:
-        """What tells configurations apart, whatever their names stand for at the moment; None if Cyclone decides."""
+        """Equal for equal configurations, before names are resolved; None if Cyclone decides."""
         if self.cyclone_xml is not None:
             return self.cyclone_xml
         if self.cyclone_file is not None:
@@ -150,8 +150,8 @@ class DdsConfig(TransportSettings):
     def configuration(self) -> str | None:
         """Cyclone's XML; None leaves it to Cyclone. May block, to read a file and to resolve names.
 
-        Raises UStatusError(UNAVAILABLE) for what isn't there now but may be later: a file, an interface, the address of
-        a peer.
+        Raises UStatusError(UNAVAILABLE) if a file, an interface or the address of a peer is missing, which may exist
+        later.
         """
         if self.cyclone_xml is not None:
             return self.cyclone_xml
@@ -163,12 +163,12 @@ class DdsConfig(TransportSettings):
             names = sorted(name for _, name in socket.if_nameindex())
             if self.interface not in names:
                 raise UStatusError(
-                    UCode.UNAVAILABLE, f"there is no network interface {self.interface!r} now, only {', '.join(names)}"
+                    UCode.UNAVAILABLE, f"no network interface {self.interface!r} now; known: {', '.join(names)}"
                 )
         return self.xml([address for peer in self.peers for address in _addresses(peer)])
 
     def _options(self) -> list[str]:
-        """Those that are given, of which Cyclone's configuration is made."""
+        """The options that are set and become Cyclone's configuration."""
         given = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
         return given + ["peers"] * bool(self.peers)
 
@@ -197,30 +197,32 @@ class DdsConfig(TransportSettings):
 
 
 def _host_and_port(peer: str) -> tuple[str, str | None]:
-    """Raises ValueError, in words for whoever wrote the peer."""
+    """Raises ValueError, with a text for the author of the configuration."""
     found = _PEER.fullmatch(peer)
     if found is None:
         raise ValueError(
-            f"a peer is a host name or an IPv4 address, with a port if need be (HOST:PORT), got {peer!r}; DDS runs "
-            "over IPv4 here"
+            f"a peer is a host name or an IPv4 address, optionally with a port (HOST:PORT), got {peer!r}; IPv6 is not "
+            "supported"
         )
     host, port = found["host"], found["port"]
     if port is not None and not 0 < int(port) < 65_536:
         raise ValueError(f"the port of the peer {peer!r} is not between 1 and 65535")
     if re.fullmatch(r"[0-9.]+", host) or host.lower().startswith("0x"):
-        # its error says what is wrong; "1" is 0.0.0.1 to Cyclone, and 256.1.1.1 its end
+        # raises ValueError; Cyclone takes "1" as 0.0.0.1 and crashes at 256.1.1.1
         address = ipaddress.IPv4Address(host)
         if not _is_usable(address):
-            raise ValueError(f"the peer {peer!r} is no address of a host")
+            raise ValueError(f"the peer {peer!r} is not the address of a host")
     return host, port
 
 
 def _is_usable(address: ipaddress.IPv4Address) -> bool:
-    return int(address) >> 24 != 0 and not address.is_reserved  # 0.0.0.0 ends the process; multicast groups are fine
+    return (
+        int(address) >> 24 != 0 and not address.is_reserved
+    )  # Cyclone crashes at 0.0.0.0; multicast groups are allowed
 
 
 def _addresses(peer: str) -> list[str]:
-    """What stands for `peer` now, as Cyclone takes it. Raises UStatusError(UNAVAILABLE) if that is nothing."""
+    """The current addresses of `peer`, in Cyclone's form. Raises UStatusError(UNAVAILABLE) if it has none."""
     host, port = _host_and_port(peer)
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
@@ -230,23 +232,23 @@ def _addresses(peer: str) -> list[str]:
         dict.fromkeys(str(entry[4][0]) for entry in found if _is_usable(ipaddress.IPv4Address(entry[4][0])))
     )
     if not addresses:
-        raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} stands for no address of a host")
+        raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} has no address of a host")
     return [address if port is None else f"{address}:{int(port)}" for address in addresses[:ADDRESSES_PER_PEER_MAX]]
 
 
 def _plain(xml: str) -> str:
-    """`xml` in ASCII, as the binding wants it. Raises ValueError if it is not well-formed."""
+    """`xml`, checked. Raises ValueError if it is not ASCII, which the binding needs, or not well-formed."""
     if not xml.isascii():
         raise ValueError("a Cyclone configuration is plain ASCII")
     try:
         ElementTree.fromstring(xml)
     except ElementTree.ParseError as error:
-        raise ValueError(f"a Cyclone configuration is XML, and this is not: {error}") from error
+        raise ValueError(f"expected a Cyclone configuration in XML: {error}") from error
     return xml
 
 
 def _read(file: Path) -> str:
-    """By us, not by Cyclone: it knows no spaces in names of files."""
+    """Cyclone itself can't read a file with a space in its name."""
     try:
         return _plain(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
@@ -254,8 +256,7 @@ def _read(file: Path) -> str:
 
 
 def trial(domain_id: int, configuration: str | None) -> str:
-    """Let another process join the domain. Returns what was wrong, in Cyclone's words; nothing if it could. Blocks for
-    some 0.2 s."""
+    """Let another process join the domain. Returns Cyclone's error; "" if it could join. Blocks for some 0.2 s."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _TRIAL, str(domain_id)]
     try:
@@ -269,9 +270,9 @@ def trial(domain_id: int, configuration: str | None) -> str:
             check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"it could not be tried: {error}"
+        return f"the trial process failed: {error}"
     if done.returncode == 0:
         return ""
-    said = [re.sub(r"^[0-9.]+ \[[0-9]*\] +[^:]*: ", "", line) for line in done.stderr.strip().splitlines()]
+    reported = [re.sub(r"^[0-9.]+ \[[0-9]*\] +[^:]*: ", "", line) for line in done.stderr.strip().splitlines()]
     end = f"ended by signal {-done.returncode}" if done.returncode < 0 else ""
-    return "; ".join([*said[-4:], *([end] if end else [])]) or "no reason was given"
+    return "; ".join([*reported[-4:], *([end] if end else [])]) or "no reason was given"

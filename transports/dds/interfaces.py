@@ -1,9 +1,8 @@
-"""At which IPv4 addresses of this host DDS can be reached: Cyclone looks for them when it joins a domain, and never
-again.
+"""The IPv4 addresses of this host that DDS uses. Cyclone looks for them only when it joins a domain.
 
 addresses("eth0") -> its address        addresses(None) -> those among which Cyclone chooses
 
-By the kernel's own names of interfaces and their flags, on Linux; elsewhere nothing is found, and nothing is followed.
+Uses the names and flags of interfaces of the Linux kernel. Other systems have no result, so changes go unnoticed there.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _ADDRESS_AT: Final = slice(20, 24)  # behind the name, the family and the port
 
 
 def addresses(interface: str | None) -> frozenset[str]:
-    """Of `interface`; without one, of all that are as good as the best one to Cyclone: multicast, not loopback, not
-    point to point. Raises nothing; empty if there is none, or it can't be told."""
+    """The addresses of `interface`; without one, of all interfaces that Cyclone ranks highest: multicast, not loopback,
+    not point to point. Empty if no address is found. Raises nothing."""
     try:
         names = [interface] if interface is not None else [name for _, name in socket.if_nameindex()]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -38,7 +37,7 @@ def addresses(interface: str | None) -> frozenset[str]:
 
 
 def _address(probe: socket.socket, name: str, *, must_be_up: bool) -> tuple[int, str] | None:
-    """And how good it is; None if it has none."""
+    """(rank, address) of interface `name`; None if it has no address."""
     request = _NAME.pack(name.encode())
     try:
         _, flags = _FLAGS.unpack_from(fcntl.ioctl(probe, _SIOCGIFFLAGS, request))

@@ -1,16 +1,14 @@
-"""The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them.
-transport.py is the half on the loop.
+"""The blocking part of the DDS transport: entities of cyclonedds and the threads that may wait for them.
 
 here           Participant and its domain; Frame, a sample; ServingThread, a thread that waits for DDS
 writers.py     one per (partition, priority), made when first needed    a thread of its own
 readers.py     one per filter -> WaitSet -> arrived(owner, samples)     a thread of its own
-roll_call.py   who else is here, and what they have found               a thread of its own
+roll_call.py   the participants, and the readers that they have found   a thread of its own
 
-The binding holds the GIL while it writes and while it takes, but not while it waits: so a write never blocks here (it
-is tried again after a sleep), a take never exceeds TAKE_SAMPLES_MAX, and everything that waits is a WaitSet. Callbacks
-of the binding (its Listeners) run on DDS's own receiving thread, which then waits for the GIL while somebody who holds
-it waits for DDS: they are not used at all. It converts QoS through variables that all threads share: whoever makes or
-asks about an endpoint holds `binding`.
+The binding holds the GIL while it writes and takes, but not while it waits. So a write never blocks (it is tried again
+later), a take is limited to TAKE_SAMPLES_MAX, and all waiting is done with a WaitSet. The Listeners of the binding are
+not used: they run on DDS's receiving thread, which then waits for the GIL while its holder may wait for DDS. The
+binding converts QoS through variables that all threads share: hold `binding` to make or query an endpoint.
 """
 
 import contextlib
@@ -45,18 +43,19 @@ from transports.dds.config import DdsConfig, trial
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-# per reader and turn, some 1 ms under the GIL; beyond it the cost per sample no longer falls
+# per reader and turn, some 1 ms under the GIL; with more, the cost per sample no longer falls
 TAKE_SAMPLES_MAX: Final = 256
-# of a reader that has brought nothing yet, or large ones: what is taken is in no bound until it is put ...
+# at the first turn of a reader. Samples that are taken count in no limit until they are put into the arrivals, so large
+# ones are taken a few at a time
 TAKE_SAMPLES_MIN: Final = 16
-TAKE_BYTES_MAX: Final = 2 << 20  # ... into the arrivals, so large ones are taken a few at a time
-# per reader, not yet taken, a quarter of a second; when it is full its writers are held back
+TAKE_BYTES_MAX: Final = 2 << 20
+# per reader, not yet taken, a quarter of a second; when it is full its writers wait
 READER_SAMPLES_MAX: Final = 8_192
-# however large they may be: with fewer, small ones wait for Cyclone's next try, every 10 ms
+# of any size: with fewer, small ones wait for Cyclone's next try, every 10 ms
 READER_SAMPLES_MIN: Final = 512
-READER_BYTES_MAX: Final = 512 << 20  # what they may have in all, as far as a number of samples can say that
-FAILED_TURN_S: Final = 0.02  # a thread that failed at one turn must not spin
-WAIT_NS: Final = 1_000_000_000  # a thread looks at least once a second whether it has to end
+READER_BYTES_MAX: Final = 512 << 20  # of the samples of one reader, if each has the maximum size
+FAILED_TURN_S: Final = 0.02  # pause of a thread after a failed turn
+WAIT_NS: Final = 1_000_000_000  # a thread checks at least once a second whether it must end
 
 INFINITE_NS: Final = (1 << 63) - 1
 Volatile: Final = Policy.Durability.Volatile
@@ -69,11 +68,11 @@ V = TypeVar("V")
 
 
 class FairLock:
-    """A lock that goes to who has waited longest. One of `threading` goes to who asks while it is free, and that is who
-    has just given it back: a thread that makes thousands of endpoints would keep it."""
+    """A lock that goes to the thread that has waited longest. With a lock of `threading`, a thread that makes thousands
+    of endpoints would take it again each time it has released it."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()  # of the two below; held for a moment only
+        self._guard = threading.Lock()  # of the two below; held for microseconds
         self._held = False
         self._waiting: deque[threading.Lock] = deque()
 
@@ -90,7 +89,7 @@ class FairLock:
     def __exit__(self, *_: object) -> None:
         with self._guard:
             if self._waiting:
-                self._waiting.popleft().release()  # and it stays held
+                self._waiting.popleft().release()  # `_held` stays True
             else:
                 self._held = False
 
@@ -99,7 +98,7 @@ binding: Final = FairLock()
 
 _CODES: Final[dict[int, UCode.ValueType]] = {
     DDSException.DDS_RETCODE_TIMEOUT: UCode.UNAVAILABLE,
-    # for now: a dispatcher keeps what waits, and tries again
+    # temporary: a dispatcher keeps the messages and tries again
     DDSException.DDS_RETCODE_OUT_OF_RESOURCES: UCode.UNAVAILABLE,
     DDSException.DDS_RETCODE_BAD_PARAMETER: UCode.INVALID_ARGUMENT,
     DDSException.DDS_RETCODE_INCONSISTENT_POLICY: UCode.INVALID_ARGUMENT,
@@ -112,31 +111,29 @@ _CODES: Final[dict[int, UCode.ValueType]] = {
 
 
 def translate(error: DDSException, doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> UStatusError:
-    """An error of DDS as ours: the one place where the binding's exceptions end. `otherwise` is the code of a nameless
-    failure."""
+    """The UStatusError for an exception of the binding. `otherwise`: the code if that of DDS is not in the table."""
     return UStatusError(_CODES.get(error.code, otherwise), f"{doing}: {error}")
 
 
 @contextlib.contextmanager
 def translated(doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> Iterator[None]:
-    """Nothing but UStatusError leaves this block."""
+    """Translates every exception of the block to a UStatusError."""
     try:
         yield
     except DDSException as error:
         raise translate(error, doing, otherwise) from error
     except UStatusError:
         raise
-    except Exception as error:  # the binding's own, or the system's: no more threads, files or memory
+    except Exception as error:  # another one of the binding, or of the system: no threads, files or memory left
         raise UStatusError(otherwise, f"{doing}: {error!r}") from error
 
 
 @dataclass(init=False)
 class Frame(IdlStruct, typename=mapping.TYPE_NAME.replace("::", ".")):
-    """A sample as octets. The fields declare the type to DDS; they are never set, since the binding would (de)serialise
-    octet by octet.
+    """A sample as octets. The fields declare the type to DDS and are never set: the binding would serialise them octet
+    by octet.
 
-    The binding reads the annotations as they are: that is why this module does without `from __future__ import
-    annotations`.
+    The binding reads the annotations as objects, so this module has no `from __future__ import annotations`.
     """
 
     version: uint8
@@ -156,11 +153,11 @@ class Frame(IdlStruct, typename=mapping.TYPE_NAME.replace("::", ".")):
 
     @classmethod
     def deserialize_key(cls, data: bytes, has_header: bool = True, use_version_2: bool | None = None) -> Self:
-        return cls(b"")  # the type has no key; asked for when a writer has gone
+        return cls(b"")  # the type has no key; called when a writer has ended
 
 
 def reliable(*policies: Any, durability: Any = Volatile) -> Qos:
-    """What every writer and reader of ours has in common. IgnoreLocal: nobody hears itself."""
+    """The common QoS of our writers and readers. IgnoreLocal: a participant does not receive its own samples."""
     return Qos(
         Policy.Reliability.Reliable(max_blocking_time=0),
         durability,
@@ -170,16 +167,16 @@ def reliable(*policies: Any, durability: Any = Volatile) -> Qos:
     )
 
 
-def reading(
+def make_reader(
     parent: Subscriber | DomainParticipant, topic: Topic[Frame], samples_max: int, durability: Any = Volatile
 ) -> DataReader[Frame]:
-    """A reader that keeps all that comes, up to `samples_max`; then its writers wait. Made under `binding`."""
+    """Make a reader that keeps up to `samples_max` samples; then its writers wait. Call it while holding `binding`."""
     limits = Policy.ResourceLimits(max_samples=samples_max, max_instances=-1, max_samples_per_instance=-1)
     return DataReader(parent, topic, reliable(Policy.History.KeepAll, limits, durability=durability))
 
 
 class Remembered(OrderedDict[K, V]):
-    """The last `entries_max` that were set."""
+    """Keeps the `entries_max` entries that were set last."""
 
     def __init__(self, entries_max: int) -> None:
         super().__init__()
@@ -192,58 +189,59 @@ class Remembered(OrderedDict[K, V]):
 
 
 def delete(*entities: Entity) -> None:
-    """Now, not when the last reference goes; each may be deleted twice."""
+    """Delete entities now, not with their last reference. Each may be deleted twice."""
     for entity in entities:
         entity.__del__()
 
 
 class Triggers(WaitSet):
-    """A WaitSet that tells which of its conditions hold: the binding only tells how many, and to ask each of 1,000
-    readers costs 2 ms."""
+    """A WaitSet that returns which of its conditions hold. The binding returns only their number, and asking each of
+    1,000 readers costs 2 ms."""
 
-    MAX: ClassVar[int] = 256  # told at once; the rest at the next turn
+    MAX: ClassVar[int] = 256  # returned by one call; the others by the next one
 
     def attach_as(self, entity: Entity, token: int) -> None:
         code = self._waitset_attach(self._ref, entity._ref, token)
         if code < 0:
             raise DDSException(code, "while attaching to a wait set")
-        # the superclass detaches these at the end, and keeps them alive until then
+        # the superclass keeps these alive and detaches them at the end
         self.attached.append((entity, token))
 
     def wait_for(self, timeout_ns: int) -> list[int]:
-        """The tokens of what holds; none after `timeout_ns`. Waits without the GIL."""
-        told = (ctypes.c_void_p * self.MAX)()
-        count = self._waitset_wait(self._ref, ctypes.cast(told, ctypes.POINTER(ctypes.c_void_p)), self.MAX, timeout_ns)
+        """Returns the tokens of the conditions that hold; none after `timeout_ns`. Waits without the GIL."""
+        tokens = (ctypes.c_void_p * self.MAX)()
+        count = self._waitset_wait(
+            self._ref, ctypes.cast(tokens, ctypes.POINTER(ctypes.c_void_p)), self.MAX, timeout_ns
+        )
         if count < 0:
             raise DDSException(count, "while waiting")
-        return [told[index] or 0 for index in range(min(count, self.MAX))]
+        return [tokens[index] or 0 for index in range(min(count, self.MAX))]
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedDomain:
     """A domain of this process."""
 
-    identity: str  # what it was made of
+    identity: str  # of its configuration
     domain: Domain
-    addresses: frozenset[str]  # at which it is reached
+    addresses: frozenset[str]  # of this host when it was joined
     users: int = 1
 
 
 class Participant:
     """A participant, and the domain that it shares with others of this process that have the same configuration."""
 
-    _domains: ClassVar[dict[int, _Shared]] = {}  # by id
+    _domains: ClassVar[dict[int, _SharedDomain]] = {}  # by id
     _lock: ClassVar[threading.RLock] = threading.RLock()
-    _abandoned: ClassVar[set[int]] = set()  # domains that nobody joins any more; made anew when all have left
+    _abandoned: ClassVar[set[int]] = set()  # domains that can be joined again only after all users have left
 
     def __init__(self, config: DdsConfig) -> None:
-        """Raises UStatusError: UNAVAILABLE with the reason where an address, a file or the interface is away, or
-        Cyclone refuses."""
+        """Raises UStatusError: UNAVAILABLE if an address, a file or the interface is missing, or if Cyclone refuses."""
         self.domain_id = config.domain_id
-        self.names: dict[bytes, str] = {}  # who the others are, by key; the roll call keeps it
+        self.names: dict[bytes, str] = {}  # key -> process and host of the other participants; kept by the roll call
         self._shares_domain = False
         self._interface = config.interface
-        # who brings a whole configuration says there which interfaces are used
+        # a foreign configuration names its interfaces itself
         self._addresses = frozenset[str]() if config.is_foreign else interfaces.addresses(config.interface)
         configuration = self._enter(config)
         try:
@@ -260,27 +258,27 @@ class Participant:
         return bytes(self.entity.guid.bytes)
 
     def name(self, key: bytes) -> str:
-        """Participant `key` for people: its key, and its process and host as far as they are known."""
+        """Participant `key` for a person to read: its key, and its process and host if they are known."""
         known = self.names.get(key)
         return f"participant {key.hex()}" + (f" ({known})" if known else "")
 
     def moved(self) -> str:
-        """How this host is reached differently from when the domain was joined, which Cyclone does not follow; "" if it
-        is not."""
+        """Describes how the addresses of this host have changed since the domain was joined; "" if they have not.
+        Cyclone does not notice such a change."""
         then, now = self._addresses, interfaces.addresses(self._interface)
-        if then <= now or (not now and self._interface is None):  # nothing is known now, or there is no better place
+        if then <= now or (not now and self._interface is None):  # unchanged, or no interface to use instead
             return ""
         at = " or ".join(sorted(now)) or "no address"
         return f"DDS was joined at {' or '.join(sorted(then))}, and this host is reached at {at} now"
 
     def abandon(self) -> None:
-        """Nobody of this process joins this domain again before all have left it: it is then made anew."""
+        """Let this process join the domain again only after all its participants have left it."""
         with self._lock:
             if self._shares_domain:
                 self._abandoned.add(self.domain_id)
 
     def _enter(self, config: DdsConfig) -> str | None:
-        """The configuration that counts; the domain is made if nobody here has it yet."""
+        """Returns the configuration that applies. Makes the domain if this process does not have it yet."""
         identity = config.identity()
         if identity is None:
             if config.is_foreign:
@@ -297,12 +295,12 @@ class Participant:
                     domain = Domain(config.domain_id, configuration)
                 except DDSException as error:
                     raise _refused(config, configuration, error) from error
-                self._domains[config.domain_id] = _Shared(identity, domain, self._addresses)
+                self._domains[config.domain_id] = _SharedDomain(identity, domain, self._addresses)
                 self._shares_domain = True
         return configuration
 
     def _joined(self, domain_id: int, identity: str) -> bool:
-        """True if the domain was there, and is ours too now."""
+        """True if the domain exists: then this participant uses it, too."""
         with self._lock:
             if domain_id not in self._domains:
                 return False
@@ -311,7 +309,7 @@ class Participant:
                 raise UStatusError(
                     UCode.UNAVAILABLE,
                     f"DDS domain {domain_id} was joined at an address that this host no longer has, and others in this "
-                    "process have not left it yet: try again when they have",
+                    "process still use it: try again when they have left it",
                 )
             if shared.identity != identity:
                 raise UStatusError(
@@ -341,23 +339,23 @@ class Participant:
 
 
 def _try(config: DdsConfig, configuration: str | None) -> None:
-    """What somebody else wrote may end the process: let another one go first."""
-    said = trial(config.domain_id, configuration)
-    if said:
+    """A foreign configuration may end the process, so another process tries it first."""
+    refusal = trial(config.domain_id, configuration)
+    if refusal:
         raise UStatusError(
-            UCode.UNAVAILABLE, f"DDS domain {config.domain_id}: Cyclone refuses its configuration: {said}"
+            UCode.UNAVAILABLE, f"DDS domain {config.domain_id}: Cyclone refuses its configuration: {refusal}"
         )
 
 
 def _refused(config: DdsConfig, configuration: str | None, error: DDSException) -> UStatusError:
-    """The reason, too, which Cyclone tells on its own stderr only: so it is asked again in another process."""
-    said = trial(config.domain_id, configuration) or str(error)
-    return UStatusError(UCode.UNAVAILABLE, f"can't join DDS domain {config.domain_id}: Cyclone says: {said}")
+    """The error with Cyclone's reason. Cyclone writes it only to stderr, so another process repeats the attempt."""
+    reason = trial(config.domain_id, configuration) or str(error)
+    return UStatusError(UCode.UNAVAILABLE, f"can't join DDS domain {config.domain_id}: Cyclone says: {reason}")
 
 
 class ServingThread:
-    """A thread that serves readers until it is told to end. `_serve(tokens)` is called when some that are watched have
-    something, and once a second. Whoever made it calls `_thread.start()`."""
+    """A thread that calls `_serve(tokens)` when watched readers have samples, and once a second. A subclass starts
+    `_thread`."""
 
     def __init__(self, participant: Participant, name: str) -> None:
         self._participant = participant
@@ -387,7 +385,7 @@ class ServingThread:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """From any thread, without waiting: begin no other turn."""
+        """Begin no other turn. From any thread; does not wait."""
         if not self._ending:
             self._ending = True
             self._guard.set(True)

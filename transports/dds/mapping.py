@@ -1,6 +1,6 @@
-"""UMessage <-> DDS, as docs/dds-mapping.md has it: names, partitions, samples. Pure: it knows nothing of DDS libraries.
+"""UMessage <-> DDS, see docs/dds-mapping.md: names, partitions, samples. Pure, without any DDS library.
 
-message -> writer_partition(source, sink)  "up/device1/10AB/0/3/80CD/{}/{}/{}/{}/{}"     whom DDS brings it to
+message -> writer_partition(source, sink)  "up/device1/10AB/0/3/80CD/{}/{}/{}/{}/{}"     decides who gets it
         -> encode -> CDR octets            struct { octet version; boolean has_payload;
                                                     sequence<octet> attributes, payload; }
 filter  -> reader_partition(source, sink)  "up/device1/10AB/*/3/*/{}/{}/{}/{}/{}"
@@ -32,14 +32,14 @@ VERSION: Final = 1  # uProtocol's major version, first octet of every sample
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 NO_VALUE: Final = "{}"
 
-_SAFE: Final = "$&'()+,;=:"  # of what IPvFuture may have; without ! and *, which fnmatch reads, as it does the brackets
+_SAFE: Final = "$&'()+,;=:"  # characters of IPvFuture, without those that are special to fnmatch: ! * [ ]
 
 NUMBERED: Final = b"uprotocol/1 numbered"  # USER_DATA of a writer whose source time stamps carry numbers
-# 16.8 ms of the time, and 16.8 million samples until the numbers begin anew: ten minutes of the fastest sender
+# they replace 16.8 ms of the time, and repeat after 16.8 million samples: ten minutes of the fastest sender
 _NUMBER_BITS: Final = 24
 NUMBERS: Final = 1 << _NUMBER_BITS
 
-LIFESPAN_MS_MIN: Final = 1_024  # the shortest class: what is shorter-lived saves no memory worth a change of QoS
+LIFESPAN_MS_MIN: Final = 1_024  # the shortest class: a shorter one would save no memory worth a change of QoS
 LIFESPAN_MS_MAX: Final = 2**31  # 24 days; beyond it a sample lives as long as its writer
 
 TRANSPORT_PRIORITY: Final[dict[int, int]] = {
@@ -52,8 +52,7 @@ TRANSPORT_PRIORITY: Final[dict[int, int]] = {
     UPriority.UPRIORITY_CS5: 40,
     UPriority.UPRIORITY_CS6: 48,
 }
-"""The code point of the DiffServ class that each priority is named after; DDS implementations hand it to the IP header
-as it is."""
+"""The code point of the DiffServ class of each priority. DDS implementations write it into the IP header."""
 
 _LITTLE, _BIG = struct.Struct("<I"), struct.Struct(">I")
 _ENCAPSULATIONS: Final[dict[bytes, struct.Struct]] = {  # PLAIN_CDR and PLAIN_CDR2: the same octets for this type
@@ -67,39 +66,38 @@ _WITHOUT_PAYLOAD: Final = _HEAD + b"\x00\x00\x00"  # has_payload, and two octets
 _WITH_PAYLOAD: Final = _HEAD + b"\x01\x00\x00"
 _PADDING: Final = (b"", b"\x00\x00\x00", b"\x00\x00", b"\x00")  # by length modulo 4
 _SEQUENCES_AT: Final = len(_WITH_PAYLOAD)
-FRAME_BYTES: Final = _SEQUENCES_AT + 4 + 3 + 4  # what a sample has beside attributes and payload, at most
+FRAME_BYTES: Final = _SEQUENCES_AT + 4 + 3 + 4  # octets of a sample beside attributes and payload, at most
 
 
 def writer_partition(source: UUri, sink: UUri | None, local_authority: str) -> str:
-    """Where a message goes. It has no wildcard, so that a reader's pattern always meets a plain name."""
+    """The partition of a message. It has no wildcard, so that a reader's pattern always meets a plain name."""
     there = NO_SINK if sink is None else _segments(sink, local_authority, NO_VALUE)
     return f"up/{_segments(source, local_authority, NO_VALUE)}/{there}"
 
 
 def reader_partition(source_filter: UUri, sink_filter: UUri | None, local_authority: str) -> str:
-    """What a pair of filters asks for.
+    """The partition of a pair of filters.
 
-    A pattern and a name both have eleven segments, so `*` never takes in a slash; but `*` takes in `{}`, so what
-    arrives has still to be matched against the filters.
+    A pattern and a name both have eleven segments, so `*` never matches a slash. But `*` matches `{}`, so messages that
+    arrive must still be matched against the filters.
     """
     sink = NO_SINK if sink_filter is None else _segments(sink_filter, local_authority, "*")
     return f"up/{_segments(source_filter, local_authority, '*')}/{sink}"
 
 
 def is_pattern(partition: str) -> bool:
-    """True if a reader's partition takes in more than the one of that name."""
+    """True if a reader's partition matches other names than its own."""
     return "*" in partition
 
 
 def partition_of(message: UMessage) -> str:
-    """Where a message goes that names both its authorities."""
+    """The partition of a message whose addresses have their authorities."""
     attributes = message.attributes
     return writer_partition(attributes.source, attributes.sink if attributes.HasField("sink") else None, "")
 
 
 def complete(attributes: UAttributes, partition: str) -> None:
-    """Fill in authorities that are missing from the partition of the writer, "" if that is not known: its sender's own
-    stands there."""
+    """Fill in missing authorities from the partition of the writer ("": unknown), which has the sender's own."""
     segments = partition.split("/")
     if len(segments) != 11 or not attrs.lacks_authority(attributes):
         return
@@ -108,8 +106,8 @@ def complete(attributes: UAttributes, partition: str) -> None:
 
 
 def is_partition_of(partition: str, attributes: UAttributes) -> bool:
-    """False if `partition`, a writer's, names other addresses: which one it may have is all that access control knows.
-    What is missing is not another one."""
+    """False if a writer's `partition` names other addresses than `attributes`: access control checks the partition
+    alone. Missing addresses and authorities do not differ."""
     there = partition.split("/")
     if len(there) != 11:
         return False
@@ -123,8 +121,8 @@ def is_partition_of(partition: str, attributes: UAttributes) -> bool:
 
 
 def partitions_meet(theirs: Iterable[str], ours: Collection[str]) -> bool:
-    """True if DDS brings endpoints with these partitions together: one is a pattern (fnmatch) that the other meets, or
-    they are equal."""
+    """True if DDS matches endpoints with these partitions: they are equal, or one is a pattern (fnmatch) of the
+    other."""
     return any(fnmatchcase(one, other) or fnmatchcase(other, one) for one in theirs for other in ours)
 
 
@@ -132,8 +130,8 @@ def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
     """authority/type/instance/version/resource"""
     authority = uri.authority_name or local_authority
     kind, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
-    # Brackets are special to fnmatch. An IPv6 address goes without, since no name has a colon; IPvFuture with what is
-    # special as %XX.
+    # Brackets are special to fnmatch. An IPv6 address is written without them, as no name has a colon; IPvFuture is
+    # percent-encoded.
     plain = quote(authority, safe=_SAFE) if uris.is_ip_future(authority) else authority.strip("[]")
     return "/".join(
         (
@@ -147,30 +145,29 @@ def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
 
 
 def _name(segment: str) -> str:
-    """The authority that `_segments` has written so."""
+    """The authority that `_segments` has written as `segment`."""
     return unquote(segment) if "%" in segment else f"[{segment}]" if ":" in segment else segment
 
 
 def lifespan_ms(ttl_ms: int) -> int | None:
-    """The class of a ttl: the next power of two that is not shorter, in ms; None, for ever, without ttl. Receivers hold
-    to the ttl."""
+    """The class of a ttl, in ms: the next power of two that is not shorter; None, without limit, if there is no ttl.
+    Receivers check the ttl itself."""
     if not ttl_ms or ttl_ms > LIFESPAN_MS_MAX:
         return None
     return max(LIFESPAN_MS_MIN, 1 << (ttl_ms - 1).bit_length())
 
 
 def numbered_ns(now_ns: int, number: int) -> int:
-    """The source time stamp of a writer's sample `number`: the time, rounded up so that no lifespan ends early, and the
-    number below."""
+    """The source time stamp of a writer's sample `number`: the time, rounded up so that no lifespan ends early, with
+    the number in its low bits."""
     return (now_ns // NUMBERS + 1) * NUMBERS + number % NUMBERS
 
 
 def missing(last_ns: int, next_ns: int) -> int:
-    """How many samples of a numbered writer are missing between these two time stamps; -1 if the second one is no newer
-    than the first.
+    """Returns how many samples of a numbered writer are missing between two time stamps; -1 if the second is not newer.
 
-    The number decides, so that clocks may be put back; where it is half a round away, the time does. Of whole rounds
-    nothing is known.
+    The number decides, so that a clock may be set back; if it is half a cycle ahead, the time decides. Whole cycles are
+    not noticed.
     """
     distance = (next_ns - last_ns) % NUMBERS
     return (distance - 1) % NUMBERS if 0 < distance < NUMBERS // 2 or next_ns // NUMBERS > last_ns // NUMBERS else -1
@@ -195,7 +192,7 @@ def pack(attributes: bytes, payload: bytes, *, has_payload: bool) -> bytes:
 
 
 def unpack(sample: bytes) -> tuple[bytes, bytes | None]:
-    """Attributes and payload (None: absent). Raises UStatusError(INVALID_ARGUMENT) for what is no such sample, or of
+    """Attributes and payload (None: absent). Raises UStatusError(INVALID_ARGUMENT) if this is not such a sample or has
     another version."""
     length = _ENCAPSULATIONS.get(sample[:2])
     if length is None or len(sample) < _SEQUENCES_AT:
@@ -222,8 +219,7 @@ def _sequence(sample: bytes, at: int, length: struct.Struct) -> tuple[bytes, int
 
 
 def decode(sample: bytes) -> UMessage:
-    """The message of a sample. Raises UStatusError(INVALID_ARGUMENT) if it is malformed; whether the message is valid
-    is not asked here."""
+    """The message of a sample, not validated. Raises UStatusError(INVALID_ARGUMENT) if the sample is malformed."""
     attributes, payload = unpack(sample)
     if not attributes:
         raise invalid("the sample has no attributes")
@@ -231,7 +227,7 @@ def decode(sample: bytes) -> UMessage:
     try:
         message.attributes.MergeFromString(attributes)
     except DecodeError as error:
-        raise invalid(f"the attributes are no uprotocol.v1.UAttributes: {error}") from None
+        raise invalid(f"expected attributes of type uprotocol.v1.UAttributes: {error}") from None
     if payload is not None:
         message.payload = payload
     return message

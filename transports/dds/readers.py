@@ -1,10 +1,10 @@
-"""What arrives: the readers of the DDS transport, on one thread.
+"""The readers of the DDS transport, on one thread.
 
-DDS -> WaitSet -> take -> new: each sample once, and  -> whose is it?      -> arrived(samples)
-                          what is missing is told        by its partition     may wait: then the senders are held back
+DDS -> WaitSet -> take -> each sample once;          -> owner of the sample -> arrived(samples)
+                          missing ones are reported     by its partition       may block: then the senders wait
 
-A reader has one pattern, or many plain names. DDS holds each new writer against every reader, here and elsewhere: with
-2,000 readers of a name each a writer took 430 us to make, with readers of 64 names and more 58 us.
+A reader has one pattern, or many plain names. DDS matches each new writer against every reader, here and elsewhere:
+with 2,000 readers of one name each a writer took 430 us to make, with readers of 64 names and more 58 us.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from transports.dds.link import (
     ServingThread,
     binding,
     delete,
-    reading,
+    make_reader,
     translated,
 )
 from uprotocol.status import UStatusError
 
 WRITERS_REMEMBERED_MAX: Final = 4_096  # per reader, some 300 bytes each: as many as a transport of ours has
-# of one reader; more don't make a writer cheaper ...
+# of one reader; more of them do not make a writer cheaper ...
 NAMES_MAX: Final = 256
-# ... and discovery tells them all in one parameter of at most 64 KiB (RTPS 9.4.2.11), better in one datagram
+# ... and discovery sends all in one parameter of at most 64 KiB (RTPS 9.4.2.11), better in one datagram
 NAMES_BYTES_MAX: Final = 16_384
 
 log = structlog.get_logger()
@@ -52,30 +52,29 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Source:
-    """One writer, as one reader sees it: also after it was lost and found again, which its key survives and its handle
-    does not."""
+    """One writer, as one reader sees it. A writer that is lost and found again has a new handle and its old key."""
 
-    key: bytes  # GUID; without one, nothing is known of it any more
+    key: bytes  # GUID; empty if the writer is unknown
     participant: bytes
-    partition: str  # "" if it is not known, or there are several
+    partition: str  # "" if it is unknown or one of several
     is_numbered: bool
     lifespan_ns: int
     last_ns: int = 0  # source time stamp of its last sample
-    last_data: bytes = b""  # of a writer without numbers
+    last_data: bytes = b""  # of a writer whose samples have no numbers
 
 
-Arrived = tuple[Any, bytes, str]  # whose it is, the sample, and the partition of its writer
+ArrivedSample = tuple[Any, bytes, str]  # its owner, its octets, and the partition of its writer
 
 
 @dataclass(slots=True)
-class _Reader:
+class _FilterReader:
     owners: dict[str, Any]  # by partition: one pattern, or plain names
-    pattern: str  # "": plain names
+    pattern: str  # "" for plain names
     subscriber: Subscriber
     entity: DataReader[Frame]
     condition: ReadCondition
-    take_max: int = TAKE_SAMPLES_MIN  # samples at once
-    # one that is forgotten is asked for again with its next sample
+    take_max: int = TAKE_SAMPLES_MIN  # samples in one call
+    # one that was forgotten is looked up again at its next sample
     by_handle: Remembered[int, _Source] = field(default_factory=lambda: Remembered(WRITERS_REMEMBERED_MAX))
     by_key: Remembered[bytes, _Source] = field(default_factory=lambda: Remembered(WRITERS_REMEMBERED_MAX))
 
@@ -83,10 +82,10 @@ class _Reader:
         delete(self.condition, self.entity, self.subscriber)
 
     def source(self, handle: int) -> _Source:
-        """The writer of that handle, as it was known before if it was."""
+        """The writer with that handle. A writer that was known under another handle keeps its counters."""
         with binding:
             found = self.entity.get_matched_publication_data(handle)
-        if found is None:  # it has gone already
+        if found is None:  # it has ended already
             source = _Source(b"", b"", "", False, INFINITE_NS)
         else:
             key, qos = found.key.bytes, found.qos
@@ -103,10 +102,10 @@ class _Reader:
         return source
 
     def owner(self, source: _Source, data: bytes) -> Any:
-        """Whose a sample is; None: nobody's any more.
+        """The owner of a sample; None if its filter was removed.
 
-        Of a writer that has gone already, or that has many names, only the message itself says where it goes; what is
-        none is anybody's, who will count it.
+        If the writer is unknown or has several partitions, the message itself decides. A malformed one goes to any
+        owner, who counts it.
         """
         if self.pattern:
             return self.owners.get(self.pattern)
@@ -119,24 +118,23 @@ class _Reader:
 
 
 class Readers(ServingThread):
-    """Readers by token. `arrived(samples)` runs on the thread of this object, and may wait: then the senders are held
-    back.
+    """Readers by token. `arrived(samples)` runs on the thread of this object. While it blocks, the senders wait.
 
-    `lost` counts samples that a writer had sent to us and that never came: "lost", or "lost_or_expired" where DDS may
-    have dropped them for their age.
+    `lost` counts samples that a writer sent to us and that never came: "lost", or "lost_or_expired" if DDS may have
+    dropped them because of their age.
     """
 
     def __init__(
         self,
         participant: Participant,
-        arrived: Callable[[list[Arrived]], None],
+        arrived: Callable[[list[ArrivedSample]], None],
         sample_bytes_max: int,
     ) -> None:
         super().__init__(participant, "dds-readers")
         self._arrived = arrived
-        # that each may hold: DDS's limits count no bytes
+        # of each reader: the limits of DDS count no bytes
         self._samples_max = min(READER_SAMPLES_MAX, max(READER_SAMPLES_MIN, READER_BYTES_MAX // sample_bytes_max))
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _FilterReader] = {}
         self._tokens = itertools.count(1)
         self.lost: Counter[str] = Counter()
         self._thread.start()
@@ -145,21 +143,21 @@ class Readers(ServingThread):
         return len(self._readers)
 
     def add(self, owners: Mapping[str, Any]) -> tuple[int, bytes]:
-        """A new reader's token, and its key on the network. `owners`: by partition, one pattern, or plain names. Raises
+        """Make a reader. Returns its token and its GUID. `owners`: by partition, one pattern, or plain names. Raises
         UStatusError."""
         names = list(owners)
         with translated(f"reading from {names[0]}{' and others' if len(names) > 1 else ''}"), binding:
             token = next(self._tokens)
             subscriber = Subscriber(self._participant.entity, Qos(Policy.Partition(names)))
-            entity = reading(subscriber, self._participant.topic, self._samples_max)
+            entity = make_reader(subscriber, self._participant.topic, self._samples_max)
             pattern = names[0] if mapping.is_pattern(names[0]) else ""
             watched = self._watch(entity, token)
-            self._readers[token] = _Reader(dict(owners), pattern, subscriber, entity, watched)
+            self._readers[token] = _FilterReader(dict(owners), pattern, subscriber, entity, watched)
             return token, entity.guid.bytes
 
     def leave(self, token: int, partition: str) -> None:
-        """Nobody wants `partition` of that reader any more. It goes with the last one: DDS lets nobody change the
-        partitions of a reader."""
+        """Remove the owner of `partition`. The reader is closed with the last one, since DDS allows no change of its
+        partitions."""
         reader = self._readers[token]
         del reader.owners[partition]
         if not reader.owners:
@@ -174,9 +172,9 @@ class Readers(ServingThread):
                 continue
             try:
                 samples = reader.entity.take(reader.take_max)
-                fresh = self._new(reader, samples)
+                fresh = self._fresh(reader, samples)
             except DDSException:
-                if token in self._readers:  # else it went while we looked
+                if token in self._readers:  # else it was closed meanwhile
                     raise
                 continue
             if sum([len(sample) for _, sample, _ in fresh]) < TAKE_BYTES_MAX:
@@ -185,18 +183,18 @@ class Readers(ServingThread):
                 reader.take_max = max(1, reader.take_max // 4)
             self._arrived(fresh)
 
-    def _new(self, reader: _Reader, samples: list[Any]) -> list[Arrived]:
-        """The octets of `samples`, each once, and whose they are.
+    def _fresh(self, reader: _FilterReader, samples: list[Any]) -> list[ArrivedSample]:
+        """The samples with their owners, without copies.
 
-        While a reader is full, Cyclone offers a sample again, every 10 ms, to all readers of this participant that
-        match, also to those that have stored it already; and a writer that is found again may repeat what had arrived.
-        A number tells; where there is none, such a copy directly follows its original, with the same time.
+        While a reader is full, Cyclone offers a sample again, every 10 ms, to all matching readers of this participant,
+        also to those that have stored it already. And a writer that is found again may repeat samples. The number of a
+        sample reveals a copy; a copy without a number directly follows its original and has the same time.
         """
-        fresh: list[Arrived] = []
+        fresh: list[ArrivedSample] = []
         by_handle = reader.by_handle
         for sample in samples:
             info = sample.sample_info
-            if type(sample) is not Frame:  # its writer has gone
+            if type(sample) is not Frame:  # its writer has ended
                 by_handle.pop(info.publication_handle, None)
                 continue
             source = by_handle.get(info.publication_handle) or reader.source(info.publication_handle)
@@ -210,14 +208,14 @@ class Readers(ServingThread):
                 if missing < 0:
                     continue
                 if missing:
-                    self._tell(reader, source, missing, stamp)
+                    self._report_missing(reader, source, missing, stamp)
             source.last_ns = stamp
             owner = reader.owner(source, sample.data)
             if owner is not None:
                 fresh.append((owner, sample.data, source.partition))
         return fresh
 
-    def _tell(self, reader: _Reader, source: _Source, missing: int, stamp_ns: int) -> None:
+    def _report_missing(self, reader: _FilterReader, source: _Source, missing: int, stamp_ns: int) -> None:
         reason = "lost" if time.time_ns() - source.last_ns < source.lifespan_ns else "lost_or_expired"
         self.lost[reason] += missing
         log.warning(

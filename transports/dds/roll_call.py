@@ -1,10 +1,10 @@
-"""Discovery, made visible: who else is here, and who has found our readers (docs/dds-mapping.md, section 8).
+"""Which other participants exist, and which of our readers they have found (docs/dds-mapping.md, section 8).
 
-a reader appears elsewhere -> announce its key  -> topic uprotocol/v1/seen -> its owner knows: what I write reaches it
-a participant that announces appears, or goes   -> changed(peers, seen)    -> register_listener, which waits for all
-a participant appears -> its name, for what we say of it
-              goes, and comes back -> told: what was sent meanwhile may be missing
-an endpoint appears that our QoS does not match -> told once, and kept in `misfits` while it is there
+a foreign reader appears -> announce its key     -> topic uprotocol/v1/seen -> its owner knows: our messages reach it
+a participant that makes announcements appears or ends -> changed(peers, seen) -> registrations that wait for all
+a participant appears -> its name, for logs and troubles
+              ends and comes back -> logged: messages sent meanwhile may be missing
+an endpoint appears whose QoS is incompatible -> logged once, and in `misfits` while it exists
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from transports.dds.link import (
     ServingThread,
     binding,
     delete,
-    reading,
+    make_reader,
     reliable,
 )
 from uprotocol.status import UStatusError
 
-SEEN_DEPTH: Final = 64  # announcements kept for participants that come later; each names all readers found at one time
-ENDPOINTS_TAKE_MAX: Final = 64  # discovery samples per turn, some ms in which no message can be taken
-UNSAID_MAX: Final = 65_536  # readers found and not announced yet, 1 MB; what is beyond it is found late, by time-out
+SEEN_DEPTH: Final = 64  # announcements kept for later participants; each names all readers found in one turn
+ENDPOINTS_TAKE_MAX: Final = 64  # discovery samples per turn: some ms in which no message can be taken
+UNANNOUNCED_MAX: Final = 65_536  # readers found and not announced yet, 1 MB; for others the peer waits for its time-out
 
-# participants that went: one that comes back under the same key had only not been heard
-GONE_REMEMBERED_MAX: Final = 1_024
-MISFITS_MAX: Final = 256  # endpoints that can't talk with ours: more of them say nothing new
-NAME_CHARS_MAX: Final = 200  # of what a participant says of itself
+# participants whose lease ended: one that comes back with the same key was only silent
+LOST_REMEMBERED_MAX: Final = 1_024
+MISFITS_MAX: Final = 256  # incompatible endpoints that are kept
+NAME_CHARS_MAX: Final = 200  # of the name of a participant
 
-Seen = list[tuple[bytes, list[bytes]]]
+Seen = list[tuple[bytes, list[bytes]]]  # (participant, keys of our readers that it has found)
 
 log = structlog.get_logger()
 
 
 class Misfit(NamedTuple):
-    """An endpoint elsewhere that can't talk with ours."""
+    """A foreign endpoint that is incompatible with ours."""
 
     is_writer: bool
     partitions: tuple[str, ...]
@@ -65,11 +65,11 @@ class Misfit(NamedTuple):
 
 
 class RollCall(ServingThread):
-    """Announces, on a topic of its own, which readers this participant has found: whatever it writes from then on
+    """Announces, on a topic of its own, which readers this participant has found: all that it writes from then on
     reaches them.
 
-    `changed(peers, seen)` is called whenever something was found: the participants that make such announcements, and
-    what they have just said about our readers, as (participant, reader keys).
+    `changed(peers, seen)` is called when discovery has found something. `peers`: the participants that make such
+    announcements; `seen`: their new announcements of our readers.
     """
 
     _PUBLICATIONS, _SUBSCRIPTIONS, _SEEN, _PARTICIPANTS = 1, 2, 3, 4
@@ -77,20 +77,20 @@ class RollCall(ServingThread):
     def __init__(self, participant: Participant, changed: Callable[[frozenset[bytes], Seen], None]) -> None:
         super().__init__(participant, "dds-roll-call")
         self._own, self._changed = participant.key, changed
-        # participants that are not heard any more, and since when
-        self._gone: Remembered[bytes, float] = Remembered(GONE_REMEMBERED_MAX)
-        self.returned = 0  # participants that were not heard for longer than their lease, and were there again
-        self.misfits: dict[bytes, Misfit] = {}  # by endpoint; whole and new at each change, so anybody may read it
+        # participants whose lease has ended -> when; time.monotonic()
+        self._lost: Remembered[bytes, float] = Remembered(LOST_REMEMBERED_MAX)
+        self.returned = 0  # number of participants that came back after the end of their lease
+        self.misfits: dict[bytes, Misfit] = {}  # by endpoint; replaced at each change, so any thread may read it
         self.misfits_found = 0
         self._peers: dict[bytes, bytes] = {}  # endpoint -> participant
         entity, topic, kept = participant.entity, participant.seen_topic, Policy.Durability.TransientLocal
         with binding:
             self._writer = DataWriter(entity, topic, reliable(Policy.History.KeepLast(SEEN_DEPTH), durability=kept))
-            self._seen = reading(entity, topic, READER_SAMPLES_MAX, durability=kept)
+            self._seen = make_reader(entity, topic, READER_SAMPLES_MAX, durability=kept)
             self._participants = BuiltinDataReader(entity, BuiltinTopicDcpsParticipant)
             self._publications = BuiltinDataReader(entity, BuiltinTopicDcpsPublication)
             self._subscriptions = BuiltinDataReader(entity, BuiltinTopicDcpsSubscription)
-        self._unsaid: list[bytes] = []
+        self._unannounced: list[bytes] = []
         self._conditions = [
             self._watch(self._publications, self._PUBLICATIONS),
             self._watch(self._subscriptions, self._SUBSCRIPTIONS),
@@ -104,11 +104,11 @@ class RollCall(ServingThread):
             self._find_participants()
         if self._SUBSCRIPTIONS in tokens:
             self._find_readers()
-        if self._unsaid:
+        if self._unannounced:
             self._announce()
         if self._PUBLICATIONS in tokens:
             self._find_peers()
-        seen = self._hear() if self._SEEN in tokens else []
+        seen = self._take_announcements() if self._SEEN in tokens else []
         if tokens:
             self._changed(frozenset(self._peers.values()), seen)
 
@@ -117,17 +117,17 @@ class RollCall(ServingThread):
             key = found.key.bytes
             if not _alive(found):
                 if self._participant.names.pop(key, None) is not None:
-                    self._gone[key] = time.monotonic()
+                    self._lost[key] = time.monotonic()
                 continue
             self._participant.names[key] = _name(found.qos)
-            gone_at = self._gone.pop(key, None)
-            if gone_at is not None:
+            lost_at = self._lost.pop(key, None)
+            if lost_at is not None:
                 self.returned += 1
                 log.warning(
-                    "a DDS participant was not heard for longer than its lease, and is back: what was sent between it "
-                    "and us meanwhile, or not acknowledged before, may be missing",
+                    "a DDS participant was silent for longer than its lease and is back: messages sent between it and "
+                    "us meanwhile, or not acknowledged before, may be missing",
                     participant=self._participant.name(key),
-                    seconds_after_lease=round(time.monotonic() - gone_at, 1),
+                    seconds_after_lease=round(time.monotonic() - lost_at, 1),
                 )
 
     def _find_readers(self) -> None:
@@ -135,9 +135,9 @@ class RollCall(ServingThread):
             if not _alive(found):
                 self._forget(found.key.bytes)
             elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
-                self._unsaid.append(found.key.bytes)
+                self._unannounced.append(found.key.bytes)
                 self._judge(found, _reader_misfit)
-        del self._unsaid[UNSAID_MAX:]
+        del self._unannounced[UNANNOUNCED_MAX:]
 
     def _find_peers(self) -> None:
         for found in _take(self._publications):
@@ -150,7 +150,7 @@ class RollCall(ServingThread):
                 self._judge(found, _writer_misfit)
 
     def _judge(self, found: Any, misfit: Callable[[Qos, str], str]) -> None:
-        """If the QoS of an endpoint elsewhere keep it and ours apart, which DDS would not tell, that is told."""
+        """Log and keep a foreign endpoint whose QoS is incompatible with ours: DDS does not report that."""
         key, why = found.key.bytes, misfit(found.qos, found.type_name)
         if not why:
             self._forget(key)  # QoS may change
@@ -173,25 +173,25 @@ class RollCall(ServingThread):
 
     def _announce(self) -> None:
         try:
-            self._writer.write(Frame(mapping.pack(self._own, b"".join(self._unsaid), has_payload=True)))
+            self._writer.write(Frame(mapping.pack(self._own, b"".join(self._unannounced), has_payload=True)))
         except DDSException as error:
             if error.code != DDSException.DDS_RETCODE_TIMEOUT:
                 raise
-            return  # said at the next turn, within a second
-        self._unsaid.clear()
+            return  # announced at the next turn, within a second
+        self._unannounced.clear()
 
-    def _hear(self) -> Seen:
-        heard: Seen = []
+    def _take_announcements(self) -> Seen:
+        seen: Seen = []
         for sample in self._seen.take(TAKE_SAMPLES_MAX):
             if type(sample) is not Frame:
                 continue
-            with contextlib.suppress(UStatusError):  # not one of ours: it can only make us wait a little longer
+            with contextlib.suppress(UStatusError):  # a malformed announcement: it only makes us wait a little longer
                 participant, keys = mapping.unpack(sample.data)
                 found = [(keys or b"")[at : at + 16] for at in range(0, len(keys or b""), 16)]
                 # the entities of a participant share its prefix
                 own = [key for key in found if key[:12] == self._own[:12]]
-                heard.append((participant, own))
-        return heard
+                seen.append((participant, own))
+        return seen
 
     def close(self) -> None:
         self._end()
@@ -208,16 +208,15 @@ def _alive(found: Any) -> bool:
 
 
 def _name(qos: Qos) -> str:
-    """What a participant says of itself: "python3 4711 on host7, udp/10.0.0.7:7411"; nothing from an implementation
-    that does not."""
-    said = {policy.key: str(policy.value) for policy in qos if isinstance(policy, Policy.Property)}
-    process = " ".join(filter(None, (said.get("__ProcessName"), said.get("__Pid"))))
-    place = ", ".join(filter(None, (said.get("__Hostname"), said.get("__NetworkAddresses"))))
-    return " on ".join(filter(None, (process, place)))[:NAME_CHARS_MAX]
+    """The name that a participant gives itself, such as "python3 4711 on host7, udp/10.0.0.7:7411"; "" without one."""
+    properties = {policy.key: str(policy.value) for policy in qos if isinstance(policy, Policy.Property)}
+    process = " ".join(filter(None, (properties.get("__ProcessName"), properties.get("__Pid"))))
+    host = ", ".join(filter(None, (properties.get("__Hostname"), properties.get("__NetworkAddresses"))))
+    return " on ".join(filter(None, (process, host)))[:NAME_CHARS_MAX]
 
 
 def _writer_misfit(qos: Qos, type_name: str) -> str:
-    """Why none of our readers gets what such a writer writes; nothing if they do."""
+    """Why our readers do not match such a writer; "" if they do."""
     wrong = _type_misfit(qos, type_name)
     if Policy.Reliability.BestEffort in qos:
         wrong.append("its writer is BEST_EFFORT, and our readers ask for RELIABLE")
@@ -225,7 +224,7 @@ def _writer_misfit(qos: Qos, type_name: str) -> str:
 
 
 def _reader_misfit(qos: Qos, type_name: str) -> str:
-    """Why such a reader gets nothing of what our writers write; nothing if it does."""
+    """Why such a reader does not match our writers; "" if it does."""
     wrong = _type_misfit(qos, type_name)
     if Policy.Durability in qos and Policy.Durability.Volatile not in qos:
         wrong.append("its reader asks for the past (DURABILITY), and our writers are VOLATILE")

@@ -25,7 +25,7 @@ from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tel
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, translated
-from transports.dds.readers import Arrived, Readers
+from transports.dds.readers import ArrivedSample, Readers
 from transports.dds.registrations import Registrations
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, WriterRoute, Writers
@@ -56,7 +56,7 @@ class _Session:
     def __init__(
         self,
         config: DdsConfig,
-        arrived: Callable[[list[Arrived]], None],
+        arrived: Callable[[list[ArrivedSample]], None],
         registrations: Registrations,
         changed: Callable[[frozenset[bytes], Seen], None],
         heard: Callable[[list[str]], None],
@@ -114,7 +114,7 @@ class DdsTransport(TransportBase):
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)
         self._config = config
-        self._arrivals: Arrivals[Arrived] = Arrivals(
+        self._arrivals: Arrivals[ArrivedSample] = Arrivals(
             self._deliver, messages_max=config.inbox_messages_max, dropped=self.listeners.dropped
         )
         self._partitions: Cache[Any, str] = Cache()  # by (source, sink); used on the writers' thread only
@@ -290,7 +290,7 @@ class DdsTransport(TransportBase):
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         """A message that a receiver does not take is answered UNAVAILABLE, and so are those after it with the same
-        source and sink; others are sent. With `tells_absence` a publish whose writer has no foreign reader is not written."""
+        source and sink; others are sent. With `tells_absence` a publish without a foreign reader is not written."""
         if self._session is None or not self.is_open:
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
@@ -352,12 +352,12 @@ class DdsTransport(TransportBase):
 
     # receiving
 
-    def _arrived(self, samples: list[Arrived]) -> None:
+    def _arrived(self, samples: list[ArrivedSample]) -> None:
         """On the readers' thread. Blocks while `_arrivals` is full."""
         for item in samples:
             self._arrivals.put(item, len(item[1]))
 
-    def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
+    def _deliver(self, items: list[ArrivedSample]) -> Awaitable[None] | None:
         """Messages with a payload that is not empty are delivered encoded; others are decoded here, since only a
         UMessage can say whether an empty payload is present."""
         pending: list[Awaitable[None] | None] = []

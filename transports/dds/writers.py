@@ -1,19 +1,17 @@
-"""What is sent: the writers of the DDS transport, and what waits for them. All on one thread, which none of them holds
-up.
+"""The writers of the DDS transport and the messages that wait for them, on one thread that never blocks on a writer.
 
 Batch -> put(route, sample)
-         -> it has no writer yet    -> made, WRITERS_AT_ONCE a turn: what has one does not wait for those, as all that
-                                       has come is put before the next turn
-         -> room in its writer      -> DDS, numbered -> OK
-         -> none: its queue         -> tried again, each writer by itself, in order -> OK
-                                       nothing moved for timeout_s -> UNAVAILABLE for all of it; the writer is *held*
+         -> no writer yet           -> WRITERS_AT_ONCE are made a turn; messages for existing writers pass meanwhile
+         -> its writer has capacity -> DDS, numbered -> OK
+         -> it is full: its queue   -> tried again, each writer separately, in order -> OK
+                                       no progress for timeout_s -> UNAVAILABLE for the queue; the writer is *held*
          -> its writer is held      -> one try a batch -> UNAVAILABLE at once, until all it wrote is acknowledged
-         -> a publish, and its writer has no reader, and the owner wants to know -> nobody_listens, and not written;
-                                       looked at until it has one -> heard([partition, ...])
+         -> a publish, its writer has no reader, and the owner wants to know -> nobody_listens, not written;
+                                       checked until the writer has one -> heard([partition, ...])
 
-A writer is full while one of its readers does not acknowledge. Only who that reader belongs to can be seen, so the
-culprits are those who have readers of a held writer, less those who have acknowledged all of another one
-(docs/dds-mapping.md, section 5).
+A writer is full while one of its readers does not acknowledge. DDS tells only which participants have readers, so the
+culprits are the participants with readers of a held writer, except those that have acknowledged all samples of another
+writer (docs/dds-mapping.md, section 5).
 """
 
 from __future__ import annotations
@@ -38,27 +36,27 @@ from uprotocol.status import OK, UStatusError, nobody_listens
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-RETRY_S_MIN: Final = 0.000_3  # a full writer has room again within a round trip, on loopback some 100 us
-RETRY_S_MAX: Final = 0.02  # while nobody acknowledges, 50 tries a second cost nothing
-DRAIN_S: Final = 1.0  # what a writer may wait for its last acknowledgements when the transport is closed, all together
-GIVE_WAY_S: Final = 0.05  # and when it makes room for another one: a round trip, even on a busy computer
-CROWDED_S: Final = 1.0  # if none could: how long new ones are refused at once, so that the others go on
-# how often held writers are looked at: to see one free again must not take longer than a sender's pause
+RETRY_S_MIN: Final = 0.000_3  # a full writer has capacity again within a round trip, on loopback some 100 us
+RETRY_S_MAX: Final = 0.02  # while nobody acknowledges; 50 tries a second cost nothing
+DRAIN_S: Final = 1.0  # for the last acknowledgements of all writers together, when the transport is closed
+GIVE_WAY_S: Final = 0.05  # for those of a writer that is to be replaced: a round trip, even on a busy computer
+CROWDED_S: Final = 1.0  # if no writer can be replaced, new ones are refused at once for so long
+# between two checks of held writers: shorter than the pause of a sender that tries again
 HELD_LOOK_S: Final = 0.25
-# a receiver that moves, but slowly, may hold a batch for so many time-outs: then it counts as one that is stuck
+# a receiver that makes slow progress may hold a batch for so many time-outs; then it counts as stuck
 TIMEOUTS_MAX: Final = 2
 # in all queues, a second of the fastest sender measured; one writer has at most half of it
 WAITING_MESSAGES_MAX: Final = 32_768
-WAITING_BYTES_MAX: Final = 32 << 20  # the same in bytes: what a small computer can spare
-TROUBLES_MAX: Final = 32  # culprits that are named; more than that is the network's trouble, not theirs
-# made in one turn, and ...
+WAITING_BYTES_MAX: Final = 32 << 20  # in all queues: what a small computer can spare
+TROUBLES_MAX: Final = 32  # culprits that are named; with more of them the network is at fault
+# new writers in one turn, and ...
 WRITERS_AT_ONCE: Final = 16
-# ... for how long, as jobs are done, before the others have their turn: with thousands of readers a writer takes a ms
+# ... the time limit of that, and of the jobs of one turn: with thousands of readers a writer takes 1 ms
 TURN_S_MAX: Final = 0.005
-# between two turns while more are to be made: the other end takes as long to find a writer, and what comes to it for
-# known ones would wait behind its discovery
+# between two turns while more writers are to be made: the other end takes as long to find a writer, and messages for
+# its known ones would wait behind its discovery
 PAUSE_S: Final = 0.000_5
-# writers without a reader that are looked at in one turn each HELD_LOOK_S, some 1.6 us each; the others at the next one
+# writers without a reader that are checked in one turn each HELD_LOOK_S, some 1.6 us each; the others at the next one
 UNHEARD_LOOKS_MAX: Final = 1_024
 WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
 
@@ -77,10 +75,9 @@ class WriterRoute(NamedTuple):
 
 
 class Batch:
-    """What one call sends: a status for each message. `done(statuses)` is called, on the writers' thread, when the last
-    one is known.
+    """The statuses of the messages of one call. `done(statuses)` is called on the writers' thread when all are known.
 
-    `tells_absence`: a publish to a partition that nobody reads is not written, and answers `nobody_listens`.
+    `tells_absence`: a publish to a partition that nobody reads is not written and answers `nobody_listens`.
     """
 
     __slots__ = ("_done", "_left", "number", "statuses", "tells_absence", "unheard")
@@ -90,7 +87,7 @@ class Batch:
         self.number = next(self._numbers)
         self.statuses = [OK] * messages
         self.tells_absence = tells_absence
-        self.unheard: dict[str, UStatus] = {}  # by partition: the answer that its publishes get from now on
+        self.unheard: dict[str, UStatus] = {}  # partition -> the answer for its publishes
         self._left, self._done = messages, done
 
     @property
@@ -104,13 +101,13 @@ class Batch:
             self._done(self.statuses)
 
 
-WriterKey = tuple[str, int]  # of a writer: partition and priority
-Coming = tuple[Batch, int, WriterRoute, bytes]  # a message for a writer that is not there yet: what `put` was given
+WriterKey = tuple[str, int]  # partition and priority
+PutArguments = tuple[Batch, int, WriterRoute, bytes]  # of `Writers.put`
 
 
 class _Waiting(NamedTuple):
     batch: Batch
-    place: int
+    index: int
     data: bytes
     route: WriterRoute
     since: float
@@ -126,22 +123,22 @@ class _Writer:
     publisher: Publisher
     entity: DataWriter[Frame]
     lifespan_ms: int | None
-    written: int = 0  # samples; the number of the last one
+    written: int = 0  # number of samples, and the number in the last one
     waiting: deque[_Waiting] = field(default_factory=deque)
-    moved_at: float = 0.0  # when it last took something of what waits
+    progress_at: float = 0.0  # when it last took a waiting message; time.monotonic()
     held: bool = False
     culprits: frozenset[bytes] = frozenset()  # participants; while it is held
-    refused_batch: int = 0  # the last batch of which a message was refused: what follows it there must not pass it
-    asked_batch: int = 0  # the last batch for which it was asked whether it has a reader
+    refused_batch: int = 0  # the last batch with a refused message: later ones of it must not overtake
+    asked_batch: int = 0  # the last batch for which `has_reader` was called
 
     @property
     def is_idle(self) -> bool:
         return not self.waiting and not self.held
 
     def write(self, data: bytes, lifespan_ms: int | None) -> bool:
-        """False if there is no room. Raises DDSException."""
+        """False if the writer is full. Raises DDSException."""
         if self.lifespan_ms is not None and (lifespan_ms is None or lifespan_ms > self.lifespan_ms):
-            # It only ever grows: several ttls on one topic must not mean several writers, or order would be lost.
+            # It never shrinks: a writer for each ttl of a topic would lose the order.
             self.entity.set_qos(Qos(_lifespan(lifespan_ms)))
             self.lifespan_ms = lifespan_ms
         try:
@@ -154,16 +151,16 @@ class _Writer:
         return True
 
     def drained(self, timeout_s: float = 0.0) -> bool:
-        """True if all that was written has been acknowledged by everybody."""
+        """True if all readers have acknowledged all samples."""
         try:
             return self.entity.wait_for_acks(int(timeout_s * 1e9))
-        except (AttributeError, DDSException):  # the former is the binding's own mistake: it trips over a time-out
+        except (AttributeError, DDSException):  # the former is an error in the binding at a time-out
             return False
 
     def has_reader(self) -> bool:
-        """True if DDS knows a reader of another participant (IgnoreLocal) that gets what is written; also if DDS does
-        not say, as then writing will tell what is wrong. Costs some 1 us."""
-        # the binding's own function asks twice, and makes a list: nothing but the number is wanted
+        """True if DDS knows a matching reader of another participant (IgnoreLocal); also if DDS fails to answer, as
+        writing then reports the error. Costs some 1 us."""
+        # the binding's own function makes two calls and a list, where only the number is needed
         return bool(self.entity._get_matched_subscriptions(self.entity._ref, None, 0))
 
     def receivers(self) -> frozenset[bytes]:
@@ -178,13 +175,71 @@ class _Writer:
         delete(self.entity, self.publisher)
 
 
-class Writers:
-    """Writers by (partition, priority), the least recently used one giving way.
+class _HeldWriters:
+    """Writers that a receiver holds back, and the participants that do so: in `troubles` meanwhile, in the log once."""
 
-    `submit` and `stop` may be called from anywhere; `put` on this object's thread only, from a submitted job.
-    `heard(partitions)` is called on that thread when partitions have a reader whose publishes were answered
-    `nobody_listens`, and the batches of those have been answered: within HELD_LOOK_S for each UNHEARD_LOOKS_MAX writers
-    that have none.
+    def __init__(self, participant: Participant) -> None:
+        self._participant = participant
+        self._writers: dict[int, _Writer] = {}  # by identity
+        self._logged: dict[frozenset[bytes], str] = {}  # culprits -> their names
+        self.troubles: tuple[str, ...] = ()  # replaced at each change, so any thread may read it
+
+    def __len__(self) -> int:
+        return len(self._writers)
+
+    def add(self, writer: _Writer, culprits: frozenset[bytes]) -> None:
+        writer.held, writer.culprits = True, culprits
+        self._writers[id(writer)] = writer
+        self._report()
+
+    def release(self) -> None:
+        """Release the writers whose samples have all been acknowledged."""
+        released = [writer for writer in self._writers.values() if writer.drained()]
+        for writer in released:
+            writer.held = False
+            del self._writers[id(writer)]
+        if released:
+            self._report()
+
+    def have_culprit(self, writer: _Writer) -> bool:
+        """True if a participant that holds a writer back has a reader of `writer`."""
+        return bool(self._logged) and not writer.receivers().isdisjoint(frozenset().union(*self._logged))
+
+    def clear(self) -> None:
+        self._writers.clear()
+        self.troubles = ()
+
+    def _report(self) -> None:
+        held: dict[frozenset[bytes], list[str]] = {}
+        for writer in self._writers.values():
+            held.setdefault(writer.culprits, []).append(writer.partition)
+        logged: dict[frozenset[bytes], str] = {}
+        troubles: list[str] = []
+        for culprits, partitions in held.items():
+            names = " or ".join(sorted(map(self._participant.name, culprits))) or "a receiver that no longer exists"
+            logged[culprits] = self._logged.get(culprits, names)
+            if culprits not in self._logged:
+                log.warning(
+                    "a DDS receiver does not take what is sent to it; other topics go on",
+                    culprit=names,
+                    partition=partitions[0],
+                )
+            troubles.append(
+                f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as "
+                f"{partitions[0]}"
+            )
+        for culprits in self._logged.keys() - logged.keys():
+            log.info("a DDS receiver takes what is sent to it again, or has ended", culprit=self._logged[culprits])
+        self._logged = logged
+        self.troubles = tuple(troubles[:TROUBLES_MAX])
+
+
+class Writers:
+    """Writers by (partition, priority). A new one beyond the limit replaces the least recently used one.
+
+    `submit`, `stop` and `partitions` may be called from any thread; `put` only from a submitted job.
+    `heard(partitions)` is called on the thread of this object when partitions whose publishes were answered
+    `nobody_listens` have a reader: within HELD_LOOK_S for each UNHEARD_LOOKS_MAX writers without one.
     """
 
     def __init__(
@@ -198,22 +253,20 @@ class Writers:
         self._participant, self._writers_max, self._timeout_s = participant, writers_max, timeout_s
         self._heard = heard
         self._writers: OrderedDict[WriterKey, _Writer] = OrderedDict()
-        # for writers that are made next; bounded by the batches that callers wait for
-        self._coming: dict[WriterKey, list[Coming]] = {}
-        self._full: dict[int, _Writer] = {}  # by identity: those with a queue
-        self._held: dict[int, _Writer] = {}  # by identity: those that refuse
-        # writers that had no reader for a publish, each in `_writers`, too; and the last batch that was answered so,
-        # None once it is settled
+        # messages for writers that are made next; bounded by the batches that callers wait for
+        self._without_writer: dict[WriterKey, list[PutArguments]] = {}
+        self._full: dict[int, _Writer] = {}  # by identity: writers with a queue
+        self._held = _HeldWriters(participant)
+        # writers that had no reader for a publish, each in `_writers`, too -> the last batch that was answered so; None
+        # once all its messages are answered
         self._unheard: dict[WriterKey, Batch | None] = {}
-        self._look_at = 0.0  # when they are looked at again
-        self._culprits: dict[frozenset[bytes], str] = {}  # their names; told in the log already
+        self._look_at = 0.0  # when they are checked next; time.monotonic()
         self._waiting_messages = self._waiting_bytes = 0
         self._pause_s = RETRY_S_MIN
-        self._crowded_until = 0.0  # until then nobody is asked again to give way
+        self._crowded_until = 0.0  # until then no writer is replaced; time.monotonic()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
-        self.troubles: tuple[str, ...] = ()  # who holds what back; whole and new at each change, so anybody may read it
-        self.refused = 0  # messages that were answered UNAVAILABLE because a receiver does not take them
+        self.refused = 0  # messages answered UNAVAILABLE because a receiver does not take them
         self._thread = threading.Thread(target=self._run, name="dds-writers", daemon=True)
         self._thread.start()
 
@@ -223,15 +276,19 @@ class Writers:
     def __repr__(self) -> str:
         return f"writers={len(self)}, waiting={self._waiting_messages}, held={len(self._held)}, refused={self.refused}"
 
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Which participants hold back which writers. From any thread."""
+        return self._held.troubles
+
     def partitions(self) -> list[str]:
-        """Of all writers. From any thread."""
         return [partition for partition, _ in list(self._writers)]
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Answer UNAVAILABLE to whatever waits for room, and wait for nobody any more."""
+        """Answer UNAVAILABLE to all waiting messages, and let no message wait from now on."""
         self._stopping = True
         self._jobs.put(self._fail_all)
 
@@ -252,9 +309,9 @@ class Writers:
                 time.sleep(FAILED_TURN_S)
 
     def _work(self) -> bool:
-        """The jobs that are there, for a while; False if the last one is done. Raises queue.Empty where no more came in
-        time, and what a job raises."""
-        timeout_s, until = self._patience(), 0.0
+        """Run submitted jobs for up to TURN_S_MAX. Returns False after the last job. Raises queue.Empty if no job came
+        before the next turn is due, and exceptions of jobs."""
+        timeout_s, until = self._pause(), 0.0
         while True:
             job = self._jobs.get(timeout=timeout_s)
             if job is None:
@@ -265,21 +322,21 @@ class Writers:
                 return True
             timeout_s = 0.0
 
-    def _patience(self) -> float | None:
-        """Seconds until the next turn without a job; None: there is nothing to do."""
-        if self._coming:
+    def _pause(self) -> float | None:
+        """Seconds until the next turn if no job comes; None: without limit."""
+        if self._without_writer:
             return PAUSE_S
         return self._pause_s if self._full else HELD_LOOK_S if self._held or self._unheard else None
 
     # one message
 
     def put(self, batch: Batch, index: int, route: WriterRoute, data: bytes) -> None:
-        """Write it, or let it wait; its status is settled sooner or later."""
+        """Write the sample or let it wait. Its status is settled then or later."""
         try:
             key = (route.partition, route.priority)
             writer = self._writers.get(key)
             if writer is None:
-                self._coming.setdefault(key, []).append((batch, index, route, data))
+                self._without_writer.setdefault(key, []).append((batch, index, route, data))
                 return
             self._writers.move_to_end(key)
             if batch.tells_absence and route.is_publish and self._is_unheard(key, writer, batch):
@@ -288,7 +345,7 @@ class Writers:
                 self._wait(writer, batch, index, route, data)
             elif writer.refused_batch != batch.number and writer.write(data, route.lifespan_ms):
                 batch.settle(index, OK)
-            elif writer.held or self._is_suspect(writer):
+            elif writer.held or self._hold_if_suspect(writer):
                 self._refuse(writer, batch, index)
             else:
                 self._wait(writer, batch, index, route, data)
@@ -296,9 +353,8 @@ class Writers:
             batch.settle(index, translate(error, f"writing to {route.partition}").status)
 
     def _is_unheard(self, key: WriterKey, writer: _Writer, batch: Batch) -> bool:
-        """True if a publish of `batch` is not to be written, as nobody reads what that writer writes. DDS is asked once
-        for each batch and writer; all writers of the partition answer the same from the first one on that nobody
-        reads."""
+        """True if a publish of `batch` must not be written because `writer` has no reader. DDS is asked once for each
+        batch and writer; once one writer of a partition has no reader, the answer is the same for the others."""
         if writer.asked_batch != batch.number:
             writer.asked_batch = batch.number
             if not writer.has_reader():
@@ -314,13 +370,13 @@ class Writers:
         self._unheard[key] = batch
 
     def _make_some(self) -> None:
-        """The next writers, and what has come for them in its order."""
+        """Make the next writers, and put the messages that wait for them in order."""
         until = time.monotonic() + TURN_S_MAX
-        for key in list(itertools.islice(self._coming, WRITERS_AT_ONCE)):
-            messages = self._coming.pop(key)
+        for key in list(itertools.islice(self._without_writer, WRITERS_AT_ONCE)):
+            messages = self._without_writer.pop(key)
             try:
                 self._make(key, messages[0][2].lifespan_ms)
-            except Exception as error:  # whatever it is: each has its answer
+            except Exception as error:  # each message gets an answer
                 if isinstance(error, DDSException):
                     error = translate(error, f"making a writer for {key[0]}")
                 status = error.status if isinstance(error, UStatusError) else _failed(key, error)
@@ -344,19 +400,17 @@ class Writers:
         self._writers[key] = writer
 
     def _give_way(self) -> None:
-        """The least recently used one goes that keeps nothing back. Raises UStatusError(UNAVAILABLE) if there is
-        none."""
+        """Close the least recently used idle writer. Raises UStatusError(UNAVAILABLE) if no writer is idle."""
         now = time.monotonic()
         if now >= self._crowded_until:
-            # mostly the first one is it, so that nobody looks through all
-            gone = next((key for key, one in self._writers.items() if one.is_idle and one.drained()), None)
-            if gone is None:
+            replaced = next((key for key, one in self._writers.items() if one.is_idle and one.drained()), None)
+            if replaced is None:
                 oldest = next((key for key, one in self._writers.items() if one.is_idle), None)
                 if oldest is not None and self._writers[oldest].drained(GIVE_WAY_S):
-                    gone = oldest
-            if gone is not None:
-                self._unheard.pop(gone, None)  # whoever holds something for it tries again by himself
-                self._writers.pop(gone).close()
+                    replaced = oldest
+            if replaced is not None:
+                self._unheard.pop(replaced, None)  # its senders try again after a time
+                self._writers.pop(replaced).close()
                 return
             self._crowded_until = time.monotonic() + CROWDED_S
         raise UStatusError(
@@ -364,18 +418,18 @@ class Writers:
         )
 
     def _wait(self, writer: _Writer, batch: Batch, index: int, route: WriterRoute, data: bytes) -> None:
-        if writer.refused_batch == batch.number or self._stopping or not self._has_room(writer, len(data)):
+        if writer.refused_batch == batch.number or self._stopping or not self._has_capacity(writer, len(data)):
             self._refuse(writer, batch, index)
             return
         now = time.monotonic()
         if not writer.waiting:
-            writer.moved_at, self._pause_s = now, RETRY_S_MIN
+            writer.progress_at, self._pause_s = now, RETRY_S_MIN
             self._full[id(writer)] = writer
         writer.waiting.append(_Waiting(batch, index, data, route, now))
         self._waiting_messages += 1
         self._waiting_bytes += len(data)
 
-    def _has_room(self, writer: _Writer, octets: int) -> bool:
+    def _has_capacity(self, writer: _Writer, octets: int) -> bool:
         return (
             len(writer.waiting) < WAITING_MESSAGES_MAX // 2
             and self._waiting_messages < WAITING_MESSAGES_MAX
@@ -383,36 +437,29 @@ class Writers:
         )
 
     def _refuse(self, writer: _Writer, batch: Batch, index: int) -> None:
-        """Answers UNAVAILABLE, and so to all that follows it in that batch on that writer: a later try keeps the
-        order."""
+        """Answer UNAVAILABLE, as to all later messages of that batch for that writer: so the order survives a retry."""
         writer.refused_batch = batch.number
         self.refused += 1
         why = CLOSING if self._stopping else "a receiver has not taken what was sent before: try again when it keeps up"
         batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
 
-    # what waits
+    # waiting messages
 
     def _serve(self) -> None:
-        if self._coming:
+        if self._without_writer:
             self._make_some()
-        moved = False
+        progressed = False
         for writer in list(self._full.values()):
-            moved |= self._push(writer)
+            progressed |= self._push(writer)
         if self._full:
-            self._pause_s = RETRY_S_MIN if moved else min(self._pause_s * 1.5, RETRY_S_MAX)
-        if self._held:
-            free = [writer for writer in self._held.values() if writer.drained()]
-            for writer in free:
-                writer.held = False
-                del self._held[id(writer)]
-            if free:
-                self._tell()
+            self._pause_s = RETRY_S_MIN if progressed else min(self._pause_s * 1.5, RETRY_S_MAX)
+        self._held.release()
         if self._unheard and time.monotonic() >= self._look_at:
             self._look_for_readers()
 
     def _look_for_readers(self) -> None:
-        """Tell of the partitions that have a reader now. Whose batch is not answered yet waits for that: its sender
-        could make nothing of it."""
+        """Report the partitions that have a reader now. A writer whose batch is not answered yet waits for that: its
+        sender must first know that nobody listened."""
         heard: dict[str, None] = {}
         for key in list(itertools.islice(self._unheard, UNHEARD_LOOKS_MAX)):
             batch = self._unheard.pop(key)
@@ -427,41 +474,42 @@ class Writers:
             self._heard(list(heard))
 
     def _push(self, writer: _Writer) -> bool:
-        """Write what fits of what waits; fail it all if that has stood still for too long. True if something fitted."""
-        waiting, now, moved = writer.waiting, time.monotonic(), False
-        has_reader: bool | None = None  # not asked yet
+        """Write as many waiting messages as the writer takes; refuse them all after too long without progress. True if
+        some were written."""
+        waiting, now, progressed = writer.waiting, time.monotonic(), False
+        has_reader: bool | None = None  # None: not asked yet
         try:
             while waiting:
                 first = waiting[0]
                 if first.tells_absence and has_reader is None:
                     has_reader = writer.has_reader()
-                if first.tells_absence and not has_reader:  # its readers have gone while it waited for them
+                if first.tells_absence and not has_reader:  # its readers ended while it waited
                     self._note_unheard((first.route.partition, first.route.priority), first.batch)
                     self._take_out(writer, first.batch.unheard[first.route.partition])
                 elif writer.write(first.data, first.route.lifespan_ms):
                     self._take_out(writer, OK)
                 else:
                     break
-                moved = True
+                progressed = True
         except DDSException as error:
             self._take_out(writer, translate(error, f"writing to {writer.partition}").status)
-        if moved:
-            writer.moved_at = now
+        if progressed:
+            writer.progress_at = now
         if not waiting:
             self._full.pop(id(writer), None)
-        elif now - writer.moved_at >= self._timeout_s or now - waiting[0].since >= TIMEOUTS_MAX * self._timeout_s:
+        elif now - writer.progress_at >= self._timeout_s or now - waiting[0].since >= TIMEOUTS_MAX * self._timeout_s:
             self._hold(writer)
-        return moved
+        return progressed
 
     def _take_out(self, writer: _Writer, status: UStatus | None = None) -> None:
-        """The first that waits: answer it, or (None) refuse it."""
+        """Take the first waiting message out, and answer it with `status`, or refuse it (None)."""
         one = writer.waiting.popleft()
         self._waiting_messages -= 1
         self._waiting_bytes -= len(one.data)
         if status is not None:
-            one.batch.settle(one.place, status)
+            one.batch.settle(one.index, status)
         else:
-            self._refuse(writer, one.batch, one.place)
+            self._refuse(writer, one.batch, one.index)
 
     def _fail(self, writer: _Writer) -> None:
         while writer.waiting:
@@ -469,52 +517,23 @@ class Writers:
         self._full.pop(id(writer), None)
 
     def _fail_all(self) -> None:
-        for messages in self._coming.values():
+        for messages in self._without_writer.values():
             for batch, index, route, _ in messages:
                 batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{route.partition}: {CLOSING}"))
-        self._coming.clear()
+        self._without_writer.clear()
         for writer in list(self._full.values()):
             self._fail(writer)
 
-    # who holds it back
-
     def _hold(self, writer: _Writer) -> None:
-        writer.held, writer.culprits = True, self._culprits_of(writer)
-        self._held[id(writer)] = writer
-        self._tell()  # first: whoever gets the answer may ask why
+        self._held.add(writer, self._culprits_of(writer))  # first: a sender may read `troubles` when it is answered
         self._fail(writer)
 
-    def _is_suspect(self, writer: _Writer) -> bool:
-        """True if it is full because of somebody who holds others back already: that need not be waited for again."""
-        if not self._culprits or writer.receivers().isdisjoint(frozenset().union(*self._culprits)):
+    def _hold_if_suspect(self, writer: _Writer) -> bool:
+        """True if a receiver of this full writer holds others back already: then there is no need to wait for it."""
+        if not self._held.have_culprit(writer):
             return False
         self._hold(writer)
         return True
-
-    def _tell(self) -> None:
-        """Name those who hold writers back: in `troubles` while they do, in the log once."""
-        held: dict[frozenset[bytes], list[str]] = {}
-        for writer in self._held.values():
-            held.setdefault(writer.culprits, []).append(writer.partition)
-        told: dict[frozenset[bytes], str] = {}
-        troubles: list[str] = []
-        for culprits, partitions in held.items():
-            names = " or ".join(sorted(map(self._participant.name, culprits))) or "a receiver that is gone"
-            told[culprits] = self._culprits.get(culprits, names)
-            if culprits not in self._culprits:
-                log.warning(
-                    "a DDS receiver does not take what is sent to it; other topics go on",
-                    culprit=names,
-                    partition=partitions[0],
-                )
-            troubles.append(
-                f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as "
-                f"{partitions[0]}"
-            )
-        for culprits in self._culprits.keys() - told.keys():
-            log.info("a DDS receiver takes what is sent to it again, or has gone", culprit=self._culprits[culprits])
-        self._culprits = told
-        self.troubles = tuple(troubles[:TROUBLES_MAX])
 
     def _culprits_of(self, writer: _Writer) -> frozenset[bytes]:
         suspects = writer.receivers()
@@ -527,8 +546,8 @@ class Writers:
         return suspects
 
     def close(self) -> None:
-        """Wait for the last acknowledgements, DRAIN_S at most for all together, and delete everything. Not on this
-        object's thread."""
+        """Wait for the last acknowledgements, DRAIN_S at most in all, and delete everything. Not on this object's
+        thread."""
         self.stop()
         self._jobs.put(None)
         self._thread.join()
@@ -541,7 +560,6 @@ class Writers:
         self._full.clear()
         self._held.clear()
         self._unheard.clear()
-        self.troubles = ()
 
 
 def _lifespan(lifespan_ms: int | None) -> Policy.Lifespan:
