@@ -14,6 +14,7 @@ from transports.conformance.messages import publish, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from transports.zenoh import transport as transports
+from transports.zenoh.transport import Renewals
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -140,13 +141,13 @@ async def test_what_has_arrived_and_is_not_taken_yet_outlives_a_renewal(
 async def test_close_ends_a_reopening(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is doing, no session is left that would hold the port."""
     reopening = asyncio.Event()
-    real = ZenohTransport._reopen
+    real = Renewals._reopen
 
-    async def reopen(self: ZenohTransport) -> None:
+    async def reopen(self: Renewals) -> None:
         asyncio.get_running_loop().call_soon(reopening.set)
         await real(self)
 
-    monkeypatch.setattr(ZenohTransport, "_reopen", reopen)
+    monkeypatch.setattr(Renewals, "_reopen", reopen)
     await node.hub.open()
     node.second.issue("hub")
     await asyncio.wait_for(reopening.wait(), DEADLINE_S)

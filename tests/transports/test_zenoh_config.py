@@ -47,7 +47,7 @@ def test_access_control_has_to_say_whether_it_is_enabled() -> None:
     """What is missing counts as false to Zenoh, so that rules would hold nobody."""
     control = {"default_permission": "deny", "rules": [], "subjects": [], "policies": []}
     settings = {"listen": ["tcp/127.0.0.1:0"], "settings": {"access_control": control}}
-    with pytest.raises(UStatusError, match="does not say whether it is enabled") as caught:
+    with pytest.raises(UStatusError, match="has no `enabled`") as caught:
         plugin.create("zenoh", settings, LocalUriProvider("one", 1, 1))
     assert caught.value.code == UCode.INVALID_ARGUMENT
     for enabled in (True, False):

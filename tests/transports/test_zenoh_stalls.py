@@ -56,7 +56,7 @@ async def network() -> AsyncIterator[Network]:
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transports.zenoh.stalls.LOOK_S", 0.05)
-    monkeypatch.setattr("transports.zenoh.stalls.TOLD_AFTER_S", 0.1)
+    monkeypatch.setattr("transports.zenoh.stalls.REPORTED_AFTER_S", 0.1)
     monkeypatch.setattr("transports.zenoh.stalls.ANSWER_S_MAX", 0.3)
 
 

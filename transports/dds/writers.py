@@ -107,7 +107,7 @@ PutArguments = tuple[Batch, int, WriterRoute, bytes]  # of `Writers.put`
 
 class _Waiting(NamedTuple):
     batch: Batch
-    index: int
+    message: int  # its index in `batch`
     data: bytes
     route: WriterRoute
     since: float
@@ -507,9 +507,9 @@ class Writers:
         self._waiting_messages -= 1
         self._waiting_bytes -= len(one.data)
         if status is not None:
-            one.batch.settle(one.index, status)
+            one.batch.settle(one.message, status)
         else:
-            self._refuse(writer, one.batch, one.index)
+            self._refuse(writer, one.batch, one.message)
 
     def _fail(self, writer: _Writer) -> None:
         while writer.waiting:

@@ -1,10 +1,10 @@
-"""Zenoh: uProtocol on key expressions, one publication a message.
+"""Zenoh: uProtocol on key expressions, one publication for each message.
 
 transport.py  the UTransport: send_batch -> sender.py -> session; subscriber callbacks -> arrivals -> listeners
 sender.py     the thread that puts, and the flush behind what was put
 mapping.py    UMessage <-> key and attachment, pure
-stalls.py     which peer holds up what is sent
-config.py     settings -> a session that is linked
+stalls.py     which peer blocks sending
+config.py     settings -> a linked session
 """
 
 from typing import Final

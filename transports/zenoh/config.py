@@ -1,7 +1,7 @@
-"""What a Zenoh transport can be told, Zenoh's own configuration made of it, and the session that it makes.
+"""The settings of a Zenoh transport, the Zenoh configuration that is made of them, and the session.
 
 ZenohConfig (checked when it is read) -> to_zenoh(): config_file, then our settings, then `settings`
--> linked(): blocks until somebody of `connect` has answered -> a session
+-> linked(): blocks until a peer of `connect` has answered -> a session
 """
 
 from __future__ import annotations
@@ -25,69 +25,69 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
 
-# of what is put together from fragments: Zenoh drops what is beyond without a word, so leave us some to count
+# Zenoh drops larger messages without a report; we drop and count smaller ones that exceed our own limit
 REASSEMBLY_FACTOR: Final = 2
-SECRETS: Final = ("password", "private_key")  # of Zenoh's settings: they may be given as they are, not as a file
-# how often a thread of `open` looks whether somebody has answered: a link takes some milliseconds
+SECRETS: Final = ("password", "private_key")  # words in the paths of secret Zenoh settings
+# between two checks for a link while a session opens: a link takes some milliseconds
 LINK_POLL_S: Final = 0.01
-LEASE: Final = "transport/link/tx/lease"  # ms without a sign of us, after which others take us for dead
-KEEP_ALIVE: Final = "transport/link/tx/keep_alive"  # signs of us in one lease, where nothing else is sent
+LEASE: Final = "transport/link/tx/lease"  # ms without a sign of us until others end the link
+KEEP_ALIVE: Final = "transport/link/tx/keep_alive"  # signs in one lease if nothing else is sent
 DICTIONARY: Final = "transport/auth/usrpwd/dictionary_file"  # of users and passwords
 BLOCK: Final = "transport/link/tx/queue/congestion_control/block/wait_before_close"  # microseconds
 
 
 class ZenohTlsConfig(BaseModel):
-    """Files in PEM form. `certificate` and `private_key` are our own, for either side of a connection."""
+    """Files in PEM form. `certificate` and `private_key` are our own, for both directions of connecting."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     root_ca: Path | None = None
-    """whom to trust; without it the authorities that Zenoh comes with"""
+    """certificates of trusted authorities; without it those that come with Zenoh"""
     certificate: Path | None = None
-    """our own, with those that lead to the CA"""
+    """our own, with the intermediate ones"""
     private_key: Path | None = None
     """of our certificate"""
     mutual: bool = False
-    """demand a certificate of who connects to us. A node that listens shows its own, where it connects, only with
-    this"""
+    """demand a certificate from peers that connect to us. Only with this does a node that listens show its own when it
+    connects"""
     verify_name: bool = True
-    """hold the other side's certificate to its host name"""
+    """check that the other side's certificate is for its host name"""
 
 
 class ZenohConfig(TransportSettings):
     """How to join a Zenoh network. Endpoints are Zenoh's: tcp/HOST:PORT, tls/HOST:PORT, ..."""
 
     mode: Literal["peer", "client", "router"] = "peer"
-    """whom we hear and pass on, see above"""
+    """which peers we exchange messages with, see above"""
     listen: tuple[str, ...] = ()
-    """where others may connect, as `PROTOCOL/HOST:PORT`; port 0 is any free one"""
+    """endpoints where others may connect, as `PROTOCOL/HOST:PORT`; port 0 is any free one"""
     connect: tuple[str, ...] = ()
-    """whom to connect to: a client to the first that answers, a peer or router to all of them"""
+    """endpoints to connect to: a client to the first that answers, a peer or router to all of them"""
     multicast_scouting: bool = False
     """find others by UDP multicast"""
     connect_timeout_ms: int = Field(default=5_000, ge=1)
-    """until somebody in `connect` has answered; a link that is lost later is looked for without end"""
+    """limit until one of `connect` has answered; a link that is lost later is tried again without limit"""
     stall_ms_max: int = Field(default=5_000, ge=1)
-    """a peer that reads nothing for so long is cut off; until then all that is sent waits. Less than Zenoh's lease
-    (`transport/link/tx/lease`, 10 s) without one keep-alive interval (a quarter of it): a longer wait would cost
-    healthy peers their links, see [below](#a-peer-that-reads-nothing)"""
+    """a peer that reads nothing for so long is cut off; until then all sending waits. Must be less than Zenoh's lease
+    (`transport/link/tx/lease`, 10 s) minus one keep-alive interval (a quarter of it): a longer wait would end the links
+    of healthy peers, see [below](#a-peer-that-reads-nothing)"""
     user: str | None = None
-    """who we are to whom we connect; needs `password`"""
+    """our user name when we connect; needs `password`"""
     password: SecretStr | None = None
     """for `user`"""
     credentials_file: Path | None = None
-    """lines of `user:password` that may connect to us; a file without any is refused, since Zenoh would let everybody
+    """lines `user:password` of those that may connect to us; an empty file is refused, since Zenoh would let everybody
     connect"""
     tls: ZenohTlsConfig | None = None
     """for endpoints `tls/...` and `quic/...`"""
     subscriptions_max: int = Field(default=64, ge=16)
-    """filters with a Zenoh subscription of their own; a few wider ones cover all others, and what those bring that
-    nobody wants is dropped and counted (`unwanted`)"""
+    """filters with a Zenoh subscription of their own; a few wider subscriptions cover all others, and messages of those
+    that match no filter are dropped and counted (`unwanted`)"""
     config_file: Path | None = None
-    """a whole Zenoh configuration (JSON5); what is set here goes over it, and so do the defaults of `mode`,
+    """a whole Zenoh configuration (JSON5); the other settings override it, and so do the defaults of `mode`,
     `multicast_scouting`, `connect_timeout_ms` and `stall_ms_max`"""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others"""
+    """any setting of Zenoh by its path, such as `transport/link/tx/lease`; overrides all others"""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -96,14 +96,14 @@ class ZenohConfig(TransportSettings):
                 "a Zenoh endpoint needs listen, connect, multicast_scouting or config_file: it would never meet anybody"
             )
         if (self.user is None) != (self.password is None):
-            raise ValueError("user and password come together")
+            raise ValueError("expected both user and password, got one of them")
         control = self.settings.get("access_control")
         if isinstance(control, dict) and "enabled" not in control:
             raise ValueError(
-                "settings.access_control does not say whether it is enabled, and Zenoh takes that for false: nobody "
-                "would be held to its rules. Add enabled = true, or enabled = false if that is meant"
+                "settings.access_control has no `enabled`, which Zenoh takes for false: its rules would not apply. Add "
+                "enabled = true, or enabled = false if that is meant"
             )
-        with contextlib.suppress(UStatusError):  # what else is wrong is told when it is opened
+        with contextlib.suppress(UStatusError):  # `open` reports other mistakes
             made = self._made(0, MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX)
             if mistake := _stall_mistake(made):
                 raise ValueError(mistake)
@@ -119,7 +119,7 @@ class ZenohConfig(TransportSettings):
         return found
 
     def listening_files(self) -> TlsFiles | None:
-        """Those that Zenoh reads only when it begins to listen; None if it does not listen with TLS."""
+        """The files that Zenoh reads only when it begins to listen; None if it does not listen with TLS."""
         tls, listens = self.tls, any(one.startswith(("tls/", "quic/")) for one in self.listen)
         if tls is None or not (listens or (self.config_file is not None and not self.listen)):
             return None
@@ -127,7 +127,7 @@ class ZenohConfig(TransportSettings):
 
     @property
     def stall_s(self) -> float:
-        """`stall_ms_max`, or what `settings` says of it. Raises as to_zenoh."""
+        """`stall_ms_max`, or its value in `settings`. Raises like `to_zenoh`."""
         wait_us: int = json.loads(self.to_zenoh().get_json(BLOCK))
         return wait_us / 1_000_000
 
@@ -136,7 +136,7 @@ class ZenohConfig(TransportSettings):
     ) -> zenoh.Config:
         """Reads config_file. Raises UStatusError(INVALID_ARGUMENT).
 
-        A client asks the endpoint `connect_first` before the others, for its part of connect_timeout_ms: see `linked`.
+        A client tries the endpoint `connect_first` first, for its share of connect_timeout_ms: see `linked`.
         """
         made = self._made(connect_first, wire_bytes_max)
         # config_file may have changed since it was checked
@@ -145,7 +145,7 @@ class ZenohConfig(TransportSettings):
         return made
 
     def _made(self, connect_first: int, wire_bytes_max: int) -> zenoh.Config:
-        """As `to_zenoh`, whatever the settings say together."""
+        """Like `to_zenoh`, without checking that the settings are consistent."""
         try:
             config = zenoh.Config.from_file(str(self.config_file)) if self.config_file else zenoh.Config()
         except zenoh.ZError as error:
@@ -153,8 +153,8 @@ class ZenohConfig(TransportSettings):
         for path, value in {**self._settings(connect_first, wire_bytes_max), **self.settings}.items():
             try:
                 config.insert_json5(path, json.dumps(value))
-            except (zenoh.ZError, TypeError, ValueError) as error:  # the last two: what JSON can't say, such as a date
-                if any(word in path for word in SECRETS):  # neither the value nor Zenoh's words, which may repeat it
+            except (zenoh.ZError, TypeError, ValueError) as error:  # the last two: not JSON, such as a date
+                if any(word in path for word in SECRETS):  # Zenoh's text may repeat the value, too
                     raise invalid(f"Zenoh does not take what is given for {path}") from None
                 raise invalid(f"Zenoh does not take {path} = {value!r}: {words(error)}") from None
         return config
@@ -165,13 +165,13 @@ class ZenohConfig(TransportSettings):
             "mode": self.mode,
             "scouting/multicast/enabled": self.multicast_scouting,
             "connect/timeout_ms": self.connect_timeout_ms // max(len(self.connect), 1) if is_client else -1,
-            "connect/exit_on_failure": is_client,  # a peer or router would need *all* that it connects to
+            "connect/exit_on_failure": is_client,  # a peer or router would need *all* its endpoints
             BLOCK: self.stall_ms_max * 1_000,
-            "transport/link/rx/max_message_size": REASSEMBLY_FACTOR * wire_bytes_max,  # of each link; 1 GiB otherwise
-            "transport/shared_memory/enabled": False,  # a process that is killed would leave its segments behind
+            "transport/link/rx/max_message_size": REASSEMBLY_FACTOR * wire_bytes_max,  # of each link; 1 GiB by default
+            "transport/shared_memory/enabled": False,  # a killed process would leave its segments behind
         }
         if not self.config_file or self.listen:
-            settings["listen/endpoints"] = self.listen  # also if empty: Zenoh's default is to listen on all interfaces
+            settings["listen/endpoints"] = self.listen  # even if empty: by default Zenoh listens on all interfaces
         if self.connect:
             settings["connect/endpoints"] = self.connect[connect_first:] + self.connect[:connect_first]
         if self.user is not None and self.password is not None:
@@ -186,7 +186,7 @@ class ZenohConfig(TransportSettings):
             for side in ("connect", "listen"):
                 files |= {f"{side}_certificate": self.tls.certificate, f"{side}_private_key": self.tls.private_key}
             settings |= {f"transport/link/tls/{name}": str(path) for name, path in files.items() if path is not None}
-            # Zenoh has one switch for showing ours and demanding theirs
+            # Zenoh has one switch for showing our certificate and demanding theirs
             shows = self.tls.certificate is not None and not self.listen
             settings["transport/link/tls/enable_mtls"] = self.tls.mutual or shows
             settings["transport/link/tls/verify_name_on_connect"] = self.tls.verify_name
@@ -194,7 +194,7 @@ class ZenohConfig(TransportSettings):
 
 
 def _credentials_mistake(made: zenoh.Config) -> str:
-    """What is wrong with the file of users and passwords, in one sentence; empty if nothing, or if Zenoh tells it."""
+    """The error in the file of users and passwords; "" if there is no error, or if Zenoh itself reports it."""
     file = json.loads(made.get_json(DICTIONARY))
     with contextlib.suppress(OSError):
         if file is not None and not Path(file).read_bytes().strip():
@@ -206,10 +206,10 @@ def _credentials_mistake(made: zenoh.Config) -> str:
 
 
 def _stall_mistake(made: zenoh.Config) -> str:
-    """What is wrong with the wait for a peer that reads nothing, in one sentence; empty if nothing.
+    """The error in the wait for a peer that reads nothing; "" if there is no error.
 
-    When the lease of a peer ends that a put waits for, Zenoh takes its link down, and the one thread that writes to all
-    links waits for that put meanwhile: no peer gets a keep-alive. The last one may be a whole interval old by then.
+    When a put waits for a peer whose lease ends, Zenoh closes its link. Meanwhile the one thread that writes to all
+    links waits for that put, so no peer gets a keep-alive. The last one may be a whole interval old at that time.
     """
     lease_ms, keep_alives, block_us = (json.loads(made.get_json(path)) for path in (LEASE, KEEP_ALIVE, BLOCK))
     limit_ms = lease_ms - lease_ms // max(keep_alives, 1)
@@ -218,12 +218,12 @@ def _stall_mistake(made: zenoh.Config) -> str:
     return (
         f"stall_ms_max is {block_us // 1_000}, and must be below {limit_ms}: the lease ({LEASE}, {lease_ms} ms) "
         f"without one keep-alive interval ({KEEP_ALIVE}, {keep_alives} in a lease), or one peer that reads nothing "
-        f"costs the others their links. Lower stall_ms_max, or raise {LEASE} in settings or config_file"
+        f"ends the links of the others. Lower stall_ms_max, or raise {LEASE} in settings or config_file"
     )
 
 
 def _context(tls: ZenohTlsConfig) -> ssl.SSLContext:
-    """Not for Zenoh, which reads the files itself: it says whether they can be loaded."""
+    """Checks that the files can be loaded. Zenoh itself reads them again."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         if tls.root_ca is not None:
@@ -242,13 +242,13 @@ def linked(
     subscribe: Callable[[zenoh.Session], None] = lambda session: None,
     unsubscribe: Callable[[], None] = lambda: None,
 ) -> zenoh.Session:
-    """A session that is linked, if there is anybody to connect to. Blocks. Raises ZError.
+    """Open a session; with `connect`, wait until it is linked. Blocks. Raises ZError.
 
-    `subscribe` is called as soon as there is a session, which may be long before it is linked: its port is open by
-    then. `unsubscribe` is called if nothing becomes of it.
+    `subscribe` is called when the session exists and its port is open, perhaps long before it is linked. `unsubscribe`
+    is called if opening fails after that.
 
-    Of several endpoints a client of Zenoh tries only the first one until the time is over (its issue 1602), hence a try
-    for each. A peer or router goes on looking for all of them by itself, so it need not wait for more than one.
+    Of several endpoints a client of Zenoh tries only the first one until the time is over (its issue 1602), so there is
+    an attempt for each. A peer or router keeps connecting to all of them by itself, so one link is enough.
     """
     deadline = time.monotonic() + config.connect_timeout_ms / 1_000
     is_client = config.mode == "client"
@@ -273,7 +273,7 @@ def _open_client(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
 
 
 def _wait_for_link(session: zenoh.Session, config: ZenohConfig, deadline: float) -> None:
-    """`deadline`: seconds of time.monotonic."""
+    """`deadline`: time.monotonic()."""
     while config.connect and not session.info.transports():
         if time.monotonic() > deadline:
             raise zenoh.ZError(

@@ -1,15 +1,14 @@
-"""Which subscriptions of Zenoh bring what the filters of a session want: pure.
+"""Filters of a session -> the Zenoh subscriptions that bring their messages: pure.
 
-the first filters -> a subscription each: only what is wanted crosses the network
-beyond            -> one that covers them, as narrow as there is room for: a uEntity's    up/A/10AB/0/3/*/{}/{}/{}/{}/{}
-                                                                           an authority's up/A/*/*/*/*/{}/{}/{}/{}/{}
-                                                                           all publishes  up/*/*/*/*/*/{}/{}/{}/{}/{}
-the last filter of a subscription goes -> it goes, too; no other end: messages on their way by one that ends may be lost
-                                          in Zenoh, though another one covers them (seen in one of 50 such changes)
+the first filters -> a subscription each: only wanted messages cross the network
+more              -> one that covers them, as narrow as the limit allows: a uEntity's     up/A/10AB/0/3/*/{}/{}/{}/{}/{}
+                                                                          an authority's  up/A/*/*/*/*/{}/{}/{}/{}/{}
+                                                                          all publishes   up/*/*/*/*/*/{}/{}/{}/{}/{}
+the last filter of a subscription ends -> it ends, too. It never ends earlier: messages on their way through it may be
+                                          lost in Zenoh although another one covers them (seen in one of 50 changes)
 
-Zenoh looks through all subscriptions of a session to declare one more (10,000 take 9 s of CPU, hence 100,000 some 15
-minutes), and for each message whose key it does not know by a number, as that of one that is covered: some 50 ns each.
-So their number has to be bounded.
+Zenoh goes through all subscriptions of a session to declare one more (10,000 take 9 s of CPU, so 100,000 take some 15
+minutes), and also for each message whose key has no number yet, as below a cover: some 50 ns each. So they are limited.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from typing import Final
 
 SOURCE: Final = range(1, 6)  # of a key's eleven segments: authority, type, instance, version, resource
 SINK: Final = range(6, 11)
-NOBODY: Final = "{}"  # each segment of a sink that is none
+NO_VALUE: Final = "{}"  # each segment of an absent sink
 ANY: Final = "*"
-# what is left open, narrowest first: of a publish, and of what has a sink
+# segments that become wildcards, narrowest first: for publishes, and for messages with a sink
 OF_PUBLISHES: Final = ({5}, {2, 3, 4, 5}, {*SOURCE}, {*SOURCE})
 OF_OTHERS: Final = ({5, 10}, {2, 3, 4, 5, 7, 8, 9, 10}, {*SOURCE, 7, 8, 9, 10}, {*SOURCE, *SINK})
 WIDTHS: Final = range(len(OF_PUBLISHES))
-# of each width, publishes and the rest apart; of the widest there is one. What several of them match is called for each
+# of each width, for publishes and others separately; one of the widest. Zenoh calls us once for each that matches
 COVERS_MAX: Final = 4
 
 
 def widened(key: str, width: int) -> str:
-    """The key expression that covers `key` and its neighbours, itself where it is as wide already."""
+    """The key expression of that width that covers `key`; `key` itself if it is as wide."""
     segments = key.split("/")
-    for place in (OF_PUBLISHES if _is_publish(key) else OF_OTHERS)[width]:
-        segments[place] = ANY
+    for at in (OF_PUBLISHES if _is_publish(key) else OF_OTHERS)[width]:
+        segments[at] = ANY
     return "/".join(segments)
 
 
 class Covers:
-    """The filters of a session, by their key expressions, and the subscriptions that shall be declared for them."""
+    """The filters of a session, by key expression, and the subscriptions to declare for them."""
 
     def __init__(self, subscriptions_max: int) -> None:
-        """So many have their own."""
+        """`subscriptions_max`: filters with a subscription of their own."""
         self._max = subscriptions_max
         self._keys: set[str] = set()
-        self.subscriptions: dict[str, int] = {}  # key expression -> how many filters it is there for
-        self._wide: tuple[set[str], ...] = tuple(set() for _ in WIDTHS)  # those that cover filters
+        self.subscriptions: dict[str, int] = {}  # key expression -> its number of filters
+        self._wide: tuple[set[str], ...] = tuple(set() for _ in WIDTHS)  # wide subscriptions, by width
 
     def __repr__(self) -> str:
         wide = [len(covers) for covers in self._wide]
@@ -53,11 +52,11 @@ class Covers:
 
     @property
     def are_wide(self) -> bool:
-        """True while something may come that no filter wants."""
+        """True while a message may come that matches no filter."""
         return any(self._wide)
 
     def add(self, keys: Iterable[str]) -> bool:
-        """True if there are more `subscriptions` from now on. What is there already counts once."""
+        """True if `subscriptions` has grown. A key that is known already changes nothing."""
         before = len(self.subscriptions)
         for key in keys:
             if key not in self._keys:
@@ -67,7 +66,7 @@ class Covers:
         return len(self.subscriptions) > before
 
     def remove(self, keys: Iterable[str]) -> bool:
-        """True if there are fewer `subscriptions` from now on. What was never added changes nothing."""
+        """True if `subscriptions` has shrunk. An unknown key changes nothing."""
         before = len(self.subscriptions)
         for key in keys:
             if key in self._keys:
@@ -82,10 +81,8 @@ class Covers:
         return len(self.subscriptions) < before
 
     def _owner(self, key: str) -> str | None:
-        """The narrowest subscription that covers `key`; always the same while that filter is there.
-
-        A narrower one is made only for what none covers, and each stays as long as it has filters.
-        """
+        """The narrowest subscription that covers `key`. It stays the same while the filter exists: a new one is made
+        only for a key that none covers, and each stays as long as it has filters."""
         if key in self.subscriptions:
             return key
         wider = (widened(key, width) for width in WIDTHS if self._wide[width])
@@ -106,4 +103,4 @@ class Covers:
 
 
 def _is_publish(key: str) -> bool:
-    return key.endswith(NOBODY)
+    return key.endswith(NO_VALUE)

@@ -21,12 +21,14 @@ PROTOCOL_VERSION: Final = 0x01
 VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
-ALL_SOURCES: Final = "up/*"  # as `authority_prefix` has it
+ALL_SOURCES: Final = "up/*"  # an `authority_prefix`
 
-SEGMENTS: Final = 11  # of a key, which every filter_key asks for
-_SOURCE_AT, _SINK_AT = 1, 6  # where the authorities are among them
-_TYPE_AT: Final = 21  # in an attachment: behind the version and the id (field 1 of UAttributes), as each encoder has it
-_CALLS: Final = {  # what stands there of a request and a response: field 2, a varint
+SEGMENTS: Final = 11  # of every key
+_SOURCE_AT, _SINK_AT = 1, 6  # index of the two authorities
+_TYPE_AT: Final = (
+    21  # in an attachment: after the version and the id (field 1 of UAttributes), as every encoder writes it
+)
+_CALLS: Final = {  # the octets there of a request and a response: field 2, a varint
     bytes([0x10, type]) for type in (UMessageType.UMESSAGE_TYPE_REQUEST, UMessageType.UMESSAGE_TYPE_RESPONSE)
 }
 
@@ -44,15 +46,15 @@ PRIORITIES: Final[dict[int, str]] = {
 
 
 def is_call(attachment: bytes) -> bool:
-    """Whether it is that of a request or a response; nothing is parsed."""
+    """True for the attachment of a request or a response, without parsing it."""
     return attachment[_TYPE_AT : _TYPE_AT + 2] in _CALLS
 
 
 def segments(address: UUri, local_authority: str) -> str:
     """Authority, type, instance, version, resource; `*` for a wildcard, the local authority for an empty one.
 
-    Raises UStatusError(INVALID_ARGUMENT) for an authority that no key expression can hold: within a segment Zenoh keeps
-    `*` and `$` for itself, and only IPvFuture may have them.
+    Raises UStatusError(INVALID_ARGUMENT) for an authority with `*` or `$`, which are special in key expressions; only
+    IPvFuture can have them.
     """
     authority = address.authority_name or local_authority
     if len(authority) > 1 and ("*" in authority or "$" in authority):
@@ -70,7 +72,7 @@ def segments(address: UUri, local_authority: str) -> str:
 
 
 def message_key(message: UMessage, local_authority: str) -> str:
-    """Where `message` is put. A publish has no sink in its key, not even a streamer's
+    """The key of `message`. That of a publish has no sink, not even a streamer's
     (dsn~up-transport-zenoh-key-expr~1)."""
     attributes = message.attributes
     sink = attributes.sink if attributes.HasField("sink") and not uris.has_wildcard(attributes.sink) else None
@@ -83,18 +85,18 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
 
 
 def authority_prefix(key: str) -> str:
-    """The first segments of a message's key: up to its source's authority."""
+    """The first segments of a message's key, up to the source's authority."""
     return key[: key.index("/", len("up/"))]
 
 
 def entity_prefix(key: str) -> str:
-    """Up to the version of its source's uEntity."""
+    """The first segments, up to the version of the source's uEntity."""
     return "/".join(key.split("/", _SINK_AT)[: _SINK_AT - 1])
 
 
 def publish_key(prefix: str, segment: str) -> str:
-    """The key of a publish that begins with `prefix`; every segment of its source that is missing there is `segment`,
-    which may be a wildcard."""
+    """The key of a publish that begins with `prefix`. The other segments of its source are `segment`, which may be a
+    wildcard."""
     missing = _SINK_AT - prefix.count("/") - 1
     return "/".join([prefix, *[segment] * missing, NO_SINK])
 
@@ -107,9 +109,9 @@ def complete(attributes: UAttributes, key: str) -> None:
 
 
 def is_key_of(key: str, attributes: UAttributes) -> bool:
-    """False if `key` names another address: what may be put where is all that Zenoh's access control knows.
+    """False if `key` names other addresses than `attributes`: Zenoh's access control checks the key alone.
 
-    Whatever is missing is not another one. Of a publish only the source counts, since a streamer's sink is in no key.
+    Missing addresses and authorities do not differ. Of a publish only the source counts: its key has no sink.
     """
     there = key.split("/")
     if len(there) != SEGMENTS:
@@ -119,7 +121,7 @@ def is_key_of(key: str, attributes: UAttributes) -> bool:
             return False
         has_sink = attributes.HasField("sink") and attributes.type != UMessageType.UMESSAGE_TYPE_PUBLISH
         return not has_sink or there[_SINK_AT:] == _parts(attributes.sink, there[_SINK_AT])
-    except UStatusError:  # no key can hold it
+    except UStatusError:  # no valid key
         return False
 
 
@@ -128,15 +130,15 @@ def _parts(address: UUri, authority: str) -> list[str]:
 
 
 def encode(message: UMessage) -> bytes:
-    """The attachment of `message` (dsn~up-transport-zenoh-attributes-mapping~1), one part behind the other (A-25). The
-    ttl has no other place (A-27)."""
+    """The attachment of `message` (dsn~up-transport-zenoh-attributes-mapping~1), one part after the other (A-25). The
+    ttl is nowhere else (A-27)."""
     return VERSION_BYTE + message.attributes.SerializeToString()
 
 
 def decode(payload: bytes, attachment: bytes) -> UMessage:
-    """The message, unvalidated. Raises UStatusError(INVALID_ARGUMENT) if it is none.
+    """The message, not validated. Raises UStatusError(INVALID_ARGUMENT) if the attachment is malformed.
 
-    Zenoh has no payload that is absent: it is one if it has bytes or a format (A-19, A-28).
+    Zenoh has no absent payload. So the message has one if it has bytes or a payload format (A-19, A-28).
     """
     if len(attachment) < 2 or attachment[0] != PROTOCOL_VERSION:
         raise invalid(
@@ -147,7 +149,7 @@ def decode(payload: bytes, attachment: bytes) -> UMessage:
     try:
         attributes.ParseFromString(attachment[1:])
     except DecodeError as error:
-        raise invalid(f"the attachment has no UAttributes: {error}") from None
+        raise invalid(f"expected UAttributes in the attachment: {error}") from None
     if payload or attributes.payload_format:
         message.payload = payload
     return message

@@ -1,19 +1,19 @@
-"""What leaves over Zenoh: one thread's work.
+"""Sends over Zenoh, on one thread.
 
-batch -> send plan of its stamp -> route -> session.put    a topic's first messages: no declaration for peers to take in
+batch -> send plan of its stamp -> route -> session.put    the first messages of a topic: no declaration at the peers
          or checks                  |       publisher.put  from then on: half the cost
-                                    '-- publishers are full: one that was unused for a whole period is undeclared, or
-                                        the topic stays as it is
-                                     publishes, where the owner is told of absence: presence.py, and a publisher for the
-                                        first message
+                                    |-- at the limit of publishers: an unused one is undeclared, or the topic stays
+                                    |   with session.put
+                                    '-- a publish, and the owner wants to know who listens: presence.py, and a publisher
+                                        for the first message
 
-flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read all
-silent -> the same of the highest priority, beside all that waits -> answered: it reads
+flush  -> a query to each linked peer, of the lowest priority, behind all messages -> answered: it has read them
+silent -> a query of the highest priority, beside all waiting messages             -> answered: it reads
 
-Zenoh's close gives what is still on its way 2.5 s at most, and nothing at all where the other side is about to write
-something: TCP then resets the connection, and forgets what the other side has not read. So who closes flushes first. A
-router answers each query, a peer only for what somebody has declared; so each of our transports declares its own
-FLUSH_KEY. What confirms nothing is given time instead.
+Zenoh's close waits 2.5 s at most for messages on their way. If the other side is about to write, it does not wait at
+all: TCP resets the connection and drops what the other side has not read. So `close` flushes first. A router answers
+every query, a peer only queries for a declared queryable, so each of our transports declares its own FLUSH_KEY. Peers
+that confirm nothing get LINGER_S instead.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 PUBLISHERS_MAX = 4_096  # declared at once, some 2 KB each, here and at each peer
-# of a topic: a declaration costs what some hundred puts save, and many topics never see it paid back
+# of a topic: a declaration costs what some hundred puts save
 PUTS_BEFORE_DECLARED: Final = 16
-# a publisher that was used within this time stays: what it put must have left before it is undeclared
+# a publisher that was used within this time stays: its messages must leave before it is undeclared
 UNUSED_S = 60.0
 SETTLE_POLL_S: Final = 0.005
-# after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
+# after the first link: subscriptions are declared milliseconds later, and earlier messages are lost
 SETTLE_S_MAX = 1.0
-# after the first subscription that we see: the others come with it, and what nobody wants must hold up nothing
+# after the first subscription: the others come with it, and a topic without a listener must not delay others
 SETTLE_MORE_S: Final = 0.1
-FLUSH_KEY: Final = "@uprotocol/flush"  # "/" and the Zenoh id of who answers; `@` keeps it out of everybody's wildcards
-# between the last message and the end, for peers that confirm nothing (other implementations, linked directly)
+FLUSH_KEY: Final = "@uprotocol/flush"  # "/" and the Zenoh id of the answering peer follow; wildcards do not match `@`
+# between the last message and the end, for peers that confirm nothing (other implementations)
 LINGER_S: Final = 1.0
-# where in Zenoh's source an error arose: no help to who reads it
+# of an error in Zenoh's source
 SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")
-# in what Zenoh says of a setting that it does not take
+# in Zenoh's error texts about a setting
 OF_SETTINGS: Final = (
     "Invalid Key Expr", "Endpoints must be", "onfig", "Access control not enabled", "Missing root certificates",
 )  # fmt: skip
@@ -65,35 +65,35 @@ NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or route
 _PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
 
 T = TypeVar("T")
-_Key = tuple[str, int]  # key expression, UPriority
+_RouteKey = tuple[str, int]  # key expression, UPriority
 
 
 def words(error: Exception) -> str:
-    """What Zenoh says, without the places in its source."""
+    """The text of Zenoh's error, without the position in its source."""
     return SOURCE_PLACE.sub("", str(error)).strip()
 
 
 def translate(error: Exception, doing: str) -> UStatusError:
-    """The one place where Zenoh's errors become ours. Zenoh has one exception only, so the words decide."""
-    said = words(error)
-    if "already in use" in said:
+    """The UStatusError for an error of Zenoh. Zenoh has only one exception, so the text decides on the code."""
+    text = words(error)
+    if "already in use" in text:
         return UStatusError(
-            UCode.FAILED_PRECONDITION, f"{doing}: the port is in use; free it, or listen on another one ({said})"
+            UCode.FAILED_PRECONDITION, f"{doing}: the port is in use; free it, or listen on another one ({text})"
         )
-    if any(word in said for word in OF_SETTINGS):
-        return invalid(f"{doing}: {said}")
-    return UStatusError(UCode.UNAVAILABLE, f"{doing}: {said}")
+    if any(word in text for word in OF_SETTINGS):
+        return invalid(f"{doing}: {text}")
+    return UStatusError(UCode.UNAVAILABLE, f"{doing}: {text}")
 
 
-class _Route:
+class _KeyRoute:
     """How to put on one key with one priority."""
 
     __slots__ = ("key", "options", "publisher", "put", "puts_left", "watch")
 
-    def __init__(self, session: zenoh.Session, key: _Key, *, asks: bool) -> None:
-        """`asks`: a publish whose owner wants to know that nobody listens."""
+    def __init__(self, session: zenoh.Session, key: _RouteKey, *, asks: bool) -> None:
+        """`asks`: for publishes, if the owner wants to know that nobody listens."""
         self.key = key
-        self.watch: Watch | Unasked | None = UNASKED if asks else None  # None: it is put also where nobody listens
+        self.watch: Watch | Unasked | None = UNASKED if asks else None  # None: put even if nobody listens
         self.options: dict[str, Any] = {  # reliable, blocking, without an encoding (A-26)
             "congestion_control": zenoh.CongestionControl.BLOCK,
             "priority": _PRIORITIES.get(key[1], zenoh.Priority.DATA_LOW),
@@ -109,27 +109,27 @@ class _Route:
 
 class _Declared(NamedTuple):
     publisher: zenoh.Publisher
-    watch: Watch | None  # None: nobody has asked yet
+    watch: Watch | None  # None until it is needed
 
 
 class _SendPlan(NamedTuple):
-    """Where messages of one stamp go, and what has to be looked at in each of them."""
+    """The route of messages with one stamp, and what must be checked in each of them."""
 
-    route: _Route
+    route: _KeyRoute
     ttl: int
     format: int
 
 
 class Unread(NamedTuple):
-    """Peers, by Zenoh id, that have not said that they read what was put: in time, or at all, as they can't."""
+    """Peers, by Zenoh id, that have not confirmed that they read the messages."""
 
-    late: list[str]
-    mute: list[str]
+    late: list[str]  # not in time
+    mute: list[str]  # they can't
 
 
 class SenderThread(Executor):
-    """One daemon thread: a put that waits for a peer outlives the session's close, and must not hold up the end of the
-    process."""
+    """One daemon thread: a put that waits for a peer outlives the close of the session and must not delay the end of
+    the process."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -153,16 +153,15 @@ class SenderThread(Executor):
             work()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End when all is done that was submitted. Waits for nothing."""
+        """End the thread after all submitted calls. Does not wait."""
         self._work.put(None)
 
 
 class ZenohSender:
-    """Of one session. All of it runs on its `thread`, but for `first_link` and what says so; `thread.shutdown`
-    ends it.
+    """Sends over one session. All methods run on its `thread`, except `first_link` and those that say so. End it with
+    `thread.shutdown`.
 
-    `peers` are those that are linked now, by Zenoh id, with True for one that answers every query: it belongs to the
-    transport.
+    `peers`: the linked ones, by Zenoh id; True: it answers every query. The transport changes it.
     """
 
     def __init__(
@@ -173,24 +172,24 @@ class ZenohSender:
         wire_bytes_max: int,
         on_heard: Callable[[str | None], None] = lambda key: None,
     ) -> None:
-        """`on_heard(key)` on Zenoh's thread: see Presence."""
+        """`on_heard(key)` is called on Zenoh's thread: see Presence."""
         self.session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
         self.thread = SenderThread(f"zenoh-send-{authority}")
         self._checks = SendChecks()
         self._plans: Cache[Any, _SendPlan] = Cache()  # by Stamp, or by the encoded attributes without the id
-        self._routes: dict[_Key, _Route] = {}
-        self._publishers: dict[_Key, _Declared] = {}
+        self._routes: dict[_RouteKey, _KeyRoute] = {}
+        self._publishers: dict[_RouteKey, _Declared] = {}
         self._presence = Presence(session, on_heard, self.thread.submit)
         self._tells_absence = False
         self.unprobed = 0
-        """Publishes that were put though nobody could say whether anybody listens: publishers are full."""
-        self._used: set[_Key] = set()  # publishers, in this period
-        self._unused: list[_Key] = []  # publishers, in the whole period before this one
+        """Publishes that were put without knowing whether anybody listens, at the limit of publishers."""
+        self._used: set[_RouteKey] = set()  # publishers, in this period
+        self._unused: list[_RouteKey] = []  # publishers, in the whole period before this one
         self._period_began = 0.0  # time.monotonic()
-        self._settled_at = 0.0  # by then who has just linked us has declared its subscriptions; time.monotonic()
-        self._put_at = 0.0  # when something was put last, time.monotonic(); 0: nothing since everything was confirmed
+        self._settled_at = 0.0  # the first peer has declared its subscriptions by then; time.monotonic()
+        self._put_at = 0.0  # of the last batch, time.monotonic(); 0: all messages are confirmed
         self._batches = 0
-        self._statuses: list[UStatus] | None = None  # of the batch that is being put; None: none is
+        self._statuses: list[UStatus] | None = None  # of the current batch
 
     def __repr__(self) -> str:
         return f"ZenohSender(publishers={len(self._publishers)}, routes={len(self._routes)})"
@@ -203,8 +202,8 @@ class ZenohSender:
         self._settled_at = time.monotonic() + SETTLE_S_MAX
 
     def put(self, messages: Sequence[Carried], tells_absence: bool = False) -> list[UStatus]:
-        """In order; one status for each. Raises nothing. `tells_absence`: answer `nobody_listens` for a publish to
-        which nobody listens, and do not put it."""
+        """Put `messages` in order. Returns a status for each; raises nothing. With `tells_absence` a publish that
+        nobody listens to is answered `nobody_listens` and not put."""
         self._batches += 1
         if tells_absence != self._tells_absence:
             self._tells_absence = tells_absence
@@ -218,12 +217,13 @@ class ZenohSender:
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """Number of the batch that is being put, and of the message in it; None: nothing is. From any thread."""
+        """(number of the batch that is being put, index of the message in it); None between batches. From any
+        thread."""
         statuses = self._statuses
         return None if statuses is None else (self._batches, len(statuses))
 
     def _put(self, messages: Sequence[Carried]) -> list[UStatus]:
-        """Messages of a stream that is known need no validation: what may differ is the payload and the age."""
+        """Messages with a known stamp need no validation: only payload and age may differ."""
         self._statuses = statuses = list[UStatus]()
         now_ms, plans, peers, version = self._checks.now_ms(), self._plans, self._peers, mapping.VERSION_BYTE
         bytes_max = self._wire_bytes_max
@@ -258,12 +258,12 @@ class ZenohSender:
                         continue
                 elif settling:
                     settling = self._await_match(route)
-                if route.puts_left:  # the last one of so many puts declares a publisher, if there is room
+                if route.puts_left:  # the last of PUTS_BEFORE_DECLARED puts declares a publisher
                     route.puts_left -= 1
                     if not route.puts_left and not self._declare(route):
                         route.puts_left = PUTS_BEFORE_DECLARED
                 route.put(payload, attachment=version + encoded)
-            except UStatusError as error:  # no key can hold its address; the others may go
+            except UStatusError as error:  # its address has no valid key; others are still sent
                 statuses.append(error.status)
                 continue
             except zenoh.ZError as error:
@@ -272,7 +272,7 @@ class ZenohSender:
         return statuses
 
     def _plan(self, message: UMessage, mark: Any) -> _SendPlan:
-        """Where a message goes that is valid, remembered by its stamp."""
+        """The send plan of a valid message, cached by its stamp."""
         attributes = message.attributes
         key = mapping.message_key(message, self._authority), attributes.priority
         route = self._routes.get(key) or self._route(key, attributes.type == UMessageType.UMESSAGE_TYPE_PUBLISH)
@@ -283,17 +283,17 @@ class ZenohSender:
             self._plans[mark] = plan
         return plan
 
-    def _route(self, key: _Key, is_publish: bool) -> _Route:
+    def _route(self, key: _RouteKey, is_publish: bool) -> _KeyRoute:
         if len(self._routes) >= caches.streams_max:
             self._routes.clear()
             self._plans.clear()
-        route = self._routes[key] = _Route(self.session, key, asks=is_publish and self._tells_absence)
+        route = self._routes[key] = _KeyRoute(self.session, key, asks=is_publish and self._tells_absence)
         if key in self._publishers:
             route.declared(self._publishers[key].publisher)
         return route
 
-    def _is_nobody(self, route: _Route) -> bool:
-        """Of a publish that is not known to be heard: whether nobody listens. It may declare a publisher for that."""
+    def _is_nobody(self, route: _KeyRoute) -> bool:
+        """True if nobody listens to a publish on this route. May declare a publisher to find out."""
         key = route.key[0]
         silent, cover = self._presence.around(key)
         if silent:
@@ -311,8 +311,8 @@ class ZenohSender:
         route.watch = declared.watch
         return declared.watch is not None and declared.watch.is_nobody()
 
-    def _declare(self, route: _Route) -> bool:
-        if not self._has_room():
+    def _declare(self, route: _KeyRoute) -> bool:
+        if not self._has_capacity():
             return False
         publisher = self.session.declare_publisher(
             route.key[0], reliability=zenoh.Reliability.RELIABLE, **route.options
@@ -322,15 +322,15 @@ class ZenohSender:
         route.declared(publisher)
         return True
 
-    def _has_room(self) -> bool:
-        """True if there is room for one more publisher, be it that of one whose messages have left long ago."""
+    def _has_capacity(self) -> bool:
+        """True if one more publisher can be declared. May undeclare one that was unused for a whole period."""
         if self.publishers < PUBLISHERS_MAX:
             return True
         now = time.monotonic()
         if now - self._period_began >= UNUSED_S:
             self._unused = [key for key in reversed(self._publishers) if key not in self._used]  # the oldest last
             self._used.clear()
-            self._plans.clear()  # so that each use shows once
+            self._plans.clear()  # so that each used publisher is noted once
             self._period_began = now
         while self._unused:
             key = self._unused.pop()
@@ -340,11 +340,11 @@ class ZenohSender:
                 return True
         return False
 
-    def _await_match(self, route: _Route) -> bool:
-        """Just after the first link: wait until somebody listens, or the time is over. True while it is not."""
+    def _await_match(self, route: _KeyRoute) -> bool:
+        """Just after the first link: wait until somebody listens. False if the time for that is over."""
         if route.publisher is None and not self._declare(route):
             return True
-        publisher: Any = route.publisher  # whose stub says that matching_status is a bool
+        publisher: Any = route.publisher  # its stub has a wrong type for matching_status
         while (now := time.monotonic()) < self._settled_at:
             if publisher.matching_status.matching:
                 self._settled_at = min(self._settled_at, now + SETTLE_MORE_S)
@@ -353,11 +353,11 @@ class ZenohSender:
         return False
 
     def flush(self, timeout_s: float) -> Unread:
-        """Wait until the linked peers have read all that was put; answers those that did not say so."""
+        """Wait until the linked peers have read all messages. Returns those that did not confirm it."""
         if not self._put_at:
             return Unread([], [])
         deadline = time.monotonic() + timeout_s
-        # none is lower than BACKGROUND: it leaves behind everything
+        # BACKGROUND is the lowest priority: the query leaves after all messages
         unread = self._unread(dict(self._peers), timeout_s, zenoh.Priority.BACKGROUND, zenoh.CongestionControl.BLOCK)
         unread = unread._replace(mute=[peer for peer in unread.mute if peer in self._peers])
         until = min(deadline, self._put_at + LINGER_S)
@@ -368,7 +368,7 @@ class ZenohSender:
         return unread
 
     def silent(self, peers: Iterable[str], timeout_s: float) -> Unread:
-        """Which of these peers do not answer now. From any thread."""
+        """Those of `peers` that do not answer now. From any thread."""
         asked = {peer: self._peers.get(peer, False) for peer in peers}
         try:
             return self._unread(asked, timeout_s, zenoh.Priority.REAL_TIME, zenoh.CongestionControl.DROP)
@@ -376,7 +376,7 @@ class ZenohSender:
             return Unread([], [])
 
     def addresses(self) -> dict[str, str]:
-        """Of all peers with a link. From any thread."""
+        """Zenoh id -> address of each peer with a link. From any thread."""
         with contextlib.suppress(zenoh.ZError):
             return {str(link.zid): str(link.dst) for link in self.session.info.links()}
         return {}
@@ -384,11 +384,11 @@ class ZenohSender:
     def _unread(
         self, peers: Mapping[str, bool], timeout_s: float, priority: zenoh.Priority, congestion: zenoh.CongestionControl
     ) -> Unread:
-        """Ask `peers` whether they have read what was sent to them with that priority."""
+        """Ask `peers` whether they have read the messages of that priority."""
         asked = [(peer, answers, self._ask(peer, timeout_s, priority, congestion)) for peer, answers in peers.items()]
         unread = Unread([], [])
         for peer, always_answers, replies in asked:
-            answers = [reply.ok is not None for reply in replies]  # a timeout is an answer that is an error
+            answers = [reply.ok is not None for reply in replies]  # a timeout is an error reply
             if answers and not any(answers):
                 unread.late.append(peer)
             elif not answers and not always_answers:
@@ -409,6 +409,6 @@ class ZenohSender:
 
 
 def answer_flush(query: zenoh.Query) -> None:
-    """On Zenoh's thread. What was put before the query has been read by now: one link is read in its order."""
+    """On Zenoh's thread. All earlier messages of the link have been read, since a link is read in order."""
     with query:
         query.reply(query.key_expr, b"")

@@ -1,12 +1,12 @@
-"""Python that is called often on threads which Python did not start.
+"""Keeps the interpreter's state of threads that Python did not start and that call it often.
 
-first call    -> PyGILState_Ensure, once more -> the interpreter's state of this thread stays: 2.7 us a call, not 10
-thread's end  -> PyGILState_Release           -> it is gone
+first call    -> PyGILState_Ensure, once more -> the state of this thread stays: 2.7 us a call instead of 10
+thread's end  -> PyGILState_Release           -> the state is freed
 
-Each call from such a thread makes a state and ends it again, unless another call is still open. Zenoh's threads come
-and go with its links, hence the Release: what the C library calls for the thread-local objects of C++ when a thread
-ends (glibc). The destructor of a POSIX key comes too late, by then the thread does not know its state. On systems
-without it nothing is kept, and each call costs what it costs.
+Without it, each call from such a thread makes a state and frees it again, unless another call is still open. Zenoh's
+threads start and end with its links, so the release is necessary. It uses the mechanism of glibc for destructors of
+thread-local C++ objects. The destructor of a POSIX key would come too late: the thread no longer knows its state. On
+other systems no state is kept.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import sys
 import threading
 from typing import Final
 
-_LOCKED: Final = 0  # what Ensure answers to who has the interpreter already, and wants back in Release
+_LOCKED: Final = 0  # PyGILState_STATE of a thread that holds the GIL already: Ensure returns it, Release takes it
 
 
 KEPT: Final[set[int]] = set()
-"""Threads, by `threading.get_ident`, that need not ask."""
+"""Threads with a kept state, by `threading.get_ident`."""
 
 
 def _release(_: int | None) -> None:
-    """On the thread that ends. The call that this is ends the state with it."""
+    """On the thread that ends. The state is freed when this call returns."""
     KEPT.discard(threading.get_ident())
     ctypes.pythonapi.PyGILState_Release(_LOCKED)
 
@@ -32,11 +32,13 @@ def _release(_: int | None) -> None:
 _RELEASE: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release)
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 _AT_THREAD_EXIT: Final = getattr(_LIBC, "__cxa_thread_atexit_impl", None)
-_OWNER: Final = ctypes.cast(ctypes.pythonapi.PyGILState_Release, ctypes.c_void_p)  # stays loaded until it was called
+_OWNER: Final = ctypes.cast(
+    ctypes.pythonapi.PyGILState_Release, ctypes.c_void_p
+)  # keeps the library loaded until the call
 
 
 def keep_state() -> None:
-    """On a foreign thread that is not in KEPT: its state in the interpreter stays until it ends."""
+    """Keep the state of this thread, which Python did not start and which is not in KEPT, until the thread ends."""
     KEPT.add(threading.get_ident())
     if _AT_THREAD_EXIT is not None and _AT_THREAD_EXIT(_RELEASE, None, _OWNER) == 0:
         ctypes.pythonapi.PyGILState_Ensure()

@@ -1,16 +1,16 @@
-"""Zenoh: publications both ways.
+"""The Zenoh transport: sends and receives publications, on the event loop.
 
-send_batch -> one hop -> sender thread: ZenohSender                                BLOCK: a slow peer is felt here
-Zenoh's thread: Receiver: bytes, and which filters want their key -> Arrivals, of calls or of the rest
+send_batch -> one hop -> sender thread: ZenohSender                         congestion control BLOCK: a slow peer delays
+Zenoh's thread: Receiver: bytes, and the filters that match their key -> Arrivals, of calls or of publishes
 loop:           decode, UUri matching for those filters -> listeners
 close -> listeners take what has arrived | peers confirm what was sent -> Zenoh's close
 
-Zenoh acknowledges nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a
-link with one task, which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and
-responses pass publishes that are held, as far as receiver.HELD_MESSAGES_MAX goes.
+Zenoh acknowledges nothing: messages on their way are lost when a link breaks, so there is no Capability.ACK. It reads a
+link with one task, which waits while a subscriber's callback blocks. So there are two Arrivals: requests and responses
+pass publishes that listeners hold, up to receiver.HELD_MESSAGES_MAX of those.
 
-How priorities map: mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
-access_control (`settings`), with TLS or user and password to tell who is who.
+Priorities: mapping.PRIORITIES. Zenoh's access_control (`settings`) decides who may publish and subscribe, with TLS or
+user and password to identify peers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import contextlib
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final
 
 import structlog
 import zenoh
@@ -50,20 +50,87 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 CLOSE_S_MAX: Final = 2.5
 # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
 LEAVE_S_MAX: Final = 1.5
-# after Zenoh has cut off a peer, until it is found out who that was
+# after Zenoh has cut off a peer, until that peer is known
 CUT_S_MAX: Final = 4.0
-RENEWAL_LOOK_S: Final = 10.0  # between two looks at the TLS files of who listens
-REOPEN_MS_MIN: Final = 200  # between tries to open the session again after a renewal, and ...
-REOPEN_MS_MAX: Final = 10_000
-UNREAD: Final = "what was sent last may not have been read"
+RENEWAL_LOOK_S: Final = 10.0  # between two checks of the TLS files of a transport that listens
+REOPEN_MS_MIN: Final = 200  # the first pause between two attempts to open the session after a renewal
+REOPEN_MS_MAX: Final = 10_000  # the longest one
+UNREAD: Final = "the last messages may not have been read"
 
 log = structlog.get_logger()
-T = TypeVar("T")
+
+
+class Renewals:
+    """Opens the session of a transport that listens with TLS again when its files have changed and can be loaded.
+
+    Zenoh reads these files when a session opens. Messages that are sent meanwhile are answered UNAVAILABLE; listeners
+    stay.
+    """
+
+    def __init__(
+        self,
+        files: TlsFiles,
+        authority: str,
+        opening: asyncio.Lock,
+        close_session: Callable[[], Coroutine[Any, Any, None]],
+        open_session: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._files, self._authority, self._opening = files, authority, opening
+        self._close_session, self._open_session = close_session, open_session
+        self._task: asyncio.Task[None] | None = None
+        self._reopening = ""  # why the session can't be opened yet
+
+    @property
+    def troubles(self) -> list[str]:
+        return [trouble for trouble in (self._files.trouble, self._reopening) if trouble]
+
+    async def load(self) -> ssl.SSLContext | None:
+        """Returns None if the files can't be loaded and never could."""
+        try:
+            return await asyncio.to_thread(self._files.current)
+        except UStatusError:
+            return None
+
+    def start(self, used: ssl.SSLContext | None) -> None:
+        self._task = asyncio.create_task(self._follow(used))
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _follow(self, used: ssl.SSLContext | None) -> None:
+        while True:
+            await asyncio.sleep(RENEWAL_LOOK_S)
+            now = await self.load()
+            if now is not None and now is not used:
+                async with self._opening:
+                    await self._reopen()
+                used = now
+
+    async def _reopen(self) -> None:
+        log.info("the TLS files have changed: the Zenoh session is opened again", authority=self._authority)
+        backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
+        closing = asyncio.create_task(self._close_session())  # messages that have arrived stay
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing  # nobody else would close the session
+            raise
+        while True:
+            try:
+                await self._open_session()
+                break
+            except UStatusError as error:  # Zenoh may still hold the port
+                self._reopening = f"the TLS files have changed, and the session can't be opened with them: {error}"
+                log.warning("the Zenoh session can't be opened again yet", authority=self._authority, why=str(error))
+            await backoff.wait()
+        self._reopening = ""
 
 
 class ZenohTransport(TransportBase):
-    """One Zenoh session. Connected while at least one peer or router is linked: without one nobody would take what we
-    send."""
+    """One Zenoh session. Connected while at least one peer or router is linked."""
 
     capabilities = (
         Capability.PUSH
@@ -82,22 +149,22 @@ class ZenohTransport(TransportBase):
         self._receiver = Receiver(self.listeners, config.subscriptions_max)
         self._sender: ZenohSender | None = None  # of the session; None: closed
         self._stalls: StallWatch | None = None  # of the sender
-        self._stall_s = 0.0  # so long Zenoh waits for a peer that reads nothing
-        self._cut_until = 0.0  # loop time; until then the only peer may be one that was cut off
+        self._stall_s = 0.0  # how long Zenoh waits for a peer that reads nothing
+        self._cut_until = 0.0  # until then the only linked peer may be one that was cut off; loop time
         self._peer_lost = asyncio.Event()
-        self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
+        self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on the sender thread
         self._on_heard: list[HeardCallback] = []
         self._news = HeardNews(self._sends, lambda keys: tell(self._on_heard, keys))
-        self._unprobed = 0  # of the sessions before this one
+        self._unprobed = 0  # in earlier sessions
         self._addresses: Cache[tuple[bytes, bytes | None], str] = Cache(ROUTES_CACHED_MAX)
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
-        # of who listens: Zenoh reads them when a session opens, and those of who connects at each link
-        self._tls_files = config.listening_files()
-        self._renewing: asyncio.Task[None] | None = None
-        self._sessions = 0  # so far
-        self._reopening = ""  # why the session is not open again yet, after a renewal
-        self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
+        files = config.listening_files()
+        self._renewals = (
+            Renewals(files, self.authority, self._opening, self._close_session, self._open_session) if files else None
+        )
+        self._sessions = 0  # number of sessions so far
+        self._peers: dict[str, bool] = {}  # linked peers, by Zenoh id; True: it answers every query
 
     def __repr__(self) -> str:
         state = f"{len(self._peers)} peers" if self.is_open else "closed"
@@ -105,7 +172,7 @@ class ZenohTransport(TransportBase):
 
     @property
     def dropped(self) -> Counter[str]:
-        """And `unwanted`: what a subscription brought that covers many filters, and none of them wants."""
+        """Also `unwanted`: messages of a subscription that covers many filters, none of which matches."""
         dropped = self.listeners.dropped
         if self._receiver.unwanted:
             dropped["unwanted"] = self._receiver.unwanted
@@ -113,12 +180,12 @@ class ZenohTransport(TransportBase):
 
     @property
     def unprobed(self) -> int:
-        """Publishes that were sent though it was not known whether anybody listens, since as many publishers are
-        declared as may be. Counted with `tells_absence` alone."""
+        """Publishes that were sent without knowing whether anybody listens, at the limit of declared publishers.
+        Counted only with `tells_absence`."""
         return self._unprobed + (self._sender.unprobed if self._sender is not None else 0)
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
-        """The key; for addresses that no key can hold, what other transports answer."""
+        """The key. For addresses without a valid key, the address that other transports use."""
         if sink is not None and uris.has_wildcard(sink):  # a publish for a streamer
             sink = None
         pair = source.SerializeToString(), sink.SerializeToString() if sink is not None else None
@@ -143,15 +210,13 @@ class ZenohTransport(TransportBase):
             self._loop = asyncio.get_running_loop()
             self._receiver.open(self.wire_bytes_max)
             self._news.open(self._loop)
-            if self._tls_files is None:
-                await self._open_session()
-                return
-            used = await _context(self._tls_files)  # before Zenoh reads them
+            used = await self._renewals.load() if self._renewals is not None else None  # before Zenoh reads the files
             await self._open_session()
-            self._renewing = asyncio.create_task(self._follow_renewals(self._tls_files, used))
+            if self._renewals is not None:
+                self._renewals.start(used)
 
     async def _open_session(self) -> None:
-        try:  # a session that nobody has would keep the port
+        try:  # on_own_thread closes the session if this is cancelled: it would keep the port
             session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
         except zenoh.ZError as error:
             raise translate(error, "opening the Zenoh session") from None
@@ -164,25 +229,25 @@ class ZenohTransport(TransportBase):
             self._on_peer(transport, True)
 
     def _join(self) -> zenoh.Session:
-        """On a thread of its own.
+        """Open a session, on a thread of its own.
 
-        What is rare is called on Zenoh's threads (`indirect=False`): for the others Zenoh starts a thread of Python's,
-        a daemon as this one is, and one that comes back from Rust while the interpreter ends aborts the process.
+        The callbacks run on Zenoh's threads (`indirect=False`). Otherwise Zenoh would start a daemon thread of Python,
+        which aborts the process if it returns from Rust while the interpreter ends.
         """
         loop = self._loop
         number = self._sessions = self._sessions + 1
 
-        def tell(transport: zenoh.Transport, opened: bool) -> None:
-            if number == self._sessions:  # a peer has the same id in the next session, and may be there already
+        def note(transport: zenoh.Transport, opened: bool) -> None:
+            if number == self._sessions:  # a peer has the same id in the next session, and may be linked already
                 self._on_peer(transport, opened)
 
         def on_event(event: zenoh.TransportEvent) -> None:
             opened = event.kind == zenoh.SampleKind.PUT
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, event.transport, opened)
+                loop.call_soon_threadsafe(note, event.transport, opened)
 
         self._stall_s = self._config.stall_s
-        # whoever links to a port of ours before we subscribe sends to nobody
+        # subscribe before peers link to our port: earlier messages are lost
         session = linked(self._config, self.wire_bytes_max, self._receiver.declare, self._receiver.undeclare)
         try:
             session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", Callback(answer_flush, indirect=False))
@@ -195,14 +260,12 @@ class ZenohTransport(TransportBase):
         return session
 
     async def close(self) -> None:
-        """Stop listening, let listeners take what has arrived and peers read what was sent, and leave.
+        """Stop listening, let listeners take what has arrived and peers read what was sent, and close the session.
 
         Takes CLOSE_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
         """
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
-            self._renewing = None
+        if self._renewals is not None:
+            await self._renewals.stop()
         await self._close_session(self._receiver.close)
 
     async def _close_session(self, end_arrivals: Callable[[], None] = lambda: None) -> None:
@@ -212,7 +275,7 @@ class ZenohTransport(TransportBase):
             end_arrivals()
             return
         self._unprobed += sender.unprobed
-        flush = self._loop.run_in_executor(sender.thread, self._flush, sender)  # behind what is queued
+        flush = self._loop.run_in_executor(sender.thread, self._flush, sender)  # after all queued messages
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
@@ -225,43 +288,11 @@ class ZenohTransport(TransportBase):
         for peer in list(self._peers):
             self._lost(peer)
 
-    # Renewed certificates
-
     @property
     def troubles(self) -> list[str]:
-        files = self._tls_files.trouble if self._tls_files is not None else ""
+        files = self._renewals.troubles if self._renewals is not None else []
         stall = self._stalls.trouble if self._stalls is not None else ""
-        return [trouble for trouble in (files, self._reopening, stall) if trouble]
-
-    async def _follow_renewals(self, files: TlsFiles, used: ssl.SSLContext | None) -> None:
-        """Open the session again when the files have changed and can be loaded, until cancelled. What is sent meanwhile
-        is answered UNAVAILABLE, and listeners stay."""
-        while True:
-            await asyncio.sleep(RENEWAL_LOOK_S)
-            now = await _context(files)
-            if now is not None and now is not used:
-                async with self._opening:
-                    await self._reopen()
-                used = now
-
-    async def _reopen(self) -> None:
-        log.info("the TLS files have changed: the Zenoh session is opened again", authority=self.authority)
-        backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
-        closing = asyncio.ensure_future(self._close_session())  # what has arrived stays, for who takes it later
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing  # nobody else knows the session any more
-            raise
-        while True:
-            try:
-                await self._open_session()
-                break
-            except UStatusError as error:  # Zenoh may still hold the port
-                self._reopening = f"the TLS files have changed, and the session can't be opened with them: {error}"
-                log.warning("the Zenoh session can't be opened again yet", authority=self.authority, why=str(error))
-            await backoff.wait()
-        self._reopening = ""
+        return [*files, stall] if stall else files
 
     async def _drain(self) -> None:
         async with self.registering:
@@ -270,19 +301,19 @@ class ZenohTransport(TransportBase):
 
     def _flush(self, sender: ZenohSender) -> None:
         """On the sender thread."""
-        with contextlib.suppress(zenoh.ZError):  # the session is closed by now
+        with contextlib.suppress(zenoh.ZError):  # the session is already closed
             unread = sender.flush(CLOSE_S_MAX)
             if unread.late:
                 log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX, peers=unread.late)
             if unread.mute:
                 log.info(
-                    "peers of another make don't confirm what they have read",
+                    "peers with another implementation do not confirm what they have read",
                     authority=self.authority,
                     peers=unread.mute,
                 )
 
     async def _leave(self, sender: ZenohSender) -> None:
-        """Close the session on a thread that nobody needs to wait for: not we, and not the end of the process."""
+        """Close the session on a thread of its own, which may take longer than LEAVE_S_MAX and than the process."""
         left = asyncio.Event()
 
         def close() -> None:
@@ -297,7 +328,7 @@ class ZenohTransport(TransportBase):
                 await left.wait()
         except TimeoutError:
             log.warning("Zenoh is still closing the session", authority=self.authority, waited_s=LEAVE_S_MAX)
-        for send in self._sends:  # a put that waits for a peer: Zenoh does not end it with the session
+        for send in self._sends:  # Zenoh does not end a put that waits for a peer
             send.cancel()
 
     def _on_peer(self, transport: zenoh.Transport, linked: bool) -> None:
@@ -309,7 +340,7 @@ class ZenohTransport(TransportBase):
             if not self.connected:
                 self._sender.first_link()
                 self.set_connected(True)
-                if self._sessions > 1:  # what was answered in the session before, this one does not know
+                if self._sessions > 1:  # the new session does not know the answers "nobody" of the last one
                     self._news.add(None)
 
     def _lost(self, peer: str) -> None:
@@ -319,17 +350,10 @@ class ZenohTransport(TransportBase):
         self.set_connected(bool(self._peers), f"no Zenoh session is linked to ours, the last was {peer}{sought}")
 
     def _answers_again(self, peer: str) -> None:
-        """It was taken for lost, and its link stands."""
+        """A peer that counted as lost answers, and still has a link."""
         for transport in self._sender.session.info.transports() if self._sender is not None else ():
             if str(transport.zid) == peer:
                 self._on_peer(transport, True)
-
-    async def _call(self, doing: str, call: Callable[[], T]) -> T:
-        """A control call of Zenoh, off the loop."""
-        try:
-            return await asyncio.to_thread(call)
-        except zenoh.ZError as error:
-            raise translate(error, doing) from None
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         if self._sender is None or self._stalls is None:
@@ -352,12 +376,12 @@ class ZenohTransport(TransportBase):
             self._cut_until = self._loop.time() + CUT_S_MAX
         if len(self._peers) == 1 and self._loop.time() < self._cut_until:
             await self._await_loss()
-        if not self._peers:  # lost meanwhile: what was put may have gone nowhere
+        if not self._peers:  # lost meanwhile: nobody may have got the messages
             return [NO_PEER if status is OK else status for status in statuses]
         return statuses
 
     async def _await_loss(self) -> None:
-        """The only peer may have been cut off: then nobody has what was put since. It turns out a moment later."""
+        """Wait until it is known whether the only peer was cut off: then nobody has got the last messages."""
         self._peer_lost.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._cut_until):
@@ -368,7 +392,7 @@ class ZenohTransport(TransportBase):
         self._receiver.want([(self._key(filter), filter)])
 
     async def listen(self, filter: Filter) -> None:
-        """Other sessions learn of it a moment later; until then their messages don't come."""
+        """Other sessions learn about the subscription a moment later; until then their messages do not come."""
         key = self._key(filter)
         if self._receiver.want([(key, filter)]):
             await self._declare([key], f"subscribing to {key}")
@@ -379,30 +403,30 @@ class ZenohTransport(TransportBase):
         statuses: list[UStatus] = []
         async with self.registering:
             self.check_open()
-            new: dict[int, tuple[Filter, UUri, UUri | None]] = {}  # by their places
-            for place, (source, sink) in enumerate(filters):
+            new: dict[int, tuple[Filter, UUri, UUri | None]] = {}  # by index in `filters`
+            for index, (source, sink) in enumerate(filters):
                 statuses.append(OK)
                 try:
                     filter = self.listeners.add(source, sink, listener)
                 except UStatusError as error:
-                    statuses[place] = error.status
+                    statuses[index] = error.status
                     continue
                 if filter is not None:
-                    new[place] = filter, source, sink
+                    new[index] = filter, source, sink
             try:
                 answers = await self._listen_all([filter for filter, _, _ in new.values()]) if new else []
             except BaseException:
                 for _, source, sink in new.values():
                     self.listeners.remove(source, sink, listener)
                 raise
-            for (place, (_, source, sink)), status in zip(new.items(), answers, strict=True):
-                statuses[place] = status
+            for (index, (_, source, sink)), status in zip(new.items(), answers, strict=True):
+                statuses[index] = status
                 if status.code != UCode.OK:
                     self.listeners.remove(source, sink, listener)
         return statuses
 
     async def _listen_all(self, filters: Sequence[Filter]) -> list[UStatus]:
-        """One hop for all of them."""
+        """Subscribe to all `filters` in one call of another thread."""
         statuses: list[UStatus] = []
         pairs: list[tuple[str, Filter]] = []
         for filter in filters:
@@ -427,27 +451,19 @@ class ZenohTransport(TransportBase):
         return mapping.filter_key(filter.source, filter.sink, self.authority)
 
     async def _declare(self, new: list[str], doing: str) -> None:
-        """What `new` has joined; without it if that fails."""
+        """Bring the subscriptions in line with the filters; if that fails, remove the keys `new` again."""
         sender = self._sender
         assert sender is not None, "only an open transport listens"
         try:
-            await self._call(doing, lambda: self._receiver.declare(sender.session))
-        except UStatusError:
+            await asyncio.to_thread(self._receiver.declare, sender.session)
+        except zenoh.ZError as error:
             self._receiver.unwant(new)
-            raise
+            raise translate(error, doing) from None
 
 
 _CLOSED: Final = UStatus(
     code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent"
 )
-
-
-async def _context(files: TlsFiles) -> ssl.SSLContext | None:
-    """None if they can't be loaded, and never could."""
-    try:
-        return await asyncio.to_thread(files.current)
-    except UStatusError:
-        return None
 
 
 def _close(session: zenoh.Session) -> None:
