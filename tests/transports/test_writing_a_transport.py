@@ -128,7 +128,6 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
         "ends",
         "needs",
         "needs_hook",
-        "needs_one_hook",
         "lacks_hook",
         "send_until_taken",
         "gated",

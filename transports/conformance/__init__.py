@@ -1,4 +1,4 @@
-"""What every transport must show. A plugin's whole test file is one class:
+"""The tests that every transport must pass. A plugin's whole test file is one class:
 
     class TestMynet(TransportConformance):
         capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
@@ -9,11 +9,11 @@
 base.py      the hooks that a plugin's class overrides
 sending.py   addresses.py  filters.py  listening.py  delivery.py  pressure.py  connection.py  loop.py  errors.py
              the tests
-messages.py  what they send             sinks.py  listeners that wait
-deadline.py  what a test that hangs was waiting for
+messages.py  the messages of the tests  sinks.py  listeners that wait
+deadline.py  deadlines of tests, which report what a test was waiting for
 peer.py      the other end of the test with two processes
 proxy.py     a TCP link that a test can cut
-watch.py     the loop and its threads
+watch.py     watches the event loop, threads and tasks
 
 Needs the extra `conformance` (pytest, pytest-asyncio in strict or auto mode, pytest-timeout). With --strict-markers,
 add "spec(id, doc): the requirement of the uProtocol specification that the test proves" to the markers of your project.
@@ -51,7 +51,7 @@ class TransportConformance(
     LoopConformance,
     ErrorConformance,
 ):
-    """Every test there is. See transports.conformance.base.TransportHarness for the hooks."""
+    """All tests. See transports.conformance.base.TransportHarness for the hooks."""
 
 
 __all__ = ["ALPHA", "BETA", "Sink", "TcpProxy", "TransportConformance", "TransportHarness"]

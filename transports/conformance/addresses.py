@@ -1,8 +1,8 @@
-"""Addresses of the network: nobody listens at one, or the network refuses one, and the others go on.
+"""Addresses of the network: nobody listens at one, or the network refuses one, and the others still work.
 
 publish -> nobody listens -> nobody_listens, delivered to nobody -> a listener comes -> sent again: OK, once, in order
-batch   -> the network answers with an error -> no OK, delivered to nobody -> it takes them: sent again: OK, in order
-batch   -> its address is refused -> PERMISSION_DENIED or UNAUTHENTICATED; what has other addresses arrives
+batch   -> the network answers with an error -> no OK, delivered to nobody -> it accepts them: sent again: OK, in order
+batch   -> its address is refused -> PERMISSION_DENIED or UNAUTHENTICATED; messages to other addresses arrive
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADDRESS_CHARACTERS_MAX: Final = 1_024
 
 class AddressConformance(TransportHarness):
     def publication(self, payload: bytes, resource: int = 0x9A01, authority: str = BETA) -> UMessage:
-        """A publish of alpha, with the sink of a streamer of `authority` where the network needs one."""
+        """A publish of alpha, with the sink of a streamer of `authority` if the network needs one."""
         source = topic(resource=resource)
         if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
             return publish(payload, source)
@@ -43,14 +43,14 @@ class AddressConformance(TransportHarness):
         return [self.publication(payload, resource) for payload in payloads]
 
     def filters(self, resource: int = 0x9A01, authority: str = BETA) -> tuple[UUri, UUri | None]:
-        """The pair that `publication` matches."""
+        """The pair of filters that matches `publication`."""
         if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
             return topic(resource=resource), None
         return uris.pattern(ALPHA), uris.pattern(authority)
 
     async def unheard(self, sender: UTransport, *payloads: bytes, resource: int = 0x9A01) -> list[UMessage]:
-        """Publishes that have just been answered that nobody listens, each of them; sent until the network knows it.
-        Those before were lost, as nobody listens."""
+        """Publishes that have just been answered `nobody_listens`. Others are sent until the network gives this answer
+        to all of a batch."""
         messages, statuses = self.publications(*payloads, resource=resource), list[UStatus]()
         await self.nobody(messages[0].attributes.source, _sink(messages[0]))
         async with asyncio.timeout(self.deadline_s):
@@ -78,7 +78,7 @@ class AddressConformance(TransportHarness):
         copies = copy.deepcopy(pairs)
         named = [pair[0].address_of(source, sink) for source, sink in pairs]
         assert [pair[0].address_of(source, sink) for source, sink in pairs] == named
-        assert pairs == copies, "the addresses are the caller's"
+        assert pairs == copies, "address_of must not change the addresses of its caller"
         for name in named:
             assert isinstance(name, str)
             assert 0 < len(name) <= ADDRESS_CHARACTERS_MAX
@@ -87,11 +87,11 @@ class AddressConformance(TransportHarness):
 
     # Nobody listens.
 
-    async def test_a_publish_that_nobody_hears_is_told_and_waits_for_its_sender(self, pair: Pair) -> None:
-        """It does not come by itself later. Sent again, once somebody listens, it arrives once and in order."""
+    async def test_a_publish_that_nobody_hears_is_reported_and_waits_for_its_sender(self, pair: Pair) -> None:
+        """It does not arrive later by itself. Sent again, when somebody listens, it arrives once and in order."""
         self.needs(Capability.ABSENCE)
-        sender, told = pair[0], list[Sequence[str] | None]()
-        sender.on_heard(told.append)
+        sender, reported = pair[0], list[Sequence[str] | None]()
+        sender.on_heard(reported.append)
         sender.tells_absence = True
         messages = await self.unheard(sender, b"1", b"2", b"3")
         heard = await self.listen(pair, *self.filters())
@@ -102,7 +102,10 @@ class AddressConformance(TransportHarness):
         assert await self.settle(sender, heard) == [b"1", b"2", b"3"]
         attributes = messages[0].attributes
         address = sender.address_of(attributes.source, _sink(messages[0]))
-        assert not told or any(addresses is None or address in addresses for addresses in told), (address, told)
+        assert not reported or any(addresses is None or address in addresses for addresses in reported), (
+            address,
+            reported,
+        )
 
     async def test_a_publish_is_taken_while_somebody_listens_and_no_longer(self, pair: Pair) -> None:
         self.needs(Capability.ABSENCE)
@@ -119,7 +122,7 @@ class AddressConformance(TransportHarness):
 
     @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
     async def test_a_wildcard_that_is_unregistered_listens_no_more(self, pair: Pair) -> None:
-        """The network is told, also while another listener stays: so what only the wildcard matched is for nobody."""
+        """The network must know it even if another listener stays: nobody gets what only the wildcard matched."""
         self.needs(Capability.ABSENCE)
         sender, (source, sink) = pair[0], self.filters()
         sender.tells_absence = True
@@ -128,14 +131,14 @@ class AddressConformance(TransportHarness):
             pytest.skip("the plugin does not declare Capability.WILDCARD_SOURCE")
         wide, narrow = await self.listen(pair, *everything), await self.listen(pair, source, sink)
         await pair[1].unregister_listener(everything[0], wide, everything[1])
-        if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:  # else the narrow one has all of alpha's
+        if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:  # else the narrow one gets all of alpha's
             await self.unheard(sender, b"nobody", resource=OTHER)
         await self.send_until_taken(sender, self.publications(b"for the narrow one"))
         await narrow.expect_payload(b"for the narrow one")
         assert wide.payloads == []
 
     async def test_only_a_publish_waits_for_somebody_who_listens(self, pair: Pair) -> None:
-        """Of a notification that nobody hears nothing is told; and of a publish neither, unless its owner asks."""
+        """A notification that nobody hears is answered OK; so is a publish, unless its owner asks for absence."""
         sender = pair[0]
         sender.tells_absence = True
         assert codes(await sender.send_batch([notification(b"unheard")])) == [UCode.OK]
@@ -147,21 +150,21 @@ class AddressConformance(TransportHarness):
     # The network refuses.
 
     async def test_what_the_network_answers_with_an_error_is_not_sent(self, pair: Pair) -> None:
-        """Whatever the error is: it is not OK, and a later try is the first that arrives."""
-        self.needs_one_hook("refuse_messages", "refuse_address")
+        """No error is answered OK, and the messages of a later attempt are the first that arrive."""
+        self.needs_hook("refuse_messages", "refuse_address")
         sender, heard = pair[0], await self.listen(pair, topic(), reply())
         await self.send_all(sender, [notification(b"before")])
         await self.refuse_messages(ALPHA)
         messages = self.traffic(3)
         for status in await sender.send_batch(messages):
-            assert status.code != UCode.OK, "the network has answered with an error: a message that is lost is not sent"
+            assert status.code != UCode.OK, "the network answered with an error, so the message is not sent"
             assert status.message
         await self.take_messages(ALPHA)
         await self.send_until_taken(sender, messages, *REFUSED)
         assert await self.settle(sender, heard) == [b"before", b"0", b"1", b"2"]
 
     async def test_an_address_that_is_refused_costs_no_other(self, ends: Ends, pair: Pair) -> None:
-        """Also in the same batch; and what goes there is taken when the network allows it."""
+        """Not even in the same batch; and messages to it are accepted when the network allows it."""
         self.needs_hook("refuse_address")
         self.needs(Capability.PUSH)
         sender, gamma = pair[0], await ends(GAMMA)

@@ -1,11 +1,11 @@
-"""The hooks of the conformance suite, and what its tests have in common.
+"""The hooks of the conformance suite, and the common parts of its tests.
 
 make_end("alpha") --- the plugin's network --- make_end("beta")      each test gets a fresh, open pair, and closes
-     send_batch                                 Sink: collects, and    whatever it made
-                                                wakes the test when enough has come
+     send_batch                                 Sink: collects, and    all ends that it made
+                                                wakes the test when enough messages have arrived
 
-Hooks are `async` methods, but for `normalise` and `peer_process`. Only `make_end` and `capabilities` are demanded: a
-hook that is left out skips what needs it, and says so.
+Hooks are `async` methods, except `normalise` and `peer_process`. Only `make_end` and `capabilities` are required:
+without another hook, the tests that need it are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Pair = tuple[UTransport, UTransport]
 PROBE_EVERY_S: Final = 0.05
 SENT_AT_ONCE: Final = 500
 EVENTUALLY_EVERY_S: Final = 0.01
-HANGS_S: Final = 120.0  # for a test with its fixtures; a loop that can't be closed is given up then
+TIMEOUT_S: Final = 120.0  # of a test with its fixtures; also ends one whose loop can't be closed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the marker need not be registered in the plugin's project
     spec = pytest.mark.spec
-    _hangs = pytest.mark.timeout(HANGS_S)
+    _timeout = pytest.mark.timeout(TIMEOUT_S)
 
 
 class Ends:
@@ -56,7 +56,7 @@ class Ends:
         return self.keep(await self._harness.make_end(authority, **limits))
 
     def keep(self, end: UTransport) -> UTransport:
-        """Close this one too: it is of another hook."""
+        """Also close `end`, which another hook has made."""
         self._made.push_async_callback(self._close, end)
         return end
 
@@ -68,7 +68,7 @@ class Ends:
         return alpha, beta
 
     async def close(self) -> None:
-        """All of them, whatever one of them raises, and none for longer than a test may take."""
+        """Close all ends, even if one raises, and none for longer than a test may take."""
         await self._made.aclose()
 
     async def _close(self, end: UTransport) -> None:
@@ -76,74 +76,75 @@ class Ends:
 
 
 class TransportHarness:
-    """Override `capabilities` and `make_end`; the others make more tests possible, or describe the network."""
+    """Override `capabilities` and `make_end`. The other attributes describe the network; the other hooks allow more
+    tests."""
 
-    pytestmark: ClassVar[list[pytest.MarkDecorator]] = [pytest.mark.asyncio, _hangs]
+    pytestmark: ClassVar[list[pytest.MarkDecorator]] = [pytest.mark.asyncio, _timeout]
 
     capabilities: Capability
-    """What the transport declares; the suite checks that it is what it does."""
+    """What the transport declares; the suite checks that it behaves so."""
 
     discovery: bool = False
-    """True if the network needs a moment, after register_listener has returned, until other ends know of it (Zenoh,
-    DDS). The suite then sends probes until one arrives; a network that can do without must."""
+    """True if other ends learn about a filter only a moment after register_listener has returned (Zenoh, DDS). The
+    suite then sends probes until one arrives. Leave it False for all other networks."""
 
     refuses_foreign_source: bool = False
-    """True if the network sees at once that a source is not the sender's own: then PERMISSION_DENIED is demanded."""
+    """True if the network checks that a source is the sender's own: then PERMISSION_DENIED is required."""
 
     routes_streamed_publish: bool = True
-    """False if the network carries a publish with a streamer's sink as one without (Zenoh's keys): then it reaches only
-    listeners whose sink filter has the authority `*`, and a streamer takes that sink away before it sends into such a
-    network (A-11)."""
+    """False if the network carries a publish with a streamer's sink as one without a sink (Zenoh's keys). Then it
+    reaches only listeners whose sink filter has the authority `*`, and a streamer removes that sink before it sends
+    (A-11)."""
 
     deadline_s: float = 10.0
-    """How long the suite waits for what must come."""
+    """How long the suite waits for a message that must arrive."""
 
     test_deadline_s: float = 60.0
-    """How long a test may take in all, at most 100. One that hangs fails then, and says what it was waiting for."""
+    """How long a test may take in all, at most 100. After that it fails and reports what it was waiting for."""
 
     settle_s: float = 0.05
-    """How much later than a message of another stream something may arrive; how long the suite waits for what must not
-    come."""
+    """How much later than a message of another stream a message may arrive; how long the suite waits for one that must
+    not arrive."""
 
     flood_messages: int = 20_000
-    """What the slow listener is sent: choose more than your transport's queues hold."""
+    """Number of messages for the slow listener: choose more than your transport's queues hold."""
 
     payload_bytes_max: int = 1 << 20
     """The largest payload that the suite sends."""
 
     network_drops_too_large: bool = False
-    """True if the network is told how large messages may be, and keeps larger ones from us (MQTT): then `dropped` can't
+    """True if the network knows the largest size and does not deliver larger messages (MQTT): then `dropped` can't
     count them."""
 
     slows_senders: bool = True
-    """False if a broker keeps more for a slow end than `flood_messages`: then its sender feels nothing."""
+    """False if a broker keeps more than `flood_messages` for a slow end: then the sender is not slowed down."""
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
         """A closed transport of that authority, all on one network. `limits` are `listeners_max`,
         `listeners_per_filter_max`, names that the plugin's config should have
         (req~utransport-registerlistener-max-listeners~1).
 
-        Called several times in a test, also for one authority: a later one comes when the one before it is closed, or
-        will never be opened. The suite closes every end that it made, before fixtures of yours end.
+        Called several times in a test, also for one authority; then the earlier end is closed or never opened. The
+        suite closes every end before your fixtures end.
         """
         raise NotImplementedError("make_end: return a closed transport of your plugin")
 
     async def make_unreachable(self, authority: str) -> UTransport:
-        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`. Called once in
-        a test."""
+        """A closed transport whose network can't be reached; `open` should fail within `deadline_s`. Called once in a
+        test."""
         self.lacks_hook("make_unreachable")
 
     async def make_refused(self, authority: str) -> UTransport:
-        """A closed transport that the network won't let in (a wrong password). Called once in a test."""
+        """A closed transport that the network does not admit (a wrong password). Called once in a test."""
         self.lacks_hook("make_refused")
 
-    async def make_deaf(self, authority: str) -> UTransport:
-        """A closed transport that the network lets in, but not listen (an access list). Called once in a test."""
+    async def make_deaf(self, authority: str) -> UTransport:  # prose: ok
+        """A closed transport that may connect but not listen (an access list). Called once in a test."""
         self.lacks_hook("make_deaf")
 
     async def refuse_filter(self, authority: str, source: UUri, sink: UUri) -> None:
         """From now on the network refuses this pair of filters to all ends of `authority`, also on a new connection,
-        and takes all others (an access list). May be called again after `allow_filters`."""
+        and accepts all others (an access list). May be called again after `allow_filters`."""
         self.lacks_hook("refuse_filter")
 
     async def allow_filters(self, authority: str) -> None:
@@ -151,65 +152,58 @@ class TransportHarness:
         self.lacks_hook("allow_filters")
 
     async def refuse_address(self, authority: str, source: UUri, sink: UUri | None) -> None:
-        """From now on the network refuses what the end of `authority`, which is open, sends to this address
-        (`address_of`), and takes all others (an access list). Called several times in a test; each time one more is
-        refused."""
+        """From now on the network refuses messages that the open end of `authority` sends to this address
+        (`address_of`), and accepts all others (an access list). Called several times in a test, each time for one more
+        address."""
         self.lacks_hook("refuse_address")
 
     async def allow_addresses(self, authority: str) -> None:
-        """The end of `authority` may send anywhere again: on the connection that it has, or after it has connected
+        """The end of `authority` may send to any address again: on its present connection, or after it has connected
         again by itself."""
         self.lacks_hook("allow_addresses")
 
     async def refuse_messages(self, authority: str) -> None:
-        """From now on the network answers whatever the end of `authority` sends with an error, on a connection that
-        stays (its store is full, a stream or a right is missing). Default: it refuses the one address that the test
-        sends to, by `refuse_address`."""
-        self.needs_one_hook("refuse_messages", "refuse_address")
+        """From now on the network answers all messages of the end of `authority` with an error, without ending the
+        connection (its store is full, a stream or a permission is missing). Default: `refuse_address` for the address
+        of the test."""
+        self.needs_hook("refuse_messages", "refuse_address")
         await self.refuse_address(authority, topic(), reply())
 
     async def take_messages(self, authority: str) -> None:
-        """The network takes what the end of `authority` sends again. Default: `allow_addresses`."""
+        """The network accepts messages of the end of `authority` again. Default: `allow_addresses`."""
         await self.allow_addresses(authority)
 
     async def nobody(self, source: UUri, sink: UUri | None) -> None:
-        """Returns when the network knows that nobody listens at this address, where no listener of the suite is
-        registered any more. Default: at once; the suite sends until it is answered so."""
+        """Returns when the network knows that nobody listens at this address, where the suite has unregistered its
+        listeners. Default: at once; the suite sends until it gets that answer."""
 
     def normalise(self, message: UMessage) -> UMessage:
-        """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change
-        and return it.
+        """The form in which `message` arrives, if your mapping documents that it can't distinguish two forms. May
+        change and return `message`.
 
-        Default (A-19): a payload without bytes and without format is no payload. Everything else must arrive as it was
-        sent.
+        Default (A-19): a payload without bytes and without format is no payload. All else must arrive unchanged.
         """
         if not message.payload and not message.attributes.payload_format:
             message.ClearField("payload")
         return message
 
     async def inject(self, message: UMessage) -> None:
-        """Put `message` on the network in the plugin's encoding, past all checks of `send`: it may be invalid or
-        expired.
-
-        Called several times in a test; each time `beta` is open and listens."""
+        """Put `message`, which may be invalid or expired, on the network in the plugin's encoding, without the checks
+        of `send`. Called several times in a test; each time `beta` is open and listens."""
         self.lacks_hook("inject")
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
-        """Put on the network, where a listener for (source, sink) gets them, all PDUs that you know that are no message
-        at all.
-
-        Answers how many there were. They must be discarded, and counted in `dropped`.
-        """
+        """Put malformed PDUs of all kinds that you know on the network, so that a listener for (source, sink) gets
+        them. Returns their number. They must be discarded, and counted in `dropped`."""
         self.lacks_hook("inject_malformed")
 
     async def inject_misplaced(self, message: UMessage, authority: str) -> None:
-        """Put `message`, a valid notification of somebody else's, where the network has the messages of `authority` (on
-        its key, its topic), for networks that have an address beside the message. `beta` is open and listens to
-        everything."""
+        """Put `message`, a valid notification of another authority, on the key or topic of `authority`, for networks
+        with an address beside the message. `beta` is open and listens to everything."""
         self.lacks_hook("inject_misplaced")
 
     async def break_network(self, authority: str) -> None:
-        """Cut the connection of that end, open or not, and keep it from coming back. May be called again after
+        """Cut the connection of that end, open or not, and prevent a new one. May be called again after
         `heal_network`."""
         self.lacks_hook("break_network")
 
@@ -218,15 +212,14 @@ class TransportHarness:
         self.lacks_hook("heal_network")
 
     async def forget_network(self, authority: str) -> None:
-        """The network forgets all that it knows of the end of `authority`, which it is cut off from by `break_network`:
-        its session, what it listens to, what waits for it (a broker that is restarted without its store). If your
-        network remembers nothing of an end that is away, there is nothing to do here."""
+        """The network forgets the end of `authority`, which `break_network` has cut off: its session, its filters and
+        the messages that wait for it (a broker that is restarted without its store). Do nothing if your network keeps
+        nothing of an end that is away."""
         self.lacks_hook("forget_network")
 
     async def make_returning(self, authority: str) -> UTransport:
-        """A closed transport that is made again as a process is started again: for the network the second one, which
-        is made when the first is closed, is the same receiver. Called twice in a test, where there is
-        Capability.PERSISTENT_SESSION. Default: `make_end`."""
+        """A closed transport as after a restart of its process: to the network, the second one is the same receiver as
+        the first, which is closed. Called twice in a test, with Capability.PERSISTENT_SESSION. Default: `make_end`."""
         return await self.make_end(authority)
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
@@ -234,7 +227,7 @@ class TransportHarness:
         in a test."""
         self.lacks_hook("peer_process")
 
-    # What follows is the suite's own.
+    # The rest belongs to the suite.
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -244,7 +237,7 @@ class TransportHarness:
 
     @pytest_asyncio.fixture
     async def ends(self) -> AsyncIterator[Ends]:
-        """For tests that make ends by themselves."""
+        """For tests that make their own ends."""
         made = Ends(self)
         yield made
         try:
@@ -261,18 +254,15 @@ class TransportHarness:
         if capability not in self.capabilities:
             pytest.skip(f"the plugin does not declare {capability}")
 
-    def needs_hook(self, name: str) -> None:
-        """For tests that would prepare a lot before they skip."""
-        self.needs_one_hook(name)
-
-    def needs_one_hook(self, *names: str) -> None:
+    def needs_hook(self, *names: str) -> None:
+        """Skip the test, before it prepares anything, if none of these hooks is overridden."""
         if all(getattr(type(self), name) is getattr(TransportHarness, name) for name in names):
             self.lacks_hook(names[0])
 
     def lacks_hook(self, name: str) -> NoReturn:
-        """Skips the test, and says what its author may write."""
-        says = " ".join((getattr(TransportHarness, name).__doc__ or "").split())
-        pytest.skip(f"{type(self).__name__} does not override the hook {name}: {says.partition('. ')[0].rstrip('.')}.")
+        """Skip the test, with the description of the missing hook."""
+        text = " ".join((getattr(TransportHarness, name).__doc__ or "").split())
+        pytest.skip(f"{type(self).__name__} does not override the hook {name}: {text.partition('. ')[0].rstrip('.')}.")
 
     async def listen(
         self,
@@ -283,8 +273,8 @@ class TransportHarness:
         *,
         reachable: bool = True,
     ) -> Sink:
-        """A Sink at the second end, for what the first one sends; when this returns, nothing that matches is missed.
-        Skips the test where there is no Capability.PUSH."""
+        """Register `listener` (default: a Sink) at the second end, and wait until it gets all matching messages of the
+        first end. Skips the test without Capability.PUSH."""
         self.needs(Capability.PUSH)
         sender, receiver = pair
         heard = listener if listener is not None else Sink(self.deadline_s)
@@ -294,7 +284,7 @@ class TransportHarness:
         return heard
 
     async def gated(self, pair: Sequence[UTransport], source: UUri | None = None, sink: UUri | None = None) -> Gated:
-        """A listener at the second end that takes nothing until its gate opens; it has been reached already."""
+        """A listener at the second end that takes nothing until its gate opens. Probes have already reached it."""
         heard = Gated(self.deadline_s)
         heard.gate.set()
         await self.listen(pair, source or topic(), sink or reply(), heard)
@@ -303,7 +293,8 @@ class TransportHarness:
 
     @contextlib.asynccontextmanager
     async def away(self, end: UTransport) -> AsyncIterator[None]:
-        """In the block the network of `end`, which is beta, is away, and behind it back; `end` knows it each time."""
+        """The network of `end`, which is beta, is away in the block and back after it. Waits until `end` reports
+        both."""
         changes = Changes(end)
         await self.break_network(BETA)
         await changes.until(False, self.deadline_s)
@@ -312,7 +303,7 @@ class TransportHarness:
         await changes.until(True, self.deadline_s)
 
     async def refusal_of(self, call: Awaitable[object]) -> UCode.ValueType:
-        """The code of the UStatusError that it raises in time, with words that say why."""
+        """The code of the UStatusError that `call` must raise in time, with a message."""
         async with asyncio.timeout(self.deadline_s):
             with pytest.raises(UStatusError) as raised:
                 await call
@@ -331,12 +322,12 @@ class TransportHarness:
         raise AssertionError(f"no probe arrived within {self.deadline_s} s: {message.attributes}")
 
     async def usable(self, sender: UTransport, heard: Sink, *addresses: UUri) -> None:
-        """Both ends have found each other again, which each notices in its own time. `addresses`: source and sink."""
+        """Returns when the two ends have found each other again. `addresses`: source and sink."""
         await self.reach(sender, heard, notification(PROBE, *addresses))
 
     async def send_all(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
-        """All are taken. What a full network refuses (UNAVAILABLE, while `connected`) is sent again in order, as owners
-        do, until nothing more is taken for `deadline_s`. That nobody is there to take a request may be told."""
+        """Send all messages. Those that a full network refuses (UNAVAILABLE, while `connected`) are sent again in
+        order; fails if none is accepted for `deadline_s`. The answer that nobody listens counts as OK."""
         left, loop = list(messages), asyncio.get_running_loop()
         give_up_at = loop.time() + self.deadline_s
         while left:
@@ -353,8 +344,7 @@ class TransportHarness:
                 await asyncio.sleep(EVENTUALLY_EVERY_S)
 
     async def send_until_taken(self, sender: UTransport, messages: Sequence[UMessage], *passing: int) -> None:
-        """As an owner does who keeps the order: what may be tried again is, and what is answered with one of the codes
-        `passing`, until all are OK."""
+        """Send the messages with a retryable answer, or one of the codes `passing`, again in order until all are OK."""
         left = list(messages)
         async with asyncio.timeout(self.deadline_s):
             while left:
@@ -367,7 +357,7 @@ class TransportHarness:
     async def send_in_parts(
         self, sender: UTransport, messages: Sequence[UMessage], sent: list[UMessage] | None = None
     ) -> None:
-        """SENT_AT_ONCE at a time; `sent` is told what has been."""
+        """Send SENT_AT_ONCE at a time, and append the sent ones to `sent`."""
         for start in range(0, len(messages), SENT_AT_ONCE):
             part = messages[start : start + SENT_AT_ONCE]
             await self.send_all(sender, part)
@@ -383,8 +373,8 @@ class TransportHarness:
     async def flood(
         self, source: UUri | None = None, sink: UUri | None = None, *, padding: bytes = b""
     ) -> list[UMessage]:
-        """`traffic` of `flood_messages`. The event loop runs between its parts: where it was blocked for longer than
-        the lease of a connection, a proxy that runs on it forwarded nothing, and the connection was dropped."""
+        """`traffic` of `flood_messages`. The event loop runs between the parts: else a proxy on it might forward
+        nothing for longer than the lease of a connection."""
         messages: list[UMessage] = []
         while (missing := self.flood_messages - len(messages)) > 0:
             part = min(missing, SENT_AT_ONCE)
@@ -393,7 +383,7 @@ class TransportHarness:
         return messages
 
     async def eventually(self, holds: Callable[[], bool], what: str) -> None:
-        """For what no event tells of, such as a counter."""
+        """Wait for a state without an event, such as a counter."""
         for _ in range(int(self.deadline_s / EVENTUALLY_EVERY_S)):
             if holds():
                 return
@@ -405,8 +395,7 @@ class TransportHarness:
     async def settle(
         self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None
     ) -> list[bytes]:
-        """What has arrived after everything sent before has had its chance: a last message on (source, sink) marks the
-        end."""
+        """The payloads that `heard` has got, after a last message on (source, sink) has arrived there."""
         mark = b"mark %d" % next(self._settle_numbers)
         await asyncio.sleep(self.settle_s)
         await self.send_all(sender, [notification(mark, source, sink)])

@@ -107,7 +107,9 @@ class ConnectionConformance(TransportHarness):
         assert pair[1].away_because == ""
         assert codes(await pair[1].send_batch(self.traffic(1))) == [UCode.OK]
 
-    async def test_each_change_is_told_once_from_the_first_connection_to_the_end(self, ends: Ends, pair: Pair) -> None:
+    async def test_each_change_is_reported_once_from_the_first_connection_to_the_end(
+        self, ends: Ends, pair: Pair
+    ) -> None:
         """`pair` is there only so that somebody can be met; the end that is followed joins later."""
         await pair[1].close()
         end = await ends(BETA)
@@ -121,7 +123,9 @@ class ConnectionConformance(TransportHarness):
         assert changes.seen == [True, False]
         assert changes.true_to_the_facts
 
-    async def test_the_first_connection_is_told_when_the_network_was_away_at_open(self, ends: Ends, pair: Pair) -> None:
+    async def test_the_first_connection_is_reported_when_the_network_was_away_at_open(
+        self, ends: Ends, pair: Pair
+    ) -> None:
         await pair[1].close()
         end = await ends(BETA)
         changes = Changes(end)

@@ -1,9 +1,9 @@
-"""Deadlines for what a plugin does in a test, which say what it was waiting for. None of them needs its cooperation: a
-library that swallows a cancellation is left behind.
+"""Deadlines for calls of a plugin in a test. They report what a call was waiting for, and leave a library behind that
+swallows a cancellation.
 
 async test ---> limited(test, deadline) ---> the same test, which fails at its deadline with the awaits that it was in
 open, close --> in_time(call, deadline_s) --> the same for one call
-the end of the loop -> close_in_time(loop) -> stopped, if tasks that were cancelled go on
+the end of the loop -> close_in_time(loop) -> stopped, if cancelled tasks go on
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import pytest
 
 LEAVE_S: Final = 5.0  # for a test that is cancelled at its deadline to close what it opened
-LOOKS: Final = 12  # every LEAVE_S, whether only tasks are left that were cancelled
+CHECKS: Final = 12  # each after LEAVE_S, whether only cancelled tasks are left
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -28,11 +28,10 @@ AsyncTest = Callable[..., Awaitable[None]]
 
 
 def limited(test: AsyncTest, deadline: Callable[..., float]) -> AsyncTest:
-    """The same test, for pytest. `deadline` is called with its arguments, and answers seconds. Then the test is
-    cancelled, and left behind if it goes on all the same: a plugin that swallows a cancellation must not hold up the
-    tests that follow.
+    """The same test, for pytest, cancelled after `deadline(arguments)` seconds. A test that goes on is left behind: a
+    plugin that swallows a cancellation must not delay the following tests.
 
-    Where pytest-timeout runs, too, its limit has to be longer: it can only tell that the event loop was idle.
+    The limit of pytest-timeout must be longer, since it can only report that the event loop was idle.
     """
 
     @functools.wraps(test)
@@ -43,8 +42,8 @@ def limited(test: AsyncTest, deadline: Callable[..., float]) -> AsyncTest:
 
 
 async def in_time(call: Awaitable[T], deadline_s: float, what: str = "") -> T:
-    """What `call` answers or raises. It fails the test if that takes longer; the call is cancelled then, and left
-    behind if it goes on for LEAVE_S all the same."""
+    """Return the result of `call`, or raise its exception. After `deadline_s` the test fails and the call is cancelled;
+    if it goes on for LEAVE_S, it is left behind."""
     running = asyncio.ensure_future(call)
     try:
         await asyncio.wait({running}, timeout=deadline_s)
@@ -61,31 +60,31 @@ async def in_time(call: Awaitable[T], deadline_s: float, what: str = "") -> T:
     pytest.fail(f"{name}not finished after {deadline_s:g} s; it was waiting at\n{waits}{left}", pytrace=False)
 
 
-def close_in_time(loop: asyncio.AbstractEventLoop, looks: int = LOOKS) -> None:
-    """Who closes a loop cancels its tasks and waits until they have ended, for ever if one goes on. Called at the end
-    of a test, this stops the loop if it stands so after LEAVE_S, which who closes it is told by a RuntimeError."""
+def close_in_time(loop: asyncio.AbstractEventLoop, checks: int = CHECKS) -> None:
+    """Closing a loop cancels its tasks and waits for them, for ever if one swallows the cancellation. Called at the end
+    of a test, this stops such a loop after LEAVE_S, and the closing call raises RuntimeError."""
 
-    def look() -> None:
+    def check() -> None:
         left = [task for task in asyncio.all_tasks(loop) if not task.done()]
         if all(task.cancelling() for task in left):
-            places = "\n".join(f"{task.get_name()}\n" + "\n".join(awaits(task)) for task in left)
-            log.error("tasks that have swallowed their cancellation are left behind with their loop:\n%s", places)
+            positions = "\n".join(f"{task.get_name()}\n" + "\n".join(awaits(task)) for task in left)
+            log.error("tasks that have swallowed their cancellation are left behind with their loop:\n%s", positions)
             loop.stop()
-        elif looks > 1:  # other fixtures are not through, or the loop lives on for further tests
-            close_in_time(loop, looks - 1)
+        elif checks > 1:  # other fixtures are not finished, or the loop is used for further tests
+            close_in_time(loop, checks - 1)
 
-    loop.call_later(LEAVE_S, look)
+    loop.call_later(LEAVE_S, check)
 
 
 def awaits(task: asyncio.Future[Any]) -> Iterator[str]:
-    """The lines of code that a task is suspended at, the outermost first."""
+    """The lines of code where a task is suspended, the outermost first."""
     waiting: Any = task.get_coro() if isinstance(task, asyncio.Task) else None
     while waiting is not None:
         frame: FrameType | None = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
         if frame is not None:
-            yield f"    {_place(frame.f_code, frame.f_lineno)}"
+            yield f"    {_position(frame.f_code, frame.f_lineno)}"
         waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
 
 
-def _place(code: CodeType, line: int) -> str:
+def _position(code: CodeType, line: int) -> str:
     return f"{code.co_filename}:{line} in {code.co_name}: {linecache.getline(code.co_filename, line).strip()}"

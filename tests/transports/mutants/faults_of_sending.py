@@ -193,7 +193,7 @@ class RefusalIsUnavailable(HubTransport):
 
 @fault(
     "it declares ABSENCE, and a publish that nobody hears is answered OK",
-    "test_a_publish_that_nobody_hears_is_told_and_waits_for_its_sender",
+    "test_a_publish_that_nobody_hears_is_reported_and_waits_for_its_sender",
 )
 class AbsenceIsOk(HubTransport):
     async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
@@ -203,7 +203,7 @@ class AbsenceIsOk(HubTransport):
 
 @fault(
     "a publish that nobody hears is answered so, and comes by itself later",
-    "test_a_publish_that_nobody_hears_is_told_and_waits_for_its_sender",
+    "test_a_publish_that_nobody_hears_is_reported_and_waits_for_its_sender",
 )
 class AbsentComesLater(HubTransport):
     def post(self, message: UMessage, now_ms: int) -> UStatus | asyncio.Future[bytes]:

@@ -44,7 +44,7 @@ class OnHub(TransportHarness):
         self.hub.refused.add(authority)
         return await self.make_end(authority)
 
-    async def make_deaf(self, authority: str) -> UTransport:
+    async def make_deaf(self, authority: str) -> UTransport:  # prose: ok
         self.hub.deaf.add(authority)
         return await self.make_end(authority)
 
