@@ -1,9 +1,9 @@
-"""The connection: before open, after close, lost, and back; and what becomes of sending and listening meanwhile.
+"""The connection: before open, after close, lost, and back; and sending and listening meanwhile.
 
 open -> connected -- break_network -> callback(False), UNAVAILABLE -- heal_network -> callback(True), all as before
 
 sender:    cut off in a batch -> OK ... OK, UNAVAILABLE ... -> the rest again: complete and in order
-listener:  register, unregister while away -> as asked for when it is back
+listener:  register, unregister while away -> in effect when it is back
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class ConnectionConformance(TransportHarness):
         assert not end.connected
 
     async def test_one_that_is_closed_and_opened_again_sends_and_hears(self, pair: Pair) -> None:
-        """A streamer does so to a transport that does not return from sending, and registers its listeners again."""
+        """A streamer does this with a transport that does not return from sending, and registers its listeners
+        again."""
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
         await pair[1].close()
         await pair[1].open()
@@ -110,7 +111,7 @@ class ConnectionConformance(TransportHarness):
     async def test_each_change_is_reported_once_from_the_first_connection_to_the_end(
         self, ends: Ends, pair: Pair
     ) -> None:
-        """`pair` is there only so that somebody can be met; the end that is followed joins later."""
+        """Some networks connect only to another end, so `pair` exists. The tested end joins later."""
         await pair[1].close()
         end = await ends(BETA)
         changes = Changes(end)
@@ -121,7 +122,7 @@ class ConnectionConformance(TransportHarness):
         await end.close()
         await changes.until(False, self.deadline_s)
         assert changes.seen == [True, False]
-        assert changes.true_to_the_facts
+        assert changes.agrees_with_connected
 
     async def test_the_first_connection_is_reported_when_the_network_was_away_at_open(
         self, ends: Ends, pair: Pair
@@ -138,13 +139,13 @@ class ConnectionConformance(TransportHarness):
         opened = await asyncio.wait_for(opening, self.deadline_s)
         assert opened in (UCode.OK, UCode.UNAVAILABLE)
         if opened != UCode.OK:
-            await end.open()  # as whoever opened it does
+            await end.open()  # its owner tries again
         await changes.until(True, self.deadline_s)
         async with self.away(end):
             pass
         await end.close()
         assert changes.seen == [True, False, True, False]
-        assert changes.true_to_the_facts
+        assert changes.agrees_with_connected
 
     async def test_a_connection_callback_that_raises_harms_nobody(self, pair: Pair) -> None:
         def fail(connected: bool) -> None:
@@ -165,7 +166,7 @@ class ConnectionConformance(TransportHarness):
         assert firsts(numbers(heard)) == list(range(100))
 
     async def test_listeners_work_again_after_the_network_forgot_us(self, ends: Ends, pair: Pair) -> None:
-        """All of them: not only the first, and not only those of one authority."""
+        """All listeners: not only the first one, and not only those of one authority."""
         self.needs_hook("forget_network")
         alpha, beta, gamma = *pair, await ends(GAMMA)
         await gamma.open()
@@ -185,7 +186,7 @@ class ConnectionConformance(TransportHarness):
         await requests.expect_payload(b"a request")
 
     async def test_what_comes_while_our_process_is_restarted_waits_for_its_listeners(self, ends: Ends) -> None:
-        """For each of them, until it is registered, though `open` has returned before."""
+        """The messages wait for each listener until it is registered, though `open` has returned before."""
         self.needs(Capability.PUSH | Capability.PERSISTENT_SESSION)
         alpha, first = await ends(ALPHA), ends.keep(await self.make_returning(BETA))
         for end in (alpha, first):
@@ -204,7 +205,7 @@ class ConnectionConformance(TransportHarness):
             assert firsts(numbers(heard)) == list(range(11))
 
     async def test_what_no_listener_has_taken_by_the_close_comes_to_the_next_process(self, ends: Ends) -> None:
-        """A close waits for listeners a while, and then acknowledges nothing in their place."""
+        """A close waits for listeners for a time, and does not acknowledge in their place afterwards."""
         self.needs(Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION)
         alpha, first = await ends(ALPHA), ends.keep(await self.make_returning(BETA))
         for end in (alpha, first):
@@ -222,7 +223,7 @@ class ConnectionConformance(TransportHarness):
         assert firsts(numbers(heard)) == list(range(5))
         slow.gate.set()
 
-    # What is sent, registered and unregistered around the time when the network is away.
+    # Sending, registering and unregistering shortly before, while and after the network is away.
 
     async def test_what_is_sent_after_the_sender_was_away_arrives_in_order(self, pair: Pair) -> None:
         alpha, beta = pair
@@ -238,8 +239,8 @@ class ConnectionConformance(TransportHarness):
         assert firsts(numbers(heard)) == list(range(200))
 
     async def test_a_batch_that_is_cut_off_ends_there_and_goes_on_later(self, pair: Pair) -> None:
-        """Its listener takes nothing at first, so that where senders feel that, the batch is on its way when the
-        network goes."""
+        """Its listener takes nothing at first: if that blocks the sender, the batch is on its way when the network is
+        lost."""
         self.needs_hook("break_network")
         alpha, beta = pair
         heard = await self.gated((beta, alpha), FROM_BETA, TO_ALPHA)
@@ -265,12 +266,12 @@ class ConnectionConformance(TransportHarness):
         assert arrived == sorted(arrived)
         if Capability.ACK in self.capabilities:
             assert arrived == list(range(len(messages))), (
-                "a network that acknowledges loses nothing that was answered OK"
+                "a network that acknowledges must not lose a message that was answered OK"
             )
 
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
     async def test_a_listener_that_is_registered_while_the_network_is_away(self, pair: Pair) -> None:
-        """Either it is refused, and may be registered later, or it works when the network is back."""
+        """Either it is refused and may be registered later, or it works when the network is back."""
         first = await self.listen(pair, topic(), reply())
         late = Sink(self.deadline_s)
         async with self.away(pair[1]):
@@ -287,27 +288,27 @@ class ConnectionConformance(TransportHarness):
 
     @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
     async def test_a_listener_that_is_unregistered_while_the_network_is_away(self, pair: Pair) -> None:
-        """Either that is refused, and the listener stays, or it hears nothing from then on."""
+        """Either that is refused and the listener stays, or it gets nothing from then on."""
         stays = await self.listen(pair, topic(), reply())
-        gone = await self.listen(pair, OTHER, reply())
+        removed = await self.listen(pair, OTHER, reply())
         async with self.away(pair[1]):
             async with asyncio.timeout(self.deadline_s):
-                code = await code_of(pair[1].unregister_listener(OTHER, gone, reply()))
+                code = await code_of(pair[1].unregister_listener(OTHER, removed, reply()))
             assert code in (UCode.OK, UCode.UNAVAILABLE)
         await self.usable(pair[0], stays)
         if code != UCode.OK:
-            await pair[1].unregister_listener(OTHER, gone, reply())
-        assert await code_of(pair[1].unregister_listener(OTHER, gone, reply())) == UCode.NOT_FOUND
+            await pair[1].unregister_listener(OTHER, removed, reply())
+        assert await code_of(pair[1].unregister_listener(OTHER, removed, reply())) == UCode.NOT_FOUND
         await self.send_all(pair[0], [notification(b"late", OTHER)])
         await self.settle(pair[0], stays)
-        assert b"late" not in gone.payloads
+        assert b"late" not in removed.payloads
 
 
 def _taken(statuses: Sequence[UStatus]) -> int:
-    """How many were, from the first on; behind the first that was not there may be none."""
+    """Number of messages that were sent. None may be sent after the first one that was not."""
     answered = codes(statuses)
     taken = next((number for number, code in enumerate(answered) if code != UCode.OK), len(answered))
     assert set(answered[taken:]) <= {UCode.UNAVAILABLE}, (
-        "what follows a message that could not be sent was sent: it overtakes the next try"
+        "a message after one that could not be sent was sent: it overtakes the next attempt"
     )
     return taken

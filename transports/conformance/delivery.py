@@ -22,11 +22,11 @@ from uprotocol.v1.uri_pb2 import UUri
 
 BATCH = 2_000
 GAMMA = "gamma"
-PROCESS_S_MAX = 60.0  # until an interpreter has started and imported the plugin, which is no matter of the network
+PROCESS_S_MAX = 60.0  # for an interpreter to start and import the plugin
 
 
 class Refusing(Sink):
-    """Its awaitable fails the first `failures` times that it is handed a real message."""
+    """Its awaitable fails for the first `failures` messages that are not probes."""
 
     def __init__(self, deadline_s: float, failures: int) -> None:
         super().__init__(deadline_s)
@@ -44,7 +44,7 @@ def numbers(heard: Sink) -> list[int]:
 
 
 def firsts(values: list[int]) -> list[int]:
-    """Each value where it came first."""
+    """Each value once, in the order of its first occurrence."""
     return list(dict.fromkeys(values))
 
 
@@ -57,7 +57,7 @@ class DeliveryConformance(TransportHarness):
         assert numbers(heard) == list(range(BATCH))
 
     async def streams(self, pair: Pair, count: int) -> tuple[list[UUri], BatchSink]:
-        """So many topics, and one listener for all of them."""
+        """`count` topics, and one listener for all of them."""
         sources, heard = [topic(resource=0x9B00 + number) for number in range(count)], BatchSink(self.deadline_s)
         for source in sources:
             await self.listen(pair, source, reply(), heard)
@@ -82,7 +82,7 @@ class DeliveryConformance(TransportHarness):
             assert arrived == list(range(SENT_AT_ONCE))
 
     async def test_batches_of_one_stream_keep_the_order_of_the_calls(self, pair: Pair) -> None:
-        """As one sends who answers each batch that arrives, without waiting for the answer before."""
+        """A sender that answers each arriving batch without waiting for its last answer sends like this."""
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
         messages = self.traffic(4 * SENT_AT_ONCE)
         parts = [messages[start : start + SENT_AT_ONCE] for start in range(0, len(messages), SENT_AT_ONCE)]
@@ -126,7 +126,7 @@ class DeliveryConformance(TransportHarness):
         assert await self.settle(pair[0], heard)
 
     async def test_a_listener_may_await_a_message_that_is_behind(self, pair: Pair) -> None:
-        """As one does that makes a call while it handles a message."""
+        """A listener that makes a call while it handles a message does so."""
         heard = await self.gated(pair)
         opener = await self.listen(pair, topic(resource=0x9B00), reply(), Sink(self.deadline_s))
         await self.send_all(pair[0], [notification(b"1"), notification(b"2", topic(resource=0x9B00))])
@@ -135,7 +135,7 @@ class DeliveryConformance(TransportHarness):
         assert await self.settle(pair[0], heard) == [b"1"]
 
     async def test_two_processes(self, pair: Pair) -> None:
-        """What alpha sends to another process comes back from there, all of it and in order."""
+        """All messages of alpha to another process come back from there, in order."""
         self.needs(Capability.PUSH)
         plugin, settings = self.peer_process(GAMMA)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -191,7 +191,7 @@ class DeliveryConformance(TransportHarness):
         assert await code_of(pair[1].receive(reply(ALPHA), reply())) == UCode.INVALID_ARGUMENT
 
     async def pulled(self, end: UTransport, *, sink: bool = True) -> UMessage:
-        """`receive`, tried until there is something."""
+        """Call `receive` until it returns a message."""
         async with asyncio.timeout(self.deadline_s):
             while True:
                 try:

@@ -1,4 +1,4 @@
-"""Errors: nothing but UStatusError leaves a transport, whatever is wrong with the network, the moment or the arguments.
+"""Errors: a transport raises only UStatusError, whatever is wrong with the network, its state or the arguments.
 
 unreachable, cut off, closed, closing, cancelled  |  odd addresses  ->  UStatusError, or a status for each message
 """
@@ -17,7 +17,7 @@ from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-FROM_GAMMA: Final = topic(GAMMA)  # what is refused, where one filter is
+FROM_GAMMA: Final = topic(GAMMA)  # the refused filter
 ODD_AUTHORITIES: Final = [
     "two words",
     "a/b",
@@ -36,7 +36,7 @@ ODD_AUTHORITIES: Final = [
 
 class ErrorConformance(TransportHarness):
     async def answers_of(self, end: UTransport, source: UUri, sink: UUri) -> dict[str, int]:
-        """What each call answers."""
+        """The code of each call."""
         heard = Sink(self.deadline_s)
         message = notification(b"odd")  # a builder would refuse odd addresses
         message.attributes.source.CopyFrom(source)
@@ -51,12 +51,12 @@ class ErrorConformance(TransportHarness):
         }
 
     def pushing(self, code: UCode.ValueType) -> UCode.ValueType:
-        """What a call of the push side answers: `code`, where there is one."""
+        """The expected code of a call of the push side: `code`, or UNIMPLEMENTED without one."""
         return code if Capability.PUSH in self.capabilities else UCode.UNIMPLEMENTED
 
     async def test_a_network_that_can_not_be_reached(self, ends: Ends) -> None:
         end = ends.keep(await self.make_unreachable(ALPHA))
-        for _ in range(2):  # whoever opened it tries again
+        for _ in range(2):  # its owner tries again
             assert await self.refusal_of(end.open()) == UCode.UNAVAILABLE
             assert not end.connected
             assert codes(await end.send_batch([notification()])) == [UCode.UNAVAILABLE]
@@ -70,7 +70,7 @@ class ErrorConformance(TransportHarness):
             assert not end.connected
 
     async def test_a_network_that_lets_us_hear_nothing(self, ends: Ends) -> None:
-        """Who registers is told so, and nothing is left of it."""
+        """The caller of register_listener gets the error, and the listener is not registered."""
         self.needs(Capability.PUSH)
         end = ends.keep(await self.make_deaf(BETA))
         await end.open()
@@ -80,7 +80,7 @@ class ErrorConformance(TransportHarness):
             assert await code_of(end.unregister_listener(topic(), heard, reply())) == UCode.NOT_FOUND
 
     async def test_a_filter_that_is_refused_costs_no_other(self, pair: Pair) -> None:
-        """Who registers it is told so, or it is a trouble; the others go on, also on a new connection."""
+        """The caller gets the error, or `troubles` names it. The others still work, also on a new connection."""
         self.needs(Capability.PUSH)
         await self.refuse_filter(BETA, FROM_GAMMA, reply())
         heard, refused = await self.listen(pair, topic(), reply()), Sink(self.deadline_s)
@@ -99,7 +99,7 @@ class ErrorConformance(TransportHarness):
     async def test_a_filter_that_is_refused_when_we_are_back_is_a_trouble_and_costs_no_other(
         self, ends: Ends, pair: Pair
     ) -> None:
-        """Until the network allows it again, and we are back once more."""
+        """The trouble stays until the network allows the filter and the end has connected again."""
         heard, refused = await self.listen(pair, topic(), reply()), Sink(self.deadline_s)
         await pair[1].register_listener(FROM_GAMMA, refused, reply())
         await self.refuse_filter(BETA, FROM_GAMMA, reply())
@@ -117,7 +117,7 @@ class ErrorConformance(TransportHarness):
         await refused.expect_payload(b"allowed")
 
     async def stays_up(self, pair: Pair, heard: Sink) -> None:
-        """After a reconnect: the end is there, and hears what it is allowed to."""
+        """After a reconnect the end is connected, and gets the messages that it is allowed to get."""
         async with self.away(pair[1]):
             pass
         await self.usable(pair[0], heard)
@@ -161,13 +161,15 @@ class ErrorConformance(TransportHarness):
         opening = asyncio.ensure_future(end.open())
         await asyncio.sleep(0)  # it has begun
         opening.cancel()
-        await asyncio.wait({opening}, timeout=self.deadline_s)  # `gather` would wait for a task that goes on
+        await asyncio.wait(
+            {opening}, timeout=self.deadline_s
+        )  # unlike `gather`, this does not wait for a task that goes on
         assert opening.done(), "open() went on though it was cancelled"
         assert opening.cancelled() or opening.exception() is None, opening.exception()
         await end.close()
         assert not end.connected
-        async with asyncio.timeout(self.deadline_s):  # what the cancelled one took may be given back a moment later
-            while await code_of(end.open()) != UCode.OK:  # noqa: ASYNC110 - nobody tells when a port is free again
+        async with asyncio.timeout(self.deadline_s):  # resources of the cancelled one may become free a moment later
+            while await code_of(end.open()) != UCode.OK:  # noqa: ASYNC110 - a free port is no event
                 await asyncio.sleep(self.settle_s)
         await end.close()
 
@@ -192,7 +194,7 @@ class ErrorConformance(TransportHarness):
                 assert answers[call] == self.pushing(UCode.INVALID_ARGUMENT), (call, answers)
 
     async def test_more_than_a_message_can_carry(self, pair: Pair) -> None:
-        """Taken or refused; and what comes behind it goes on."""
+        """Accepted or refused; messages behind it are still sent."""
         large = notification(bytes(self.payload_bytes_max * 4))
         statuses = await pair[0].send_batch([large, notification(b"small")])
         assert statuses[0].code in (UCode.OK, UCode.INVALID_ARGUMENT, UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE), (

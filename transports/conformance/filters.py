@@ -1,4 +1,4 @@
-"""Filters: which pairs may be listened to, which pair sees which type, and how wildcards match.
+"""Filters: which pairs are valid, which pair matches which type, and how wildcards match.
 
 message (source, sink)  --  source_filter, sink_filter  ->  delivered or not
 """
@@ -114,7 +114,7 @@ NOT_MATCHING: dict[str, tuple[UUri, UUri]] = {
 
 class FilterConformance(TransportHarness):
     def listenable(self, filters: Filters) -> bool:
-        """False for the pairs that need a capability which is not declared."""
+        """False for pairs that need an undeclared capability."""
         source, sink = filters
         if sink is not None:
             return True
@@ -190,7 +190,7 @@ class FilterConformance(TransportHarness):
         await pair[1].register_listener(topic(""), own, reply())
         await self.send_all(pair[0], [notification(b"to beta")])
         assert await self.settle(pair[0], heard) == [b"to beta"]
-        assert own.messages == [], "a source without authority means beta's own topic, which alpha did not send"
+        assert own.messages == [], "a filter without authority is for beta's own topic, which alpha did not send"
 
     async def test_a_left_out_authority_and_our_own_are_one_filter(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply(""))
@@ -208,7 +208,7 @@ class FilterConformance(TransportHarness):
         assert await self.settle(pair[0], heard) == [b"named", b"both"]
         addresses = [(message.attributes.source, message.attributes.sink) for message in heard.messages[:2]]
         assert addresses == [(topic(ALPHA), reply(BETA)), (topic(ALPHA), reply(ALPHA))], (
-            "completed by who knows the sender"
+            "expected the authorities of the sender"
         )
 
     async def test_nobody_hears_what_it_sent_itself(self, pair: Pair) -> None:
@@ -224,6 +224,6 @@ class FilterConformance(TransportHarness):
         assert own.messages == []
 
     async def witness(self, pair: Pair) -> Sink:
-        """A listener on a stream that no test uses, which tells when what was sent before it has arrived or never
-        will."""
+        """A listener of a stream that no test uses: when its message arrives, all earlier ones have arrived or will
+        not."""
         return await self.listen(pair, topic(resource=0xAAAA), reply(entity=0xAAAA))

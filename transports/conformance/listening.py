@@ -1,6 +1,6 @@
-"""Listeners: several for one filter, one for several, limits, and what ends with unregister_listener.
+"""Listeners: several for one filter, one for several, limits, and unregister_listener.
 
-register_listener -> idempotent | RESOURCE_EXHAUSTED      unregister_listener -> silence | NOT_FOUND
+register_listener -> idempotent | RESOURCE_EXHAUSTED      unregister_listener -> no more calls | NOT_FOUND
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WIDE = {
 
 
 class Failing(Sink):
-    """Raises, the ruder way, with every message but a probe."""
+    """Raises directly, not in an awaitable, for every message."""
 
     def on_receive(self, message: UMessage) -> None:
         super().on_receive(message)
@@ -92,11 +92,11 @@ class ListeningConformance(TransportHarness):
         for heard in (narrow, wide, widest):
             assert await self.settle(pair[0], heard) == [b"one"]
         assert set(await self.settle(pair[0], both)) == {b"one"}, (
-            "at least once; a network may deliver once for each filter"
+            "expected one at least; a network may deliver once for each filter"
         )
 
     async def test_a_message_that_is_sent_again_is_delivered_again(self, pair: Pair) -> None:
-        """Retries are at least once, and it is not the transport that knows a duplicate."""
+        """Retries are at least once, and a transport does not remove duplicates."""
         heard = await self.listen(pair, topic(), reply())
         message = notification(b"again")
         await self.send_all(pair[0], [message, message])
@@ -114,18 +114,18 @@ class ListeningConformance(TransportHarness):
         await pair[1].unregister_listener(topic(), heard, reply())
         await self.send_all(pair[0], [notification(b"two")])
         assert await self.settle(pair[0], witness) == [b"one", b"two"]
-        assert b"two" not in heard.payloads, "one unregister ends what three registers began"
+        assert b"two" not in heard.payloads, "one unregister_listener ends all registrations of a listener"
 
     @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
     async def test_unregistering_ends_delivery_to_that_listener_and_filter_only(self, pair: Pair) -> None:
-        gone = await self.listen(pair, topic(), reply())
-        await self.listen(pair, OTHER, reply(), gone)
+        removed = await self.listen(pair, topic(), reply())
+        await self.listen(pair, OTHER, reply(), removed)
         stays = await self.listen(pair, topic(), reply())
-        await pair[1].unregister_listener(topic(), gone, reply())
+        await pair[1].unregister_listener(topic(), removed, reply())
         await self.send_all(pair[0], [notification(b"one"), notification(b"other", OTHER)])
         assert await self.settle(pair[0], stays) == [b"one"]
-        await gone.expect_payload(b"other")
-        assert b"one" not in gone.payloads
+        await removed.expect_payload(b"other")
+        assert b"one" not in removed.payloads
 
     @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
     async def test_unregistering_the_last_listener_and_registering_again(self, pair: Pair) -> None:
@@ -154,25 +154,25 @@ class ListeningConformance(TransportHarness):
         assert await code_of(pair[1].unregister_listener(source, wide, sink)) == UCode.NOT_FOUND
 
     async def test_listeners_that_are_registered_before_open(self, ends: Ends) -> None:
-        """Either the transport takes none, or each hears what is sent once `open` has returned, as any other does."""
+        """Either the transport accepts none, or each gets the messages that are sent after `open` has returned."""
         self.needs(Capability.PUSH)
         alpha, beta = await ends(ALPHA), await ends(BETA)
-        heard, gone = Sink(self.deadline_s), Sink(self.deadline_s)
+        heard, removed = Sink(self.deadline_s), Sink(self.deadline_s)
         statuses = beta.register_before_open([(topic(), reply()), (reply(), None), (OTHER, reply())], heard)
         if statuses[0].code:
             assert UCode.OK not in codes(statuses)
             return
         assert codes(statuses) == [UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK]
-        assert codes(beta.register_before_open([(OTHER, reply())], gone)) == [UCode.OK]
+        assert codes(beta.register_before_open([(OTHER, reply())], removed)) == [UCode.OK]
         await alpha.open()
         await beta.open()
         if self.discovery:
             await self.reach(alpha, heard, example(topic(), reply()))
         await beta.register_listener(topic(), heard, reply())  # changes nothing
-        await beta.unregister_listener(OTHER, gone, reply())
+        await beta.unregister_listener(OTHER, removed, reply())
         await self.send_all(alpha, [notification(b"0"), notification(b"1", OTHER), notification(b"2")])
         assert sorted(await self.settle(alpha, heard)) == [b"0", b"1", b"2"]
-        assert not gone.payloads
+        assert not removed.payloads
         await beta.unregister_listener(topic(), heard, reply())
         assert await code_of(beta.unregister_listener(topic(), heard, reply())) == UCode.NOT_FOUND
 
@@ -196,7 +196,7 @@ class ListeningConformance(TransportHarness):
             await end.register_listener(OTHER, heard, reply())
             third = topic(resource=0x9A03)
             assert await code_of(end.register_listener(third, heard, reply())) == UCode.RESOURCE_EXHAUSTED
-            await end.register_listener(OTHER, heard, reply())  # known already: OK at the limit too
+            await end.register_listener(OTHER, heard, reply())  # registered already: OK at the limit, too
             await end.unregister_listener(OTHER, heard, reply())
             await end.register_listener(third, heard, reply())
 
@@ -234,7 +234,7 @@ class ListeningConformance(TransportHarness):
         await self.inject(notification(b"after"))
         await heard.expect_payload(b"after")
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
-        await self.eventually(lambda: _dropped(pair[1]) > dropped, "what is dropped to be counted")
+        await self.eventually(lambda: _dropped(pair[1]) > dropped, "the expired message to be counted")
 
     @pytest.mark.parametrize("what", DISCARDED)
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
@@ -243,22 +243,22 @@ class ListeningConformance(TransportHarness):
         witness = await self.listen(pair, topic(), reply())
         before = _dropped(pair[1])
         await self.inject(INVALID[what]())
-        await self.eventually(lambda: _dropped(pair[1]) > before, "what is discarded to be counted")
+        await self.eventually(lambda: _dropped(pair[1]) > before, "the discarded message to be counted")
         assert await self.settle(pair[0], witness) == []
         assert [payload for payload in heard.payloads if not payload.startswith(b"mark ")] == []
 
     async def test_what_is_on_a_key_of_somebody_else_is_discarded(self, pair: Pair) -> None:
-        """Access lists are about keys: they would hold nothing if what a message says of itself counted."""
+        """Access lists apply to keys: they would have no effect if only the attributes of a message counted."""
         self.needs_hook("inject_misplaced")
         heard = await self.listen(pair, uris.ANY, uris.ANY)
         before = _dropped(pair[1])
         await self.inject_misplaced(notification(b"misplaced"), GAMMA)
-        await self.eventually(lambda: _dropped(pair[1]) > before, "what is discarded to be counted")
+        await self.eventually(lambda: _dropped(pair[1]) > before, "the discarded message to be counted")
         assert await self.settle(pair[0], heard) == []
 
     @spec("dsn~up-attributes-traceparent~1")
     async def test_a_traceparent_that_is_none_costs_the_traceparent_and_not_the_message(self, pair: Pair) -> None:
-        """It says how to trace a message, not what the message is."""
+        """It is removed: the message is still valid."""
         heard = await self.listen(pair, topic(), reply())
         before = _dropped(pair[1])
         injected = INVALID["bad traceparent"]()

@@ -1,7 +1,7 @@
-"""The event loop: nothing blocks it, listeners and callbacks run on it, and `close` gives it back as it was.
+"""The event loop: nothing blocks it, listeners and callbacks run on it, and `close` leaves no thread and no task.
 
-what a test does, under a Heartbeat: quiet in one of some rounds? A machine that is slow is so by chance, a plugin that
-blocks always is.
+A Heartbeat measures several rounds, one of which must be quiet: a slow machine is slow by chance, a plugin that blocks
+does so each time.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from uprotocol.transport import Capability, UTransport
 
 Round = Callable[[], Awaitable[Heartbeat]]
 
-# a certificate is read, a library starts its threads; who waits for a network waits for longer
+# enough to read a certificate or start threads; a blocking wait for a network takes longer
 OPENING_S_MAX: Final = 0.15
-# one small message costs some 0.1 ms; a round trip that blocks, or a flush to disk, costs more than this
+# one small message costs some 0.1 ms; a blocking round trip or a flush to disk takes longer
 BATCH_S_MAX: Final = 0.010
 LARGE_S_MAX: Final = 0.05  # half a MiB is copied in 0.1 ms, and serialised in 1 ms
-AWAY_S_MAX: Final = 0.5  # to look up a name or to connect, blocking, takes seconds where there is no network
+AWAY_S_MAX: Final = 0.5  # without a network, a blocking name lookup or connect takes seconds
 AWAY_S: Final = 0.3  # time for some attempts to connect
 ROUNDS: Final = 5
 BATCH_ROUNDS: Final = 30
 LARGE_ROUNDS: Final = 10
 AWAY_ROUNDS: Final = 2
 RESTING_S: Final = 0.1
-RESTING_SHARE_MAX: Final = 0.2  # of one processor, for all of the process; what polls takes all that it gets
-RECONNECTS: Final = 2  # a transport waits longer before each
-LIFETIMES: Final = 3  # so that what is left behind by each is told from what a library makes once
+RESTING_SHARE_MAX: Final = 0.2  # of one processor, for the whole process; polling takes all of one
+RECONNECTS: Final = 2  # a transport may wait longer before each
+LIFETIMES: Final = 3  # distinguishes leaks from what a library makes once
 
 
 class LoopConformance(TransportHarness):
     async def stays_quiet(self, what: str, rounds: int, bound_s: float, play: Round) -> None:
-        """Fails if the loop stands still for longer than `bound_s` in each of `rounds`."""
+        """Fails if the loop is blocked for longer than `bound_s` in each of `rounds`."""
         hearts: list[Heartbeat] = []
         for _ in range(rounds):
             hearts.append(await play())
-            if hearts[-1].stood_still_s <= bound_s:
+            if hearts[-1].blocked_s <= bound_s:
                 return
-        best = min(hearts, key=lambda heart: heart.stood_still_s)
+        best = min(hearts, key=lambda heart: heart.blocked_s)
         where = best.where or "a call that kept all other threads from running"
         raise AssertionError(
-            f"{what} held the event loop up for {best.stood_still_s:.3f} s or more, {rounds} times of {rounds}; "
+            f"{what} blocked the event loop for {best.blocked_s:.3f} s or more in each of {rounds} rounds; "
             f"at most {bound_s} s are allowed; it was in\n{where}"
         )
 
@@ -62,7 +62,7 @@ class LoopConformance(TransportHarness):
         await self.stays_quiet("close", ROUNDS, OPENING_S_MAX, lambda: self._watched_lifetime(ends, 1))
 
     async def _watched_lifetime(self, ends: Ends, which: int) -> Heartbeat:
-        """What the loop did while an end was opened, or (1) closed."""
+        """The Heartbeat of `open` (which=0) or `close` (1)."""
         end = await ends(BETA)
         hearts = Heartbeat(OPENING_S_MAX), Heartbeat(OPENING_S_MAX)
         for heart, call in zip(hearts, (end.open, end.close), strict=True):
@@ -94,7 +94,7 @@ class LoopConformance(TransportHarness):
         await self.stays_quiet("a batch of one message", BATCH_ROUNDS, BATCH_S_MAX, play)
 
     async def test_a_large_payload_does_not_block_the_loop(self, pair: Pair) -> None:
-        """Neither at its sender nor at its receiver: what takes long with so many octets belongs on a thread."""
+        """Neither at its sender nor at its receiver: long work with many octets belongs on a thread."""
         heard = await self.listen(pair, topic(), reply())
         size = self.payload_bytes_max // 2
 
@@ -118,7 +118,7 @@ class LoopConformance(TransportHarness):
         await self.stays_quiet("a network that is away", AWAY_ROUNDS, AWAY_S_MAX, play)
 
     async def test_waiting_costs_no_processor(self, pair: Pair) -> None:
-        """Nothing to do is nothing done: no thread that polls."""
+        """No thread may poll."""
         await self.rests("two ends that have nothing to do")
 
     async def test_a_network_that_is_away_costs_no_processor(self, pair: Pair) -> None:
@@ -138,12 +138,12 @@ class LoopConformance(TransportHarness):
         )
 
     async def test_listeners_and_callbacks_run_on_the_loop(self, ends: Ends, pair: Pair) -> None:
-        """Every other test looks at its listeners' thread as well."""
+        """Every other test checks the thread of its listeners, too."""
         self.needs(Capability.PUSH)
         await pair[1].close()
         end = await ends(BETA)
-        here, told = threading.get_ident(), []
-        end.on_connection(lambda _: told.append(threading.get_ident() == here))
+        here, on_loop = threading.get_ident(), []
+        end.on_connection(lambda _: on_loop.append(threading.get_ident() == here))
         changes = Changes(end)
         await end.open()
         await changes.until(True, self.deadline_s)
@@ -152,14 +152,14 @@ class LoopConformance(TransportHarness):
         await heard.expect(10)
         await end.close()
         await changes.until(False, self.deadline_s)
-        assert all(told), "connection callbacks run on the event loop's thread only"
+        assert all(on_loop), "connection callbacks run on the event loop's thread only"
 
     async def test_close_leaves_no_thread_and_no_task(self, ends: Ends, pair: Pair) -> None:
         await pair[1].close()
         await self.leaves_nothing("close", lambda: self._lifetime(ends, pair[0]))
 
     async def _lifetime(self, ends: Ends, other: UTransport) -> None:
-        """As whole as it may be: both directions, and a listener that is never unregistered."""
+        """Open, send in both directions, and close with a registered listener."""
         end = await ends(BETA)
         await end.open()
         if Capability.PUSH in self.capabilities:
@@ -170,7 +170,7 @@ class LoopConformance(TransportHarness):
         await end.close()
 
     async def test_a_reconnect_leaves_no_thread_and_no_task(self, pair: Pair) -> None:
-        """A connection has some, and each new one has new ones: so of no kind may there be one more each time."""
+        """Each connection has its own. So no kind may grow by one at each reconnect."""
         self.needs_hook("break_network")
         if Capability.PUSH in self.capabilities:
             await self.listen(pair, topic(), reply())
@@ -182,15 +182,15 @@ class LoopConformance(TransportHarness):
         with contextlib.suppress(AssertionError):
             await self.eventually(lambda: not Alive.now().more(before, RECONNECTS), "")
         more = Alive.now().more(before, RECONNECTS)
-        assert not more, f"after {RECONNECTS} reconnects there are so many more: {more}"
+        assert not more, f"after {RECONNECTS} reconnects there are more threads or tasks: {more}"
 
     async def test_an_open_in_vain_leaves_no_thread_and_no_task(self, ends: Ends) -> None:
-        """Nobody need call `close` after it."""
+        """Even without a call of `close`."""
         end = ends.keep(await self.make_unreachable(ALPHA))
         await self.leaves_nothing("an open that failed", lambda: self.refusal_of(end.open()))
 
     async def leaves_nothing(self, what: str, live: Callable[[], Awaitable[object]]) -> None:
-        """Some threads and tasks need a moment to end; those that are there for good fail."""
+        """Fails if threads or tasks stay; some need a moment to end."""
         await live()
         before = Alive.now()
         for _ in range(LIFETIMES):
@@ -216,7 +216,7 @@ class LoopConformance(TransportHarness):
         assert changes.seen == [False]
 
     async def test_open_at_once_is_open_once(self, ends: Ends, pair: Pair) -> None:
-        """Two owners that don't know of one another."""
+        """Two owners that do not know about each other."""
         self.needs(Capability.PUSH)
         await pair[1].close()
         end = await ends(BETA)

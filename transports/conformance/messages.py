@@ -1,6 +1,6 @@
-"""The messages of the suite, and their addresses: from alpha to beta, unless a test says otherwise.
+"""The messages of the suite and their addresses: from alpha to beta by default.
 
-publish, streamed, notification, request, response | example: one that a pair of filters lets through
+publish, streamed, notification, request, response | example: one that matches a pair of filters
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def response(
 
 
 def example(source_filter: UUri, sink_filter: UUri | None) -> UMessage:
-    """A probe that the filters let through, from alpha and to beta where they leave it open."""
+    """A probe that matches the filters, from alpha to beta where they have wildcards."""
     source = _filled(source_filter, ALPHA, 0 if sink_filter is not None and uris.is_method(sink_filter) else 0x9A01)
     if sink_filter is None:
         return publish(PROBE, source)
@@ -81,7 +81,7 @@ def example(source_filter: UUri, sink_filter: UUri | None) -> UMessage:
 
 
 def _filled(pattern: UUri, authority: str, resource: int) -> UUri:
-    """With these, and our entity, in place of what is left open."""
+    """`pattern` with these, and our entity and version, in place of wildcards."""
     entity = pattern.ue_id
     for mask in (0xFFFF, 0xFFFF_0000):
         if entity & mask == mask:
@@ -99,7 +99,7 @@ def codes(statuses: Sequence[UStatus]) -> list[int]:
 
 
 async def code_of(call: Awaitable[object]) -> int:
-    """OK, or the code of the UStatusError that it raised; anything else that it raises fails the test."""
+    """OK, or the code of the UStatusError that `call` raises. Another exception fails the test."""
     try:
         await call
     except UStatusError as error:

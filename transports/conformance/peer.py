@@ -1,7 +1,7 @@
-"""The other process of the test with two: everything that is notified to it goes back to who sent it, from a topic of
-its own.
+"""The other process of the test with two: it sends every notification back to its sender, from a topic of its own.
 
-python -m transports.conformance.peer MODULE:PLUGIN AUTHORITY JSON_SETTINGS     prints "ready"; ends when its input does
+python -m transports.conformance.peer MODULE:PLUGIN AUTHORITY JSON_SETTINGS     prints "ready"; ends at the end of its
+input
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENTITY, VERSION, TOPIC = 0x0003_10AB, 4, 0x9A01
 
 
 class Echo:
-    """Sends what it gets back to its source's authority, in one batch for each that came."""
+    """Sends each batch back to the authorities of its sources."""
 
     def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
         self._transport, self._local = transport, local

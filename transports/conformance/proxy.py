@@ -13,14 +13,14 @@ from typing import Final
 CHUNK_BYTES: Final = 1 << 16  # of one read
 
 Tap = Callable[[bytes], bytes]
-"""What one direction of one connection passes on of a read. Raises ConnectionError to reset the connection."""
+"""Data of a read -> data to pass on, in one direction of one connection. Raises ConnectionError to reset it."""
 
 
 class TcpProxy:
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
         self._writers: set[asyncio.StreamWriter] = set()
-        self._ended: set[asyncio.StreamWriter] = set()  # those of them that were told that nothing more comes
+        self._ended: set[asyncio.StreamWriter] = set()  # those whose stream has been ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._whole = True
@@ -29,7 +29,7 @@ class TcpProxy:
         self.port = 0
 
     def taps(self) -> tuple[Tap, Tap]:
-        """Of one new connection, to the target and back; a subclass may change what passes."""
+        """The taps of one new connection, to the target and back; a subclass may change the data."""
         return bytes, bytes
 
     async def start(self) -> None:
@@ -43,12 +43,13 @@ class TcpProxy:
             writer.transport.abort()
 
     def stall(self) -> None:
-        """Pass nothing on, either way, and close nothing, until `mend`: a link that is up and dead."""
+        """Pass nothing on in either direction, and close nothing, until `mend`: a link that is dead without being
+        closed."""
         self._flowing.clear()
 
     def half_close(self) -> None:
-        """End one direction of every connection, by turns: its far end reads the end of the stream; the other direction
-        still passes."""
+        """End one direction of every connection, alternately: its receiver reads the end of the stream. The other
+        direction still works."""
         for writer in list(self._writers)[::2]:
             if not writer.transport.is_closing():
                 self._ended.add(writer)

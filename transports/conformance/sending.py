@@ -1,4 +1,4 @@
-"""send: what arrives is what was sent, and what may not be sent is refused with its code.
+"""send: messages arrive unchanged, and those that may not be sent are refused with the right code.
 
 send_batch([valid, invalid, expired, valid])  ->  [OK, INVALID_ARGUMENT, DEADLINE_EXCEEDED, OK]
 """
@@ -121,7 +121,7 @@ def every_combination() -> Iterator[UMessage]:
 
 
 def _built(builder: UMessageBuilder, payload: UPayload | None, **attributes: object) -> UMessage:
-    """With those attributes that are not None."""
+    """Build a message with the attributes that are not None."""
     for name, value in attributes.items():
         if value is not None:
             getattr(builder, f"with_{name}")(value)
@@ -135,8 +135,7 @@ def _route(message: UMessage) -> object:
 
 class SendingConformance(TransportHarness):
     async def everything(self, pair: Pair) -> BatchSink:
-        """One listener at beta for whatever goes there: all messages with a sink, and the publishes of alpha's
-        topic."""
+        """One listener at beta for all messages with its sink, and for the publishes of alpha's topic."""
         heard = BatchSink(self.deadline_s)
         await self.listen(pair, uris.ANY, uris.pattern(BETA) if self.routes_streamed_publish else uris.ANY, heard)
         if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
@@ -144,7 +143,7 @@ class SendingConformance(TransportHarness):
         return heard
 
     def sendable(self, message: UMessage) -> UMessage:
-        """`message`, or the same with a streamer's sink where a publish needs one."""
+        """`message`, with a streamer's sink if it is a publish and the network needs one."""
         if not message.attributes.HasField("sink") and Capability.PUBLISH_WITHOUT_SINK not in self.capabilities:
             message.attributes.sink.CopyFrom(streamer_sink(BETA))
         return message
@@ -152,7 +151,7 @@ class SendingConformance(TransportHarness):
     async def check_preserved(self, pair: Pair, messages: Sequence[UMessage]) -> None:
         heard = await self.everything(pair)
         if self.discovery:
-            # each (source, sink) once: networks with discovery may learn of each pair by itself
+            # each (source, sink) once: networks may discover each pair separately
             for message in {_route(message): message for message in messages}.values():
                 await self.reach(pair[0], heard, message)
         await self.send_all(pair[0], messages)
@@ -188,7 +187,8 @@ class SendingConformance(TransportHarness):
 
     @spec("req~utransport-send-preserve-data~1")
     async def test_a_payload_survives_whatever_it_ends_with(self, pair: Pair) -> None:
-        """A network of lines, words or C strings may strip it; so also what it begins with, and when that is all."""
+        """A network of lines, words or C strings may strip edges; also at the beginning, and if nothing else is
+        there."""
         payloads = [form for edge in EDGES for form in (b"x" + edge, edge + b"x", edge, b"x" + edge * 3)]
         await self.check_preserved(pair, [notification(payload) for payload in payloads])
 
@@ -228,7 +228,7 @@ class SendingConformance(TransportHarness):
 
     @spec("req~utransport-send-preserve-data~1")
     async def test_what_is_sent_belongs_to_the_caller(self, pair: Pair) -> None:
-        """Whoever tries again, or sends to another network too, sends the very same."""
+        """The caller may send the same messages again, or to another network."""
         heard = await self.everything(pair)
         sound = [self.sendable(one) for one in islice(every_combination(), 0, None, 7)]
         messages = [*sound, INVALID["no id"](), expired()]

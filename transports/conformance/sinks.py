@@ -1,6 +1,6 @@
-"""Listeners that wait, and one that follows a connection.
+"""Listeners that collect messages and wait for them, and a recorder of connection changes.
 
-Sink, BatchSink, Gated: collect, and wake the test when enough has come      Changes: what on_connection tells
+Sink, BatchSink, Gated: wake the test when enough messages have arrived      Changes: the calls of on_connection
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from uprotocol.v1.umessage_pb2 import UMessage
 
 
 class Sink:
-    """A listener that collects, and knows how to wait. It must be called on the thread that made it. Probes are counted
-    apart."""
+    """Collects messages and waits for them. Must be called on the thread that made it. Probes are only counted."""
 
     def __init__(self, deadline_s: float) -> None:
         self.messages: list[UMessage] = []
         self.probes = 0
-        self.strange_threads: set[str] = set()  # those that have called it, and are not the loop's
+        self.strange_threads: set[str] = set()  # other threads that have called it
         self._deadline_s = deadline_s
         self._changed = asyncio.Event()
         self._thread = threading.get_ident()
@@ -46,24 +45,24 @@ class Sink:
         return payloads(self.messages)
 
     async def expect(self, count: int) -> list[UMessage]:
-        """The first `count` messages; fails if they don't come in time."""
+        """Returns the first `count` messages. Fails if they do not arrive in time."""
         await self.until(lambda: len(self.messages) >= count, f"{count} messages")
         return self.messages[:count]
 
     async def expect_payload(self, payload: bytes) -> None:
-        looked_at = 0
+        checked = 0
 
         def has_come() -> bool:
-            """Looks at what is new since it was last asked: a wait costs what comes meanwhile, not its square."""
-            nonlocal looked_at
-            new = self.messages[looked_at:]
-            looked_at += len(new)
+            """Checks only messages that are new since the last call: the cost of a wait is linear."""
+            nonlocal checked
+            new = self.messages[checked:]
+            checked += len(new)
             return any(message.payload == payload for message in new)
 
         await self.until(has_come, f"the payload {payload!r}")
 
     async def until(self, holds: Callable[[], bool], what: str, within_s: float | None = None) -> None:
-        """Returns when `holds`, which is asked after each message; fails if that does not come in time."""
+        """Returns when `holds()`, which is called after each message. Fails if it does not hold in time."""
         deadline_s = within_s or self._deadline_s
         self._waiting_on = asyncio.get_running_loop()
         try:
@@ -77,7 +76,7 @@ class Sink:
 
 
 class BatchSink(Sink):
-    """The same, for transports that hand over batches."""
+    """A Sink for transports that deliver batches."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s)
@@ -106,22 +105,22 @@ class Gated(BatchSink):
 
 
 class Changes:
-    """Follows on_connection."""
+    """Records the calls of on_connection."""
 
     def __init__(self, end: UTransport) -> None:
         self.seen: list[bool] = []
-        self.true_to_the_facts = True  # whatever was told, `connected` said it, too
+        self.agrees_with_connected = True  # each call had the value of `connected`
         self._end = end
         self._changed = asyncio.Event()
         end.on_connection(self._on_change)
 
     def _on_change(self, connected: bool) -> None:
         self.seen.append(connected)
-        self.true_to_the_facts &= bool(self._end.connected) is connected
+        self.agrees_with_connected &= bool(self._end.connected) is connected
         self._changed.set()
 
     async def until(self, connected: bool, deadline_s: float) -> None:
-        """Returns when that was told last; fails if it is not in time."""
+        """Returns when the last call had this value. Fails if that is not in time."""
         try:
             async with asyncio.timeout(deadline_s):
                 while self.seen[-1:] != [connected]:
@@ -129,5 +128,5 @@ class Changes:
                     await self._changed.wait()
         except TimeoutError:
             raise AssertionError(
-                f"expected on_connection({connected}) within {deadline_s} s, told was {self.seen}"
+                f"expected on_connection({connected}) within {deadline_s} s, got {self.seen}"
             ) from None

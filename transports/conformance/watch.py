@@ -1,8 +1,8 @@
-"""What no message shows: whether the event loop stood still, and what a transport leaves behind when it is closed.
+"""Measures whether the event loop was blocked, and which threads and tasks a closed transport leaves behind.
 
 loop:   beat, beat, beat ............ beat      longest gap, and ...
-thread:            late? -> the loop's stack    ... where it stood: waiting for events is a slow machine,
-                                                                    anything else is a culprit
+thread:            late? -> the loop's stack    ... its stack: waiting for events means a slow machine,
+                                                               anything else is a call that blocks
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 BEAT_S: Final = 0.001
-STACK_LINES_MAX: Final = 6  # the innermost ones: the culprit and who called it
-_WAITING: Final = ("selectors.py", "select", "proactor")  # where a loop is that has nothing to do
+STACK_LINES_MAX: Final = 6  # the innermost ones: the blocking call and its callers
+_WAITING: Final = ("selectors.py", "select", "proactor")  # files of an idle loop
 
 
 class Heartbeat:
-    """`async with Heartbeat(0.1) as heart: ...` and then `heart.stood_still_s` and `heart.where`."""
+    """`async with Heartbeat(0.1) as heart: ...` and then `heart.blocked_s` and `heart.where`."""
 
     def __init__(self, bound_s: float) -> None:
-        self.stood_still_s = 0.0  # the longest time that the loop was late, but while it waited for events
-        self.where = ""  # the stack of its thread meanwhile; "" if it held the interpreter too
+        self.blocked_s = 0.0  # the longest time that the loop was late, except while it waited for events
+        self.where = ""  # the stack of its thread meanwhile; "" if the call also held the GIL
         self._bound_s = bound_s
         self._at = 0.0
         self._stack: str | None = None
@@ -45,7 +45,7 @@ class Heartbeat:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.sleep(BEAT_S)  # what blocked last is seen by one more beat
+        await asyncio.sleep(BEAT_S)  # one more beat, for the last blocking call
         self._beat()
         self._beating.cancel()
         self._ended.set()
@@ -54,8 +54,8 @@ class Heartbeat:
     def _beat(self) -> None:
         now = time.monotonic()
         late_s = now - self._at - BEAT_S
-        if late_s > self.stood_still_s and not self._idle:
-            self.stood_still_s, self.where = late_s, self._stack or ""
+        if late_s > self.blocked_s and not self._idle:
+            self.blocked_s, self.where = late_s, self._stack or ""
         self._stack, self._idle = None, False
         self._at = now
         self._beating.cancel()
@@ -72,8 +72,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Alive:
-    """The threads and tasks of a moment. Threads of the loop's own executor, and those that Python did not start, are
-    nobody's."""
+    """The present threads and tasks, without threads of the loop's own executor and those that Python did not start."""
 
     threads: frozenset[threading.Thread]
     tasks: frozenset[asyncio.Task[Any]]
@@ -84,8 +83,7 @@ class Alive:
         return cls(frozenset(threads), frozenset(asyncio.all_tasks()))
 
     def more(self, before: Alive, count: int) -> dict[str, int]:
-        """Of which kinds there are at least `count` more than before: threads by name, without numbers, and tasks by
-        their coroutine."""
+        """Kinds with at least `count` more than before: threads by name, without numbers, and tasks by coroutine."""
         grown = Counter(self._kinds())
         grown.subtract(before._kinds())
         return {kind: number for kind, number in grown.items() if number >= count}
@@ -97,5 +95,5 @@ class Alive:
             yield "task " + getattr(task.get_coro(), "__qualname__", "?")
 
     def since(self, before: Alive) -> list[str]:
-        """What lives and did not then, by name."""
+        """New threads and tasks, by repr."""
         return [repr(one) for one in [*(self.threads - before.threads), *(self.tasks - before.tasks)]]
