@@ -1,4 +1,4 @@
-"""uProtocol over a hub: each frame names its sender's host, and the hub passes it on to who has asked for that host.
+"""uProtocol over a hub: each frame names its sender's host, and the hub passes it on to the ends that want that host.
 
 send_batch -> frames, SYNC -> hub: passed on -> SYNC comes back = OK
 hub -> frames -> Arrivals -> UMessage, completed -> ListenerTable -> listeners
@@ -32,7 +32,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 HEADER: Final = struct.Struct(">BHI")  # kind, bytes of the key, bytes of the body
 MESSAGE, SUBSCRIBE, UNSUBSCRIBE, SYNC = range(4)
 BODY_BYTES_MAX: Final = 4 << 20  # a frame is held whole in memory, at the hub and here
-STALL_S_MAX: Final = 30.0  # how long one batch waits for the hub, which waits for who listens slowly
+STALL_S_MAX: Final = 30.0  # limit of one batch's wait for the hub, which waits for slow ends
 RECONNECT_S: Final = 0.2
 CLOSE_S_MAX: Final = 2.0
 
@@ -42,11 +42,11 @@ def frame(kind: int, key: bytes = b"", body: bytes = b"") -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
-    """Raises asyncio.IncompleteReadError at the end, and ValueError for what is no frame."""
+    """Raises asyncio.IncompleteReadError at the end, and ValueError for a malformed frame."""
     kind, key_bytes, body_bytes = HEADER.unpack(await reader.readexactly(HEADER.size))
     if kind > SYNC or body_bytes > BODY_BYTES_MAX:
         raise ValueError(
-            f"a frame has a kind up to {SYNC} and {BODY_BYTES_MAX} bytes, got kind {kind} and {body_bytes} bytes"
+            f"expected a kind up to {SYNC} and {BODY_BYTES_MAX} bytes at most, got kind {kind} and {body_bytes} bytes"
         )
     return kind, await reader.readexactly(key_bytes), await reader.readexactly(body_bytes)
 
@@ -57,15 +57,15 @@ class HubConfig(TransportSettings):
     host: str = "127.0.0.1"
     port: int = Field(ge=1, le=65_535)
     connect_timeout_s: float = Field(
-        default=5, gt=0, description="of `open`; a hub that is lost later is looked for without end"
+        default=5, gt=0, description="of `open`; a hub that is lost later is tried again without limit"
     )
 
 
 def translate(error: Exception, doing: str) -> UStatusError:
-    """UNAVAILABLE may be tried again; so everything that trying again won't mend needs another code."""
+    """UNAVAILABLE may be tried again, so an error that a retry can't fix needs another code."""
     if isinstance(error, UStatusError):
         return error
-    # a host name that can't be (UnicodeError), a setting of the wrong kind
+    # an invalid host name (UnicodeError), a setting of the wrong kind
     if isinstance(error, (ValueError, TypeError, OverflowError)):
         return invalid(f"{doing}: {error}: is the setting right?")
     return UStatusError(UCode.UNAVAILABLE, f"{doing}: {error or type(error).__name__}")  # OSError, TimeoutError, ...
@@ -75,12 +75,12 @@ _AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the hub is away: try aga
 
 
 class Link:
-    """One connection, and who waits for a SYNC on it, in order."""
+    """One connection, and the calls that wait for a SYNC on it, in order."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.waiting: deque[asyncio.Future[bool]] = deque()
-        self.known: set[bytes] = set()  # keys that the hub was told of when it began
+        self.known: set[bytes] = set()  # keys that the hub got when the connection began
 
     async def sync(self) -> bool:
         """True when the hub has passed on what was written so far; False if the connection was lost before."""
@@ -103,8 +103,8 @@ class Link:
 
 
 class HubTransport(TransportBase):
-    """Priorities are all alike: the hub passes on in the order of arrival. It checks nobody: who may connect may send
-    as anybody."""
+    """All priorities are equal: the hub passes messages on in their order of arrival. It has no access control: any end
+    may send as any host."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
@@ -112,7 +112,7 @@ class HubTransport(TransportBase):
         super().__init__(config, local)
         self._config = config
         self._arrivals: Arrivals[tuple[bytes, bytes]] = Arrivals(self._deliver, dropped=self.dropped)
-        self._keys: Counter[bytes] = Counter()  # what the hub has to know, and by how many filters it is needed
+        self._keys: Counter[bytes] = Counter()  # keys for the hub -> number of filters with that key
         self._link: Link | None = None  # None: away, or closed
         self._sending = asyncio.Lock()
 
@@ -122,17 +122,17 @@ class HubTransport(TransportBase):
 
     def _set_link(self, link: Link | None, away_because: str = "") -> None:
         self._link = link
-        # tells of each change once; a callback that raises harms nobody
+        # reports each change once; a callback that raises does no harm
         self.set_connected(link is not None, away_because)
 
     async def open(self) -> None:
         if self.is_open:
             return
-        # our owner's limit, which is set by now, and the hub's
+        # the limit of our owner, which is already set, and that of the hub
         self._bytes_max = min(self.wire_bytes_max, BODY_BYTES_MAX)
         self._arrivals.open(self._bytes_max)
         link = await self._connect()  # nothing is left behind if it raises or is cancelled
-        if self.is_open:  # somebody else was quicker
+        if self.is_open:  # a second call of `open` was faster
             link.end()
             return
         self.is_open = True
@@ -140,12 +140,12 @@ class HubTransport(TransportBase):
         self._begin(link)
 
     async def _connect(self) -> Link:
-        """Returns when the hub has answered, and knows what we want: a port that accepts is no network yet."""
+        """Returns when the hub has answered and knows our keys: an open port is not yet a network."""
         config, link = self._config, None
         try:
             async with asyncio.timeout(config.connect_timeout_s):
                 link = Link(*await asyncio.open_connection(config.host, config.port))
-                # a dead hub is noticed
+                # detect a dead hub
                 link.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 link.known = set(self._keys)
                 link.writer.writelines([frame(SUBSCRIBE, key) for key in link.known] + [frame(SYNC)])
@@ -160,15 +160,15 @@ class HubTransport(TransportBase):
         return link
 
     def _begin(self, link: Link) -> None:
-        """What was registered or unregistered meanwhile was only noted. No await in here, so nothing comes between."""
+        """Send the keys that were added or removed meanwhile. Without an await, so that none changes in between."""
         wanted = set(self._keys)
         link.writer.writelines([frame(SUBSCRIBE, key) for key in wanted - link.known])
         link.writer.writelines([frame(UNSUBSCRIBE, key) for key in link.known - wanted])
         self._set_link(link)
 
     async def _run(self, link: Link) -> None:
-        """One task for each transport: it reads, and connects again. A library may swallow the cancellation by which
-        `close` ends it: so it looks at `is_open`, too."""
+        """The task that reads, and connects again. It also checks `is_open`, since a library may swallow the
+        cancellation by which `close` ends it."""
         while True:
             try:
                 await self._read(link)
@@ -199,9 +199,9 @@ class HubTransport(TransportBase):
         if link is not None:
             link.end()
         self._running.cancel()
-        # not `await self._running`, which waits for as long as that goes on
+        # not `await self._running`, which could wait without limit
         await asyncio.wait({self._running}, timeout=CLOSE_S_MAX)
-        # listeners take what has arrived; what was answered OK has left already
+        # listeners take what has arrived; messages that were answered OK have left already
         await self._arrivals.finish(CLOSE_S_MAX)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
@@ -217,10 +217,10 @@ class HubTransport(TransportBase):
             now_ms = self.checks.now_ms()
             for message in messages:
                 status = self.checks.refusal(message, now_ms) or self._encode(message, frames)
-                statuses.append(status)  # one that may not leave does not stop the rest
+                statuses.append(status)  # a refused message does not stop the others
             if frames:
                 link.writer.writelines(frames)
-                if not await link.sync():  # lost: nobody knows how far it came, so all of it may be sent again
+                if not await link.sync():  # lost: how much was passed on is unknown, so all may be sent again
                     return [_AWAY if status is OK else status for status in statuses]
             return statuses
 
@@ -237,7 +237,7 @@ class HubTransport(TransportBase):
         if self._keys[key] == 1 and self._link is not None:
             self._link.writer.write(frame(SUBSCRIBE, key))
         if self._link is not None:
-            # nothing is missed from here on; if the link is lost meanwhile, the next one begins with all keys
+            # no message is missed from now on; if the link is lost meanwhile, the next one begins with all keys
             await self._link.sync()
 
     async def unlisten(self, filter: Filter) -> None:
@@ -250,12 +250,13 @@ class HubTransport(TransportBase):
 
     @staticmethod
     def _key(filter: Filter) -> bytes:
-        """What the hub can match of it: one authority, or `*` for all. It may let through too much, never too
+        """The part that the hub can match: one authority, or `*` for all. It may match too much, but never too
         little."""
         return filter.source.authority_name.encode()
 
     async def _read(self, link: Link) -> None:
-        """Reads no faster than listeners take: while they are full, this waits, then the hub, then the sender."""
+        """Reads no faster than listeners take: while the arrivals are full, this waits, then the hub, then the
+        sender."""
         while True:
             kind, key, body = await read_frame(link.reader)
             if kind == MESSAGE:
@@ -266,7 +267,7 @@ class HubTransport(TransportBase):
                     done.set_result(True)
 
     def _deliver(self, arrived: list[tuple[bytes, bytes]]) -> Awaitable[None] | None:
-        """Called with what came together. Nothing that arrives may raise."""
+        """Called with frames that arrived together. Must not raise, whatever they contain."""
         messages = []
         for key, body in arrived:
             try:
@@ -277,7 +278,7 @@ class HubTransport(TransportBase):
             attrs.complete(message.attributes, host)
             if message.attributes.source.authority_name == host:
                 messages.append(message)
-            else:  # access lists are about keys, and would hold nothing if something else counted within
+            else:  # access lists apply to keys, so the message must agree with its key
                 self.dropped["spoofed"] += 1
         return self.listeners.deliver(messages)
 

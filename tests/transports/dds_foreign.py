@@ -104,7 +104,7 @@ def address(authority: str, entity: int, version: int, resource: int) -> bytes:
 
 
 def partition(source: list[Any], sink: list[Any] | None) -> str:
-    """Section 4. None of an address is a wildcard."""
+    """Section 4. None in an address is a wildcard."""
 
     def segments(authority: Any, entity: Any, version: Any, resource: Any) -> str:
         numbers = (None, None) if entity is None else (entity & 0xFFFF, entity >> 16)
@@ -144,7 +144,7 @@ class App:
         return where
 
     def ready(self, where: str) -> bool:
-        """True as soon as somebody reads what that writer writes."""
+        """True when the writer has a matching reader."""
         return wait(lambda: self.writers[where].get_matched_subscriptions())
 
     def write(self, where: str, attributes: bytes, payload: bytes | None, number: int = 0) -> None:
@@ -177,7 +177,7 @@ class App:
         return where
 
     def known(self, where: str) -> bool:
-        """True as soon as another participant has announced that it has found this reader: section 8."""
+        """True when another participant has announced that it has found this reader: section 8."""
 
         def is_announced() -> bool:
             for sample in self.announced.take(64):
@@ -191,7 +191,7 @@ class App:
         return wait(is_announced)
 
     def announce(self) -> int:
-        """Say once which readers of others are known: section 8. Answers how many."""
+        """Announce the known readers of others once: section 8. Returns their number."""
         own = self.participant.guid.bytes
         found = [one for one in self.found.take(1_024) if one.sample_info.valid_data]
         keys = [one.key.bytes for one in found if one.topic_name == "uprotocol/v1" and one.participant_key.bytes != own]
@@ -203,7 +203,7 @@ class App:
         return wait(self.announce)
 
     def take(self, where: str, count: int = 1) -> list[dict[str, Any]]:
-        """The next messages of a reader, taken apart."""
+        """The next messages of a reader, decoded."""
         messages: list[dict[str, Any]] = []
 
         def more() -> bool:
@@ -224,14 +224,14 @@ class App:
         return messages
 
     def call(self, where: str, source: list[Any], sink: list[Any], payload: str) -> str:
-        """A request; answers its id."""
+        """Send a request; returns its id."""
         number = new_id()
         called = {1: number, 2: 2, 3: address(*source), 4: address(*sink), 5: 5, 6: 20_000, 12: 7}
         self.write(where, packed(called), payload.encode())
         return number.hex()
 
     def answer(self, where: str, method: list[Any], caller: list[Any], request: dict[str, Any], payload: str) -> None:
-        """The response to a message that `take` gave."""
+        """Send the response to a message of `take`."""
         said = {1: new_id(), 2: 3, 3: address(*method), 4: address(*caller), 5: request["priority"], 6: request["ttl"]}
         self.write(where, packed({**said, 9: bytes.fromhex(request["id"]), 12: 7}), payload.encode())
 

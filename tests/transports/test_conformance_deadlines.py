@@ -1,5 +1,5 @@
-"""Whatever of a plugin hangs, and swallows its cancellation, each test of the conformance suite ends: without
-pytest-timeout, which can't say where it hung."""
+"""Each test of the conformance suite ends even if a call of the plugin hangs and swallows its cancellation. This needs
+no pytest-timeout, which can't report where it hung."""
 
 from __future__ import annotations
 

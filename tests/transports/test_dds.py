@@ -77,7 +77,7 @@ def tag() -> str:
 
 
 class Raw:
-    """A participant that writes whatever octets it is told to."""
+    """A participant that writes the octets that it is given."""
 
     def __init__(self, tag: str) -> None:
         self.participant = Participant(DdsConfig(**settings(tag)))
@@ -101,7 +101,7 @@ class Raw:
 
 
 def malformed() -> list[bytes]:
-    """Whole samples of the type that hold no message; broken CDR Cyclone itself neither sends nor hands over (see
+    """Complete samples of the type without a valid message. Cyclone neither sends nor delivers malformed CDR (see
     test_dds_mapping.py)."""
     good = mapping.encode(numbered(0, 1)[0])
     return [
@@ -127,7 +127,7 @@ class TestDds(TransportConformance):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _network(cls) -> Iterator[None]:
-        """Keeps the domain in being from test to test: to make and end it costs more than most of them."""
+        """Keeps the domain for all tests: making and deleting it takes longer than most of them."""
         cls.lasting = Raw(cls.tag)
         yield
         cls.lasting.close()
@@ -170,8 +170,8 @@ class TestDds(TransportConformance):
 
 
 class OtherProcess:
-    """A publisher elsewhere: `send(resource, count)` lets it send that many numbered messages on that topic of `alpha`
-    at once."""
+    """A publisher in another process: `send(resource, count)` makes it send `count` numbered messages on that topic of
+    `alpha`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -227,7 +227,7 @@ async def other(tag: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Othe
 async def meet(here: DdsTransport) -> None:
     """Wait until `here` has discovered the other process: register_listener waits for known participants only."""
     async with asyncio.timeout(DEADLINE_S):
-        while "peers=1," not in repr(here):  # noqa: ASYNC110 - no event tells of it
+        while "peers=1," not in repr(here):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
 
 
@@ -285,7 +285,7 @@ async def test_ten_thousand_messages_come_in_order_from_another_process(tag: str
 
 
 async def test_a_process_that_is_killed_stops_nobody(tag: str) -> None:
-    """It is not known to be gone yet: a new listener waits for its answer, but not for ever."""
+    """Its end is not known yet: a new listener waits for its answer, but not without limit."""
     async with end(tag, "alpha") as alpha, end(tag, "beta") as beta:
         other = await OtherProcess.start(tag)
         await other.kill()
@@ -356,7 +356,7 @@ async def test_malformed_samples_are_counted_and_the_rest_goes_on(tag: str) -> N
 
 
 async def test_a_partition_that_lies_reaches_nobody(tag: str) -> None:
-    """What arrives is matched by its attributes; the partition only decides what arrives."""
+    """Arriving messages are matched by their attributes; the partition only decides which ones arrive."""
     async with end(tag, "beta") as beta:
         heard = Sink(DEADLINE_S)
         await beta.register_listener(TOPIC, heard)
@@ -368,7 +368,7 @@ async def test_a_partition_that_lies_reaches_nobody(tag: str) -> None:
         await asyncio.to_thread(raw.close)
 
 
-async def test_a_receiver_that_does_not_keep_up_is_told_to_the_sender(tag: str) -> None:
+async def test_a_receiver_that_does_not_keep_up_is_reported_to_the_sender(tag: str) -> None:
     async with end(tag, "alpha", send_timeout_ms=50) as alpha, end(tag, "beta", inbox_messages_max=8) as beta:
         gate = asyncio.Event()
 
@@ -426,7 +426,7 @@ async def test_writers_give_way_to_others_and_lose_nothing(tag: str) -> None:
 
 
 async def test_listeners_that_come_together_share_a_reader_and_get_their_own(tag: str) -> None:
-    """DDS holds each new writer against each reader: one for every topic made 2,000 topics cost seconds."""
+    """DDS matches each new writer with each reader: with one reader for each topic, 2,000 topics took seconds."""
     topics = [uris.uri("alpha", 0x10AB, 3, 0x8000 + number) for number in range(600)]
     async with end(tag, "alpha") as alpha, end(tag, "beta") as beta:
         sinks = [Sink(DEADLINE_S) for _ in topics]
@@ -534,7 +534,7 @@ async def test_an_open_that_is_given_up_leaves_nothing_behind(tag: str) -> None:
 async def test_an_open_that_is_given_up_before_there_is_anything_leaves_nothing_behind(
     tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while a name is being resolved."""
+    """For instance while a name is being resolved."""
     resolve, resolving, known = threading.Event(), threading.Event(), socket.getaddrinfo
 
     def slow(*arguments: Any) -> Any:
@@ -696,7 +696,7 @@ def whole(discovery: str) -> dict[str, str]:
     ],
 )
 async def test_what_cyclone_would_refuse_or_die_of_is_a_clear_error(wrong: dict[str, Any], words: str) -> None:
-    """Each of them ended the process, or said why on its stderr alone."""
+    """Each of them ended the process, or wrote the reason only to stderr."""
     transport = plugin.create("dds", {"domain_id": DOMAIN, **wrong}, LocalUriProvider("alpha", 1, 1))
     with pytest.raises(UStatusError, match=words) as raised:
         await transport.open()
@@ -716,8 +716,8 @@ async def test_the_environment_is_tried_before_it_counts(monkeypatch: pytest.Mon
     assert raised.value.code == UCode.UNAVAILABLE
 
 
-async def test_what_cyclone_itself_refuses_is_told_in_its_words(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with an interface that is there, and is down."""
+async def test_a_refusal_by_cyclone_is_reported_with_its_text(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For instance with an interface that exists and is down."""
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "nosuch0")])
     with pytest.raises(UStatusError, match="Cyclone says: nosuch0: does not match an available interface") as raised:
         await end(tag, "alpha", interface="nosuch0").open()

@@ -1,4 +1,4 @@
-"""DDS tells that nobody listens: to the sender of a publish, at once; and that somebody does, when a reader was found.
+"""Absence over DDS: the sender of a publish learns at once that nobody listens, and later that a reader was found.
 
 alpha, the sender -- uprotocol/v1 --+-- beta, here, another participant
                                     +-- gamma, another process
@@ -58,7 +58,7 @@ def payloads(numbers: range) -> list[bytes]:
     return [b"%d" % n for n in numbers]
 
 
-def told(statuses: Sequence[UStatus]) -> str:
+def answers_of(statuses: Sequence[UStatus]) -> str:
     """One letter for each: o is OK, n nobody listens."""
     letters = {True: "n", False: "o"}
     assert all(is_nobody_listening(status) or status.code == UCode.OK for status in statuses), statuses
@@ -66,24 +66,24 @@ def told(statuses: Sequence[UStatus]) -> str:
 
 
 class Heard:
-    """What a transport tells of addresses that somebody listens to."""
+    """The calls of `on_heard`."""
 
     def __init__(self, transport: DdsTransport) -> None:
-        self._told: asyncio.Queue[Sequence[str] | None] = asyncio.Queue()
+        self._reported: asyncio.Queue[Sequence[str] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         transport.on_heard(self._note)
 
     def _note(self, addresses: Sequence[str] | None) -> None:
         assert asyncio.get_running_loop() is self._loop
-        self._told.put_nowait(addresses)
+        self._reported.put_nowait(addresses)
 
     async def next(self) -> Sequence[str] | None:
         async with asyncio.timeout(DEADLINE_S):
-            return await self._told.get()
+            return await self._reported.get()
 
     @property
     def is_silent(self) -> bool:
-        return self._told.empty()
+        return self._reported.empty()
 
 
 @pytest.fixture
@@ -106,15 +106,15 @@ async def beta(tag: str) -> AsyncIterator[DdsTransport]:
 
 
 def written(transport: DdsTransport) -> int:
-    """Samples that DDS was given."""
+    """Number of samples given to DDS."""
     assert transport._session is not None
     return sum(writer.written for writer in transport._session.writers._writers.values())
 
 
 async def until_nobody(sender: DdsTransport, topic: UUri = TOPIC) -> None:
-    """DDS tells the writer's side a moment after the reader's that a reader has gone, and no event says so."""
+    """The writer's side learns about the end of a reader a moment later, without an event."""
     async with asyncio.timeout(DEADLINE_S):
-        while told(await sender.send_batch(numbered(range(1), topic))) == "o":  # noqa: ASYNC110
+        while answers_of(await sender.send_batch(numbered(range(1), topic))) == "o":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -137,12 +137,12 @@ async def test_what_nobody_reads_is_not_written_and_is_sent_again_when_somebody_
     if is_encoded:
         messages = [EncodedMessage.of(message) for message in messages]
     statuses = await alpha.send_batch(messages)
-    assert told(statuses) == "n" * 50
+    assert answers_of(statuses) == "n" * 50
     assert PARTITION in statuses[0].message
     assert written(alpha) == 0
     await beta.register_listener(TOPIC, sink)
     assert await heard.next() == [PARTITION]
-    assert told(await alpha.send_batch(messages)) == "o" * 50
+    assert answers_of(await alpha.send_batch(messages)) == "o" * 50
     await sink.expect(50)
     assert sink.payloads == payloads(range(50))
     assert heard.is_silent
@@ -154,19 +154,19 @@ async def test_a_reader_that_was_there_is_known_to_each_new_writer_at_once(
     topics, sink = [uris.uri("alpha", 0x10AB, 3, 0x8100 + n) for n in range(200)], Sink(DEADLINE_S)
     await beta.register_listener(uris.pattern("alpha"), sink)
     messages = [message for topic in topics for message in numbered(range(1), topic)]
-    assert told(await alpha.send_batch(messages)) == "o" * 200
+    assert answers_of(await alpha.send_batch(messages)) == "o" * 200
     await sink.expect(200)
 
 
 async def test_when_the_last_reader_goes_nobody_listens_again(alpha: DdsTransport, beta: DdsTransport) -> None:
     heard, sink, second = Heard(alpha), Sink(DEADLINE_S), Sink(DEADLINE_S)
     await beta.register_listener(TOPIC, sink)
-    assert told(await alpha.send_batch(numbered(range(3)))) == "ooo"
+    assert answers_of(await alpha.send_batch(numbered(range(3)))) == "ooo"
     await beta.unregister_listener(TOPIC, sink)
     await until_nobody(alpha)
     await beta.register_listener(TOPIC, second)
     assert await heard.next() == [PARTITION]
-    assert told(await alpha.send_batch(numbered(range(3, 6)))) == "ooo"
+    assert answers_of(await alpha.send_batch(numbered(range(3, 6)))) == "ooo"
     await second.expect(3)
     assert second.payloads == payloads(range(3, 6))
 
@@ -174,16 +174,16 @@ async def test_when_the_last_reader_goes_nobody_listens_again(alpha: DdsTranspor
 async def test_a_reader_of_our_own_is_nobody(alpha: DdsTransport) -> None:
     heard = Heard(alpha)
     await alpha.register_listener(TOPIC, Sink(DEADLINE_S))
-    assert told(await alpha.send_batch(numbered(range(2)))) == "nn"
+    assert answers_of(await alpha.send_batch(numbered(range(2)))) == "nn"
     assert heard.is_silent
 
 
-async def test_nobody_is_told_who_has_not_asked(tag: str, alpha: DdsTransport, beta: DdsTransport) -> None:
+async def test_absence_is_reported_only_on_request(tag: str, alpha: DdsTransport, beta: DdsTransport) -> None:
     alpha.tells_absence = False
-    assert told(await alpha.send_batch(numbered(range(3)))) == "ooo"
+    assert answers_of(await alpha.send_batch(numbered(range(3)))) == "ooo"
     assert written(alpha) == 3
     alpha.tells_absence = True
-    assert told(await alpha.send_batch(numbered(range(3)))) == "nnn"
+    assert answers_of(await alpha.send_batch(numbered(range(3)))) == "nnn"
     assert written(alpha) == 3
 
 
@@ -197,28 +197,28 @@ async def test_only_publishes_are_answered_so(alpha: DdsTransport) -> None:
         UMessageBuilder.notification(TOPIC, there).build(),
         *numbered(range(1)),
     ]
-    assert told(await alpha.send_batch(messages)) == "ooon"
+    assert answers_of(await alpha.send_batch(messages)) == "ooon"
 
 
-async def test_only_addresses_that_are_heard_are_told(alpha: DdsTransport, beta: DdsTransport) -> None:
+async def test_only_addresses_with_a_listener_are_reported(alpha: DdsTransport, beta: DdsTransport) -> None:
     heard = Heard(alpha)
     third = uris.uri("alpha", 0x10AB, 3, 0x8003)
     urgent = numbered(range(1), TOPIC, UPriority.UPRIORITY_CS5)
     messages = numbered(range(1)) + urgent + numbered(range(1), OTHER) + numbered(range(1), third)
-    assert told(await alpha.send_batch(messages)) == "nnnn"
+    assert answers_of(await alpha.send_batch(messages)) == "nnnn"
     sink = Sink(DEADLINE_S)
     await asyncio.gather(*(beta.register_listener(topic, sink) for topic in (TOPIC, OTHER)))
     found: set[str] = set()  # a look may come between two writers that DDS matches
     while found < {PARTITION, OTHER_PARTITION}:
         found.update(await heard.next() or [])
     assert found == {PARTITION, OTHER_PARTITION}
-    assert told(await alpha.send_batch(messages)) == "ooon"
+    assert answers_of(await alpha.send_batch(messages)) == "ooon"
 
 
 async def test_what_another_process_listens_to_is_heard(tag: str, alpha: DdsTransport) -> None:
     heard = Heard(alpha)
     messages = numbered(range(50))
-    assert told(await alpha.send_batch(messages)) == "n" * 50
+    assert answers_of(await alpha.send_batch(messages)) == "n" * 50
     pipe = asyncio.subprocess.PIPE
     gamma = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -234,7 +234,7 @@ async def test_what_another_process_listens_to_is_heard(tag: str, alpha: DdsTran
     assert gamma.stdout is not None
     try:
         assert await heard.next() == [PARTITION]
-        assert told(await alpha.send_batch(messages)) == "o" * 50
+        assert answers_of(await alpha.send_batch(messages)) == "o" * 50
         assert await asyncio.wait_for(gamma.stdout.readline(), DEADLINE_S) == b"ready\n"
         seen: list[int] = []
         async with asyncio.timeout(DEADLINE_S):
@@ -243,7 +243,7 @@ async def test_what_another_process_listens_to_is_heard(tag: str, alpha: DdsTran
                 seen = json.loads(await gamma.stdout.readline())["seen"]
         assert seen == list(range(50))
         urgent = numbered(range(50, 51), TOPIC, UPriority.UPRIORITY_CS5)
-        assert told(await alpha.send_batch(urgent)) == "o"  # a new writer knows the reader at once
+        assert answers_of(await alpha.send_batch(urgent)) == "o"  # a new writer knows the reader at once
     finally:
         gamma.stdin.close()
         await asyncio.wait_for(gamma.wait(), DEADLINE_S)
@@ -254,14 +254,14 @@ async def test_a_writer_that_gives_way_is_not_looked_at_any_more(tag: str, beta:
     async with end(tag, "alpha", writers_max=1) as alpha:
         alpha.tells_absence = True
         heard, sink = Heard(alpha), Sink(DEADLINE_S)
-        assert told(await alpha.send_batch(numbered(range(1)))) == "n"
-        assert told(await alpha.send_batch(numbered(range(1), OTHER))) == "n"
+        assert answers_of(await alpha.send_batch(numbered(range(1)))) == "n"
+        assert answers_of(await alpha.send_batch(numbered(range(1), OTHER))) == "n"
         assert alpha._session is not None
         assert [partition for partition, _ in alpha._session.writers._unheard] == [OTHER_PARTITION]
         await beta.register_listener(TOPIC, sink)
         await beta.register_listener(OTHER, sink)
         assert await heard.next() == [OTHER_PARTITION]
-        assert told(await alpha.send_batch(numbered(range(1)))) == "o"  # its owner tries again by itself
+        assert answers_of(await alpha.send_batch(numbered(range(1)))) == "o"  # its owner tries again by itself
         await sink.expect(1)
         assert heard.is_silent
 
@@ -280,7 +280,7 @@ async def test_what_was_looked_at_may_be_heard_when_the_domain_was_joined_again(
 
 
 class FakeReaders:
-    """Whether DDS knows a reader, as a test says; each write has room, or none has."""
+    """A test decides whether DDS knows a reader, and whether writers have capacity."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_there, self.has_room, self.asked = True, True, 0
@@ -299,7 +299,7 @@ class FakeReaders:
 
 
 class Sender:
-    """Writers without a transport. `send` returns what will answer the statuses, once all was put."""
+    """Writers without a transport. `send` returns a queue that gets the statuses, after all messages were put."""
 
     def __init__(self) -> None:
         tag = uuid.uuid4().hex
@@ -308,7 +308,7 @@ class Sender:
         self.writers = Writers(self.participant, writers_max=16, timeout_s=60.0, heard=self.heard.put)
 
     def send(self, *messages: tuple[WriterRoute, bytes], after: Any = None) -> "queue.SimpleQueue[list[UStatus]]":
-        """`after()`: called on the writers' thread behind each message that was put."""
+        """`after()` is called on the writers' thread after each message."""
         answers: queue.SimpleQueue[list[UStatus]] = queue.SimpleQueue()
         batch = Batch(len(messages), answers.put, tells_absence=True)
 
@@ -346,8 +346,8 @@ ROUTE, URGENT, ELSEWHERE = (
 
 
 def test_after_such_an_answer_the_rest_of_the_call_gets_it_too(sender: Sender, readers: FakeReaders) -> None:
-    """Though a reader comes meanwhile, and whatever its writer: else what is sent again would come behind it."""
-    for route in (ROUTE, URGENT, ELSEWHERE):  # the writers are there then
+    """Even if a reader appears meanwhile, and for all writers: else a retry would arrive after later messages."""
+    for route in (ROUTE, URGENT, ELSEWHERE):  # make the writers
         assert sender.send((route, b"")).get(timeout=DEADLINE_S) == [OK]
     readers.is_there, readers.asked = False, 0
 
@@ -356,26 +356,26 @@ def test_after_such_an_answer_the_rest_of_the_call_gets_it_too(sender: Sender, r
 
     messages = [(ROUTE, b"1"), (ROUTE, b"2"), (URGENT, b"3"), (ELSEWHERE, b"4"), (WriterRoute("here", 8, None), b"5")]
     statuses = sender.send(*messages, after=come).get(timeout=DEADLINE_S)
-    assert told(statuses) == "nnnoo"
+    assert answers_of(statuses) == "nnnoo"
     assert readers.written == [b"", b"", b"", b"4", b"5"]
     assert sender.heard.get(timeout=DEADLINE_S) == ["here"]
 
 
-def test_addresses_that_are_heard_together_are_told_together(sender: Sender, readers: FakeReaders) -> None:
+def test_addresses_that_get_listeners_together_are_reported_together(sender: Sender, readers: FakeReaders) -> None:
     readers.is_there = False
     messages = [(ROUTE, b""), (URGENT, b""), (ELSEWHERE, b"")]
-    assert told(sender.send(*messages).get(timeout=DEADLINE_S)) == "nnn"
+    assert answers_of(sender.send(*messages).get(timeout=DEADLINE_S)) == "nnn"
     readers.is_there = True
     assert sender.heard.get(timeout=DEADLINE_S) == ["here", "there"]
 
 
 def test_the_network_is_asked_once_for_each_call_and_writer(sender: Sender, readers: FakeReaders) -> None:
-    assert told(sender.send(*[(ROUTE, b"")] * 100).get(timeout=DEADLINE_S)) == "o" * 100
+    assert answers_of(sender.send(*[(ROUTE, b"")] * 100).get(timeout=DEADLINE_S)) == "o" * 100
     assert readers.asked == 1
 
 
 def test_what_waits_for_readers_that_go_is_not_written(sender: Sender, readers: FakeReaders) -> None:
-    """DDS has room again then, and would take it for nobody."""
+    """DDS would have capacity again and accept it for nobody."""
     assert sender.send((ROUTE, b"")).get(timeout=DEADLINE_S) == [OK]
 
     def go() -> None:
@@ -383,14 +383,14 @@ def test_what_waits_for_readers_that_go_is_not_written(sender: Sender, readers: 
 
     readers.has_room = False
     answers = sender.send((ROUTE, b"1"), (ROUTE, b"2"), (WriterRoute("here", 8, None), b"3"), after=go)
-    assert told(answers.get(timeout=DEADLINE_S)) == "nno"
+    assert answers_of(answers.get(timeout=DEADLINE_S)) == "nno"
     assert readers.written == [b"", b"3"]
     readers.is_there = True
     assert sender.heard.get(timeout=DEADLINE_S) == ["here"]
 
 
-def test_who_waits_for_answers_is_told_afterwards(sender: Sender, readers: FakeReaders) -> None:
-    """A call may wait for a receiver of something else: before its answer nobody knows that there was nobody."""
+def test_a_sender_that_waits_for_answers_is_notified_afterwards(sender: Sender, readers: FakeReaders) -> None:
+    """A call may wait for another receiver; its sender learns about the absence only with its answer."""
     assert sender.send((ROUTE, b""), (ELSEWHERE, b"")).get(timeout=DEADLINE_S) == [OK, OK]
 
     def come() -> None:
@@ -402,5 +402,5 @@ def test_who_waits_for_answers_is_told_afterwards(sender: Sender, readers: FakeR
         sender.heard.get(timeout=4 * HELD_LOOK_S)
     assert answers.empty()
     readers.has_room = True
-    assert told(answers.get(timeout=DEADLINE_S)) == "no"
+    assert answers_of(answers.get(timeout=DEADLINE_S)) == "no"
     assert sender.heard.get(timeout=DEADLINE_S) == ["here"]

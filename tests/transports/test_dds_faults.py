@@ -1,8 +1,8 @@
-"""DDS when somebody is away, stuck, or of another mind: nothing that was taken is lost without a word, and others don't
-notice.
+"""DDS with a participant that is away, stuck or incompatible: no accepted message is lost without a report, and others
+are not affected.
 
-alpha (here) -- uprotocol/v1 --+-- beta, a process that is stopped and goes on
-                               +-- gamma, one that is well
+alpha (here) -- uprotocol/v1 --+-- beta, a process that is stopped and continued
+                               +-- gamma, a healthy process
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def end(tag: str, authority: str, **more: Any) -> DdsTransport:
 
 
 def numbered(topic: int, numbers: range, octets: int = 0) -> list[UMessage]:
-    """Publishes of alpha that carry these numbers; `octets` pads them with zeros in front."""
+    """Publishes of alpha that carry these numbers; `octets` pads them with leading zeros."""
     builder = [(UMessageBuilder.publish(uris.uri("alpha", 0x10AB, 3, topic)), n) for n in numbers]
     return [one.build_from_upayload(UPayload(b"%0*d" % (octets, n), RAW)) for one, n in builder]
 
@@ -110,7 +110,7 @@ class Listening:
         return answer
 
     async def until_seen(self, number: int) -> dict[str, Any]:
-        """What it has seen when it has seen that number."""
+        """The numbers that it has received, once it has received that one."""
         report: dict[str, Any] = {}
 
         async def seen() -> bool:
@@ -182,7 +182,7 @@ async def test_what_a_pause_beyond_the_lease_lost_is_counted(tag: str, start: St
 
 
 async def test_a_pause_within_the_lease_loses_nothing(tag: str, start: Start) -> None:
-    """Longer than the lease of the test before, in which all of it was lost."""
+    """Longer than the lease in the last test, where all messages were lost."""
     async with end(tag, "alpha", lease_ms=60_000) as alpha:
         beta = await start("beta", STUCK, lease_ms=60_000)
         beta.stop()
@@ -228,7 +228,7 @@ async def test_a_receiver_that_stops_taking_holds_up_its_own_topic_alone(tag: st
 
 
 async def fill(alpha: DdsTransport, topic: int) -> None:
-    """Until the writer of that topic is held back."""
+    """Wait until the writer of that topic is held back."""
     async with asyncio.timeout(DEADLINE_S):
         while UCode.UNAVAILABLE not in await send(alpha, numbered(topic, range(200), octets=2_000)):
             pass
@@ -266,7 +266,7 @@ async def test_the_second_topic_of_a_receiver_that_is_stuck_is_not_waited_for(ta
 
 
 async def test_a_large_batch_waits_for_a_receiver_that_is_slow(tag: str, start: Start) -> None:
-    """Flow control is no trouble: more than DDS keeps for one writer goes out in one batch."""
+    """One batch may have more messages than DDS keeps for one writer, without a trouble."""
     async with end(tag, "alpha") as alpha:
         beta = await start("beta", STUCK)
         assert await send(alpha, numbered(STUCK, range(4_000), octets=1_000)) == [UCode.OK] * 4_000
@@ -292,7 +292,7 @@ async def test_close_does_not_wait_for_a_receiver_that_is_stuck(tag: str, start:
 async def test_a_host_that_is_reached_at_another_address_joins_its_domain_again(
     tag: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of one process share what knows the address: only when both have left it is made anew."""
+    """Two transports of one process share a domain, which knows the address: both must leave it first."""
     monkeypatch.setattr(transport_module, "ADDRESS_LOOK_S", LOOK_S)
     monkeypatch.setattr(interfaces, "addresses", lambda interface: frozenset({"10.0.0.1"}))
     async with end(tag, "alpha") as alpha, end(tag, "delta") as delta:
@@ -302,12 +302,12 @@ async def test_a_host_that_is_reached_at_another_address_joins_its_domain_again(
         await delta.register_listener(uris.uri("alpha", 0x10AB, 3, WELL), heard)
         assert await send(alpha, numbered(STUCK, range(1))) == [UCode.OK]
         await beta.until_seen(0)
-        keys, told = [one.key for one in both], list[tuple[bool, str]]()
-        alpha.on_connection(lambda connected: told.append((connected, alpha.away_because)))
+        keys, seen = [one.key for one in both], list[tuple[bool, str]]()
+        alpha.on_connection(lambda connected: seen.append((connected, alpha.away_because)))
         monkeypatch.setattr(interfaces, "addresses", lambda interface: frozenset({"10.0.0.2"}))
         await eventually(lambda: all(one.connected and one.key not in (b"", *keys) for one in both), "new participants")
-        assert [connected for connected, _ in told] == [False, True]
-        assert told[0][1] == "DDS was joined at 10.0.0.1, and this host is reached at 10.0.0.2 now"
+        assert [connected for connected, _ in seen] == [False, True]
+        assert seen[0][1] == "DDS was joined at 10.0.0.1, and this host is reached at 10.0.0.2 now"
         assert await send(alpha, numbered(STUCK, range(1, 2)) + numbered(WELL, range(1))) == [UCode.OK] * 2
         assert (await beta.until_seen(1))["seen"] == [0, 1]
         assert [message.payload for message in await heard.expect(1)] == [b"0"]
@@ -332,7 +332,7 @@ class Foreign(IdlStruct, typename="uprotocol.v1.UMessage"):
     payload: sequence[uint8]  # type: ignore[type-arg]
 
 
-async def test_endpoints_that_cannot_talk_with_ours_are_told_while_they_last(tag: str) -> None:
+async def test_incompatible_endpoints_are_reported_while_they_exist(tag: str) -> None:
     topic = uris.uri("alpha", 0x10AB, 3, STUCK)
     async with end(tag, "beta", lease_ms=5_000) as beta:
         foreign = Participant(DdsConfig(**settings(tag, lease_ms=5_000)))
@@ -354,8 +354,8 @@ async def test_endpoints_that_cannot_talk_with_ours_are_told_while_they_last(tag
         await eventually(lambda: len(beta.troubles) == 2, "the reader that asks for too much")
         assert any("DURABILITY" in one for one in beta.troubles)
         with binding:
-            told = reader.get_requested_incompatible_qos_status().total_count
-        assert told > 0  # DDS says so, too
+            seen = reader.get_requested_incompatible_qos_status().total_count
+        assert seen > 0  # DDS says so, too
         delete(writer, reader)
         await eventually(lambda: beta.troubles == [], "the end of the troubles")
         delete(publisher, subscriber, dds_topic)

@@ -1,5 +1,5 @@
-"""docs/dds-mapping.md is enough to write an application: dds_foreign.py is one, in a process of its own, and talks with
-our transport."""
+"""docs/dds-mapping.md is enough to write an application: dds_foreign.py is one, in a process of its own, and exchanges
+messages with our transport."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_what_it_publishes_is_heard(beta_and_foreign: tuple[DdsTransport, 
 
 @pytest.mark.parametrize("representation", ["", "XCDR1", "both"])
 async def test_what_we_publish_is_heard(beta_and_foreign: tuple[DdsTransport, Foreign], representation: str) -> None:
-    """As soon as the reader is announced, nothing is lost: the announcement has the octets that the page says."""
+    """No message is lost after the announcement of the reader, whose octets are those of the page."""
     beta, foreign = beta_and_foreign
     one = await foreign.do("listen", keys=[[*OURS, 0x8001], None], representation=representation)
     everything = await foreign.do("listen", keys=[ANY, None])
@@ -209,11 +209,11 @@ async def test_what_is_missing_of_a_numbered_writer_is_counted(beta_and_foreign:
     assert beta.dropped == {"lost": 2}
 
 
-async def test_a_reader_of_xcdr2_alone_is_told(beta_and_foreign: tuple[DdsTransport, Foreign]) -> None:
+async def test_a_reader_of_xcdr2_alone_is_reported(beta_and_foreign: tuple[DdsTransport, Foreign]) -> None:
     beta, foreign = beta_and_foreign
     await beta.send(UMessageBuilder.publish(uris.uri("beta", 0x10AB, 3, 0x8001)).build())
     await foreign.do("listen", keys=[[*OURS, 0x8001], None], representation="XCDR2")
-    while True:  # nothing tells of a trouble; the time-out of the test ends this
+    while True:  # there is no event; the time-out of the test ends this
         if beta.troubles:
             break
         await asyncio.sleep(0.01)

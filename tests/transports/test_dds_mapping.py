@@ -1,4 +1,4 @@
-"""The mapping of docs/dds-mapping.md: its examples, its samples, and that it loses nothing."""
+"""The mapping of docs/dds-mapping.md: its examples and samples, and that all attributes survive."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def addresses(resource: st.SearchStrategy[int]) -> st.SearchStrategy[UUri]:
 
 @given(addresses(numbers), addresses(numbers) | st.none())
 def test_a_partition_is_a_plain_name_of_eleven_segments(source: UUri, sink: UUri | None) -> None:
-    """`*` never takes in a slash then, and no DDS reads the name as a pattern of its own."""
+    """So `*` never matches a slash, and no DDS takes the name for a pattern."""
     partition = mapping.writer_partition(source, sink, LOCAL)
     assert partition.count("/") == 10
     assert not set(partition) & set("*?[]\\!")
@@ -149,7 +149,7 @@ payloads = st.none() | st.builds(UPayload, st.binary(max_size=70), st.integers(0
 def test_decode_is_the_inverse_of_encode(
     source: UUri, payload: UPayload | None, ttl: int, priority: UPriority.ValueType
 ) -> None:
-    """Also an empty payload stays apart from none."""
+    """An empty payload and an absent one stay different, too."""
     message = UMessageBuilder.publish(source).with_ttl(ttl).with_priority(priority).build_from_upayload(payload)
     assert mapping.decode(mapping.encode(message)) == message
 
@@ -172,7 +172,7 @@ def test_either_byte_order_is_read(attributes: bytes, payload: bytes) -> None:
 
 @given(st.binary(max_size=64))
 def test_anything_at_all_is_decoded_or_refused(sample: bytes) -> None:
-    """No other exception gets out, whatever comes in."""
+    """No octets raise another exception."""
     with contextlib.suppress(UStatusError):
         assert mapping.decode(sample).HasField("attributes")
 
@@ -198,7 +198,7 @@ TIMES = st.integers(0, 1 << 62)
 
 @given(TIMES, st.integers(0, 1 << 40), st.integers(1, mapping.NUMBERS // 2 - 1), st.integers(-(10**12), 10**12))
 def test_a_time_stamp_tells_how_many_are_missing(now_ns: int, number: int, ahead: int, later_ns: int) -> None:
-    """Also when the clock is put back meanwhile, and when the numbers begin anew."""
+    """Also when the clock is set back meanwhile, and when the numbers start again."""
     last, following = (
         mapping.numbered_ns(now_ns, number),
         mapping.numbered_ns(max(now_ns + later_ns, 0), number + ahead),
@@ -213,8 +213,8 @@ def test_what_comes_again_is_recognised(now_ns: int, number: int, behind: int, e
     assert mapping.missing(last, again) == -1
 
 
-def test_very_many_that_are_missing_are_no_repetition() -> None:
-    """Half of all numbers and more: then the time tells that they are new, and nothing of them may be dropped."""
+def test_very_many_missing_samples_are_no_repetition() -> None:
+    """With half of all numbers and more missing, the time shows that samples are new: none may be dropped."""
     last = mapping.numbered_ns(10**18, 7)
     for ahead in (mapping.NUMBERS // 2, mapping.NUMBERS - 1, mapping.NUMBERS):
         assert mapping.missing(last, mapping.numbered_ns(10**18 + 10**11, 7 + ahead)) == ahead - 1

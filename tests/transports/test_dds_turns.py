@@ -1,4 +1,4 @@
-"""Whose turn it is among the threads of the DDS transport."""
+"""Turns of the threads of the DDS transport."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_lock_goes_to_who_has_waited_longest_and_not_to_who_gave_it_back() -> 
 
 
 def test_what_has_a_writer_goes_before_the_next_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers_module, "TURN_S_MAX", 60.0)  # as on a computer that has nothing else to do
+    monkeypatch.setattr(writers_module, "TURN_S_MAX", 60.0)  # as on an idle computer
     participant = Participant(DdsConfig(multicast=False, peers=("127.0.0.1",), tag=uuid.uuid4().hex))
     writers = Writers(participant, writers_max=1_000, timeout_s=1.0)
     done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()

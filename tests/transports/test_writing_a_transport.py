@@ -147,18 +147,22 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
         name for name in vars(harness) | harness.__annotations__ if not name.startswith("_") and name != "pytestmark"
     } - ours
     hooks = {name for name in there if callable(getattr(harness, name, None))}
-    told_hooks, told_attributes = rows("| hook | async | for |"), rows("| attribute | default | meaning |")
-    assert told_hooks - {"limits"} >= hooks
-    assert told_attributes >= there - hooks
+    documented_hooks, documented_attributes = rows("| hook | async | for |"), rows("| attribute | default | meaning |")
+    assert documented_hooks - {"limits"} >= hooks
+    assert documented_attributes >= there - hooks
 
 
 def test_the_table_of_methods_is_that_of_the_class() -> None:
-    told = rows("| method | async? | what it does | what it raises or answers |") - {"create", "dropped", "mended"}
+    documented = rows("| method | async? | what it does | what it raises or answers |") - {
+        "create",
+        "dropped",
+        "mended",
+    }
     there = {name for name in vars(UTransport) if not name.startswith("_")} - {
         "capabilities",
         "only_listens",
     }
-    assert told == there
+    assert documented == there
     for line in PAGE.partition("| method | async? |")[2].partition("\n\n")[0].splitlines()[2:]:
         name, is_async = re.findall(r"`(\w+)", line)[0], line.split("|")[2].strip()
         if is_async in ("yes", "no") and name != "create":
@@ -174,10 +178,10 @@ def test_the_capabilities_are_all_there() -> None:
 
 async def test_the_other_forms_acknowledge_last_and_complete_addresses(written: Path) -> None:
     other_forms: Any = importlib.import_module("other_forms")
-    told: list[tuple[str, str]] = []
+    answers: list[tuple[str, str]] = []
     library: Any = SimpleNamespace(
-        acknowledge=lambda reply: told.append(("ack", reply)),
-        refuse=lambda reply: told.append(("nak", reply)),
+        acknowledge=lambda reply: answers.append(("ack", reply)),
+        refuse=lambda reply: answers.append(("nak", reply)),
         on_message=None,
     )
     table, taking, heard = ListenerTable("here"), asyncio.get_running_loop().create_future(), asyncio.Event()
@@ -203,8 +207,8 @@ async def test_the_other_forms_acknowledge_last_and_complete_addresses(written: 
     )
     await asyncio.to_thread(library.on_message, item)
     await asyncio.wait_for(heard.wait(), 10)
-    assert told == []
+    assert answers == []
     taking.set_result(None)
     await asyncio.wait_for(box.drained(), 10)
-    assert told == [("ack", "r1")]
+    assert answers == [("ack", "r1")]
     assert messages[0].attributes.source.authority_name == "vehicle7"

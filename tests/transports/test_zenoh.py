@@ -46,8 +46,8 @@ BEFORE = {ALPHA: [], BETA: [ALPHA], GAMMA: [ALPHA, BETA]}  # to whom an end conn
 
 
 class TestZenoh(TransportConformance):
-    """beta connects to alpha, and gamma to both, through proxies that can be cut; what our transport would not send
-    comes from a session of Zenoh's own."""
+    """beta connects to alpha, and gamma to both, through proxies that can be cut. Messages that our transport would not
+    send come from a plain Zenoh session."""
 
     capabilities = (
         Capability.PUSH
@@ -93,7 +93,7 @@ class TestZenoh(TransportConformance):
             proxy.mend()
 
     async def forget_network(self, authority: str) -> None:
-        """Nobody remembers an end that is away."""
+        """The network keeps nothing of an end that is away."""
 
     async def make_unreachable(self, authority: str) -> UTransport:
         where = {"connect": ["tcp/127.0.0.1:1"], "connect_timeout_ms": 200}
@@ -127,7 +127,7 @@ class TestZenoh(TransportConformance):
         await self.put(mapping.message_key(elsewhere, ALPHA), message.payload, mapping.encode(message))
 
     async def put(self, key: str, payload: bytes, attachment: bytes | None) -> None:
-        """Once beta's subscription is known."""
+        """When beta's subscription is known."""
         if self.raw is None:
             self.raw = await asyncio.to_thread(
                 zenoh.open, ZenohConfig(connect=[f"tcp/127.0.0.1:{self.ports[BETA]}"]).to_zenoh()
@@ -362,7 +362,7 @@ async def two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ZenohTrans
 
 @given(attributes)
 def test_a_call_is_known_by_its_bytes(attributes: UAttributes) -> None:
-    """Of what has a valid id: what has none is invalid, and goes with the rest."""
+    """For messages with a valid id: others are invalid, and dropped with those."""
     attributes.id.CopyFrom(uuids.new())
     attachment = mapping.encode(UMessage(attributes=attributes))
     assert mapping.is_call(attachment) is (attributes.type in (2, 3))
@@ -405,7 +405,7 @@ async def test_what_anybody_else_on_zenoh_sees(two: tuple[ZenohTransport, ZenohT
 async def test_an_authority_that_no_key_holds_costs_its_own_message_only(
     two: tuple[ZenohTransport, ZenohTransport],
 ) -> None:
-    """Zenoh would refuse the put; the batch would wait for it for ever."""
+    """Zenoh would refuse the put, and the batch would wait for it without end."""
     alpha, beta = two
     heard = Sink(20)
     await beta.register_listener(topic(), heard)

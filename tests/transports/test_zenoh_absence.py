@@ -1,4 +1,4 @@
-"""Publishes over Zenoh to which nobody listens: they are not put, and the owner hears when somebody does."""
+"""Publishes over Zenoh to which nobody listens: they are not put, and the owner is notified when somebody does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def end(authority: str, **settings: Any) -> ZenohTransport:
 
 
 class Heard:
-    """What `on_heard` has told."""
+    """The calls of `on_heard`."""
 
     def __init__(self, transport: ZenohTransport) -> None:
         self.calls: list[Sequence[str] | None] = []
@@ -46,12 +46,12 @@ class Heard:
         self._news.set()
 
     async def next(self) -> None:
-        """One call more than at the last `next`."""
+        """Waits for one call more than at the last `next`."""
         await asyncio.wait_for(self._news.wait(), DEADLINE_S)
         self._news.clear()
 
     async def until_sent(self, sender: ZenohTransport, messages: Sequence[UMessage]) -> None:
-        """Send as a streamer does: what nobody has got is sent again when somebody is heard, and not before."""
+        """Send as a streamer does: a publish without listener is sent again only after a call of `on_heard`."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 statuses = await sender.send_batch(messages)
@@ -62,7 +62,7 @@ class Heard:
 
 
 async def nobody(sender: ZenohTransport, message: UMessage) -> None:
-    """Until it is answered that nobody listens: what ends is told by the network a moment later."""
+    """Send until the answer is that nobody listens: the end of a subscription is known a moment later."""
     async with asyncio.timeout(DEADLINE_S):
         while not is_nobody_listening((await sender.send_batch([message]))[0]):  # noqa: ASYNC110 - Zenoh has no event
             await asyncio.sleep(0.01)
@@ -74,7 +74,7 @@ def sender_of(transport: ZenohTransport) -> ZenohSender:
 
 
 async def setup(stack: AsyncExitStack, name: str) -> tuple[ZenohTransport, ZenohTransport]:
-    """Who publishes, and who listens; the rest ends with `stack`."""
+    """The publishing and the listening transport; all others end with `stack`."""
     at = [f"tcp/127.0.0.1:{free_port()}" for _ in range(2)]
     if name == "peers":
         alpha, beta = end("alpha", listen=at[:1]), end("beta", connect=at[:1])
@@ -123,7 +123,7 @@ def test_an_address_is_the_key_that_a_message_leaves_on() -> None:
     assert transport.address_of(uris.parse("up:///10AB/3/80CD"), None).startswith("up/alpha/")
 
 
-async def test_what_nobody_listens_to_is_told_and_sent_again_when_somebody_does(
+async def test_a_publish_without_listener_is_reported_and_sent_again_when_there_is_one(
     network: tuple[ZenohTransport, ZenohTransport],
 ) -> None:
     alpha, beta = network
@@ -363,8 +363,8 @@ async def test_an_area_that_falls_silent_again_answers_for_all_topics(
 
 
 async def test_a_peer_that_puts_off_the_end_of_a_subscription(peers: tuple[ZenohTransport, ZenohTransport]) -> None:
-    """Zenoh's issue 2247, as docs/zenoh.md has it: a peer tells the end of its client's subscription only when no other
-    peer has one for the same key. So there is somebody as long as it is late."""
+    """Zenoh's issue 2247, as docs/zenoh.md has it: a peer reports the end of its client's subscription only when no
+    other peer has one for the same key. Until then somebody seems to listen."""
     alpha, beta = peers
     at = [f"tcp/127.0.0.1:{free_port()}"]
     config = zenoh.Config.from_json5(

@@ -29,7 +29,7 @@ def end(authority: str, **settings: Any) -> ZenohTransport:
 
 
 class Node:
-    """The hub, and the two authorities whose certificates it has in turn. Clients trust one of them, or both."""
+    """The hub, and the two authorities that issue its certificates in turn. Clients trust one or both."""
 
     def __init__(self, folder: Path) -> None:
         self.first, self.second = TestAuthority(folder, "first"), TestAuthority(folder, "second")
@@ -103,7 +103,7 @@ async def test_a_pair_that_can_not_be_loaded_does_not_touch_the_session(node: No
         await node.until([True])
         (tmp_path / "hub.pem").write_bytes((tmp_path / "hub.pem").read_bytes()[:200])
         async with asyncio.timeout(DEADLINE_S):
-            while not hub.troubles:  # noqa: ASYNC110 - nobody tells of it
+            while not hub.troubles:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         assert "stays in use" in hub.troubles[0]
         assert node.connections == [True]
@@ -112,7 +112,7 @@ async def test_a_pair_that_can_not_be_loaded_does_not_touch_the_session(node: No
 async def test_what_has_arrived_and_is_not_taken_yet_outlives_a_renewal(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that is full, say: Zenoh acknowledges nothing, so nobody would send it again."""
+    """For instance with a full disk: Zenoh acknowledges nothing, so no sender would send them again."""
     monkeypatch.setattr(transports, "CLOSE_S_MAX", 0.2)
     may_take, taken = asyncio.Event(), []
 
@@ -139,7 +139,7 @@ async def test_what_has_arrived_and_is_not_taken_yet_outlives_a_renewal(
 
 
 async def test_close_ends_a_reopening(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is doing, no session is left that would hold the port."""
+    """No session is left that would hold the port."""
     reopening = asyncio.Event()
     real = Renewals._reopen
 
@@ -166,5 +166,5 @@ async def test_close_ends_a_reopening(node: Node, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_only_who_listens_is_opened_again(settings: dict[str, Any], followed: bool) -> None:
-    """Zenoh reads the files of who connects at each link."""
+    """A connecting session reads its files at each link."""
     assert (ZenohConfig.model_validate(settings).listening_files() is not None) is followed

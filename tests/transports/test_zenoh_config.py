@@ -1,4 +1,4 @@
-"""What a Zenoh transport says of settings that Zenoh does not take."""
+"""Errors of a Zenoh transport for invalid settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_another_setting_is_shown_as_it_was_given() -> None:
 @pytest.mark.parametrize("text", ["", "\n", " \n\n"])
 @pytest.mark.parametrize("by_path", [False, True])
 def test_users_of_whom_there_is_none_are_refused(tmp_path: Path, text: str, by_path: bool) -> None:
-    """Zenoh takes such a file for "no authentication": everybody would be let in."""
+    """Zenoh takes such a file for "no authentication": everybody could connect."""
     file = tmp_path / "devices"
     file.write_text(text)
     named: dict[str, Any] = {"settings": {DICTIONARY: str(file)}} if by_path else {"credentials_file": file}
@@ -44,7 +44,7 @@ def test_users_of_whom_there_is_none_are_refused(tmp_path: Path, text: str, by_p
 
 
 def test_access_control_has_to_say_whether_it_is_enabled() -> None:
-    """What is missing counts as false to Zenoh, so that rules would hold nobody."""
+    """Zenoh takes a missing `enabled` for false, so that no rule would apply."""
     control = {"default_permission": "deny", "rules": [], "subjects": [], "policies": []}
     settings = {"listen": ["tcp/127.0.0.1:0"], "settings": {"access_control": control}}
     with pytest.raises(UStatusError, match="has no `enabled`") as caught:
@@ -56,7 +56,7 @@ def test_access_control_has_to_say_whether_it_is_enabled() -> None:
 
 
 async def test_a_policy_that_names_no_rule_is_an_invalid_argument() -> None:
-    """And not UNAVAILABLE, which would be tried again without end."""
+    """Not UNAVAILABLE, which would be tried again without end."""
     control = {
         "enabled": True,
         "default_permission": "deny",

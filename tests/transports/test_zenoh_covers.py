@@ -1,5 +1,5 @@
-"""Which subscriptions cover the filters of a Zenoh session, and what a key is wanted for: against all filters, one by
-one."""
+"""The subscriptions that cover the filters of a Zenoh session, and the filters that match a key: compared with all
+filters, one by one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_has_a_sink_has_covers_of_its_own() -> None:
 
 
 def addresses() -> st.SearchStrategy[UUri]:
-    """From few values, so that they meet."""
+    """From few values, so that filters overlap."""
     return st.builds(
         uris.pattern,
         st.sampled_from(["a", "b", "c", "*"]),
@@ -86,7 +86,7 @@ def filters() -> st.SearchStrategy[str]:
 def test_whatever_comes_and_goes_all_filters_are_covered_by_few_subscriptions(
     steps: list[tuple[bool, str]], seed: int
 ) -> None:
-    """And each by one that was there from its beginning on: what is on its way by one that ends may be lost."""
+    """Each by one that existed from the beginning: messages on their way through one that ends may be lost."""
     covers, there, first = Covers(4), set[str](), dict[str, set[str]]()
     chance = random.Random(seed)
     for adds, key in steps:

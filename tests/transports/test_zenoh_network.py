@@ -1,5 +1,4 @@
-"""What docs/zenoh.md says of whole networks: who hears whom, what `connect` takes, and that its examples do what it
-says."""
+"""The statements of docs/zenoh.md about networks: which ends meet, what `connect` accepts, and its examples."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ def end(authority: str, **settings: Any) -> ZenohTransport:
 
 
 def settings_of(block: str) -> dict[str, Any]:
-    """Of the one endpoint that an example shows, whole or in part."""
+    """The settings of the one endpoint in an example, complete or in part."""
     endpoint = tomllib.loads(block)["endpoint"]
     found: dict[str, Any] = (endpoint[0] if isinstance(endpoint, list) else endpoint)["settings"]
     return found
 
 
 async def heard(speaker: ZenohTransport, source: str, listener: ZenohTransport) -> Sink:
-    """A sink that has had something: it is said again and again, since others learn of a listener a moment later."""
+    """A sink that has got a message. It is sent repeatedly, since others learn about a listener a moment later."""
     sink = Sink(DEADLINE_S)
     await listener.register_listener(topic(source), sink)
     async with asyncio.timeout(DEADLINE_S):
@@ -68,7 +67,7 @@ async def heard(speaker: ZenohTransport, source: str, listener: ZenohTransport) 
     ],
 )
 async def test_who_hears_whom_through_a_router(a: str, b: str, hears: bool) -> None:
-    """Behind a router be a client. What isn't heard is known when the router itself has heard the same message."""
+    """Behind a router, be a client. That a message does not arrive is known when the router has got it."""
     at = [f"tcp/127.0.0.1:{free_port()}"]
     async with (
         end("hub", mode="router", listen=at) as hub,
@@ -80,7 +79,7 @@ async def test_who_hears_whom_through_a_router(a: str, b: str, hears: bool) -> N
         if hears:
             await heard(alpha, "alpha", beta)
             return
-        await heard(hub, "hub", beta)  # beta's listeners are known by now, and alpha's link stands
+        await heard(hub, "hub", beta)  # then beta's listeners are known, and alpha is linked
         for _ in range(3):
             await heard(alpha, "alpha", hub)
         assert not sink.messages
@@ -88,9 +87,9 @@ async def test_who_hears_whom_through_a_router(a: str, b: str, hears: bool) -> N
 
 @pytest.mark.parametrize("mode", ["client", "peer", "router"])
 async def test_one_that_answers_is_enough(mode: str) -> None:
-    """Zenoh alone stays with the first address of a client, and needs every address of the others."""
+    """Plain Zenoh tries only the first address of a client, and needs all addresses of a peer or router."""
     with socket.socket() as dead:
-        dead.bind(("127.0.0.1", 0))  # and nobody listens
+        dead.bind(("127.0.0.1", 0))  # without listening
         where = [f"tcp/127.0.0.1:{dead.getsockname()[1]}", f"tcp/127.0.0.1:{free_port()}"]
         async with end("hub", mode="router", listen=where[1:]):
             for connect in (where, where[::-1]):
@@ -171,7 +170,7 @@ async def test_a_device_speaks_and_hears_for_itself_alone(
     assert not secret.messages
 
 
-async def test_a_device_is_told_who_listens(gateway: tuple[ZenohTransport, list[str]]) -> None:
+async def test_a_device_learns_who_listens(gateway: tuple[ZenohTransport, list[str]]) -> None:
     hub, at = gateway
     async with end("ecu1", mode="client", connect=at, user="ecu1", password="secret") as ecu1:
         for transport, source in ((ecu1, "ecu1"), (hub, "vehicle1")):

@@ -1,5 +1,5 @@
-"""What arrives over Zenoh with few filters and with many: each message once and in order while subscriptions change,
-no thread for a filter, few declarations."""
+"""Receiving over Zenoh with few and many filters: each message once and in order while subscriptions change, no thread
+for a filter, few declarations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def declared(transport: ZenohTransport) -> int:
 
 @pytest.mark.parametrize("middle", [None, "router", "peer"])
 async def test_each_message_comes_once_and_in_order_while_wider_subscriptions_come_and_go(middle: str | None) -> None:
-    """Of what has its own and of what is covered."""
+    """Messages of a filter with its own subscription, and of a covered one."""
     stays, below = topic("alpha", 0x9001), topic("alpha", 0x9002)
     async with ends(middle, subscriptions_max=LIMIT) as (alpha, beta):
         heard, covered, many = Sink(DEADLINE_S), Sink(DEADLINE_S), Sink(DEADLINE_S)
@@ -85,7 +85,7 @@ async def test_each_message_comes_once_and_in_order_while_wider_subscriptions_co
         sent, done = 0, asyncio.Event()
 
         def is_near() -> bool:
-            """Else the test measures how much a queue holds."""
+            """Otherwise the test would measure the capacity of a queue."""
             return sent - len(heard.messages) <= AHEAD_MAX
 
         async def send() -> None:
@@ -116,7 +116,7 @@ async def test_each_message_comes_once_and_in_order_while_wider_subscriptions_co
 
 
 async def test_many_filters_cost_no_threads_and_few_subscriptions() -> None:
-    """What comes for nobody is counted, and each of them gets its own."""
+    """Messages for no filter are counted, and each filter gets its own."""
     async with ends() as (alpha, beta):
         before, tasks = set(threading.enumerate()), len(os.listdir("/proc/self/task"))
         heard = Sink(DEADLINE_S)
@@ -136,16 +136,16 @@ async def test_many_filters_cost_no_threads_and_few_subscriptions() -> None:
         assert len(os.listdir("/proc/self/task")) - tasks <= len(new) + 4, "no thread of Zenoh's for each"
 
 
-async def test_filters_below_a_cover_are_not_told_to_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_filters_below_a_cover_are_not_declared_to_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends(subscriptions_max=LIMIT) as (_, beta):
-        calls: list[str] = []
-        call = beta._call
+        calls: list[zenoh.Session] = []
+        declare = beta._receiver.declare
 
-        async def counted(doing: str, what: Any) -> Any:
-            calls.append(doing)
-            return await call(doing, what)
+        def counted(session: zenoh.Session) -> None:
+            calls.append(session)
+            declare(session)
 
-        monkeypatch.setattr(beta, "_call", counted)
+        monkeypatch.setattr(beta._receiver, "declare", counted)
         heard = Sink(DEADLINE_S)
         assert len(await beta.register_listeners(pairs(MANY), heard)) == len(MANY)
         assert len(calls) == 1, "one hop for all"
@@ -200,7 +200,7 @@ NAMED = [
 
 @pytest.mark.spec("req~utransport-send-prevent-address-spoofing~1")
 async def test_what_says_another_address_than_its_key_is_dropped_as_spoofed() -> None:
-    """Zenoh's access control knows keys alone. Each is sent twice: what is known of the first holds for the other."""
+    """Zenoh's access control checks keys alone. Each message is sent twice: the second finds a cached stamp."""
     async with ends() as (alpha, beta):
         heard = Sink(DEADLINE_S)
         await beta.register_listener(uris.ANY, heard)
@@ -228,7 +228,7 @@ SPOOFED = [
 
 @pytest.mark.spec("req~utransport-send-prevent-address-spoofing~1")
 async def test_a_listener_of_one_topic_takes_nothing_that_says_another_address_than_its_key() -> None:
-    """Also where somebody listens to the address that it claims. A publish with a streamer's sink is no such one."""
+    """Even with a listener of the claimed address. A publish with a streamer's sink is not spoofed."""
     async with ends() as (alpha, beta):
         heard = Sink(DEADLINE_S)
         for source, sink in ((ALPHA_TOPIC, None), *((one.attributes.source, None) for one in SPOOFED[:2])):
@@ -274,7 +274,7 @@ async def test_what_is_listened_to_outlives_a_session() -> None:
 
 
 async def test_zenoh_s_threads_keep_their_state_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made anew for each message it would cost more than all the rest: what a thread has of its own would be gone."""
+    """Making a state for each message would cost more than all the rest, and lose thread-local objects."""
     made: list[int] = []
 
     def counted() -> None:

@@ -1,5 +1,5 @@
-"""What leaves over Zenoh and what is held on arrival: publishers, the end of a session, requests beside publishes that
-are held."""
+"""Sending over Zenoh, and messages held on arrival: publishers, the end of a session, requests beside held
+publishes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_topic_has_a_publisher_from_its_sixteenth_message_on(
 
 
 async def until_heard(sender: ZenohTransport, heard: Sink) -> None:
-    """Until alpha's wildcard is known at beta."""
+    """Wait until alpha's wildcard is known at beta."""
     while not heard.messages:
         await sender.send(notification(b"probe", topic("beta"), reply("alpha")))
         await asyncio.sleep(0.01)
@@ -96,8 +96,8 @@ async def test_publishers_are_bounded_and_only_one_that_is_long_unused_makes_roo
 
 
 class Raw:
-    """Another implementation: reads nothing until its gate opens. `answers`: it has a queryable as each of our
-    transports has."""
+    """Another implementation: reads nothing until its gate opens. `answers`: it has a queryable like our
+    transports."""
 
     def __init__(self, mode: Literal["peer", "router"], *, answers: bool) -> None:
         self.gate, self.payloads = threading.Event(), list[bytes]()
@@ -163,7 +163,7 @@ async def test_a_peer_that_confirms_nothing_is_given_time(monkeypatch: pytest.Mo
         await asyncio.to_thread(raw.close)
 
 
-DEAF = """
+NOT_READING = """
 import sys, threading
 import zenoh
 from transports.zenoh import ZenohConfig
@@ -175,17 +175,17 @@ sys.stdin.read()
 
 
 async def test_close_does_not_wait_for_ever_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one is a process of its own: what waits for it in Zenoh would hold up this one's other sessions."""
+    """The peer is a process of its own: a put that waits for it would block other sessions of its process."""
     monkeypatch.setattr("transports.zenoh.transport.CLOSE_S_MAX", 0.2)
     monkeypatch.setattr("transports.zenoh.transport.LEAVE_S_MAX", 0.2)
     where = f"tcp/127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    deaf = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DEAF, where, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    not_reading = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NOT_READING, where, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
-    assert deaf.stdout is not None
+    assert not_reading.stdout is not None
     try:
-        assert await asyncio.wait_for(deaf.stdout.readline(), 30) == b"ready\n"
+        assert await asyncio.wait_for(not_reading.stdout.readline(), 30) == b"ready\n"
         config = ZenohConfig(connect=(where,), stall_ms_max=3_000)  # when Zenoh lets go of the put that waits
         beta = ZenohTransport(config, LocalUriProvider("beta", 0x10AB, 3))
         await beta.open()
@@ -200,20 +200,20 @@ async def test_close_does_not_wait_for_ever_for_a_peer_that_reads_nothing(monkey
         assert {status.code for status in statuses} == {UCode.UNAVAILABLE}
         assert len(statuses) == len(large)
     finally:
-        deaf.kill()
-        await deaf.wait()
+        not_reading.kill()
+        await not_reading.wait()
         await asyncio.to_thread(_left_alone)
 
 
 def _left_alone() -> None:
-    """Until the threads of that end are gone."""
+    """Wait until the threads of that end have ended."""
     for thread in threading.enumerate():
         if thread.name in ("zenoh-close-beta", "zenoh-send-beta"):
             thread.join(30)
 
 
 class Holding(Sink):
-    """Takes publishes when its gate opens, as a log does whose disk is full."""
+    """Takes publishes when its gate opens, like a log on a full disk."""
 
     def __init__(self) -> None:
         super().__init__(20)

@@ -32,7 +32,7 @@ Network = Callable[..., Awaitable[tuple[ZenohTransport, list[Reader]]]]
 
 @pytest.fixture
 async def network() -> AsyncIterator[Network]:
-    """A router with so many clients, which expect so many messages."""
+    """A router with `clients` clients, which expect `messages` messages."""
     async with AsyncExitStack() as stack:
 
         async def make(
@@ -123,7 +123,7 @@ async def test_two_clients_that_stop_reading_cost_the_third_nothing(network: Net
 
 @pytest.mark.usefixtures("looks_often")
 async def test_what_the_only_peer_has_not_read_is_sent_again(network: Network) -> None:
-    """Zenoh takes what is put while it takes down a link, and sends it nowhere."""
+    """Zenoh accepts messages while it closes a link, and drops them."""
     hub, (sick,) = await network(1, 1, HUB, {})
     await hub.send_batch([publish(b"%08d" % 0, topic("hub"))])
     sick.stop()
@@ -139,7 +139,7 @@ async def test_what_the_only_peer_has_not_read_is_sent_again(network: Network) -
 
 
 class _SlowThread:
-    """A sender whose thread takes its time to begin, and then stands."""
+    """A sender whose thread begins late and then stalls."""
 
     position: tuple[int, int] | None = None
 
@@ -170,7 +170,7 @@ async def test_a_batch_that_the_thread_begins_late_is_watched_too() -> None:
 
 @pytest.mark.usefixtures("looks_often")
 async def test_a_look_that_comes_late_hides_no_cut() -> None:
-    """The loop was busy: at the first look the put has waited for longer than between two looks."""
+    """The loop was busy: at the first check the put has waited for longer than LOOK_S."""
     sender = _SlowThread()
     watch = StallWatch(sender, "hub", 0.2, {"a": True}, {"the batch"}, lambda peer: None, lambda peer: None)  # type: ignore[arg-type]
     began = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""A Zenoh endpoint subscribes before it is linked, so that nobody's first messages are lost."""
+"""A Zenoh endpoint subscribes before it is linked, so that no first messages are lost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transports.ports import free_port
 
 @pytest.mark.parametrize("mode", ["peer", "router"])
 async def test_who_links_while_it_looks_for_somebody_else_is_heard(mode: str) -> None:
-    """It has a port, and somebody to connect to who accepts and never answers: `open` waits for that one, and whoever
-    comes to the port meanwhile is heard."""
+    """`open` waits for a peer that accepts a connection and never answers. Messages of a peer that connects to our port
+    meanwhile arrive."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

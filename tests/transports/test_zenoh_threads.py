@@ -1,4 +1,4 @@
-"""The interpreter's states of threads that Python did not start: kept while they live, gone when they end."""
+"""The interpreter's states of threads that Python did not start: kept while they live, freed when they end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Start = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 def states() -> int:
-    """Of this interpreter."""
+    """The number of states of this interpreter."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = api.PyInterpreterState_ThreadHead.restype = ctypes.c_void_p
     api.PyThreadState_Next.restype = ctypes.c_void_p
@@ -54,7 +54,7 @@ def run_python(program: str) -> None:
 
 
 def test_a_thread_that_ends_after_the_interpreter_harms_nobody() -> None:
-    """It lives until the process ends: its destructor must not call what is gone."""
+    """It lives until the process ends: its destructor must not call freed code."""
     program = """
 import ctypes, threading
 from transports.zenoh.threads import keep_state

@@ -92,7 +92,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 class OnNats:
-    """Where the ends of a test are: on a stream of its own, each behind a link of its own."""
+    """The ends of a test: on a stream of its own, each with a link of its own."""
 
     @pytest_asyncio.fixture(autouse=True)
     async def _network(self, port: int) -> AsyncIterator[None]:
@@ -136,7 +136,7 @@ class TestNats(OnNats, TransportConformance):
         guarded = self.guarded
         return self.end(authority, servers=[f"nats://127.0.0.1:{guarded}"], user="good", password="wrong")
 
-    async def make_deaf(self, authority: str) -> UTransport:
+    async def make_deaf(self, authority: str) -> UTransport:  # prose: ok
         return self.end(authority, servers=[f"nats://127.0.0.1:{self.guarded}"], user="deaf", password="right")
 
     @pytest.fixture(autouse=True)
@@ -188,7 +188,7 @@ class TestNats(OnNats, TransportConformance):
 
 
 def may(denied: dict[str, list[str]]) -> str:
-    """Everybody may publish everywhere, but these users to these subjects. Who gives no name is admin."""
+    """All users may publish to all subjects, except these users to these subjects. The default user is admin."""
     users = ['{ user: admin, password: "right" }']
     for user in (ALPHA, BETA, GAMMA):
         subjects = ", ".join(f'"{subject}"' for subject in ["nowhere", *denied[user]])
@@ -261,7 +261,7 @@ class TestOfNatsAlone(OnNats):
         async with self.end(ALPHA) as end:
             yield end
 
-    async def test_what_came_while_our_process_was_gone_waits_for_the_next_one(self, alpha: NatsTransport) -> None:
+    async def test_what_came_while_no_process_of_ours_ran_waits_for_the_next_one(self, alpha: NatsTransport) -> None:
         async with self.end(BETA, session="beta") as beta:
             await beta.register_listener(SOURCE, Sink(10), SINK)
         await sent(alpha, numbers(500))
@@ -291,7 +291,7 @@ class TestOfNatsAlone(OnNats):
             await heard.expect(20)
         assert heard.payloads == [b"%d" % number for number in range(20)]
 
-    async def test_a_full_stream_is_felt_by_the_sender_told_and_comes_right(self) -> None:
+    async def test_a_full_stream_slows_the_sender_is_reported_and_recovers(self) -> None:
         held = Held(10)
         settings: dict[str, Any] = {"stream_mib_max": 1, "full_wait_s": 0.3}
         async with self.end(ALPHA, **settings) as alpha, self.end(BETA, **settings) as beta:

@@ -25,7 +25,7 @@ class TlsConfig(BaseModel):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if (self.certificate is None) != (self.private_key is None):
-            raise ValueError("certificate and private_key come together")
+            raise ValueError("expected both certificate and private_key, got one of them")
         return self
 
     def context(self) -> ssl.SSLContext:
@@ -46,31 +46,31 @@ class NatsConfig(TransportSettings):
     session: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="ours alone: the server keeps what comes for it while no process is there; without it, each "
-        "`open` to `close` is one",
+        description="name of a session, for one process only: the server keeps its messages while no process is "
+        "there; without it, a session lasts from `open` to `close`",
     )
-    session_expiry_s: float = Field(default=300, ge=1, description="how long the server keeps it while we are away")
+    session_expiry_s: float = Field(default=300, ge=1, description="how long the server keeps an absent session")
     user: str | None = None
     password: SecretStr | None = None
     token: SecretStr | None = None
     tls: TlsConfig | None = None
     connect_timeout_s: float = Field(
-        default=5, gt=0, description="of `open`; a connection that is lost later is looked for without end"
+        default=5, gt=0, description="of `open`; a connection that is lost later is tried again without limit"
     )
     ping_s: float = Field(
-        default=5, gt=0, description="two that are not answered in this time each mean that the link is dead"
+        default=5, gt=0, description="interval of pings; the link is dead after two without an answer"
     )
     ack_wait_s: float = Field(
-        default=5, ge=0.5, description="what was handed over and not acknowledged comes again after so long"
+        default=5, ge=0.5, description="a message that was delivered and not acknowledged comes again after so long"
     )
     full_wait_s: float = Field(
         default=10, ge=0, description="how long a send waits while the stream is full, before it is UNAVAILABLE"
     )
     stream_mib_max: int = Field(
-        default=256, ge=1, description="of a stream that we make: what slow ends may leave waiting"
+        default=256, ge=1, description="of a stream that we make: limit of the messages that wait for slow ends"
     )
     stream_age_s_max: float = Field(
-        default=3_600, ge=1, description="of a stream that we make: nothing waits for longer"
+        default=3_600, ge=1, description="of a stream that we make: no message waits for longer"
     )
     stream_in_memory: bool = Field(default=False, description="of a stream that we make: not on the server's disk")
     listeners_max: int = Field(
@@ -80,11 +80,11 @@ class NatsConfig(TransportSettings):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if (self.user is None) != (self.password is None):
-            raise ValueError("user and password come together")
+            raise ValueError("expected both user and password, got one of them")
         return self
 
     def login(self) -> dict[str, Any]:
-        """What nats.connect is told of who we are."""
+        """The credentials, as arguments of nats.connect."""
         given = {"user": self.user, "password": self.password and self.password.get_secret_value()}
         given["token"] = self.token and self.token.get_secret_value()
         return {name: value for name, value in given.items() if value is not None}

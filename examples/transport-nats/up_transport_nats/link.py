@@ -1,7 +1,7 @@
-"""The connection to the server and its JetStream; the one place where the library's errors become ours.
+"""The connection to the server and its JetStream. Translates the errors of the library.
 
-connect -> stream is there -> changed(True) -- lost -> changed(False) -- the library tries without end -> changed(True)
-publish -> PubAck: OK      -> full: wait, so that the sender feels slow listeners
+connect -> stream exists -> changed(True) -- lost -> changed(False) -- the library tries without end -> changed(True)
+publish -> PubAck: OK      -> full: wait, so that slow listeners slow the sender down
                            -> lost meanwhile: UNAVAILABLE, at once
 """
 
@@ -25,10 +25,10 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 REQUEST_S: Final = 5.0  # for an answer of the server
 RECONNECT_S: Final = 0.5  # between attempts to connect again
 FULL_EVERY_S: Final = 0.1  # between attempts to publish into a full stream
-# a server that refuses us says why and resets the connection, and the reset may overtake the words
+# a server that refuses us sends the reason and resets the connection, and the reset may arrive first
 TRIES_IF_RESET: Final = 8
 RESETS: Final = (ConnectionResetError, BrokenPipeError, UnexpectedEOF)
-LEAVE_S_MAX: Final = 2.0  # for what the library has buffered, when it is closed
+LEAVE_S_MAX: Final = 2.0  # to flush the buffers of the library, when it is closed
 
 AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the NATS server is away: try again when the connection is back")
 
@@ -36,31 +36,31 @@ T = TypeVar("T")
 
 
 def translate(error: BaseException, doing: str) -> UStatusError:
-    """The library has an exception for some things and only words for others; some errors are the system's."""
+    """The UStatusError for an exception of the library or the system. Some differ only in their text."""
     if isinstance(error, UStatusError):
         return error
-    said = " ".join(f"{doing}: {error or type(error).__name__}".split())
-    words = said.lower()
-    if "permissions violation" in words:
-        return UStatusError(UCode.PERMISSION_DENIED, f"{said}; allow it in the server's permissions")
-    if "authorization" in words or "authentication" in words:
-        return UStatusError(UCode.UNAUTHENTICATED, f"{said}: are user, password or token right?")
+    text = " ".join(f"{doing}: {error or type(error).__name__}".split())
+    lower = text.lower()
+    if "permissions violation" in lower:
+        return UStatusError(UCode.PERMISSION_DENIED, f"{text}; allow it in the server's permissions")
+    if "authorization" in lower or "authentication" in lower:
+        return UStatusError(UCode.UNAUTHENTICATED, f"{text}: are user, password or token right?")
     if isinstance(error, (ValueError, TypeError)):  # UnicodeError of a host name is a ValueError
-        return invalid(f"{said}: is the setting right?")
-    return UStatusError(UCode.UNAVAILABLE, said)
+        return invalid(f"{text}: is the setting right?")
+    return UStatusError(UCode.UNAVAILABLE, text)
 
 
 class Link:
-    """Of one endpoint. `changed(up)` is called once for each change of `is_up()`, which says the same by then."""
+    """The connection of one endpoint. `changed(up)` is called once for each change of `is_up()`, after it."""
 
     def __init__(self, config: NatsConfig, name: str, changed: Callable[[bool], None]) -> None:
         self._config, self._name, self._changed = config, name, changed
         self._client: Client | None = None
         self._up = False
-        self._down = asyncio.Event()  # the opposite, for who waits
-        self._refusal = ""  # the server tells of a missing permission beside the answer, which then never comes
-        self._refused: dict[str, asyncio.Future[str]] = {}  # by subject: who publishes there now
-        self.full = ""  # why the stream takes nothing now
+        self._down = asyncio.Event()  # the opposite, to be awaited
+        self._refusal = ""  # last permissions violation: the server reports it instead of an answer
+        self._refused: dict[str, asyncio.Future[str]] = {}  # by subject, for the publish that is under way there
+        self.full = ""  # why the stream accepts nothing now
 
     def is_up(self) -> bool:
         return self._up
@@ -90,7 +90,7 @@ class Link:
         self._set_up(client.is_connected)
 
     async def _connect(self, client: Client) -> None:
-        """The library tries without end: we give up when each server has been tried once."""
+        """The library tries without limit. Give up when each server has been tried once."""
         config, given_up = self._config, asyncio.Event()
         failures: list[Exception] = []
 
@@ -134,10 +134,10 @@ class Link:
                 {connecting, giving_up}, timeout=config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if connecting not in done:
-                # the words, if a reset came with them
-                told = [error for error in failures if not isinstance(error, RESETS)]
+                # prefer an error with a reason to a reset
+                explained = [error for error in failures if not isinstance(error, RESETS)]
                 raise (
-                    (told or failures)[-1]
+                    (explained or failures)[-1]
                     if failures
                     else TimeoutError(f"no answer within {config.connect_timeout_s} s")
                 )
@@ -155,7 +155,7 @@ class Link:
         self._changed(up)
 
     async def close(self) -> None:
-        """May be called at any time, and again."""
+        """May be called at any time, and more than once."""
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(Exception):
@@ -166,8 +166,8 @@ class Link:
                 await client.close()
 
     async def ensure_stream(self) -> None:
-        """Ends that come at once may both make it, which is the same stream. One that is there already stays as its
-        operator made it."""
+        """Make the stream unless it exists. Two ends may do so at once: it is the same stream. An existing one keeps
+        the configuration of its operator."""
         name, config = self._config.network, self._config
         try:
             await self._js.stream_info(name)
@@ -177,7 +177,7 @@ class Link:
                 subjects=[f"{name}.>"],
                 # a packet is kept until every consumer that wants it has acknowledged it
                 retention=api.RetentionPolicy.INTEREST,
-                discard=api.DiscardPolicy.NEW,  # full: refuse what is new, so that senders feel it
+                discard=api.DiscardPolicy.NEW,  # full: refuse new messages, so that senders notice
                 storage=api.StorageType.MEMORY if config.stream_in_memory else api.StorageType.FILE,
                 max_bytes=config.stream_mib_max << 20,
                 max_age=config.stream_age_s_max,
@@ -188,7 +188,7 @@ class Link:
             ) from None
 
     async def request(self, doing: str, work: Awaitable[T]) -> T:
-        """`work`, with the errors of ours; but NotFoundError, which is an answer."""
+        """Await `work` and translate its errors, except NotFoundError, which is an answer."""
         self._refusal = ""
         try:
             return await work
@@ -225,9 +225,7 @@ class Link:
                 return OK
             if not isinstance(error, ServiceUnavailableError):
                 return translate(error, "publishing").status
-            self.full = (
-                f"the stream {self._config.network!r} takes nothing ({error}): is an end of it too slow, or gone?"
-            )
+            self.full = f"the stream {self._config.network!r} is full ({error}): is an end too slow or missing?"
             if loop.time() >= give_up_at:
                 return UStatus(code=UCode.UNAVAILABLE, message=self.full)
             await asyncio.sleep(FULL_EVERY_S)

@@ -2,10 +2,10 @@
 
 (source, sink), sender -> subject   up.vehicle%2E1.8001.0.1.8000.-.-.-.-.-.gateway1
                                     five tokens each, `-` for no sink; then who sends it
-UMessages              -> payload   each behind its length (varint), as protobuf's other languages write them, too
+UMessages              -> payload   each after its length (varint), as protobuf in other languages writes them, too
 
-NATS tells tokens apart by dots and can't escape, so `.` and `%` in an authority are percent-encoded. A filter has `*`
-where it leaves something open, so that the server matches; and `*` for the sender.
+NATS separates tokens with dots and has no escapes, so `.` and `%` in an authority are percent-encoded. A filter has `*`
+for its wildcards, so that the server matches; and `*` for the sender.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def unescape(token: str) -> str:
 
 
 def address(uri: UUri, own_authority: str, *, of_filter: bool = False) -> str:
-    """Five tokens. Who names no authority means the host that he is on, which is said here, since another host can't
-    know it."""
+    """Five tokens. An empty authority means the sender's host, so its authority is written here."""
     authority = uri.authority_name or own_authority
     type, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
     values = (
@@ -51,47 +50,47 @@ def address(uri: UUri, own_authority: str, *, of_filter: bool = False) -> str:
 
 
 def route(message: UMessage, own_authority: str) -> str:
-    """What of a subject says where `message` comes from and goes to."""
+    """The part of a subject with the addresses of `message`."""
     attributes = message.attributes
     return address_route(attributes.source, attributes.sink if attributes.HasField("sink") else None, own_authority)
 
 
 def address_route(source: UUri, sink: UUri | None, own_authority: str) -> str:
-    """The same of a message with these addresses: some 800 characters at most."""
+    """The route of a message with these addresses: some 800 characters at most."""
     there = address(sink, own_authority) if sink is not None else NO_SINK
     return f"{address(source, own_authority)}.{there}"
 
 
 def filter_route(source: UUri, sink: UUri | None, own_authority: str) -> str:
-    """The same of a filter. `*` for a sink also lets `-` through: match the UUris after receipt."""
+    """The route of a filter. `*` for a sink also matches `-`, so match the UUris after receipt."""
     wanted = address(sink, own_authority, of_filter=True) if sink is not None else NO_SINK
     return f"{address(source, own_authority, of_filter=True)}.{wanted}"
 
 
 def pack(message: UMessage) -> bytes:
-    """One message of a payload, which is any number of them, one behind the other."""
+    """One message for a payload. A payload is any number of them, one after the other."""
     out = io.BytesIO()
     proto.serialize_length_prefixed(message, out)
     return out.getvalue()
 
 
 def unpack(payload: bytes) -> list[UMessage]:
-    """Raises UStatusError(INVALID_ARGUMENT) for what is no sequence of UMessages."""
+    """Raises UStatusError(INVALID_ARGUMENT) if `payload` is not a sequence of UMessages."""
     source, messages = io.BytesIO(payload), []
     try:
         while source.tell() < len(payload):
             messages.append(proto.parse_length_prefixed(UMessage, source))
     except (DecodeError, ValueError) as error:
-        raise invalid(f"expected UMessages, each behind its length, got {len(payload)} bytes: {error}") from None
+        raise invalid(f"expected UMessages, each after its length, got {len(payload)} bytes: {error}") from None
     if not messages:
         raise invalid("expected at least one UMessage, got an empty payload")
     return messages
 
 
 def complete(messages: Sequence[UMessage], where: str) -> list[UMessage]:
-    """Those of `messages` that belong on the route `where`, with the authorities that their senders left out.
+    """Fill in missing authorities, and return the messages whose addresses agree with the route `where`.
 
-    The rest are left out: a server's permissions are about subjects, and hold nothing if something else counts within.
+    A server's permissions apply to subjects, so a message must agree with its subject.
     """
     tokens = where.split(".")
     source, sink = unescape(tokens[0]), unescape(tokens[ADDRESS_TOKENS])

@@ -5,12 +5,12 @@ send_batch -> packets, a run of messages of one (source, sink) each
 stream     -> consumer of a filter -> fetch, task of that filter -> Arrivals
            -> unpack, ListenerTable -> listeners -> taken: ack, or nak
 
-The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after there was room
-for what it has fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
+The library runs on the event loop, so there is no thread. Limits: a task fetches again only when the arrivals have
+taken its last packets; the stream refuses more than `stream_mib_max`, and then senders wait.
 
-Order: the next packet of a (source, sink) leaves when the stream has the one before. After a connection was lost, the
-server would first hand out what is new, and only after `ack_wait_s` what was on its way: so a consumer that has such
-messages is left alone for that long.
+Order: the next packet of a (source, sink) leaves when the stream has the last one. After a lost connection the server
+would first deliver new packets, and those that were on their way only after `ack_wait_s`. So a consumer with such
+packets is not read for that long.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-PACKET_BYTES: Final = 65_536  # small messages are packed up to here: more in one publish saves nothing
-ENVELOPE_BYTES: Final = 64  # what a length in front of a message takes, and some reserve
+PACKET_BYTES: Final = 65_536  # small messages are packed together up to this size; larger packets save nothing
+ENVELOPE_BYTES: Final = 64  # the length before a message, and some reserve
 FETCH_MAX: Final = 64  # packets at once ...
-FETCH_BYTES_MAX: Final = 8 << 20  # ... and these bytes, as far as a number of packets can say that
-FETCH_S: Final = 5.0  # an idle fetch is asked again after so long
+FETCH_BYTES_MAX: Final = 8 << 20  # ... and about so many bytes
+FETCH_S: Final = 5.0  # an idle fetch is repeated after so long
 WAITING_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
 WAITING_BYTES: Final = 16 << 20  # ... and these bytes at most
-AGAIN_S: Final = 0.2  # before something is tried again
+RETRY_S: Final = 0.2  # pause before another attempt
 CLOSE_S_MAX: Final = 3.0  # for listeners and acknowledgements, when it is closed
 
 log = structlog.get_logger()
-Packet = tuple[bytearray, list[int]]  # messages, and their places in the batch
-Arrived = tuple[Filter, str, Msg]  # for which filter, by which consumer
+Packet = tuple[bytearray, list[int]]  # messages, and their indices in the batch
+ArrivedPacket = tuple[Filter, str, Msg]  # its filter, its consumer, and the packet
 
 
 class NatsTransport(TransportBase):
-    """One connection. Priorities are all alike: a stream hands out in the order in which it took.
+    """One connection. All priorities are equal: a stream delivers in the order in which it received.
 
-    No Capability.ABSENCE: a stream that no consumer wants something of acknowledges it all the same, and forgets it.
-    NATS tells only of a request of its own, without JetStream, that nobody answers.
+    No Capability.ABSENCE: a stream acknowledges and drops a message that no consumer wants. NATS reports missing
+    receivers only for its own requests, without JetStream.
     """
 
     capabilities = (
@@ -77,16 +77,16 @@ class NatsTransport(TransportBase):
         super().__init__(config, local)
         self._config = config
         self._session = config.session or f"{mapping.escape(self.authority)}-{secrets.token_hex(6)}"
-        self._arrivals: Arrivals[Arrived] = Arrivals(
+        self._arrivals: Arrivals[ArrivedPacket] = Arrivals(
             self._deliver, self._taken, messages_max=WAITING_PACKETS, bytes_max=WAITING_BYTES, dropped=self.dropped
         )
         self._link = Link(config, self._session, self._on_change)
-        self._is_connected = asyncio.Event()  # the same as `connected`, for who waits
+        self._is_connected = asyncio.Event()  # like `connected`, to be awaited
         self._coming_back: asyncio.Task[None] | None = None
-        self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
-        self._consumers: set[str] = set()  # that the server has for us
-        self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
-        # (consumer, sequence) that has arrived: if they come again, they are here already
+        self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server does not know it yet
+        self._consumers: set[str] = set()  # at the server
+        self._leftover: set[str] = set()  # consumers that the server still has to delete
+        # (consumer, sequence) of packets that have arrived and are not acknowledged: copies are ignored
         self._held: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
@@ -112,7 +112,7 @@ class NatsTransport(TransportBase):
         self.is_open = True
         try:
             await self._link.open()
-            if self._coming_back is not None:  # it asks for listeners that are registered since an earlier `open`
+            if self._coming_back is not None:  # it registers the filters of an earlier `open`
                 await asyncio.wait({self._coming_back}, timeout=self._config.connect_timeout_s)
         except BaseException:
             self.is_open = False
@@ -122,8 +122,8 @@ class NatsTransport(TransportBase):
             await self._link.close()
 
     async def close(self) -> None:
-        """What was answered OK is in the stream. What waits for us stays there for `session_expiry_s`, if the session
-        has a name."""
+        """Messages that were answered OK are in the stream. Those that wait for us stay there for `session_expiry_s` if
+        the session has a name."""
         if not self.is_open:
             return
         self.is_open = False
@@ -143,8 +143,8 @@ class NatsTransport(TransportBase):
         self._held.clear()
 
     def _on_change(self, up: bool) -> None:
-        """We are connected when the server has also been asked for all that is registered: who waits for us then misses
-        nothing."""
+        """`connected` becomes True when the server also knows all filters, so that no message is missed from then
+        on."""
         if up:
             self._coming_back = self._spawn(self._come_back())
         else:
@@ -169,7 +169,7 @@ class NatsTransport(TransportBase):
         return task
 
     async def _come_back(self) -> None:
-        """There is a connection: the server learns what it missed, until it has it all."""
+        """After a connect, send changed filters to the server, until all have been sent."""
         while self.is_open and self._link.is_up():
             try:
                 await self._link.request("looking for the stream", self._link.ensure_stream())
@@ -187,13 +187,13 @@ class NatsTransport(TransportBase):
                     authority=self.authority,
                     why=error.message,
                 )
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     # Sending.
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
-        """The subject, but for its last token, which is our own name. The server's permissions are about subjects: it
-        tells of a violation beside the answer, with the subject, and only what goes there is PERMISSION_DENIED."""
+        """The subject without its last token, which is the name of our session. The server's permissions apply to
+        subjects. It reports a violation with the subject; only messages to that one are PERMISSION_DENIED."""
         return f"{self._config.network}.{mapping.address_route(source, sink, self.authority)}"
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
@@ -204,8 +204,8 @@ class NatsTransport(TransportBase):
         statuses: list[UStatus] = []
         lanes: dict[str, list[Packet]] = {}
         now_ms, bytes_max = self.checks.now_ms(), min(self._link.max_payload, self.wire_bytes_max) - ENVELOPE_BYTES
-        for place, message in enumerate(messages):
-            statuses.append(self.checks.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
+        for index, message in enumerate(messages):
+            statuses.append(self.checks.refusal(message, now_ms) or self._pack(message, index, lanes, bytes_max))
         async with self._sending:  # batches that are sent at once keep their order
             await asyncio.gather(*(self._send_lane(route, packets, statuses) for route, packets in lanes.items()))
         return statuses
@@ -228,41 +228,41 @@ class NatsTransport(TransportBase):
         return OK
 
     async def _send_lane(self, route: str, packets: list[Packet], statuses: list[UStatus]) -> None:
-        """One after the other; after one that failed nothing is tried, so that a later try keeps the order."""
+        """Publish in order. After a failure none is tried, so that a later attempt keeps the order."""
         answers: list[UStatus] = []
-        for data, _places in packets:
+        for data, _indices in packets:
             answers.append(await self._link.publish(f"{self._config.network}.{route}.{self._session}", bytes(data)))
             if answers[-1].code:
                 break
-        places = [place for _data, those in packets for place in those]
-        told = [answer for answer, (_data, those) in zip(answers, packets, strict=False) for _place in those]
+        indices = [index for _data, those in packets for index in those]
+        known = [answer for answer, (_data, those) in zip(answers, packets, strict=False) for _index in those]
         if answers[-1].code:
-            told = stopped(told[: -len(packets[len(answers) - 1][1])], len(places), answers[-1])
-        for place, status in zip(places, told, strict=True):
-            statuses[place] = status
+            known = stopped(known[: -len(packets[len(answers) - 1][1])], len(indices), answers[-1])
+        for index, status in zip(indices, known, strict=True):
+            statuses[index] = status
 
     # Listening.
 
     async def listen(self, filter: Filter) -> None:
-        """While the server is away it is noted, and the server is asked when it is back."""
+        """While the server is away, the filter is only noted; the server gets it later."""
         self._followers[filter] = None
         if self._link.is_up():
             try:
                 await self._follow(filter)
             except UStatusError:
-                if self._link.is_up():  # else it is as if it had been away before
+                if self._link.is_up():  # else the server has just gone away, and gets it later
                     self._leave(filter)
                     raise
 
     async def unlisten(self, filter: Filter) -> None:
         name = self._leave(filter)
         if self._link.is_up():
-            # otherwise it is forgotten later, or forgets itself after session_expiry_s
+            # if this fails, it is deleted later, or by the server after session_expiry_s
             with contextlib.suppress(UStatusError):
                 await self._forget(name)
 
     def _leave(self, filter: Filter) -> str:
-        """Follow it no longer; the server has yet to be told to forget its consumer, whose name is answered."""
+        """Stop following. Returns the name of the consumer, which the server still has to delete."""
         task = self._followers.pop(filter, None)
         if task is not None:
             task.cancel()
@@ -278,18 +278,18 @@ class NatsTransport(TransportBase):
         self._consumers.discard(name)
 
     async def _forget_all(self) -> None:
-        """Nobody will come back for them."""
+        """Delete all consumers: the session has no name, so it ends."""
         with contextlib.suppress(UStatusError):
             for name in [*self._consumers, *self._leftover] if self._link.is_up() else []:
                 await self._forget(name)
 
     def _consumer(self, filter: Filter) -> tuple[str, str]:
-        """Its name, the same in each process of this session, and what it lets through."""
+        """Its name, the same in each process of this session, and its subject."""
         subject = f"{self._config.network}.{mapping.filter_route(filter.source, filter.sink, self.authority)}.*"
         return hashlib.sha256(f"{self._session} {subject}".encode()).hexdigest()[:32], subject
 
     async def _follow(self, filter: Filter) -> None:
-        """Returns when the server keeps for us what matches from here on. Under `registering`."""
+        """Returns when the server keeps matching messages for us. Call it while holding `registering`."""
         network, (name, subject) = self._config.network, self._consumer(filter)
         if name in self._leftover:
             await self._forget(name)
@@ -299,8 +299,8 @@ class NatsTransport(TransportBase):
             )
         except NotFoundError:
             if name in self._consumers:
-                self._tell_loss(
-                    f"the NATS server has ended our session for {subject}: what came while we were away is gone"
+                self._report_loss(
+                    f"the NATS server has ended our session for {subject}: messages sent meanwhile are lost"
                 )
             made = api.ConsumerConfig(
                 durable_name=name,
@@ -320,19 +320,19 @@ class NatsTransport(TransportBase):
             self._fetch(filter, name, fetching, self._config.ack_wait_s if under_way else 0)
         )
 
-    def _tell_loss(self, text: str) -> None:
+    def _report_loss(self, text: str) -> None:
         log.warning(text, authority=self.authority)
         tell(self._loss_callbacks, text, None)
 
     async def _fetch(
         self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float
     ) -> None:
-        """The task of one filter: what waits for room fetches nothing more, and after large packets fewer
-        at once."""
+        """The task of one filter. It fetches no more while the arrivals are full, and fewer at once after large
+        packets."""
         at_once = FETCH_MAX
         try:
-            await self._is_connected.wait()  # who gets a message may send
-            await asyncio.sleep(wait_s)  # what was on its way comes again first, and in order
+            await self._is_connected.wait()  # a listener may send
+            await asyncio.sleep(wait_s)  # packets that were on their way come again first, in order
             while self._followers.get(filter) is asyncio.current_task():  # the library may swallow a cancellation
                 with contextlib.suppress(TimeoutError):  # nothing has come
                     packets = await fetching.fetch(at_once, timeout=FETCH_S)
@@ -349,7 +349,7 @@ class NatsTransport(TransportBase):
             with contextlib.suppress(Exception):
                 await fetching.unsubscribe()
 
-    async def _take_in(self, arrived: Arrived) -> None:
+    async def _take_in(self, arrived: ArrivedPacket) -> None:
         _filter, name, packet = arrived
         held = (name, packet.metadata.sequence.stream)
         if packet.subject.rpartition(".")[2] == self._session:  # our own
@@ -361,11 +361,11 @@ class NatsTransport(TransportBase):
             except asyncio.CancelledError:
                 self._held.discard(held)
                 raise
-            if not is_taken:  # too large; it would come again for ever
+            if not is_taken:  # too large: it would come again without end
                 self._held.discard(held)
                 await packet.ack()
 
-    def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
+    def _deliver(self, arrived: list[ArrivedPacket]) -> Awaitable[None] | None:
         pending = []
         for _, those in itertools.groupby(arrived, key=lambda one: id(one[0])):
             group = list(those)
@@ -387,15 +387,15 @@ class NatsTransport(TransportBase):
             self.dropped["spoofed"] += len(messages) - len(belonging)
         return belonging
 
-    def _taken(self, arrived: list[Arrived], error: BaseException | None) -> None:
+    def _taken(self, arrived: list[ArrivedPacket], error: BaseException | None) -> None:
         self._spawn(self._acknowledge(arrived, error))
 
-    async def _acknowledge(self, arrived: list[Arrived], error: BaseException | None) -> None:
-        """What was not taken comes again. So does what the server can't be told of now."""
+    async def _acknowledge(self, arrived: list[ArrivedPacket], error: BaseException | None) -> None:
+        """Packets that were not taken come again, and so do those whose acknowledgement fails."""
         for _filter, name, packet in arrived:
             self._held.discard((name, packet.metadata.sequence.stream))
             with contextlib.suppress(errors.Error):
-                await (packet.ack() if error is None else packet.nak(delay=AGAIN_S))
+                await (packet.ack() if error is None else packet.nak(delay=RETRY_S))
 
 
 PLUGIN: Final = TransportPlugin("nats", NatsConfig, NatsTransport, NatsTransport.capabilities)

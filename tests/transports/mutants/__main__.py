@@ -1,4 +1,4 @@
-"""The table of faults, and the proof of all of it.
+"""Prints the table of faults, or checks all faults.
 
 python -m tests.transports.mutants               the table of docs/conformance.md: each fault, and what catches it
 python -m tests.transports.mutants --all [WORD]  runs every fault, or those with that word, against every test: minutes
@@ -24,7 +24,7 @@ def table() -> list[str]:
 
 
 def run_all(word: str = "") -> None:
-    """The good plugin comes first: what fails for it says nothing about a fault."""
+    """Try the good plugin first: a test that it fails reveals no fault."""
     for name, case in cases().items():
         if why := verdict(HubTransport, case, IN_TIME_S):
             print(f"The good plugin fails {name}: {why}", file=sys.stderr)

@@ -1,10 +1,10 @@
-"""The good plugin into which the faults are put: an end of the hub.
+"""The good plugin, into which the faults are put: an end of the hub.
 
 send_batch -> checks -> SEND, up to WINDOW at once -> hub -> MESSAGE -> ListenerTable -> listeners
                         or IF_HEARD
                         DONE: in all the queues                        TAKEN when their awaitables completed
 
-What a fault replaces is a method of its own, which says what a good plugin does there.
+Each fault replaces a method, whose docstring describes the correct behaviour.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WINDOW: Final = 128  # messages of one send_batch without an answer
-RETRY_S: Final = 0.02  # each attempt is some 0.6 ms of a processor, and a network that is away must cost next to none
+RETRY_S: Final = (
+    0.02  # an attempt takes some 0.6 ms of a processor, and a network that is away must cost almost nothing
+)
 DRAIN_S: Final = 2.0
 
 log = structlog.get_logger()
@@ -66,7 +68,7 @@ log = structlog.get_logger()
 class HubConfig(TransportSettings):
     port: int
     session: bool = False
-    """`close` leaves it at the hub, for the next end of our authority"""
+    """`close` leaves the session at the hub, for the next end of our authority"""
 
 
 CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
@@ -103,20 +105,19 @@ class HubTransport(UTransport):
         self._open = self._connected = False
         self._callbacks: list[ConnectionCallback] = []
         self._answers: dict[int, asyncio.Future[bytes]] = {}
-        self._told: dict[
-            int, Filter
-        ] = {}  # filters that the hub was told after a reconnect, by the number of the frame
+        self._asked_again: dict[int, Filter] = {}  # filters sent after a reconnect, by the number of the frame
         self._refused: dict[Filter, str] = {}
         self._number = 0
-        self._taking: deque[tuple[int, asyncio.Future[None]]] = deque()  # the last number of a batch, and its listeners
-        self._early: list[
-            tuple[UMessage, asyncio.Future[None]]
-        ] = []  # of an earlier end's session: its listeners are yet to come
-        self._again = 0  # RESENT that must come before what arrives counts
+        self._taking: deque[tuple[int, asyncio.Future[None]]] = (
+            deque()
+        )  # (last number of a batch, completion of its listeners)
+        # of an earlier end's session, until their listeners are registered
+        self._early: list[tuple[UMessage, asyncio.Future[None]]] = []
+        self._again = 0  # number of the RESENT before which messages are ignored; 0: none
         self._writer: asyncio.StreamWriter | None = None
         self._running: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
-        self._sending = asyncio.Lock()  # or a batch would come between two windows of another
+        self._sending = asyncio.Lock()  # a batch must not come between two windows of another
 
     def __repr__(self) -> str:
         state = "connected" if self._connected else "open" if self._open else "closed"
@@ -171,16 +172,16 @@ class HubTransport(UTransport):
             writer.transport.abort()
             raise
         self._writer, self._buffer, self._again = writer, buffer, 0
-        self._told.clear()
+        self._asked_again.clear()
         self._refused.clear()
-        for filter in self.filters_to_tell(answer[2] == KNOWN):
+        for filter in self.filters_to_register(answer[2] == KNOWN):
             self._number += 1
-            self._told[self._number] = filter
+            self._asked_again[self._number] = filter
             writer.write(frame(LISTEN, self._number, pack(filter)))
         return reader
 
-    def filters_to_tell(self, session_is_known: bool) -> list[Filter]:
-        """To a hub that we have just connected to: all, whatever it may know."""
+    def filters_to_register(self, session_is_known: bool) -> list[Filter]:
+        """After a connect: all filters, even if the hub knows them."""
         return self._table.filters
 
     async def _run(self, reader: asyncio.StreamReader) -> None:
@@ -196,7 +197,7 @@ class HubTransport(UTransport):
             self.change(True)
 
     def lost(self) -> None:
-        """What has no answer is not known to be sent; what was not taken comes again."""
+        """Messages without an answer count as not sent; those that were not taken come again."""
         self.change(False)
         assert self._writer is not None
         self._writer.transport.abort()
@@ -232,7 +233,7 @@ class HubTransport(UTransport):
         self.change(False)
 
     async def drain(self) -> None:
-        """What listeners have begun, they may end; what `send_batch` has begun, it answers."""
+        """Wait for listeners and for answers to `send_batch`."""
         begun = [future for _, future in self._taking] + list(self._answers.values())
         if begun:
             await asyncio.wait(begun, timeout=DRAIN_S)
@@ -260,7 +261,7 @@ class HubTransport(UTransport):
         return self._checks.refusal(message, now_ms)
 
     def _post(self, kind: int, body: bytes) -> asyncio.Future[bytes]:
-        """Not sent at all if there is no connection."""
+        """Sends nothing if there is no connection."""
         self._number += 1
         number = self._number
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -286,8 +287,7 @@ class HubTransport(UTransport):
         return statuses
 
     async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Post all, then wait for all; behind the first without an answer none has one, since the connection is
-        lost."""
+        """Post all, then wait for all. After the first one without an answer none has one: the connection is lost."""
         now_ms = self._checks.now_ms()
         posted = [self.post(message, now_ms) for message in messages]
         return [await self.answer(one) for one in posted]
@@ -302,7 +302,7 @@ class HubTransport(UTransport):
         return too_large(len(body), bytes_max) if len(body) > bytes_max else self._post(kind, body)
 
     def bytes_max(self) -> int:
-        """What our owner allows, and what the hub takes."""
+        """The smaller of the limits of our owner and of the hub."""
         return min(self.wire_bytes_max, MESSAGE_BYTES_MAX)
 
     async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
@@ -327,8 +327,8 @@ class HubTransport(UTransport):
                     self._again = 0
                 elif number in self._answers:
                     self._answered(kind, number, body)
-                elif kind == REFUSED and number in self._told:
-                    self.refused_again(self._told[number], body.decode())
+                elif kind == REFUSED and number in self._asked_again:
+                    self.refused_again(self._asked_again[number], body.decode())
             if arrived:
                 self.arrived(arrived)
             data = await reader.read(READ_BYTES)
@@ -337,7 +337,7 @@ class HubTransport(UTransport):
             buffer += data
 
     def refused_again(self, filter: Filter, why: str) -> None:
-        """The hub no longer lets us listen to what it did before the reconnect."""
+        """The hub refuses a filter that it accepted before the reconnect."""
         self._refused[filter] = why
 
     def _answered(self, kind: int, number: int, body: bytes) -> None:
@@ -356,14 +356,14 @@ class HubTransport(UTransport):
             answer.set_result(body)
 
     def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
-        """One batch to its listeners; the next does not wait for it."""
+        """Deliver one batch; the next one does not wait for it."""
         messages = [message for _, body in numbered if self.takes(body) and (message := self.decode(body)) is not None]
         taken = asyncio.ensure_future(_completed(self.deliver(messages)))
         self._taking.append((numbered[-1][0], taken))
         taken.add_done_callback(self._settle)
 
     def takes(self, body: bytes) -> bool:
-        """What is too large is acknowledged with the others, and counted."""
+        """A message that is too large is acknowledged with the others, and counted."""
         is_too_large = len(body) > self.wire_bytes_max
         self.dropped["too_large"] += is_too_large
         return not is_too_large
@@ -381,11 +381,11 @@ class HubTransport(UTransport):
         return message
 
     def belongs(self, key: str, message: UMessage) -> bool:
-        """Whether it may be from there: access lists are about keys."""
+        """True if the source agrees with the key: access lists apply to keys."""
         return message.attributes.source.authority_name == key
 
     def deliver(self, messages: list[UMessage]) -> Awaitable[None] | None:
-        """What a session brought before its listener was registered waits for it, and is not acknowledged."""
+        """Messages of a session whose listener is not registered yet wait for it, unacknowledged."""
         early = [message for message in messages if not self._table.wants(message)] if self._resumes else []
         if not early:
             return self._table.deliver(messages)
@@ -395,7 +395,7 @@ class HubTransport(UTransport):
         return all_of([*waiting, *([] if taking is None else [taking])])
 
     def _deliver_early(self) -> None:
-        """What the listeners that have just been registered want."""
+        """Deliver the messages of listeners that have just been registered."""
         held, self._early = self._early, []
         for message, waiting in held:
             if self._table.wants(message) or not self._resumes:
@@ -405,7 +405,7 @@ class HubTransport(UTransport):
                 self._early.append((message, waiting))
 
     def _give_up_early(self) -> None:
-        """It comes again with the next connection."""
+        """They come again with the next connection."""
         for _, waiting in self._early:
             waiting.cancel()
         self._early.clear()
@@ -416,23 +416,23 @@ class HubTransport(UTransport):
 
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
-            done.exception()  # one behind a failure comes again, whatever became of it
+            done.exception()  # one after a failure comes again in any case
         while self._taking and self._taking[0][1].done():
             number, future = self._taking[0]
             if future.cancelled() or future.exception() is not None:
                 self.not_taken()
                 return
             self._taking.popleft()
-            self._tell(frame(TAKEN, number))
+            self._write(frame(TAKEN, number))
 
     def not_taken(self) -> None:
-        """All from there on comes again, in order; what is on its way counts for nothing."""
+        """All messages from there on come again, in order; those on their way are ignored."""
         self._taking.clear()
         self._number += 1
         self._again = self._number
         asyncio.get_running_loop().call_later(RETRY_S, self._tell, frame(AGAIN, self._again))
 
-    def _tell(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         if self._connected and self._writer is not None:
             self._writer.write(data)
 
@@ -472,7 +472,7 @@ class HubTransport(UTransport):
             await self.announce(UNLISTEN, removed)
 
     async def announce(self, kind: int, filter: Filter) -> None:
-        """Raises what the hub answers. While it is away the table is the truth: `_connect` tells it."""
+        """Raises the error answer of the hub. While the hub is away, do nothing: `_connect` sends all filters."""
         try:
             await self._ask(kind, pack(filter))
         except UStatusError as error:
@@ -485,7 +485,7 @@ class HubTransport(UTransport):
 
 
 def is_of_the_network(status: UStatus) -> bool:
-    """False also where only this one's receiver is missing."""
+    """False, too, if only the receiver of this message is missing."""
     return status.code == UCode.UNAVAILABLE and not is_nobody_listening(status)
 
 

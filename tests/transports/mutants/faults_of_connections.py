@@ -1,4 +1,4 @@
-"""Faults in who blocks, what is left behind, and what becomes of a connection."""
+"""Faults that block the event loop, leave threads or tasks behind, or break the connection."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class OpenSwallowsErrors(HubTransport):
 
 
 @fault("open waits for ever where nobody is", "test_a_network_that_can_not_be_reached")
-class OpenHangs(HubTransport):
+class OpenNeverReturns(HubTransport):
     async def open(self) -> None:
         try:
             await super().open()
@@ -227,7 +227,7 @@ class FirstConnectionUntold(HubTransport):
 
 
 @fault("each change is told twice", "test_each_change_is_reported_once_from_the_first_connection_to_the_end")
-class ChangesToldTwice(HubTransport):
+class ChangesReportedTwice(HubTransport):
     def tell(self, connected: bool) -> None:
         super().tell(connected)
         super().tell(connected)
@@ -301,8 +301,8 @@ class ListenersLostByReconnect(HubTransport):
     "test_listeners_work_again_after_the_network_forgot_us",
 )
 class OnlyTheFirstAfterAllIsForgotten(HubTransport):
-    def filters_to_tell(self, session_is_known: bool) -> list[Filter]:
-        filters = super().filters_to_tell(session_is_known)
+    def filters_to_register(self, session_is_known: bool) -> list[Filter]:
+        filters = super().filters_to_register(session_is_known)
         return filters if session_is_known else filters[:1]
 
 
@@ -315,7 +315,7 @@ class NewEndEmptiesTheInbox(HubTransport):
 
     def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
         if self.is_new:
-            self._tell(frame(TAKEN, numbered[-1][0]))
+            self._write(frame(TAKEN, numbered[-1][0]))
         else:
             super().arrived(numbered)
 
@@ -439,7 +439,7 @@ class SessionIsDropped(HubTransport):
     def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
         if self.was_away:
             self.was_away = False
-            self._tell(frame(TAKEN, numbered[-1][0]))
+            self._write(frame(TAKEN, numbered[-1][0]))
         else:
             super().arrived(numbered)
 
@@ -452,5 +452,5 @@ class CloseTakesAll(HubTransport):
     async def drain(self) -> None:
         await super().drain()
         if self._taking:
-            self._tell(frame(TAKEN, self._taking[-1][0]))
+            self._write(frame(TAKEN, self._taking[-1][0]))
             await self._ask(LISTEN, pack(self._table.filters[0]))  # so that it has left before the connection ends

@@ -1,4 +1,4 @@
-"""Faults in what arrives, who listens, what is declared; and those that the suite can not see."""
+"""Faults of receiving, listeners and declarations; and those that the suite can't detect."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class DeliversExpired(HubTransport):
 @fault("what arrives is acknowledged before a listener has taken it", "test_what_was_not_taken_comes_again")
 class AckFirst(HubTransport):
     def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
-        self._tell(frame(TAKEN, numbered[-1][0]))
+        self._write(frame(TAKEN, numbered[-1][0]))
         super().arrived(numbered)
 
     def not_taken(self) -> None:
@@ -91,7 +91,7 @@ class TooLargeUncounted(HubTransport):
 
 
 @fault("what is too large costs the connection", "test_what_is_larger_than_its_owner_allows_is_not_taken")
-class TooLargeHangsUp(HubTransport):
+class TooLargeDisconnects(HubTransport):
     def takes(self, body: bytes) -> bool:
         taken = super().takes(body)
         if not taken and self._writer is not None:
@@ -106,7 +106,7 @@ class TooLargeHangsUp(HubTransport):
 class LargePileUp(HubTransport):
     def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
         if len(self._taking) < 10_000:
-            self._tell(frame(TAKEN, numbered[-1][0]))
+            self._write(frame(TAKEN, numbered[-1][0]))
         super().arrived(numbered)
 
 
@@ -177,7 +177,7 @@ class RefusalAfterReconnectEndsConnection(HubTransport):
 
 
 @fault("a filter that is refused after a reconnect is not reported", WHEN_WE_ARE_BACK)
-class RefusalAfterReconnectUntold(HubTransport):
+class RefusalAfterReconnectUnreported(HubTransport):
     def refused_again(self, filter: Filter, why: str) -> None: ...
 
 

@@ -1,4 +1,4 @@
-"""Faults in what is sent, and what is answered for it."""
+"""Faults of sending and of its answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HostLost(HubTransport):
 
 
 class _Losing(HubTransport):
-    """Encodes a message that lacks something."""
+    """Drops a part of each message."""
 
     def lose(self, message: UMessage) -> None:
         raise NotImplementedError
@@ -213,7 +213,7 @@ class AbsentComesLater(HubTransport):
         return posted
 
     def ask_again(self, posted: asyncio.Future[bytes], message: UMessage) -> None:
-        """Ask again and again, in the name of the sender, who has been answered."""
+        """Repeat the request after the sender has got its answer."""
 
         def again(done: asyncio.Future[bytes]) -> None:
             error = None if done.cancelled() else done.exception()

@@ -1,4 +1,4 @@
-"""The conformance suite over the hub, and over a hub with a fault: what a plugin's author writes, and no more."""
+"""The hooks of the conformance suite for the hub, as the author of a plugin writes them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OnHub(TransportHarness):
         return await self.make_end(authority)
 
     async def make_deaf(self, authority: str) -> UTransport:  # prose: ok
-        self.hub.deaf.add(authority)
+        self.hub.may_not_listen.add(authority)
         return await self.make_end(authority)
 
     async def refuse_filter(self, authority: str, source: UUri, sink: UUri) -> None:
@@ -99,17 +99,17 @@ class OnHub(TransportHarness):
 
 
 class HubConformance(OnHub, TransportConformance):
-    """Every test there is."""
+    """All tests."""
 
 
 class OneByOne(HubTransport):
-    """Has an answer before it sends the next message: so nothing overtakes what a full hub has refused."""
+    """Waits for an answer before it sends the next message, so that none overtakes one that a full hub has refused."""
 
     window = 1
 
 
 class OnFullHub(OnHub):
-    """The hub refuses what finds no room, instead of letting its sender wait: a full network is UNAVAILABLE."""
+    """A full hub refuses messages instead of letting their sender wait: UNAVAILABLE."""
 
     transport = OneByOne
 

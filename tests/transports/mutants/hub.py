@@ -1,4 +1,4 @@
-"""The network of the good plugin: a TCP hub that keeps what each end wants until the end has taken it.
+"""The network of the good plugin: a TCP hub that keeps messages for each end until the end has taken them.
 
 SEND from an end -> room in every other end's queue? -> MESSAGE to those whose filters match -> TAKEN: forgotten
                     no: the sender gets no DONE         no match: kept for PULL                 AGAIN: from the oldest
@@ -58,25 +58,25 @@ def split(buffer: bytearray) -> Iterator[Frame]:
 
 
 def keyed(authority: str, message: bytes) -> bytes:
-    """`message`, and beside it where it is from, as topics and keys have it. `authority`: at most 255 octets."""
+    """`message` after the authority of its source, at most 255 octets, like a topic or key of other networks."""
     key = authority.encode()
     return bytes((len(key),)) + key + message
 
 
 def unkeyed(body: bytes) -> tuple[str, bytes]:
-    """(authority, message). Raises ValueError for what is no such body."""
+    """(authority, message). Raises ValueError if `body` is malformed."""
     if not body or len(body) <= body[0]:
         raise ValueError(f"a body begins with its key's length, got {body[:1]!r} and {len(body)} octets in all")
     return body[1 : 1 + body[0]].decode(), body[1 + body[0] :]
 
 
 def _address(body: bytes) -> UAttributes:
-    """Of a body that an end has sent."""
+    """The attributes in a body that an end has sent."""
     return UMessage.FromString(unkeyed(body)[1]).attributes
 
 
 def pack(filter: Filter) -> bytes:
-    """A pair of filters, as attributes that have nothing else."""
+    """A pair of filters, as the addresses of attributes."""
     return UAttributes(source=filter.source, sink=filter.sink).SerializeToString()
 
 
@@ -90,7 +90,7 @@ def unpack(body: bytes) -> Filter:
 
 
 class Session:
-    """What the hub knows of one end; `number` counts what it was given."""
+    """The state of one end at the hub. `number` counts the messages that it was given."""
 
     def __init__(self) -> None:
         self.filters: dict[bytes, Filter] = {}
@@ -129,9 +129,9 @@ def _sink(address: UAttributes) -> UUri | None:
 
 
 class Hub:
-    """The network. `cut`, `mend` and `forget` are of one authority; those in `refused` may not join, those in `deaf`
-    not listen, those in `refused_filters` not to these filters, those in `refused_addresses` not send there; what those
-    in `full_for` send is answered FULL. If `waits` is False, so is what finds no room."""
+    """The network. `cut`, `mend` and `forget` affect one authority. Authorities in `refused` may not join, those in
+    `may_not_listen` not listen, those in `refused_filters` not use these filters, those in `refused_addresses` not send
+    there. Those in `full_for` get the answer FULL; if `waits` is False, so does everybody at a full queue."""
 
     waits = True
     queue_messages_max = QUEUE_MESSAGES_MAX
@@ -140,12 +140,12 @@ class Hub:
         self.sessions: dict[str, Session] = {}
         self.away: set[str] = set()
         self.refused: set[str] = set()
-        self.deaf: set[str] = set()
+        self.may_not_listen: set[str] = set()
         self.refused_filters: set[tuple[str, bytes]] = set()  # authority, packed
         self.refused_addresses: set[tuple[str, bytes]] = set()  # authority, packed
         self.full_for: set[str] = set()
         self.port = 0
-        self._room = asyncio.Event()
+        self._has_capacity = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -168,11 +168,11 @@ class Hub:
         self.away.discard(authority)
 
     def forget(self, authority: str) -> None:
-        """Its session: what it listens to, and what waits for it."""
+        """Delete the session: its filters, and the messages that wait."""
         self.sessions.pop(authority, None)
 
     def inject(self, body: bytes) -> None:
-        """To everybody who wants it, whatever it is; what has no address is wanted by all."""
+        """Give `body` to all ends with a matching filter; without a readable address, to all ends."""
         try:
             address = _address(body)
         except (ValueError, DecodeError):
@@ -189,18 +189,18 @@ class Hub:
         try:
             await connection.run()
         except (OSError, asyncio.CancelledError):
-            pass  # an end that is gone, or the end of the test
+            pass  # the end has disconnected, or the test ends
         finally:
             connection.end()
-            self._room.set()
+            self._has_capacity.set()
 
     async def carry(self, sender: str, body: bytes) -> None:
-        """Into the queue of every other end, once there is room in all of them."""
+        """Put `body` into the queues of all other ends when none of them is full."""
         address = _address(body)
         others = [name for name in self.sessions if name != sender]
         while any(self._is_full(name) for name in others):
-            self._room.clear()
-            await self._room.wait()
+            self._has_capacity.clear()
+            await self._has_capacity.wait()
         for name in others:
             if name in self.sessions:
                 self.sessions[name].give(address, body)
@@ -229,12 +229,12 @@ class Hub:
     def taken(self, session: Session, number: int) -> None:
         while session.queue and session.queue[0][0] <= number:
             session.queued_bytes -= len(session.queue.popleft()[1])
-        self._room.set()
+        self._has_capacity.set()
 
 
 class _Connection:
-    """One end at the hub. SENDs wait for room apart, so that a TAKEN behind them is heard; the end's WINDOW bounds
-    them."""
+    """One end at the hub. SENDs wait for capacity in a task, so that a TAKEN behind them is read; the WINDOW of the end
+    limits them."""
 
     def __init__(self, hub: Hub, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._hub, self._reader, self._writer = hub, reader, writer
@@ -270,7 +270,7 @@ class _Connection:
             session.writer.transport.abort()
         session.writer = self._writer
         if number != RESUMES:
-            session.filters.clear()  # the end tells them anew; what is in the queue is its own
+            session.filters.clear()  # the end sends them again; the messages in the queue stay
         self._writer.write(frame(DONE, number, KNOWN if known else b""))
         self._resend(0)
         self._carrying = asyncio.ensure_future(self._carry())
@@ -290,7 +290,9 @@ class _Connection:
         elif kind == PULL:
             found = session.pull(unpack(body))
             session.write(frame(NOTHING, number) if found is None else frame(DONE, number, found))
-        elif kind == LISTEN and (self._name in self._hub.deaf or (self._name, body) in self._hub.refused_filters):
+        elif kind == LISTEN and (
+            self._name in self._hub.may_not_listen or (self._name, body) in self._hub.refused_filters
+        ):
             session.write(frame(REFUSED, number, b"not for your ears"))
         elif kind == LISTEN:
             session.filters[body] = unpack(body)

@@ -1,4 +1,4 @@
-"""The tests of the conformance suite without pytest: each on a loop of its own, quickly, over any mutant.
+"""Runs tests of the conformance suite without pytest, each on its own loop, for any mutant.
 
 cases() -> "test_name[parameter]" -> verdict(transport, case, deadline_s): "" if it passes, else why not
 """
@@ -23,10 +23,10 @@ from tests.transports.mutants.mutant import TEST_OVER, Mutant
 from transports.conformance.base import Ends
 
 IN_TIME_S: Final = 10.0  # for a good plugin, on a slow machine
-SOON_S: Final = 0.6  # for one that is expected to fail: nothing more comes of waiting longer
+SOON_S: Final = 0.6  # for one that is expected to fail
 ANY_TEST_S: Final = 3.0  # for one that may pass
-CASE_DEADLINES: Final = 12  # of one case: it waits for several things, one after the other
-LEAVING_S: Final = 5.0  # for what a mutant does not end by itself
+CASE_DEADLINES: Final = 12  # of one case, which waits for several events in turn
+LEAVING_S: Final = 5.0  # for calls that a mutant does not end
 
 Case = tuple[str, dict[str, Any]]
 
@@ -49,7 +49,7 @@ def cases() -> dict[str, Case]:
 def verdict(transport: type[HubTransport], case: Case, deadline_s: float) -> str:
     """ "" if the test passes or is skipped; else the first line of why it failed."""
     with structlog.testing.capture_logs(), warnings.catch_warnings():
-        # a mutant leaves tasks, futures and sockets to the garbage collector: that is its fault
+        # mutants leave tasks, futures and sockets to the garbage collector
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
         TEST_OVER.clear()
@@ -98,7 +98,7 @@ async def _leave(ends: Ends, hub: Hub) -> None:
 
 
 def caught_by(mutant: Mutant) -> list[str]:
-    """Every test that fails for it, the expected one first; of a test with parameters one is tried. Takes seconds."""
+    """All tests that fail for a mutant, the expected one first. Tries one parameter of each test. Takes seconds."""
     tried = {mutant.caught_by: cases()[mutant.caught_by]} if mutant.caught_by else {}
     methods = {name for name, _ in tried.values()}
     for name, case in cases().items():

@@ -1,5 +1,4 @@
-"""A fault, and the list of them: a good plugin with a few lines that are wrong, one sentence, and the test that catches
-it.
+"""The registry of faults. A fault is a good plugin with a few wrong lines, a sentence, and the test that catches it.
 
 HubTransport <- a subclass for each fault, registered by @fault(sentence, test) under its own name, in words
 """
@@ -22,7 +21,7 @@ class Mutant:
     caught_by: str  # the test that must fail; "" if the suite can't see this fault
 
 
-TEST_OVER: Final = threading.Event()  # for threads that end then, and not before
+TEST_OVER: Final = threading.Event()  # ends the threads of mutants
 MUTANTS: Final[dict[str, Mutant]] = {}
 T = TypeVar("T", bound=type[HubTransport])
 

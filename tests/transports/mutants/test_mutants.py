@@ -1,4 +1,4 @@
-"""The conformance suite catches what it is there to catch: it passes a good plugin, and fails it for each fault."""
+"""The conformance suite passes a good plugin, and fails it for each fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestFullHub(OnFullHub, DeliveryConformance, PressureConformance):
 
 
 def alone_if_measured(case: Any) -> Any:
-    """Beside other tests a fault that wastes the processor gets too little of it to be seen."""
+    """Beside other tests, a fault that wastes the processor gets too little of it to be noticed."""
     measured = CAUGHT[case.values[0]].caught_by.endswith("_costs_no_processor")
     return pytest.param(*case.values, marks=[*case.marks, pytest.mark.alone]) if measured else case
 
@@ -40,7 +40,7 @@ def alone_if_measured(case: Any) -> Any:
 def test_the_suite_catches(name: str) -> None:
     mutant = CAUGHT[name]
     assert verdict(mutant.transport, CASES[mutant.caught_by], SOON_S), (
-        f"{mutant.caught_by} passes a plugin of which is true: {mutant.says}"
+        f"{mutant.caught_by} passes a plugin with this fault: {mutant.says}"
     )
 
 
