@@ -11,7 +11,7 @@ import os
 import sys
 
 from transports.conformance.base import SENT_AT_ONCE, Pair, TransportHarness, spec
-from transports.conformance.messages import ALPHA, PROBE, code_of, notification, publish, reply, request, topic
+from transports.conformance.messages import ALPHA, GAMMA, PROBE, code_of, notification, publish, reply, request, topic
 from transports.conformance.sending import expired
 from transports.conformance.sinks import BatchSink, Sink
 from uprotocol.status import UStatusError
@@ -21,7 +21,6 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 BATCH = 2_000
-GAMMA = "gamma"
 PROCESS_S_MAX = 60.0  # for an interpreter to start and import the plugin
 
 

@@ -192,13 +192,3 @@ class ErrorConformance(TransportHarness):
                 assert answers[call] == UCode.INVALID_ARGUMENT, (call, answers)
             for call in ("register_listener", "unregister_listener"):
                 assert answers[call] == self.pushing(UCode.INVALID_ARGUMENT), (call, answers)
-
-    async def test_more_than_a_message_can_carry(self, pair: Pair) -> None:
-        """Accepted or refused; messages behind it are still sent."""
-        large = notification(bytes(self.payload_bytes_max * 4))
-        statuses = await pair[0].send_batch([large, notification(b"small")])
-        assert statuses[0].code in (UCode.OK, UCode.INVALID_ARGUMENT, UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE), (
-            statuses[0]
-        )
-        if statuses[0].code != UCode.UNAVAILABLE:
-            assert statuses[1].code == UCode.OK

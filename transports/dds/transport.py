@@ -128,12 +128,10 @@ class DdsTransport(TransportBase):
 
     def __repr__(self) -> str:
         session = self._session
-        state = (
-            f"peers={len(session.registrations.peers)}, {session.writers!r}, readers={len(session.readers)}, "
-            f"{self._arrivals!r}"
-            if session is not None
-            else "closed"
-        )
+        state = "closed"
+        if session is not None:
+            peers, readers = len(session.registrations.peers), len(session.readers)
+            state = f"peers={peers}, {session.writers!r}, readers={readers}, {self._arrivals!r}"
         return f"DdsTransport({self.authority}, domain={self._config.domain_id}, {state})"
 
     @property
@@ -272,11 +270,6 @@ class DdsTransport(TransportBase):
         self._session, self.is_open = None, False
         return session.registrations.close(session.close)
 
-    def _require_session(self) -> _Session:
-        if self._session is None:
-            raise UStatusError.from_status(NOT_OPEN)
-        return self._session
-
     # sending
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
@@ -299,9 +292,13 @@ class DdsTransport(TransportBase):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[UStatus]] = loop.create_future()
 
+        def settle(statuses: list[UStatus]) -> None:
+            if not answer.done():  # else the caller was cancelled
+                answer.set_result(statuses)
+
         def done(statuses: list[UStatus]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(_answer, answer, statuses)
+                loop.call_soon_threadsafe(settle, statuses)
 
         batch = Batch(len(messages), done, tells_absence=self.tells_absence)
         writers.submit(lambda: self._send(writers, batch, messages))
@@ -417,7 +414,8 @@ class DdsTransport(TransportBase):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         """Returns when every peer has found the new reader, SEEN_S at most: what they send from then on arrives."""
-        session = self._require_session()
+        if (session := self._session) is None:
+            raise UStatusError.from_status(NOT_OPEN)
         filter = self.listeners.add(source_filter, sink_filter, listener) or Filter.of(
             source_filter, sink_filter, self.authority
         )
@@ -434,12 +432,8 @@ class DdsTransport(TransportBase):
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        session = self._require_session()
+        if (session := self._session) is None:
+            raise UStatusError.from_status(NOT_OPEN)
         filter = self.listeners.remove(source_filter, sink_filter, listener)
         if filter is not None:
             await session.registrations.release(filter)
-
-
-def _answer(answer: asyncio.Future[list[UStatus]], statuses: list[UStatus]) -> None:
-    if not answer.done():  # else the caller was cancelled
-        answer.set_result(statuses)

@@ -379,7 +379,10 @@ class Writers:
             except Exception as error:  # each message gets an answer
                 if isinstance(error, DDSException):
                     error = translate(error, f"making a writer for {key[0]}")
-                status = error.status if isinstance(error, UStatusError) else _failed(key, error)
+                elif not isinstance(error, UStatusError):
+                    log.exception("a DDS writer could not be made", partition=key[0])
+                    error = UStatusError(UCode.INTERNAL, f"no DDS writer could be made for {key[0]}: {error!r}")
+                status = error.status
                 for batch, index, _, _ in messages:
                     batch.settle(index, status)
             else:
@@ -564,8 +567,3 @@ class Writers:
 
 def _lifespan(lifespan_ms: int | None) -> Policy.Lifespan:
     return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else INFINITE_NS)
-
-
-def _failed(key: WriterKey, error: Exception) -> UStatus:
-    log.exception("a DDS writer could not be made", partition=key[0])
-    return UStatus(code=UCode.INTERNAL, message=f"no DDS writer could be made for {key[0]}: {error!r}")

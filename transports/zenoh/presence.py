@@ -26,6 +26,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import zenoh
@@ -82,10 +83,7 @@ class Watch:
 class Unasked:
     """Stands for a Watch until there is one: `heard` says nothing, so each message needs a check."""
 
-    __slots__ = ("heard",)
-
-    def __init__(self) -> None:
-        self.heard = False  # always
+    heard = False  # always
 
 
 UNASKED: Final = Unasked()
@@ -211,19 +209,13 @@ class Presence:
             yield self._entities.get(entity) or self._new(self._entities, entity)
 
     def _new(self, regions: dict[str, Region], prefix: str) -> Region:
-        region = regions[prefix] = Region(
-            self._session, prefix, self._all_regions, lambda: self._on_heard(None), self._later
-        )
+        on_heard = partial(self._on_heard, None)
+        region = regions[prefix] = Region(self._session, prefix, self._all_regions, on_heard, self._later)
         return region
 
     def watch(self, publisher: zenoh.Publisher, key: str) -> Watch:
         """A Watch of the publisher of one topic. Raises ZError."""
-
-        def heard(answered: bool) -> None:
-            if answered:
-                self._on_heard(key)
-
-        return Watch(publisher, heard)
+        return Watch(publisher, lambda answered: self._on_heard(key) if answered else None)
 
 
 class HeardNews:

@@ -65,7 +65,7 @@ NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or route
 _PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
 
 T = TypeVar("T")
-_RouteKey = tuple[str, int]  # key expression, UPriority
+_KeyPriority = tuple[str, int]  # key expression, UPriority
 
 
 def words(error: Exception) -> str:
@@ -90,7 +90,7 @@ class _KeyRoute:
 
     __slots__ = ("key", "options", "publisher", "put", "puts_left", "watch")
 
-    def __init__(self, session: zenoh.Session, key: _RouteKey, *, asks: bool) -> None:
+    def __init__(self, session: zenoh.Session, key: _KeyPriority, *, asks: bool) -> None:
         """`asks`: for publishes, if the owner wants to know that nobody listens."""
         self.key = key
         self.watch: Watch | Unasked | None = UNASKED if asks else None  # None: put even if nobody listens
@@ -177,14 +177,14 @@ class ZenohSender:
         self.thread = SenderThread(f"zenoh-send-{authority}")
         self._checks = SendChecks()
         self._plans: Cache[Any, _SendPlan] = Cache()  # by Stamp, or by the encoded attributes without the id
-        self._routes: dict[_RouteKey, _KeyRoute] = {}
-        self._publishers: dict[_RouteKey, _Declared] = {}
+        self._routes: dict[_KeyPriority, _KeyRoute] = {}
+        self._publishers: dict[_KeyPriority, _Declared] = {}
         self._presence = Presence(session, on_heard, self.thread.submit)
         self._tells_absence = False
         self.unprobed = 0
         """Publishes that were put without knowing whether anybody listens, at the limit of publishers."""
-        self._used: set[_RouteKey] = set()  # publishers, in this period
-        self._unused: list[_RouteKey] = []  # publishers, in the whole period before this one
+        self._used: set[_KeyPriority] = set()  # publishers, in this period
+        self._unused: list[_KeyPriority] = []  # publishers, in the whole period before this one
         self._period_began = 0.0  # time.monotonic()
         self._settled_at = 0.0  # the first peer has declared its subscriptions by then; time.monotonic()
         self._put_at = 0.0  # of the last batch, time.monotonic(); 0: all messages are confirmed
@@ -283,7 +283,7 @@ class ZenohSender:
             self._plans[mark] = plan
         return plan
 
-    def _route(self, key: _RouteKey, is_publish: bool) -> _KeyRoute:
+    def _route(self, key: _KeyPriority, is_publish: bool) -> _KeyRoute:
         if len(self._routes) >= caches.streams_max:
             self._routes.clear()
             self._plans.clear()

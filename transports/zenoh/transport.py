@@ -400,47 +400,32 @@ class ZenohTransport(TransportBase):
     async def register_listeners(
         self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:
-        statuses: list[UStatus] = []
+        """One call of another thread for all of them."""
+        statuses, pairs = list[UStatus](), list(filters)
+        new: dict[int, tuple[str, Filter]] = {}  # key and filter, by index in `pairs`
         async with self.registering:
             self.check_open()
-            new: dict[int, tuple[Filter, UUri, UUri | None]] = {}  # by index in `filters`
-            for index, (source, sink) in enumerate(filters):
+            for index, (source, sink) in enumerate(pairs):
                 statuses.append(OK)
+                filter = None
                 try:
                     filter = self.listeners.add(source, sink, listener)
+                    if filter is not None:
+                        new[index] = self._key(filter), filter
                 except UStatusError as error:
                     statuses[index] = error.status
-                    continue
-                if filter is not None:
-                    new[index] = filter, source, sink
+                    if filter is not None:  # its address has no valid key
+                        self.listeners.remove(source, sink, listener)
             try:
-                answers = await self._listen_all([filter for filter, _, _ in new.values()]) if new else []
-            except BaseException:
-                for _, source, sink in new.values():
-                    self.listeners.remove(source, sink, listener)
-                raise
-            for (index, (_, source, sink)), status in zip(new.items(), answers, strict=True):
-                statuses[index] = status
-                if status.code != UCode.OK:
-                    self.listeners.remove(source, sink, listener)
-        return statuses
-
-    async def _listen_all(self, filters: Sequence[Filter]) -> list[UStatus]:
-        """Subscribe to all `filters` in one call of another thread."""
-        statuses: list[UStatus] = []
-        pairs: list[tuple[str, Filter]] = []
-        for filter in filters:
-            try:
-                pairs.append((self._key(filter), filter))
-            except UStatusError as error:
-                statuses.append(error.status)
-            else:
-                statuses.append(OK)
-        if self._receiver.want(pairs):
-            try:
-                await self._declare([key for key, _ in pairs], f"{len(pairs)} subscriptions")
-            except UStatusError as error:
-                return [error.status if status is OK else status for status in statuses]
+                if self._receiver.want(new.values()):
+                    await self._declare([key for key, _ in new.values()], f"{len(new)} subscriptions")
+            except BaseException as error:
+                for index in new:
+                    self.listeners.remove(*pairs[index], listener)
+                if not isinstance(error, UStatusError):
+                    raise
+                for index in new:
+                    statuses[index] = error.status
         return statuses
 
     async def unlisten(self, filter: Filter) -> None:

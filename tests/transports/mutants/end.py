@@ -430,7 +430,7 @@ class HubTransport(UTransport):
         self._taking.clear()
         self._number += 1
         self._again = self._number
-        asyncio.get_running_loop().call_later(RETRY_S, self._tell, frame(AGAIN, self._again))
+        asyncio.get_running_loop().call_later(RETRY_S, self._write, frame(AGAIN, self._again))
 
     def _write(self, data: bytes) -> None:
         if self._connected and self._writer is not None:
