@@ -32,6 +32,7 @@ from transports.dds import DdsTransport, interfaces, mapping
 from transports.dds import transport as transport_module
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, binding, delete
+from transports.dds.roll_call import RollCall
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -71,6 +72,11 @@ async def eventually(holds: Callable[[], Awaitable[bool] | bool], what: str) -> 
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
         raise AssertionError(f"expected within {DEADLINE_S} s: {what}") from None
+
+
+def roll_call(transport: DdsTransport) -> RollCall:
+    assert transport._session is not None
+    return transport._session.roll_call
 
 
 class Listening:
@@ -164,7 +170,7 @@ async def test_what_a_pause_beyond_the_lease_lost_is_counted(tag: str, start: St
         await eventually(lambda: "peers=0" in repr(alpha), "the end of its lease")
         assert await send(alpha, numbered(STUCK, range(50, 100))) == [UCode.OK] * 50  # nobody is there
         beta.go_on()
-        await eventually(lambda: alpha.returned == 1, "its return")
+        await eventually(lambda: roll_call(alpha).returned == 1, "its return")
         last = 99
 
         async def heard_again() -> bool:
@@ -193,7 +199,7 @@ async def test_a_pause_within_the_lease_loses_nothing(tag: str, start: Start) ->
         report = await beta.until_seen(149)
         assert report["seen"] == list(range(150))
         assert report["dropped"] == {}
-        assert alpha.returned == 0
+        assert roll_call(alpha).returned == 0
 
 
 async def test_a_receiver_that_stops_taking_holds_up_its_own_topic_alone(tag: str, start: Start) -> None:
@@ -345,7 +351,7 @@ async def test_incompatible_endpoints_are_reported_while_they_exist(tag: str) ->
             subscriber = Subscriber(foreign.entity, Qos(Policy.Partition(["up/beta/*"])))
             kept = Qos(Policy.Reliability.Reliable(0), Policy.Durability.TransientLocal)
             reader = DataReader(subscriber, dds_topic, kept)
-        await eventually(lambda: beta.misfits_found == 2, "both of them")
+        await eventually(lambda: roll_call(beta).misfits_found == 2, "both of them")
         assert beta.troubles == []  # they have nothing for each other
         await beta.register_listener(topic, Sink(DEADLINE_S))
         assert ["BEST_EFFORT" in one for one in beta.troubles] == [True]

@@ -105,7 +105,3 @@ async def code_of(call: Awaitable[object]) -> int:
     except UStatusError as error:
         return int(error.code)
     return UCode.OK
-
-
-def payloads(messages: Sequence[UMessage]) -> list[bytes]:
-    return [message.payload for message in messages]

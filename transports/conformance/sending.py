@@ -128,11 +128,6 @@ def _built(builder: UMessageBuilder, payload: UPayload | None, **attributes: obj
     return builder.build_from_upayload(payload)
 
 
-def _route(message: UMessage) -> object:
-    attributes = message.attributes
-    return uris.key(attributes.source), uris.key(attributes.sink), attributes.HasField("sink")
-
-
 class SendingConformance(TransportHarness):
     async def everything(self, pair: Pair) -> BatchSink:
         """One listener at beta for all messages with its sink, and for the publishes of alpha's topic."""
@@ -152,7 +147,8 @@ class SendingConformance(TransportHarness):
         heard = await self.everything(pair)
         if self.discovery:
             # each (source, sink) once: networks may discover each pair separately
-            for message in {_route(message): message for message in messages}.values():
+            routes = {tuple(map(uris.key, (one.attributes.source, one.attributes.sink))): one for one in messages}
+            for message in routes.values():
                 await self.reach(pair[0], heard, message)
         await self.send_all(pair[0], messages)
         arrived = {uuids.to_bytes(message.attributes.id): message for message in await heard.expect(len(messages))}

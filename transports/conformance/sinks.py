@@ -9,7 +9,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
-from transports.conformance.messages import PROBE, payloads
+from transports.conformance.messages import PROBE
 from uprotocol.transport import UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -42,7 +42,7 @@ class Sink:
 
     @property
     def payloads(self) -> list[bytes]:
-        return payloads(self.messages)
+        return [message.payload for message in self.messages]
 
     async def expect(self, count: int) -> list[UMessage]:
         """Returns the first `count` messages. Fails if they do not arrive in time."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import structlog
 
@@ -21,8 +21,6 @@ from transports.dds.readers import NAMES_BYTES_MAX, NAMES_MAX, Readers
 from transports.dds.roll_call import Seen
 from transports.listeners import Filter
 from uprotocol.status import UStatusError
-
-T = TypeVar("T")
 
 DISCOVERY_S_MAX: Final = 2.0  # the longest wait of `discovered`
 # for all peers to find a new reader; takes 1 to 30 ms. A peer that is stuck must not block us for longer
@@ -117,7 +115,7 @@ class Registrations:
         if reader is not None:
             token = await asyncio.shield(reader)
             if self._is_open:  # else `close` removes it
-                await self._run(self._readers.leave, token, self._partition(filter))
+                await asyncio.wrap_future(self._executor.submit(self._readers.leave, token, self._partition(filter)))
 
     def _reader(self, filter: Filter) -> asyncio.Task[int]:
         """Make the reader of `filter` unless it exists. Filters without wildcards that come while another reader is
@@ -146,12 +144,9 @@ class Registrations:
                 self._next = _NewReader({})  # later filters are too late for this one
             if not self._is_open:
                 raise UStatusError.from_status(NOT_OPEN)
-            token, key = await self._run(self._readers.add, new.owners)
+            token, key = await asyncio.wrap_future(self._executor.submit(self._readers.add, new.owners))
         await self._await_peers(key)
         return token
-
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     async def _await_peers(self, key: bytes) -> None:
         """Wait until every peer has announced that it found the reader `key`, SEEN_S at most."""

@@ -148,17 +148,6 @@ class DdsTransport(TransportBase):
         """GUID of our participant; empty while closed."""
         return self._session.participant.key if self._session is not None else b""
 
-    @property
-    def returned(self) -> int:
-        """Number of participants that were silent for longer than their lease and came back: messages sent meanwhile
-        may be missing there."""
-        return self._session.roll_call.returned if self._session is not None else 0
-
-    @property
-    def misfits_found(self) -> int:
-        """Number of foreign endpoints whose QoS or type is incompatible with ours, since open."""
-        return self._session.roll_call.misfits_found if self._session is not None else 0
-
     async def open(self) -> None:
         async with self._opening:
             if self._session is not None or self._following is not None:

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from nats.aio.client import Client
 from nats.errors import UnexpectedEOF
-from nats.js import JetStreamContext, api
+from nats.js import api
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from up_transport_nats.config import NatsConfig
@@ -66,10 +66,6 @@ class Link:
         return self._up
 
     @property
-    def js(self) -> JetStreamContext:
-        return self._js
-
-    @property
     def max_payload(self) -> int:
         assert self._client is not None, "only an open link has sizes"
         return int(self._client.max_payload)
@@ -78,7 +74,7 @@ class Link:
         client = Client()
         try:
             await self._connect(client)
-            self._js = client.jetstream(timeout=REQUEST_S)
+            self.js = client.jetstream(timeout=REQUEST_S)
             await self.ensure_stream()
         except BaseException as error:
             with contextlib.suppress(Exception):
@@ -170,9 +166,9 @@ class Link:
         the configuration of its operator."""
         name, config = self._config.network, self._config
         try:
-            await self._js.stream_info(name)
+            await self.js.stream_info(name)
         except NotFoundError:
-            await self._js.add_stream(
+            await self.js.add_stream(
                 name=name,
                 subjects=[f"{name}.>"],
                 # a packet is kept until every consumer that wants it has acknowledged it
@@ -204,7 +200,7 @@ class Link:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._config.full_wait_s
         while self._up:
-            publishing = asyncio.ensure_future(self._js.publish(subject, data, timeout=REQUEST_S))
+            publishing = asyncio.ensure_future(self.js.publish(subject, data, timeout=REQUEST_S))
             lost = asyncio.ensure_future(self._down.wait())
             refused = self._refused[subject] = loop.create_future()
             try:

@@ -216,7 +216,7 @@ class CancelledOpenGoesOn(HubTransport):
             await asyncio.Event().wait()
 
 
-@fault("the first connection is not told", "test_each_change_is_reported_once_from_the_first_connection_to_the_end")
+@fault("the first connection is not told", "test_each_change_is_reported_once")
 class FirstConnectionUntold(HubTransport):
     first = True
 
@@ -226,7 +226,7 @@ class FirstConnectionUntold(HubTransport):
         self.first = False
 
 
-@fault("each change is told twice", "test_each_change_is_reported_once_from_the_first_connection_to_the_end")
+@fault("each change is told twice", "test_each_change_is_reported_once")
 class ChangesReportedTwice(HubTransport):
     def tell(self, connected: bool) -> None:
         super().tell(connected)
