@@ -178,9 +178,6 @@ class Presence:
         self._authorities: dict[str, Region] = {}  # by the first segments of their keys
         self._entities: dict[str, Region] = {}
 
-    def __repr__(self) -> str:
-        return f"Presence(authorities={len(self._authorities)}, entities={len(self._entities)})"
-
     @property
     def publishers(self) -> int:
         """Number of publishers that are declared for Regions."""

@@ -60,9 +60,6 @@ class StallWatch:
         self._unread: dict[str, str] = {}  # address of each peer that did not answer in this stall
         self.trouble = ""
 
-    def __repr__(self) -> str:
-        return f"StallWatch({self.trouble or 'none'})"
-
     def watch(self) -> None:
         """Call it when `sends` has a new one."""
         if self._timer is None:

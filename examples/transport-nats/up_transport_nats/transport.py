@@ -299,9 +299,9 @@ class NatsTransport(TransportBase):
             )
         except NotFoundError:
             if name in self._consumers:
-                self._report_loss(
-                    f"the NATS server has ended our session for {subject}: messages sent meanwhile are lost"
-                )
+                text = f"the NATS server has ended our session for {subject}: messages sent meanwhile are lost"
+                log.warning(text, authority=self.authority)
+                tell(self._loss_callbacks, text, None)
             made = api.ConsumerConfig(
                 durable_name=name,
                 description=f"{self._session}: {subject}",
@@ -319,10 +319,6 @@ class NatsTransport(TransportBase):
         self._followers[filter] = asyncio.ensure_future(
             self._fetch(filter, name, fetching, self._config.ack_wait_s if under_way else 0)
         )
-
-    def _report_loss(self, text: str) -> None:
-        log.warning(text, authority=self.authority)
-        tell(self._loss_callbacks, text, None)
 
     async def _fetch(
         self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float

@@ -77,7 +77,7 @@ def _address(body: bytes) -> UAttributes:
 
 def pack(filter: Filter) -> bytes:
     """A pair of filters, as the addresses of attributes."""
-    return UAttributes(source=filter.source, sink=filter.sink).SerializeToString()
+    return pack_address(filter.source, filter.sink)
 
 
 def pack_address(source: UUri, sink: UUri | None) -> bytes:
