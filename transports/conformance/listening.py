@@ -36,7 +36,6 @@ OTHER = topic(resource=0x9A02)
 DISCARDED = ["no id", "id of version 4", "id of the year 10889", "no type", "request of CS3", "response without reqid"]
 DISCARDED += ["commstatus on a notification", "token on a notification"]
 
-
 WIDE = {
     "any source authority": (uris.uri("*", ENTITY, VERSION, 0x9A01), reply()),
     "any source": (uris.ANY, reply()),

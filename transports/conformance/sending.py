@@ -45,9 +45,7 @@ FORMATS: list[UPayloadFormat.ValueType] = [
     format for format in UPayloadFormat.values() if format != UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED
 ]
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-
 EDGES: Final = (b"\n", b"\r\n", b" ", b"\t", b"\0", b'"')
-
 ODD_ADDRESSES: list[tuple[UUri, UUri]] = [
     (topic(entity=0, version=0, resource=0x8000), reply(entity=0, version=0)),
     (topic(entity=0xFFFE_FFFE, version=0xFE, resource=0xFFFE), reply(entity=0xFFFE_FFFE, version=0xFE)),
