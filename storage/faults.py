@@ -1,8 +1,7 @@
-"""What an error of a file means: no room, damage, not permitted, or something that may pass; and how a damaged file is
-put aside.
+"""Kinds of file errors: full disk, damage, missing permission, or temporary. Moves damaged files aside.
 
-sqlite3.Error, OSError, DamagedError -> is_damage? -> move_aside, begin anew     is_full? -> keep, try again
-                                        is_denied? -> a person has to act       neither -> try again
+sqlite3.Error, OSError, DamagedError -> is_damage? -> move_aside, create a new file    is_full? -> keep, try again
+                                        is_denied? -> a person has to act              neither -> try again
 """
 
 from __future__ import annotations
@@ -15,30 +14,30 @@ import time
 from pathlib import Path
 from typing import Final
 
-# a disk with less free is full: SQLite names other reasons where it can't make its small files
+# A disk with fewer free bytes counts as full: SQLite reports other errors if it can't create its small files.
 FULL_BYTES: Final = 1 << 20
 _FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedError(Exception):
-    """The bytes of a file are not those that were written, though SQLite did not stumble; the argument says how."""
+    """The bytes of a file are not those that were written, but SQLite reported no error. The argument says why."""
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """SQLite's result code, without what it adds to it."""
+    """Returns SQLite's result code without the bits of the extended code."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def is_damage(error: BaseException) -> bool:
-    """True if the bytes of an SQLite file are not those that were written."""
+    """Returns True if the bytes of an SQLite file are not those that were written."""
     if not isinstance(error, sqlite3.Error):
         return isinstance(error, DamagedError)
-    is_text = "Could not decode" in str(error)  # of Python's module, where a text is no UTF-8 any more
+    is_text = "Could not decode" in str(error)  # Python's module reports text that is not UTF-8
     return is_text or primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def is_full(error: BaseException, path: Path) -> bool:
-    """True if `error` came of a disk without room for the file `path`, or for what belongs to it."""
+    """Returns True if the disk of the file `path` has caused `error` because it is full."""
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
     if not isinstance(error, sqlite3.Error):
@@ -51,7 +50,7 @@ def is_full(error: BaseException, path: Path) -> bool:
 
 
 def is_denied(error: BaseException, path: Path) -> bool:
-    """True if we may not write the file `path`, or make files beside it."""
+    """Returns True if this process may not write the file `path`, or create files beside it."""
     if isinstance(error, sqlite3.Error):
         codes = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
         return primary_code(error) in codes and not os.access(path if path.exists() else path.parent, os.W_OK)
@@ -59,13 +58,13 @@ def is_denied(error: BaseException, path: Path) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """What is left to us on the disk of the file `path`. Raises OSError."""
+    """Returns how many bytes this process may still use on the disk of the file `path`. Raises OSError."""
     stat = os.statvfs(path.parent)
     return stat.f_bavail * stat.f_frsize
 
 
 def disk_bytes(path: Path) -> int:
-    """What the file really takes; 0 if there is none."""
+    """Returns how many bytes the file occupies on its disk; 0 if there is no file."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -73,19 +72,16 @@ def disk_bytes(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """A SQLite file and what belongs to it, as far as it is there. Raises OSError."""
+    """Delete a SQLite file, its journal and its write-ahead log, if they exist. Raises OSError."""
     for suffix in ("-journal", "-wal", "-shm", ""):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def move_aside(path: Path, target: Path | None = None) -> Path:
-    """A damaged SQLite file and what belongs to it, to `target` or NAME.damaged-TIME: nothing is deleted. Returns the
-    new name.
-
-    Raises OSError.
-    """
+    """Rename a damaged SQLite file and its write-ahead log to `target`, by default NAME.damaged-TIME. Returns the new
+    name. Raises OSError."""
     target = target or Path(f"{path}.damaged-{time.time_ns()}")
-    for suffix in ("-wal", "-shm", ""):  # the file itself last: until then it is found where it was
+    for suffix in ("-wal", "-shm", ""):  # the file itself last: if this is interrupted, the next attempt finds it
         with contextlib.suppress(FileNotFoundError):
             Path(f"{path}{suffix}").rename(f"{target}{suffix}")
     return target

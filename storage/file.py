@@ -99,8 +99,8 @@ def _refused(why: str) -> UStatusError:
 class SqliteFile:
     """One file that this process owns from `take` to `close`. One thread at a time.
 
-    Where nothing else is said, a method raises sqlite3.Error, OSError, or UStatusError for what another try won't
-    mend; `kind.not_opened` and `kind.fault` say what an error means.
+    Unless stated otherwise, a method raises sqlite3.Error, OSError, or UStatusError where a retry does not help.
+    `kind.not_opened` and `kind.fault` turn the others into a status.
     """
 
     def __init__(self, kind: FileKind, path: Path, disk: Disk = REAL_DISK, pragmas: Sequence[str] = ()) -> None:
@@ -179,8 +179,8 @@ class SqliteFile:
     def look(self) -> bool:
         """Returns False if the file is empty or missing.
 
-        Through a connection that can't write: what is not ours or not whole is not touched, nor is its write-ahead log
-        moved into it. Raises FAILED_PRECONDITION (not ours, newer), DamagedError.
+        Uses a read-only connection: a file that is not ours or is damaged stays unchanged, and so does its write-ahead
+        log. Raises FAILED_PRECONDITION (not ours, newer), DamagedError.
         """
         kind, path, self.version, self._identity = self.kind, self.path, 0, None
         if path.is_dir():
@@ -277,7 +277,7 @@ class SqliteFile:
         self._marked = incarnation
 
     def move_mark(self, seq: int) -> None:
-        """Overwrite the mark without waiting for the disk: it need not survive more than SQLite's own file does."""
+        """Overwrite the mark without waiting for the disk."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(pack_mark(self._marked, seq))

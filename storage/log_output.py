@@ -1,8 +1,8 @@
-"""Where the lines of the log go: a file descriptor, written by a thread of its own.
+"""Writes the lines of the log to a file descriptor, in a separate thread.
 
-write(line) -> queue (bounded) -> thread -> os.write      a reader that stands still, a full disk or a closed pipe
+write(line) -> queue (bounded) -> thread -> os.write      a reader that does not read, a full disk or a closed pipe
                   | full                       | fails    delay or lose lines of the log, and nothing else
-                  '-> counted                  '-> counted: the next line that can be written says how many were lost
+                  '-> counted                  '-> counted: the next line that is written says how many were lost
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import threading
 from collections import deque
 from typing import Final
 
-# of lines that wait for their reader: some 5,000, which is more than a gateway writes in an hour
+# of lines that are not written yet: some 5,000, which is more than a gateway writes in an hour
 WAITING_BYTES_MAX: Final = 1 << 20
-CLOSE_S_MAX: Final = 1.0  # how long the end of a process waits until its last lines are written
-WRITABLE_MS: Final = 1_000  # between looks whether a descriptor that is not blocking can be written to again
+CLOSE_S_MAX: Final = 1.0  # the end of a process waits this long until its last lines are written
+WRITABLE_MS: Final = 1_000  # between checks whether a non-blocking descriptor can be written to again
 
 
 class LogOutput:
-    """A text file for structlog.PrintLogger: neither blocks nor raises. Any thread may write.
+    """A text file for structlog.PrintLogger. Writing does not block or raise. Any thread may write.
 
-    The descriptor stays open. Lines that could not be written (OSError, more than WAITING_BYTES_MAX wait) are counted.
+    The descriptor stays open. Lines are counted that could not be written: OSError, or more than WAITING_BYTES_MAX.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -34,7 +34,7 @@ class LogOutput:
         self._is_writing = False
         self._thread: threading.Thread | None = None
         self.lost_lines = 0
-        self._unreported_lines = 0  # of those that were lost: the log does not say so yet
+        self._unreported_lines = 0  # lost lines that the log does not report yet
         self._is_cut = False  # the last line was written in part
 
     def __repr__(self) -> str:
@@ -57,13 +57,13 @@ class LogOutput:
         """The thread writes each line as soon as it can."""
 
     def close(self) -> None:
-        """Wait until what was logged is written, CLOSE_S_MAX at most."""
+        """Wait until all lines are written, at most CLOSE_S_MAX."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._is_writing, CLOSE_S_MAX)
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="log output", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the process is about to end: lines are lost with it
+        with contextlib.suppress(RuntimeError):  # the process is about to end, and its last lines are lost
             thread.start()
             self._thread = thread
 
@@ -87,12 +87,12 @@ class LogOutput:
                     self._count_lost(left)
 
     def _write_all(self, data: bytes) -> bytes | None:
-        """What could not be written; None: all of it is."""
+        """Returns the part that could not be written; None: everything was written."""
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(self._descriptor, view) :]
-            except BlockingIOError:  # somebody else has made the descriptor non-blocking
+            except BlockingIOError:  # another process has made the descriptor non-blocking
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll(WRITABLE_MS)

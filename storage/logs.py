@@ -1,12 +1,12 @@
-"""The log of a process, set up here for every command: text or JSON on standard error, one line of a kind and minute.
+"""The log of a process: text or JSON on standard error, at most one line of a kind per minute.
 
-structlog, logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no values -> text | JSON
-            first of its kind, or another reason: at once (that costs the most) |
-                                                                       '-> held: counted, and told with the last of
-                                                                           them when the minute is over, or at exit
+structlog, logging of libraries, uncaught exceptions -> Repeats -> level, time, escaped, no secrets -> text | JSON
+                                                           |-- first of its kind, or another reason: written at once
+                                                           '-- else held back: counted, and written with the last of
+                                                               them when the minute is over, or at exit
 
-A kind: the event's text and the fields that say whom it is about. A condition and its end (CONDITIONS) are one kind,
-whose reason is another each time: no end is held back. `repeated=N`: N times since the line before.
+A kind: the event's text and the fields that name its subject. A condition and its end (CONDITIONS) are one kind with
+different reasons, so no end is held back. `repeated=N`: it occurred N times since the line before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Format = Literal["text", "json"]
 Event = MutableMapping[str, Any]
 
 PERIOD_S: Final = 60.0
-KINDS_MAX: Final = 1_000  # told apart; what is beyond them counts as one kind. Some 150 texts are ours
-KINDS_PER_TEXT_MAX: Final = 20  # ... of one text, whose fields a stranger may make up; a gateway has fewer endpoints
+KINDS_MAX: Final = 1_000  # all further ones count as one kind. We have some 150 texts
+KINDS_PER_TEXT_MAX: Final = 20  # ... of one text: a remote sender may invent its fields; a gateway has fewer endpoints
 WHOM: Final = (
     "endpoint",
     "peer",
@@ -57,10 +57,10 @@ WHOM: Final = (
     "topic_filter",
 )
 REASON: Final = ("reason", "error", "why", "what", "detail", "kind", "code", "state", "now")
-"""Fields that say why, or how it is now: a line in which one is another than in the last line of its kind is written.
-Numbers in them make no other reason."""
-REASON_CHARACTERS_MAX: Final = 500  # of a field, that are compared
-CHANGES_MAX: Final = 30  # such lines of one kind within a minute: a stranger may make up reasons, or come and go
+"""Fields with a reason or a state. If one of them differs from that of the last line of its kind, the line is written.
+Numbers in them are not compared."""
+REASON_CHARACTERS_MAX: Final = 500  # so many of each field are compared
+CHANGES_MAX: Final = 30  # such lines of one kind per minute: a remote sender may invent reasons, or reconnect
 CONDITIONS: Final = (
     ("connected", "connection lost", "the connection to the broker is lost", "no connection to the broker yet"),
     ("the log can't be written; messages are refused until it can", "the log takes messages again"),
@@ -76,7 +76,7 @@ CONDITIONS: Final = (
         "a DDS receiver takes what is sent to it again, or has ended",
     ),
 )
-"""Texts of a condition and of its end: each ends the other."""
+"""Texts of a condition and of its end."""
 _CONDITION_OF: Final = {text: texts for texts in CONDITIONS for text in texts}
 VALUE_CHARACTERS_MAX: Final = 2_000
 TRACE_CHARACTERS_MAX: Final = 8_000
@@ -88,9 +88,9 @@ log = structlog.get_logger()
 
 
 def configure(level: str = "warning", format: Format = "text", file: TextIO | None = None) -> None:
-    """Log what is as bad as `level` or worse to `file`, by default standard error. May be called again.
+    """Log events of `level` and above to `file`, by default standard error. May be called again.
 
-    Standard error is written by a thread of its own: a reader that stands still or is gone, and a full disk, harm the
+    A separate thread writes to standard error: a reader that does not read or has ended, or a full disk, affects the
     log alone.
     """
     target: Any = file if file is not None else _standard_error()
@@ -118,30 +118,30 @@ def configure(level: str = "warning", format: Format = "text", file: TextIO | No
     logging.basicConfig(level=logging.WARNING, handlers=[_Foreign()], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
-    threading.excepthook = lambda told: _uncaught(told.exc_type, told.exc_value, told.exc_traceback, told.thread)
-    sys.unraisablehook = lambda told: log.error("an exception that could not be raised", exc_info=told.exc_value)
+    threading.excepthook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback, args.thread)
+    sys.unraisablehook = lambda args: log.error("an exception that could not be raised", exc_info=args.exc_value)
     atexit.register(repeats.close)
 
 
 @functools.cache
 def _output(descriptor: int) -> LogOutput:
     output = LogOutput(descriptor)
-    atexit.register(output.close)  # before that of `Repeats` is registered, so that it runs after it
+    atexit.register(output.close)  # registered before `Repeats.close`, so it runs after that
     return output
 
 
 def _standard_error() -> LogOutput | TextIO:
     try:
         return _output(sys.stderr.fileno())
-    except (OSError, ValueError, AttributeError):  # it is no file, but what a test or a notebook has put there
+    except (OSError, ValueError, AttributeError):  # a test or a notebook has replaced it
         return sys.stderr
 
 
-# What is written
+# -- content of a line
 
 
 def harmless(_: Any, __: str, event: Event) -> Event:
-    """No control characters, no secrets, no local variables, nothing of any length."""
+    """Escape control characters, hide secrets and local variables, and limit the length of each value."""
     if error := _error(event.pop("exc_info", None)):
         event["exception"] = trace(error)
     event.pop("stack_info", None)
@@ -158,21 +158,23 @@ def harmless(_: Any, __: str, event: Event) -> Event:
 
 
 def escaped(text: str, characters_max: int = VALUE_CHARACTERS_MAX) -> str:
-    """One line: what can't be printed (line ends, terminal sequences, marks that turn writing) as Python writes it."""
+    """Returns one line, in which characters that can't be printed (line ends, terminal sequences, marks of writing
+    direction) are escaped as in Python."""
     if len(text) > characters_max:
         text = f"{text[:characters_max]}... ({len(text)} characters)"
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def is_secret(name: str) -> bool:
-    """True if a field or setting of this name must not be shown; a file that holds a secret may be."""
+    """Returns True if the value of a field or setting of this name must not be shown. The name of a file with a secret
+    may be shown."""
     return _SECRET.search(name) is not None and not name.endswith("file")
 
 
 def trace(error: BaseException) -> str:
-    """Where it was raised, without the values of variables: they hold payloads and passwords."""
+    """Returns the traceback without the values of variables, which may be payloads and passwords."""
     text = "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:]
-    # indented, so that no message within looks like a line of the log
+    # indented, so that no line of it looks like a line of the log
     return "\n".join(f"    {escaped(line)}" for line in text.split("\n"))
 
 
@@ -194,7 +196,7 @@ def _json(_: Any, __: str, event: Event) -> str:
     return json.dumps({**first, **event}, default=repr)
 
 
-# One line of a kind and minute
+# -- one line of a kind per minute
 
 
 @dataclass(slots=True)
@@ -208,7 +210,7 @@ class _Kind:
     held_reason: Any = None  # of `last`
 
     def taken(self) -> tuple[str, Event] | None:
-        """What was held, with its number: to be written now. None: nothing was."""
+        """Returns the line that was held back last, with the number of all held lines; None: no line is held."""
         if not self.held:
             return None
         self.last["repeated"], self.held = self.held, 0
@@ -224,15 +226,15 @@ def _reason(event: Event) -> Iterator[str]:
 
 
 class Repeats:
-    """A processor of structlog: lets the first line of a kind through, and those with another reason; then one a minute
+    """A processor of structlog. It passes the first line of a kind, and lines with another reason; then one per minute
     with the number of the others.
 
-    `emit(method, event)` writes what was held, from a thread that lives while something is. Any thread may log.
+    `emit(method, event)` writes held lines, from a thread that exists while there are some. Any thread may log.
     """
 
     def __init__(self, emit: Callable[[str, Event], None], monotonic: Callable[[], float] = time.monotonic) -> None:
         self._emit, self._monotonic = emit, monotonic
-        self._lock = threading.RLock()  # a signal's handler, or a finaliser, may log while we are here
+        self._lock = threading.RLock()  # a signal handler or a finaliser may log while the lock is held
         self._kinds: dict[Any, _Kind] = {}
         self._texts: Counter[Any] = Counter()
         self._timer: threading.Timer | None = None
@@ -299,29 +301,29 @@ class Repeats:
             self._timer = threading.Timer(seconds, self.flush)
             self._timer.daemon = True
             self._timer.name = "log"
-            with contextlib.suppress(RuntimeError):  # the process is about to end: `close` writes it
+            with contextlib.suppress(RuntimeError):  # the process is about to end, and `close` writes it
                 self._timer.start()
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write what was held of the minutes that are over."""
+        """Write the held lines of the minutes that are over."""
         with self._lock:
-            self._timer, now, told = None, self._monotonic(), []
+            self._timer, now, due_lines = None, self._monotonic(), []
             for key, kind in list(self._kinds.items()):
                 if kind.until > now and not everything:
                     continue
                 if (written := kind.taken()) is not None:
-                    told.append(written)
+                    due_lines.append(written)
                     self._kinds[key] = _Kind(now + PERIOD_S, kind.held_reason)
                 else:
                     self._forget(key)
             due = [kind.until for kind in self._kinds.values() if kind.held]
             if due and not everything:
                 self._wait(min(due) - now)
-        for method, event in told:
+        for method, event in due_lines:
             self._emit(method, event)
 
     def close(self) -> None:
-        """Write all that was held; what comes later is not held."""
+        """Write all held lines. Later lines are not held."""
         with self._lock:
             self._closed = True
             if self._timer is not None:
@@ -329,15 +331,15 @@ class Repeats:
         self.flush(everything=True)
 
 
-# What others say
+# -- events of libraries and of the interpreter
 
 
 class _Foreign(logging.Handler):
-    """Libraries that log in Python's own way (asyncio, paho, py4j) and its warnings."""
+    """Passes on the events of libraries that use `logging` (asyncio, paho, py4j), and Python's warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        # addresses and ports make no other kind
+        # lines that differ only in addresses and ports are of one kind
         kind = f"{record.name}: {_NUMBERS.sub('#', text.partition(chr(10))[0])[:200]}"
         level = "error" if record.levelno >= logging.ERROR else "warning"
         getattr(log, level)(text, logger=record.name, exc_info=record.exc_info, _kind=kind)

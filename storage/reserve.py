@@ -1,10 +1,10 @@
-"""Room on a disk that is kept for the day on which the disk is full: a file whose blocks are allocated.
+"""Reserved disk space for the case that the disk becomes full: a file whose blocks are allocated.
 
-make: allocated     full: with_room(reserve, path, work) -> work fails -> give_up: truncated -> work again
+allocated           full: with_room(reserve, path, work) -> work fails -> give_up: truncated -> work again
   ^                                                                          |
-  '-- room again: whoever deletes old data sees it, and calls `restore` <----'
+  '-- there is space again: the part that deletes old data calls `restore` <-'
 
-Without it nothing could be deleted on a full disk: to delete a row takes room in the write-ahead log first.
+On a full disk no row could be deleted without it, because deleting a row first needs space in the write-ahead log.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 T = TypeVar("T")
 
 DEFAULT_BYTES_MAX: Final = 32 << 20  # more than the write-ahead log of the history has, so that it can be emptied
-DEFAULT_SHARE: Final = 8  # on a small disk one part in so many
-SHARE_MIN: Final = 4  # whatever is asked for, not more than one part in so many
+DEFAULT_SHARE: Final = 8  # of a small disk, one part in so many
+SHARE_MIN: Final = 4  # at most one part in so many, whatever is configured
 MARGIN_SHARE: Final = 16  # of a tiny disk
 # of file systems that can't allocate blocks ahead
 _CANNOT_ALLOCATE: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -38,22 +38,22 @@ log = structlog.get_logger()
 
 
 class Reserve:
-    """Of one folder, shared by all that have their files there. Any thread may call it; every call blocks."""
+    """The reserve of one folder, for all files in it. Any thread may call it; every call blocks."""
 
     def __init__(self, path: Path, bytes: int) -> None:
-        """The file `path` of that size; 0: none, and one that is there is removed by `restore`."""
+        """The file `path` with that size; 0: no reserve, and `restore` deletes an existing file."""
         self.path, self.bytes = path, bytes
         self._lock = threading.Lock()
-        self._is_loss_logged = False  # the log says that it was given up
-        self._trouble = ""  # why it could not be made, as it was logged last
-        self._counts_blocks = True  # the file system says how many blocks a file has
+        self._is_loss_logged = False  # a line of the log says that it was given up
+        self._trouble = ""  # why it could not be allocated; the last reason that was logged
+        self._counts_blocks = True  # the file system reports how many blocks a file has
 
     def __repr__(self) -> str:
         return f"Reserve({self.path}, {self.held} of {self.bytes} bytes)"
 
     @property
     def held(self) -> int:
-        """Bytes of it that are allocated now."""
+        """The bytes that are allocated now."""
         if not self.bytes:
             return 0
         return min(disk_bytes(self.path) if self._counts_blocks else _size(self.path), self.bytes)
@@ -63,7 +63,7 @@ class Reserve:
         return self.held >= self.bytes
 
     def give_up(self) -> bool:
-        """Let others have its room. False if there was none."""
+        """Release the reserve. Returns False if nothing was allocated."""
         with self._lock:
             if not self.held:
                 return False
@@ -78,15 +78,16 @@ class Reserve:
             return True
 
     def make_room(self, path: Path) -> bool:
-        """For the file `path`, whose disk was full a moment ago. False if there is none."""
+        """Release the reserve for the file `path`, whose disk was full just now. Returns False if there is still no
+        space."""
         if self.give_up():
             return True
-        with contextlib.suppress(OSError):  # somebody else may have given it up meanwhile
+        with contextlib.suppress(OSError):  # another thread may have released it meanwhile
             return self.bytes > 0 and free_bytes(path) >= margin_bytes(path)
         return False
 
     def restore(self, free: int) -> bool:
-        """Make it again if that leaves something of the `free` bytes of its disk. True if it is whole."""
+        """Allocate it again if the `free` bytes of its disk are enough. Returns True if it is complete."""
         if self._is_made():
             return True
         with self._lock:
@@ -95,7 +96,7 @@ class Reserve:
             try:
                 self._make()
             except OSError as error:
-                with contextlib.suppress(OSError):  # half of it helps nobody
+                with contextlib.suppress(OSError):  # a part of it has no use
                     os.truncate(self.path, 0)
                 if not is_full(error, self.path) and str(error) != self._trouble:
                     self._trouble = str(error)
@@ -121,7 +122,7 @@ class Reserve:
             if not _allocate(file, self.bytes):
                 _write(file, self.bytes)
             os.fsync(file)
-            if disk_bytes(self.path) < self.bytes:  # what was allocated were zeros, which it has compressed
+            if disk_bytes(self.path) < self.bytes:  # the file system has compressed the allocated zeros
                 _write(file, self.bytes)
                 os.fsync(file)
             self._counts_blocks = disk_bytes(self.path) >= self.bytes
@@ -130,7 +131,7 @@ class Reserve:
 
 
 class _NoReserve(Reserve):
-    """Of a disk on which nobody keeps one."""
+    """The reserve of a disk without one."""
 
     def __init__(self) -> None:
         super().__init__(Path(), 0)
@@ -143,7 +144,7 @@ NO_RESERVE: Final[Reserve] = _NoReserve()
 
 
 def _allocate(file: int, bytes: int) -> bool:
-    """False if the system or the file system can't. Raises OSError."""
+    """Returns False if the system or the file system does not support it. Raises OSError."""
     allocate = getattr(os, "posix_fallocate", None)  # not on macOS
     if allocate is None:
         return False
@@ -164,7 +165,7 @@ def _size(path: Path) -> int:
 
 
 def _write(file: int, bytes: int) -> None:
-    """Bytes of chance: zeros are no blocks where the file system compresses."""
+    """Write random bytes: a file system that compresses allocates no blocks for zeros."""
     for place in range(0, bytes, _WRITTEN_AT_ONCE):
         data = os.urandom(min(_WRITTEN_AT_ONCE, bytes - place))
         while data:
@@ -173,8 +174,8 @@ def _write(file: int, bytes: int) -> None:
 
 
 def reserve_of(path: Path, bytes: int | None) -> Reserve:
-    """In the file `path`, whose folder need not be there yet; of `bytes`, as far as its disk has so much, or as great
-    as fits that disk (None). Raises OSError."""
+    """Returns a reserve in the file `path`, whose folder need not exist yet: of `bytes`, limited by the size of the
+    disk; None: of a size that suits the disk. Raises OSError."""
     whole = _whole_bytes(path)
     if bytes is None:
         return Reserve(path, min(DEFAULT_BYTES_MAX, whole // DEFAULT_SHARE))
@@ -182,25 +183,25 @@ def reserve_of(path: Path, bytes: int | None) -> Reserve:
 
 
 def margin_bytes(path: Path) -> int:
-    """What is left free beside the reserve, for the small files of others on the disk of the file `path`. Raises
-    OSError."""
+    """Returns how many bytes stay free besides the reserve, for small files of other programs on the disk of the file
+    `path`. Raises OSError."""
     return min(FULL_BYTES, _whole_bytes(path) // MARGIN_SHARE)
 
 
 def _whole_bytes(path: Path) -> int:
-    """Of the disk of the file `path`."""
+    """Returns the size of the disk of the file `path`."""
     stat = os.statvfs(existing_folder(path))
     return stat.f_blocks * stat.f_frsize
 
 
 def existing_folder(path: Path) -> Path:
-    """In which the file `path` is, or would be once the folders between are made."""
+    """Returns the nearest existing folder above the file `path`."""
     return next(one for one in path.absolute().parents if one.exists())
 
 
 def with_room(reserve: Reserve, path: Path, work: Callable[[], T]) -> T:
-    """`work`, which uses the file `path`; once more if its disk was full, and the reserve could be given up. Raises
-    what the last try raises."""
+    """Run `work`, which uses the file `path`. If the disk is full, release the reserve, and run it once more. Raises
+    what the last run raises."""
     try:
         return work()
     except (sqlite3.Error, OSError, UStatusError) as error:

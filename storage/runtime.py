@@ -1,10 +1,10 @@
-"""What the core gets from outside: disk, threads, clocks and chance. A simulation hands in its own, and so replays any
-run from its seed.
+"""Disk, threads, clocks and random numbers of the core. A simulation passes its own, and so repeats any run from its
+seed.
 
 Streamer.create(config, runtime) -> logs, uSubscription, dead letters, interest, back-offs
 
-Timers and sleeping are the event loop's. The time in messages and their ids come from uprotocol.uuid, which has a seam
-of its own.
+The event loop provides timers. Times in messages and their ids come from uprotocol.uuid, which a simulation replaces
+separately.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from uprotocol import uuid as uuids
 
 
 class Used(NamedTuple):
-    """Seconds of processors, so far."""
+    """Processor time used so far, in seconds."""
 
-    process_s: float  # in which a thread of this process ran; the more of them run at once, the more
-    thread_s: float  # in which this thread ran
-    waited_s: float  # in which it would have run if a processor had been free
+    process_s: float  # the sum over all threads of this process
+    thread_s: float  # of this thread
+    waited_s: float  # this thread was ready to run, and no processor was free
 
 
 def used() -> Used:
     try:
         waited = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # not every kernel tells
+    except (OSError, ValueError, IndexError):  # not every kernel reports it
         waited = 0.0
     return Used(time.process_time(), time.thread_time(), waited)
 
 
 def thread_busy_s() -> float:
-    """Seconds in which this thread ran, or would have if a processor had been free."""
+    """Returns the seconds in which this thread ran, or was ready to run and no processor was free."""
     _, ran, waited = used()
     return ran + waited
 
@@ -51,10 +51,10 @@ class Runtime:
     disk: Disk = REAL_DISK
     worker: WorkerFactory = ThreadWorker
     now_ms: Callable[[], int] = uuids.now_ms  # Unix milliseconds
-    monotonic: Callable[[], float] = time.monotonic  # seconds; for workers, which have no loop
-    random_bytes: Callable[[int], bytes] = os.urandom  # for what must never be the same twice
+    monotonic: Callable[[], float] = time.monotonic  # seconds; for threads without a loop
+    random_bytes: Callable[[int], bytes] = os.urandom  # for ids, which must be unique
     rng: random.Random = field(default_factory=random.Random)  # for pauses
-    busy_s: Callable[[], float] = thread_busy_s  # of the calling thread, which is the loop's
+    busy_s: Callable[[], float] = thread_busy_s  # of the calling thread
     used: Callable[[], Used] = used  # the same
 
 
@@ -62,14 +62,14 @@ REAL: Final = Runtime()
 
 
 def leave(code: int) -> None:
-    """End the process with `code`, as its last deed.
+    """End the process with `code`.
 
-    With Zenoh in it the interpreter's own end is left out: a thread of Zenoh's that comes back into Python meanwhile
-    aborts the process, and its exit code is lost.
+    If Zenoh is loaded, the interpreter is not shut down: a thread of Zenoh that calls Python meanwhile would abort the
+    process, and its exit code would be lost.
     """
     if "zenoh" in sys.modules:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # its reader has ended
                 stream.flush()
         os._exit(code)
     sys.exit(code)

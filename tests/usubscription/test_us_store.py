@@ -119,6 +119,18 @@ def test_a_newer_schema_is_refused(path: Path) -> None:
     assert "use a newer program" in error.message
 
 
+@pytest.mark.parametrize(
+    "change", ["DROP TABLE outbox", "ALTER TABLE link ADD COLUMN more", "DROP INDEX subscription_expiry"]
+)
+def test_a_store_of_a_development_version_is_refused_unharmed(path: Path, change: str) -> None:
+    execute(path, change)
+    error = refused(path)
+    assert error.code == UCode.FAILED_PRECONDITION
+    assert "a development version wrote it; move it away" in error.message
+    assert str(path) in error.message
+    assert not path.with_name("store.db.new").exists()
+
+
 def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = schema.SCHEMA_VERSION
     monkeypatch.setattr(schema, "STORE", replace(schema.STORE, version=old + 2))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from storage.faults import DamagedError, is_full
-from storage.file import FileKind, SqliteFile, Step, tables_of
+from storage.file import FileKind, SqliteFile, Step, pragma, tables_of
 
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x75507375  # "uPsu"
@@ -54,11 +54,28 @@ def executing(statements: Sequence[str]) -> Step:
 
 
 def _check(db: sqlite3.Connection) -> str:
+    if pragma(db, "user_version") == SCHEMA_VERSION:
+        _require_schema(db)
     if "subscription" not in tables_of(db):
         return ""
     odd_ones = "SELECT count(*) FROM subscription WHERE status NOT IN (1, 2) OR major NOT IN (3, 4)"
     (odd,) = db.execute(odd_ones).fetchone()
     return f"{odd} subscriptions have an unknown state or version" if odd else ""
+
+
+def _require_schema(db: sqlite3.Connection) -> None:
+    """Development versions wrote other tables under the same version. Raises FAILED_PRECONDITION for such a file; more
+    tables or indexes do no harm."""
+    found = {_normalised(sql) for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+    missing = [" ".join(sql.split()[:3]) for sql in SCHEMA if _normalised(sql) not in found]
+    if missing:
+        path = db.execute("PRAGMA database_list").fetchone()[2]
+        why = f"expected the tables of version {SCHEMA_VERSION}, and there is no such {missing[0].split('(')[0][7:]!r}"
+        raise STORE.refusal(path, f"{why}: a development version wrote it; move it away to begin without subscriptions")
+
+
+def _normalised(sql: str) -> str:
+    return " ".join(sql.split())
 
 
 STORE: Final = FileKind(
