@@ -55,7 +55,7 @@ MISSED: Final = "records of it may be in a gap"
 BEGUN: Final = "it had begun before it was read"
 BEGUN_THERE: Final = "it had begun before a gateway on the way followed all of its topics"
 TOO_BIG: Final = "it is too big to be held until its end"
-UNTOLD: Final = "no frontier of its group has come: may //*/4/1/8005 be read?"
+UNREPORTED: Final = "no frontier of its group has come: may //*/4/1/8005 be read?"
 ODD: Final = "its time has not as many numbers as others of its group"
 
 EpochFilter = Literal["atomic", "all"]
@@ -251,7 +251,7 @@ class Assembler:
 
     def _add(self, record: Record, epoch: Epoch, now: float) -> list[Assembled]:
         key, log, time = self._table.key_of(record, epoch.group), first_log(record), epoch.time
-        group = self._groups.get(key) or self._table.untold(key)
+        group = self._groups.get(key) or self._table.unreported(key)
         merged = group.reported_frontiers
         part = merged.parts.get(log)
         if part is None:
@@ -267,10 +267,14 @@ class Assembler:
         if group.was_delivered(time, record):
             self.dropped["delivered"] += 1
             return []
-        is_untold = part is None and (bool(merged.parts) or self._is_untold(group, now))
+        is_unreported = part is None and bool(merged.parts)
+        if part is None and not merged.parts:
+            # no frontier has come for so long that none is expected
+            group.unknown_since = now if group.unknown_since is None else group.unknown_since
+            is_unreported = now - group.unknown_since >= self._timeout_s
         begun = BEGUN if part is None or is_covered(group.filter, time) else ""
-        if is_untold and not is_covered(group.filter, time):
-            begun = UNTOLD
+        if is_unreported and not is_covered(group.filter, time):
+            begun = UNREPORTED
         elif begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
             self.dropped["filtered" if part is not None else "begun"] += 1
             group.note_delivered(time, [record])  # it may be read again after the filter is gone
@@ -286,11 +290,6 @@ class Assembler:
         self._bytes += bytes
         pending.first.setdefault(record.incarnation, record.seq)
         return []
-
-    def _is_untold(self, group: GroupState, now: float) -> bool:
-        """No frontier has come for so long that none is expected."""
-        group.unknown_since = now if group.unknown_since is None else group.unknown_since
-        return now - group.unknown_since >= self._timeout_s
 
     # -- what is over
 
@@ -340,7 +339,7 @@ class Assembler:
                     ready += self._over(key, group)
                 else:
                     ready += [
-                        self._deliver(key, group, time, group.pending[time].incomplete or UNTOLD)
+                        self._deliver(key, group, time, group.pending[time].incomplete or UNREPORTED)
                         for time in sorted(group.pending)
                     ]
             self._expect(group)

@@ -133,7 +133,7 @@ class Spans:
             self.spans[index : index + 2] = [(first, last)]
 
 
-class State(enum.Enum):
+class EpochState(enum.Enum):
     """The state of a time, as its publisher sees it."""
 
     LATENT = "latent"  # no record so far
@@ -193,12 +193,12 @@ class Frontier:
         """The length of its times; None: there was none so far."""
         return next((len(time) for times in (self.held, self.seen, self.passed) for time in times), None)
 
-    def state(self, time: Time) -> State:
+    def state(self, time: Time) -> EpochState:
         if time in self.seen:
-            return State.ACTIVE
+            return EpochState.ACTIVE
         if self.may_come(time):
-            return State.LATENT
-        return State.COMPLETED if time in self._ended or is_covered(self._forgotten, time) else State.SKIPPED
+            return EpochState.LATENT
+        return EpochState.COMPLETED if time in self._ended or is_covered(self._forgotten, time) else EpochState.SKIPPED
 
     def may_come(self, time: Time) -> bool:
         """Returns whether the time is not over."""

@@ -20,7 +20,7 @@ from history.reading.acceptor import Positions, Record
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier
 
 GROUPS_MAX: Final = 64  # that one log reports; a gateway has fewer
-UNTOLD_MAX: Final = 1_024  # groups with records and without a frontier
+UNREPORTED_MAX: Final = 1_024  # groups with records and without a frontier
 REPORTED_MAX: Final = 256  # epochs of a group whose loss was reported
 DELIVERED_MAX: Final = 4_096  # epochs of a group that may be read again, and ends of epochs with a reason
 
@@ -86,12 +86,12 @@ class GroupState:
             del self.delivered[next(iter(self.delivered))]
 
     def was_delivered(self, time: Time, record: Record) -> bool:
-        """Before a restart."""
+        """Returns whether the record was delivered before a restart."""
         lasts = (last for other, last in self.delivered.items() if precedes(time, other))
         return time not in self.open and any(record.seq <= last.get(record.incarnation, 0) for last in lasts)
 
     def forget_delivered(self, safe: Positions) -> None:
-        """It is not read again from before `safe`."""
+        """Forget what is before `safe`, from where it is read again after a restart."""
         for time in [one for one, last in self.delivered.items() if _is_before(last, safe)]:
             del self.delivered[time]
 
@@ -170,7 +170,7 @@ class GroupTable:
         self._dropped, self._each, self._beyond = dropped, each, beyond
         self.groups: dict[GroupKey, GroupState] = {}
         self._keepers: dict[bytes, dict[str, KeeperAddress]] = {}  # by log, by name
-        self._untold: OrderedDict[GroupKey, None] = OrderedDict()  # groups with records and without a frontier
+        self._unreported: OrderedDict[GroupKey, None] = OrderedDict()  # groups with records and without a frontier
 
     def of(self, key: GroupKey) -> GroupState:
         group = self.groups.get(key)
@@ -179,14 +179,14 @@ class GroupTable:
             group.length = next((len(time) for time in group.filter), 0)
         return group
 
-    def untold(self, key: GroupKey) -> GroupState:
+    def unreported(self, key: GroupKey) -> GroupState:
         """Returns a group that no frontier has named; the oldest of too many such groups is removed."""
         group = self.of(key)
-        self._untold[key] = None
-        if len(self._untold) > UNTOLD_MAX:
-            oldest = next((one for one in self._untold if one != key and not self.groups[one].pending), None)
+        self._unreported[key] = None
+        if len(self._unreported) > UNREPORTED_MAX:
+            oldest = next((one for one in self._unreported if one != key and not self.groups[one].pending), None)
             if oldest is not None:
-                del self._untold[oldest], self.groups[oldest]
+                del self._unreported[oldest], self.groups[oldest]
         return group
 
     def key_of(self, record: Record, name: str) -> GroupKey:
@@ -213,7 +213,7 @@ class GroupTable:
             if not self._has_length(key, keeper, len((*lower, *active, ())[0])):
                 self._dropped["unreadable"] += 1
                 continue
-            self._untold.pop(key, None)
+            self._unreported.pop(key, None)
             self._keepers[log][reported.group] = keeper
             logs = frozenset(reported.logs)
             part = LogFrontier(keeper, reported.version, minimal(lower), frozenset(active), logs, reported.number, now)

@@ -26,9 +26,9 @@ from history.epochs.frontier import (
     LENGTH_MAX,
     NUMBER_MIN,
     Epoch,
+    EpochState,
     Frontier,
     PassedTimes,
-    State,
     Time,
     time_of,
     wire_time,
@@ -87,11 +87,8 @@ class Group:
 
     def is_publisher(self, entity: UUri) -> bool:
         """Returns whether the uEntity may publish on topics of this group."""
-        return any(uris.matches(_of_entity(pattern), entity) for pattern in self.topics)
-
-
-def _of_entity(pattern: UUri) -> UUri:
-    return uris.uri(pattern.authority_name, pattern.ue_id, pattern.ue_version_major, 0)
+        entities = (uris.uri(one.authority_name, one.ue_id, one.ue_version_major, 0) for one in self.topics)
+        return any(uris.matches(pattern, entity) for pattern in entities)
 
 
 class IncomingRecord(NamedTuple):
@@ -470,9 +467,11 @@ class Progress(GroupEpochs):
                 lower = sorted(self.frontier.lower) or sorted(self.frontier.passed)
                 what = f"{time} of {self.group.name!r} is over: the lower frontier has come to {lower}"
                 raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}; open what is greater")
+        length = self.frontier.length
         closes = [time_of(one.time) for one in changes if one.change < 0]
         for time in closes:
-            if time not in held and time not in opens and self._is_to_come(time):
+            is_over = length is not None and self.frontier.state(time) in (EpochState.COMPLETED, EpochState.SKIPPED)
+            if time not in held and time not in opens and not is_over:
                 what = f"{time} of {self.group.name!r} was not opened by the caller"
                 raise UStatusError(UCode.NOT_FOUND, what)
         return opens
@@ -503,10 +502,6 @@ class Progress(GroupEpochs):
             what = f"{LAST_EACH_MAX} topics of one publisher and {LAST_MAX} in all are named by what closes at once"
             do = f"wait until the messages of what was closed of {self.group.name!r} before have come, or name fewer"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {what}: {do}")
-
-    def _is_to_come(self, time: Time) -> bool:
-        length = self.frontier.length
-        return length is None or self.frontier.state(time) in (State.LATENT, State.ACTIVE)
 
     # -- records
 

@@ -143,12 +143,14 @@ class Loading:
     def run(self) -> Loaded:
         """Raises sqlite3.Error."""
         made = self._made
-        self._load_ledger()
+        found = self._read(rows.DAMAGE)
+        made.ledger = Ledger(found.rows)
+        for _ in found.bad:
+            self._found(kinds.NOTE, "a note of earlier damage can't be read any more")
         meta = self._load_meta()
         made.incarnation = meta["incarnation"]
         self._rebuild = self._rebuild or meta["indexed_seq"] == NOT_KNOWN
-        self._load_holes()
-        self._load_spans()
+        self._load_holes_and_spans()
         self._load_streams(meta)
         oldest = rows.oldest_of(self._db)
         made.extent = Extent(oldest, meta["newest_seq"], meta["floor_seq"], meta["stored_bytes"])
@@ -188,12 +190,6 @@ class Loading:
         for row in bad:
             self._delete(table.name, table.columns[0], row[0])
 
-    def _load_ledger(self) -> None:
-        found = self._read(rows.DAMAGE)
-        self._made.ledger = Ledger(found.rows)
-        for _ in found.bad:
-            self._found(kinds.NOTE, "a note of earlier damage can't be read any more")
-
     def _load_meta(self) -> dict[str, Any]:
         found = self._read(rows.META)
         meta = dict[str, Any](found.rows)
@@ -222,14 +218,12 @@ class Loading:
             meta["floor_seq"] = NOT_KNOWN
         return meta
 
-    def _load_holes(self) -> None:
+    def _load_holes_and_spans(self) -> None:
         found = self._read(rows.HOLE)
         self._made.holes = sorted(found.rows)
         if found.bad:
             self._found(kinds.HOLE, "the list of records that were lost earlier was damaged, and is rebuilt")
-        self._rebuild = self._rebuild or bool(found.bad)
-
-    def _load_spans(self) -> None:
+            self._rebuild = True
         if self._read(rows.SPAN).bad:
             self._found(kinds.INDEX, "the append times in the index were damaged, and are rebuilt from the records")
             self._rebuild = True

@@ -40,7 +40,7 @@ class NoChunkError(CorruptChunkError):
     """The chunk is missing, although an index names it."""
 
 
-class Limits(NamedTuple):
+class ScanLimits(NamedTuple):
     """Of one scan."""
 
     after: int
@@ -88,7 +88,7 @@ class Reader:
                 return
         db.close()
 
-    def scan(self, limits: Limits, wanted: Set[int] | None, newest: Mapping[int, int] | None, holes: Holes) -> Scan:
+    def scan(self, limits: ScanLimits, wanted: Set[int] | None, newest: Mapping[int, int] | None, holes: Holes) -> Scan:
         """Returns the records within `limits` of the streams `wanted` (None: all), as far as one step goes.
 
         With the `newest` seq of each wanted stream the index is trusted, as long as both agree. Without, every chunk is

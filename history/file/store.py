@@ -249,7 +249,10 @@ class Store:
             self._look(db)
         if self._is_choked:
             if not empty_wal(db, 0):
-                raise _choked(self.path)
+                why = "somebody has been reading it for so long that its write-ahead log has filled the disk"
+                error = sqlite3.OperationalError(f"{why}: end that reader")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
             self._is_choked = False
         with transaction(db):
             if changes.streams or changes.forgotten:
@@ -263,7 +266,9 @@ class Store:
                 [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in columns],
             )
             if followed:
-                self._write_followed(db, followed)
+                query = "SELECT * FROM meta WHERE key = ?"
+                self._replaced = {key: db.execute(query, (key,)).fetchone() for key in followed}
+                META.insert(db, followed.items())
             if probe:
                 META.insert(db, [("probe", self.runtime.random_bytes(8))])
             if checkpoint:
@@ -277,7 +282,7 @@ class Store:
             self._unindexed_bytes += c.bytes
             self._unindexed_rows += len(c.streams) // STREAM_BYTES
             extent.oldest_seq = extent.oldest_seq or c.first_seq
-            extent.newest_seq = c.last_seq
+            extent.newest_seq = chunk.last_seq
             extent.stored_bytes += c.bytes
             self._added_bytes += c.bytes
             self.used_bytes += c.bytes
@@ -289,11 +294,6 @@ class Store:
         if chunks:
             self.file.move_mark(extent.newest_seq)
         return moved
-
-    def _write_followed(self, db: sqlite3.Connection, followed: Mapping[str, bytes]) -> None:
-        query = "SELECT * FROM meta WHERE key = ?"
-        self._replaced = {key: db.execute(query, (key,)).fetchone() for key in followed}
-        META.insert(db, followed.items())
 
     def _write_streams(self, db: sqlite3.Connection, changes: LogChanges) -> None:
         STREAM.insert(db, [stream.row(NO_RECORDS) for stream in changes.streams])
@@ -351,12 +351,9 @@ class Store:
         with contextlib.suppress(OSError, sqlite3.Error):  # the next write reports it
             extent.disk_free_bytes = self.runtime.disk.free_bytes(self.path)
             extent.bytes_max = min(self.bytes_max, self.room.limit(extent.disk_bytes, extent.disk_free_bytes))
-            self._fit(extent.bytes_max)
-
-    def _fit(self, whole: int) -> None:
-        wal_before, self.sizes = self.sizes.wal, Sizes(whole, self._wal_max)
-        if self.sizes.wal != wal_before and self.file.db is not None:
-            self._bound(self.file.db)
+            wal_before, self.sizes = self.sizes.wal, Sizes(extent.bytes_max, self._wal_max)
+            if self.sizes.wal != wal_before and self.file.db is not None:
+                self._bound(self.file.db)
 
     @property
     def _wal_max(self) -> int:
@@ -443,10 +440,3 @@ class Store:
                 self._is_shrunk = self._is_choked = False
             else:
                 self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # a reader is active for long, such as a backup
-
-
-def _choked(path: Path) -> sqlite3.OperationalError:
-    why = f"somebody has been reading {path} for so long that its write-ahead log has filled the disk"
-    error = sqlite3.OperationalError(f"{why}: end that reader")
-    error.sqlite_errorcode = sqlite3.SQLITE_FULL
-    return error

@@ -2,7 +2,7 @@
 owns the log.
 
 pages: SQLite's own check -> rows: checksums -> chunks: checksums, seqs without a jump, each topic's chain, addresses
-    -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> Report
+    -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> VerifyReport
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS_PER_LOOK: Final = 100_000  # of SQLite's virtual machine: some millisecond
 
 
 @dataclass(slots=True)
-class Report:
+class VerifyReport:
     """The result."""
 
     path: Path
@@ -53,11 +53,11 @@ class Report:
         return not self.found_total and not self.told
 
 
-def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
+def verify(path: Path, disk: Disk = REAL_DISK) -> VerifyReport:
     """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or not a log),
     UNAVAILABLE (I/O error; or the log grows so fast that its disk would become full)."""
     rows.LOG.require_there(path)
-    report = Report(path)
+    report = VerifyReport(path)
     marked: Marked | str | None
     try:
         marked = read_mark(path)  # read first: what it names is committed by then
@@ -100,14 +100,14 @@ class _Watch:
             raise UStatusError(UCode.UNAVAILABLE, f"{why}: try again when less comes")
 
 
-def _note(report: Report, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
+def _note(report: VerifyReport, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
     report.found_total += 1
     if len(report.found) < FINDINGS_MAX:
         report.found.append(Damage(0, kind, after, before, report.incarnation, detail=detail))
 
 
 class _Verifier:
-    def __init__(self, db: sqlite3.Connection, report: Report, marked: Marked | str | None) -> None:
+    def __init__(self, db: sqlite3.Connection, report: VerifyReport, marked: Marked | str | None) -> None:
         self._db, self._report, self._marked = db, report, marked
         self._addresses: dict[int, tuple[Any, Any]] = {}
         self._newest: dict[int, int] = {}  # of each stream, as far as it was read

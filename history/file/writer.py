@@ -147,9 +147,7 @@ class Written:
     chunks: list[Chunk] = field(default_factory=list)
     progress: dict[int, StreamProgress] = field(default_factory=dict)  # of the streams of these chunks, by id
     error: UStatusError | None = None
-    is_new_failure: bool = (
-        False  # a transaction has failed just now; False: the appends were queued before the loop knew
-    )
+    is_new_failure: bool = False  # a transaction has just failed; False: the appends were queued before the loop knew
     is_damaged: bool = False  # the file itself can't be used any more
     losses: list[RetentionLoss] = field(default_factory=list)
     acknowledged: list[int] = field(default_factory=list)  # numbers of damage, by another process
@@ -217,14 +215,14 @@ class Writer:
             self._lazy_records += records
             return self._lazy_records >= CURSORS_RECORDS
 
+    def flush(self) -> None:
+        """Commit what was saved, without waiting for an append."""
+        self.worker.put(None)
+
     def include_lazy(self) -> None:
         """Let the next transaction include what was saved lazily."""
         with self._shared:
             self._next_cursors = 0.0
-
-    def flush(self) -> None:
-        """Commit what was saved, without waiting for an append."""
-        self.worker.put(None)
 
     async def stop(self) -> None:
         """Commit what is queued, and close the store."""

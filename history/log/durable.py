@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from history.file.load import Cursor
-from history.file.reader import Limits, Reader
+from history.file.reader import Reader, ScanLimits
 from history.file.store import LogChanges, Store
 from history.file.writer import Append, Retention, Writer, Written
 from history.log.storage import FLUSH_MS, Storage
@@ -133,7 +133,7 @@ class DurableStorage(Storage):
 
     async def scan(
         self,
-        limits: Limits,
+        limits: ScanLimits,
         streams: Set[int] | None,
         newest: Mapping[int, int] | None,
         holes: Sequence[tuple[int, int]],

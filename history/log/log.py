@@ -19,12 +19,11 @@ import structlog
 from history.file import damage as kinds
 from history.file.damage import Damage
 from history.file.load import Cursor, Extent, Stream
-from history.file.reader import Limits
+from history.file.reader import ScanLimits
 from history.file.store import RETENTION_BYTES, LogChanges
 from history.file.writer import GATHER_MS, Append, FollowedFrom, Retention, Written
-from history.log.cursors import Cursors
+from history.log.cursors import Cursors, FollowedLogs
 from history.log.durable import DurableStorage
-from history.log.followed import FollowedLogs
 from history.log.losses import LogLosses
 from history.log.storage import Storage
 from history.log.streams import STREAMS_MAX, Streams, TopicsFullError
@@ -188,7 +187,7 @@ class Log(Streams):
         there is committed with them. Of several appends with one key the last position is valid, so after a failure
         none may be appended that continues behind the failed one. Fails with UStatusError, and stores nothing:
         RESOURCE_EXHAUSTED (disk full, more than APPEND_RECORDS_MAX queued, or more than
-        history.log.followed.FOLLOWED_MAX followed logs), UNAVAILABLE (I/O error, closed). The messages must not change
+        history.log.cursors.FOLLOWED_MAX followed logs), UNAVAILABLE (I/O error, closed). The messages must not change
         afterwards.
         """
         assert len(streams) == len(messages) > 0, "a batch has messages, and a stream for each"
@@ -373,7 +372,7 @@ class Log(Streams):
         `strict`: not even the first record may exceed `max_bytes`.
         """
         until = self.newest_seq if until is None else min(until, self.newest_seq)
-        limits = Limits(after, until, max_records, max_bytes, strict)
+        limits = ScanLimits(after, until, max_records, max_bytes, strict)
         if after >= until:
             return Scan(*limits)
         if max(after, self.floor_seq) >= self._tail.after:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from history.file.load import Cursor, Loaded
-from history.file.reader import Limits
+from history.file.reader import ScanLimits
 from history.file.store import LogChanges
 from history.file.writer import (
     CHUNK_RECORDS_MAX,
@@ -113,7 +113,7 @@ class VolatileStorage(Storage):
 
     async def scan(
         self,
-        limits: Limits,
+        limits: ScanLimits,
         streams: Set[int] | None,
         newest: Mapping[int, int] | None,
         holes: Sequence[tuple[int, int]],

@@ -55,20 +55,13 @@ Since = int | datetime | UUID
 log = structlog.get_logger()
 
 
-class _Held:
-    """Bytes of messages that wait for all listeners together."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-
 class _Feed:
     """One listener of one topic: its state, and the records that wait for it."""
 
     def __init__(
-        self, topic: UUri, start: PollRequest, positions: Positions, listener: UListener, together: _Held
+        self, topic: UUri, start: PollRequest, positions: Positions, listener: UListener, counts: Counter[str]
     ) -> None:
-        self._together = together
+        self._counts = counts  # held_bytes: of messages that wait for all listeners together
         self.topic, self.key, self.is_wildcard = topic, uris.key(topic), uris.has_wildcard(topic)
         self.start, self.listener = start, listener
         self.acceptor = Acceptor(positions)
@@ -86,7 +79,7 @@ class _Feed:
     def take(self, records: list[Record]) -> bool:
         """Returns False if the listener has to catch up: too much waits already, or a record is missing."""
         bytes = sum(record.message.ByteSize() for record in records)
-        is_much = self.held_bytes + bytes > FEED_BYTES_MAX or self._together.bytes + bytes > FEEDS_BYTES_MAX
+        is_much = self.held_bytes + bytes > FEED_BYTES_MAX or self._counts["held_bytes"] + bytes > FEEDS_BYTES_MAX
         if self.inbox and is_much:
             return False
         taken: list[Record] = []
@@ -120,7 +113,7 @@ class _Feed:
 
     def _hold(self, bytes: int) -> None:
         self.held_bytes += bytes
-        self._together.bytes += bytes
+        self._counts["held_bytes"] += bytes
 
     def close(self) -> None:
         """Drop what waits."""
@@ -292,7 +285,7 @@ class HistoryFeed:
     def __init__(self, client: HistoryClient, *, on_gap: Callable[[UUri, Gap], None] | None = None) -> None:
         self._client, self._on_gap = client, on_gap
         self._feeds: dict[tuple[Any, int], asyncio.Task[None]] = {}
-        self._held = _Held()
+        self._counts: Counter[str] = Counter()
         self._shared: list[_SharedFollowing] = []
         self._poller = Poller(client, wait_ms_max=0)
         self._catching_up = asyncio.Semaphore(CATCHING_UP_MAX)
@@ -329,7 +322,7 @@ class HistoryFeed:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         start, positions = await self._start(topic, since)
         if key not in self._feeds:  # another call was not faster
-            feeding = self._feed(_Feed(topic, start, positions, listener, self._held))
+            feeding = self._feed(_Feed(topic, start, positions, listener, self._counts))
             feed = self._feeds[key] = asyncio.create_task(feeding, name=f"feed of {uris.format(topic)}")
             feed.add_done_callback(lambda done: self._forget(key, done))
 

@@ -207,7 +207,8 @@ class Following:
         self._raise_error()
         # the first answer is polled: a lost first frame would not be noticed
         is_first = self.wants_frontiers or not state.positions
-        if not self._may_push:
+        may_push = self.mode != "poll" and self._client.can_be_pushed
+        if not may_push or (self.mode == "auto" and self._pushed.rests):
             self._pushed.stop_if_on()
             # a service that is not known to be there is asked to answer at once, which shows that it is
             return await self._poll(state, at_once=is_first or not self.connected)
@@ -229,12 +230,6 @@ class Following:
     def _raise_error(self) -> None:
         if self._commands.error is not None:
             raise self._commands.error
-
-    @property
-    def _may_push(self) -> bool:
-        if self.mode == "poll" or not self._client.can_be_pushed:
-            return False
-        return self.mode == "push" or not self._pushed.rests
 
     async def _check(self, state: ReaderState) -> PollResponse | None:
         """Nothing has come for a while: poll, to see whether a frame was missed."""

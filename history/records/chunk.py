@@ -125,12 +125,12 @@ class Chunk:
         """Returns the records of the streams `wanted`, or None if there is none."""
         if self.stream_set <= wanted:
             return self
-        places = [place for place, stream in enumerate(self.streams) if stream in wanted]
-        return self._part(lambda column: [column[place] for place in places]) if places else None
+        indexes = [index for index, stream in enumerate(self.streams) if stream in wanted]
+        return self._part(lambda column: [column[index] for index in indexes]) if indexes else None
 
-    def pick(self, places: Sequence[int], prev_seqs: list[int]) -> Chunk:
+    def pick(self, indexes: Sequence[int], prev_seqs: list[int]) -> Chunk:
         """Returns the records at these indexes, with other predecessors."""
-        picked = self._part(lambda column: [column[place] for place in places])
+        picked = self._part(lambda column: [column[index] for index in indexes])
         picked.prev_seqs = prev_seqs
         return picked
 
@@ -157,8 +157,8 @@ class Chunk:
             sizes[0] += ORIGIN_LOG_BYTES * len({origin.incarnation for origin in origins if origin is not None})
         if epochs is not None:
             known: set[Epoch | None] = {None}
-            for place, epoch in enumerate(epochs):
-                sizes[place] += EPOCH_BYTES + EPOCH_EACH_BYTES * (epoch not in known)
+            for index, epoch in enumerate(epochs):
+                sizes[index] += EPOCH_BYTES + EPOCH_EACH_BYTES * (epoch not in known)
                 known.add(epoch)
         return sizes
 
@@ -265,11 +265,9 @@ def unpack_notes(packed: bytes, records: int) -> Notes | None:
 
 def pack_origins(origins: Sequence[Origin | None]) -> bytes:
     logs: dict[bytes, int] = {}
-    places = numbered(origins, logs)
+    which = numbered(origins, logs)
     seqs = [0 if origin is None else origin.seq for origin in origins]
-    return b"".join(
-        (struct.pack("<H", len(logs)), *logs, struct.pack(f"<{len(places)}H{len(places)}Q", *places, *seqs))
-    )
+    return b"".join((struct.pack("<H", len(logs)), *logs, struct.pack(f"<{len(which)}H{len(which)}Q", *which, *seqs)))
 
 
 def unpack_origins(packed: bytes, records: int) -> list[Origin | None] | None:
@@ -277,13 +275,12 @@ def unpack_origins(packed: bytes, records: int) -> list[Origin | None] | None:
     begin = 2 + INCARNATION_BYTES * int.from_bytes(packed[:2], "little")
     if len(packed) != begin + 10 * records:
         return None
-    logs = [packed[place : place + INCARNATION_BYTES] for place in range(2, begin, INCARNATION_BYTES)]
+    logs = [packed[at : at + INCARNATION_BYTES] for at in range(2, begin, INCARNATION_BYTES)]
     numbers = struct.unpack_from(f"<{records}H{records}Q", packed, begin)
-    places, seqs = numbers[:records], numbers[records:]
-    if not 0 < max(places, default=0) <= len(logs):
+    which, seqs = numbers[:records], numbers[records:]
+    if not 0 < max(which, default=0) <= len(logs):
         return None
-    pairs = zip(places, seqs, strict=True)
-    origins = [Origin(logs[place - 1], seq) if place else None for place, seq in pairs]
+    origins = [Origin(logs[one - 1], seq) if one else None for one, seq in zip(which, seqs, strict=True)]
     return origins if pack_origins(origins) == packed else None
 
 
@@ -298,12 +295,12 @@ def numbered(origins: Iterable[Origin | None], logs: dict[bytes, int]) -> list[i
 
 def pack_epochs(epochs: Sequence[Epoch | None]) -> bytes:
     known: dict[Epoch, int] = {}
-    places = [0 if epoch is None else known.setdefault(epoch, len(known) + 1) for epoch in epochs]
+    which = [0 if epoch is None else known.setdefault(epoch, len(known) + 1) for epoch in epochs]
     parts = [struct.pack("<H", len(known))]
     for group, time in known:
         name = group.encode()
         parts += (struct.pack("<BB", len(name), len(time)), name, struct.pack(f"<{len(time)}q", *time))
-    parts.append(struct.pack(f"<{len(places)}H", *places))
+    parts.append(struct.pack(f"<{len(which)}H", *which))
     return b"".join(parts)
 
 
@@ -318,7 +315,7 @@ def unpack_epochs(packed: bytes, records: int) -> list[Epoch | None] | None:
             end += 2 + length
             known.append(Epoch(packed[end - length : end].decode(), struct.unpack_from(f"<{numbers}q", packed, end)))
             end += 8 * numbers
-        epochs = [known[place] for place in struct.unpack_from(f"<{records}H", packed, end)]
+        epochs = [known[one] for one in struct.unpack_from(f"<{records}H", packed, end)]
     except (struct.error, UnicodeDecodeError, IndexError):
         return None
     return epochs if any(epochs) and pack_epochs(epochs) == packed else None

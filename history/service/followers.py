@@ -19,10 +19,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from history.log.log import Log
-from history.records.chunk import Chunk
 from history.records.stream import plain_address
 from history.service.matches import Match, Matches, Sight
-from history.service.poll import Poll, PollAnswer
+from history.service.poll import Poll, PollAnswer, Thinning
 from history.service.pushing import WINDOW_BYTES_MAX, Pushing, checked_push, window_bytes_of_each
 from history.service.request import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, CheckedPoll, pattern_of
 from uprotocol import uri as uris
@@ -66,48 +65,6 @@ class TopicChange(NamedTuple):
     @property
     def follows(self) -> bool:
         return self.period_ms >= 0
-
-
-class Thinning:
-    """Keeps at most one record of a topic in each of its sample periods, by append time: the first one. It depends on
-    the log alone, so a repeated request has the same answer. Made for one answer. A record that is left out is no gap:
-    a record names as its predecessor the one before it in this answer, or none."""
-
-    def __init__(self, period: Callable[[Log, int], int]) -> None:
-        """`period`: of a stream in a log, in milliseconds; 0: all records are kept."""
-        self._period = period
-        self._newest: dict[tuple[Log, int], tuple[int, int]] = {}  # seq and time of the last record, kept or not
-        self._kept: dict[tuple[Log, int], int] = {}  # seq of the last record that was kept
-
-    async def thin(self, source: Log, chunk: Chunk) -> Chunk | None:
-        """Returns what is left; None: nothing."""
-        if not any(self._period(source, stream) for stream in chunk.stream_set):
-            return chunk
-        kept: list[int] = []
-        prev_seqs: list[int] = []
-        for index, (seq, prev_seq, stream) in enumerate(zip(chunk.seqs, chunk.prev_seqs, chunk.streams, strict=True)):
-            period, key = self._period(source, stream), (source, stream)
-            if not period:
-                kept.append(index)
-                prev_seqs.append(prev_seq)
-                continue
-            before = await self._time_of(source, stream, prev_seq)
-            self._newest[key] = seq, chunk.time_ms
-            if before is None or before // period != chunk.time_ms // period:
-                kept.append(index)
-                prev_seqs.append(self._kept.get(key, 0))
-                self._kept[key] = seq
-        return chunk.pick(kept, prev_seqs) if kept else None
-
-    async def _time_of(self, source: Log, stream: int, seq: int) -> int | None:
-        """Returns the append time of a record in milliseconds; None: it is not there any more."""
-        newest = self._newest.get((source, stream))
-        if newest is not None and newest[0] == seq:
-            return newest[1]
-        if seq <= source.floor_seq:
-            return None
-        found = await source.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
-        return found.chunks[0].time_ms if found.chunks else None
 
 
 class Follower:
@@ -163,7 +120,7 @@ class Follower:
         self._matches = self._all.make([UUri.FromString(address) for address in self.topics], self._sight)
 
     def cut(self, *, pushed: bool = True) -> None:
-        """PollAnswer its waiting polls at once; `pushed`: also those of its push."""
+        """Answer its waiting polls at once; `pushed`: also those of its push."""
         for poll in self.polls:
             if pushed or not poll.is_pushed:
                 poll.is_cut = True

@@ -38,19 +38,54 @@ FRONTIERS_BESIDE_RECORDS_BYTES_MAX: Final = 128 << 10
 DIGEST_BYTES: Final = 8
 
 
-class Thins(Protocol):
-    """Leaves out records of topics that are sampled."""
+class Thinning:
+    """Keeps at most one record of a topic in each of its sample periods, by append time: the first one. It depends on
+    the log alone, so a repeated request has the same answer. Made for one answer. A record that is left out is no gap:
+    a record names as its predecessor the one before it in this answer, or none."""
+
+    def __init__(self, period: Callable[[Log, int], int]) -> None:
+        """`period`: of a stream in a log, in milliseconds; 0: all records are kept."""
+        self._period = period
+        self._newest: dict[tuple[Log, int], tuple[int, int]] = {}  # seq and time of the last record, kept or not
+        self._kept: dict[tuple[Log, int], int] = {}  # seq of the last record that was kept
 
     async def thin(self, source: Log, chunk: Chunk) -> Chunk | None:
-        """Returns what is left of `chunk`; None: nothing."""
+        """Returns what is left; None: nothing."""
+        if not any(self._period(source, stream) for stream in chunk.stream_set):
+            return chunk
+        kept: list[int] = []
+        prev_seqs: list[int] = []
+        for index, (seq, prev_seq, stream) in enumerate(zip(chunk.seqs, chunk.prev_seqs, chunk.streams, strict=True)):
+            period, key = self._period(source, stream), (source, stream)
+            if not period:
+                kept.append(index)
+                prev_seqs.append(prev_seq)
+                continue
+            before = await self._time_of(source, stream, prev_seq)
+            self._newest[key] = seq, chunk.time_ms
+            if before is None or before // period != chunk.time_ms // period:
+                kept.append(index)
+                prev_seqs.append(self._kept.get(key, 0))
+                self._kept[key] = seq
+        return chunk.pick(kept, prev_seqs) if kept else None
+
+    async def _time_of(self, source: Log, stream: int, seq: int) -> int | None:
+        """Returns the append time of a record in milliseconds; None: it is not there any more."""
+        newest = self._newest.get((source, stream))
+        if newest is not None and newest[0] == seq:
+            return newest[1]
+        if seq <= source.floor_seq:
+            return None
+        found = await source.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
+        return found.chunks[0].time_ms if found.chunks else None
 
 
-class Interest(Protocol):
-    """What a follower has asked for, in place of topics in its polls."""
+class FollowedTopics(Protocol):
+    """The topics of a follower, whose polls name none."""
 
     def matches_for(self, sight: Sight) -> dict[Log, Match]: ...
 
-    def thinning(self) -> Thins | None:
+    def thinning(self) -> Thinning | None:
         """For one answer; None: nothing is sampled."""
 
 
@@ -131,7 +166,7 @@ class PollAnswer:
 
     # -- records
 
-    async def read(self, matches: Mapping[Log, Match], thinning: Thins | None) -> bool:
+    async def read(self, matches: Mapping[Log, Match], thinning: Thinning | None) -> bool:
         """Read each log on, each with its share of the reply, as far as the reply and some steps allow. Set `more` if
         records are there that were not read.
 
@@ -215,7 +250,7 @@ class Poll:
 
     request: CheckedPoll
     answer: PollAnswer
-    interest: Interest | None = None
+    interest: FollowedTopics | None = None
     is_pushed: bool = False
     is_cut: bool = False
     matches: Mapping[Log, Match] = field(default_factory=dict)

@@ -142,4 +142,4 @@ def _positions(given: Sequence[Position]) -> dict[bytes, int]:
             raise invalid(f"{what}, got {len(position.witnesses)}")
         if any(len(one.digest) > DIGEST_BYTES_MAX for one in position.witnesses):
             raise invalid(f"expected a witness of at most {DIGEST_BYTES_MAX} bytes")
-    return witness.seqs_of(given)
+    return {one.incarnation: one.seq for one in given}

@@ -150,7 +150,7 @@ class HistoryService:
             await self._server.register_request_handler(PROGRESS, self._progress)
 
     async def stop(self) -> None:
-        """PollAnswer the polls that wait, and refuse new requests. May be called twice. The logs stay open."""
+        """Answer the polls that wait, and refuse new requests. May be called twice. The logs stay open."""
         self._stopping = True
         await self.followers.close()
         for poll in self._waiting:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import structlog
 
 from history.file.writer import FollowedFrom as Notes
-from history.log.followed import POSITION_BYTES_MAX
+from history.log.cursors import POSITION_BYTES_MAX
 from history.log.log import Log
 from history.reading.acceptor import Accepted, Acceptor, ReaderState, Record
 from history.reading.following import Following, FollowingOptions, FollowMode

@@ -22,7 +22,7 @@ from history.file.load import NEXT_STREAM
 from history.file.store import Store
 from history.file.verify import verify
 from history.file.writer import CURSORS_IDLE_S, FollowedFrom
-from history.log import followed as followed_module
+from history.log import cursors as cursors_module
 from history.log.durable import DurableStorage
 from history.log.log import Log
 from history.reading.subscriber import HistoryClient
@@ -150,7 +150,7 @@ async def test_a_place_moves_and_is_forgotten_without_records(log: Log) -> None:
 
 
 async def test_only_so_many_logs_are_followed(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followed_module, "FOLLOWED_MAX", 3)
+    monkeypatch.setattr(cursors_module, "FOLLOWED_MAX", 3)
     log.followed.keep("a", b"1")
     appends = [follow(log, 1, key=key) for key in "abcd"]
     with pytest.raises(UStatusError, match="3 logs are followed") as error:
@@ -176,12 +176,12 @@ async def test_what_would_be_wrong_for_ever_is_a_mistake_of_the_program(path: Pa
             from_there(0),
             from_there(1 << 63),
             FollowedFrom([Origin(b"short", 1)], "other", b""),
-            from_there(1, place=bytes(followed_module.POSITION_BYTES_MAX + 1)),
+            from_there(1, place=bytes(cursors_module.POSITION_BYTES_MAX + 1)),
         ):
             with pytest.raises(AssertionError):
                 append(log, 1, followed=wrong)
         await under_way
-        log.followed.keep("other", bytes(followed_module.POSITION_BYTES_MAX))
+        log.followed.keep("other", bytes(cursors_module.POSITION_BYTES_MAX))
         assert await taken(log) == of_there(1)
 
 
@@ -205,7 +205,7 @@ async def test_a_restart_finds_all_of_it(path: Path) -> None:
 
 
 async def test_a_fleet_s_places_are_there_after_a_restart(path: Path) -> None:
-    fleet = {f"vehicle{number}": b"%d" % number * 40 for number in range(followed_module.FOLLOWED_MAX)}
+    fleet = {f"vehicle{number}": b"%d" % number * 40 for number in range(cursors_module.FOLLOWED_MAX)}
     async with await open_log(path) as log:
         for key in list(fleet)[::2]:
             log.followed.keep(key, fleet[key])

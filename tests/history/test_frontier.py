@@ -13,9 +13,9 @@ from history.epochs.frontier import (
     PASSED_MAX,
     SPANS_MAX,
     Antichain,
+    EpochState,
     Frontier,
     Spans,
-    State,
     Time,
     is_ahead,
     is_covered,
@@ -25,7 +25,7 @@ from history.epochs.frontier import (
     precedes,
 )
 
-LATENT, ACTIVE, COMPLETED, SKIPPED = State.LATENT, State.ACTIVE, State.COMPLETED, State.SKIPPED
+LATENT, ACTIVE, COMPLETED, SKIPPED = EpochState.LATENT, EpochState.ACTIVE, EpochState.COMPLETED, EpochState.SKIPPED
 ORDER = {LATENT: 0, ACTIVE: 1, COMPLETED: 2, SKIPPED: 2}
 TIMES = st.tuples(st.integers(0, 4), st.integers(0, 4))
 SETS = st.frozensets(TIMES, max_size=10)
@@ -169,7 +169,7 @@ class History:
     def __init__(self) -> None:
         self.frontier = Frontier()
         self.seen: set[Time] = set()
-        self.states: dict[Time, State] = {}
+        self.states: dict[Time, EpochState] = {}
         self.over: list[Time] = []
 
     def step(self, kind: int, time: Time) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from history.file import load, retention, rows, store, writer
-from history.file.reader import Limits, Reader, walk
+from history.file.reader import Reader, ScanLimits, walk
 from history.file.verify import verify
 from history.log.log import Log
 from storage.file import pragma
@@ -406,7 +406,7 @@ async def test_records_behind_a_damaged_page_are_read_and_the_gap_is_exact(tmp_p
     reader = Reader(path)  # as of a log that is in use
     seqs, gaps, after = [], [], 0
     while after < 300:
-        found = reader.scan(Limits(after, 300, 1_000, 1 << 30, False), None, None, [])
+        found = reader.scan(ScanLimits(after, 300, 1_000, 1 << 30, False), None, None, [])
         seqs += [seq for chunk in found.chunks for seq in chunk.seqs]
         gaps += found.gaps
         after = found.covered
