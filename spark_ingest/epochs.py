@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNTOLD, begins, begins_with_frontiers, concerns
+from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED, begins, begins_with_frontiers, concerns
 from history.epochs.frontier import NOTHING, Antichain, Time, is_covered, maximal, minimal, not_passed, raised
 from history.epochs.group_state import GROUPS_MAX, REST
 from history.epochs.merging import LOGS_MAX, is_replaced, passed_unread, times_of
@@ -469,7 +469,7 @@ class Choice:
                 known = self._known.get((names[origin - 1] if origin else read, epoch[0]))
                 if not self._has(known, epoch[1], seq):
                     continue
-                why = UNTOLD if known is None else known.why(epoch[1])
+                why = UNREPORTED if known is None else known.why(epoch[1])
             places.append(place)
             whys.append(why)
         columns: list[Any] = [batch.seq, batch.time_ms, batch.message, batch.epochs, batch.epoch]

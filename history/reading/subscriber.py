@@ -29,6 +29,7 @@ from history.reading.following import Following, FollowingOptions, FollowMode
 from history.reading.poller import WAIT_MS_MAX
 from history.service.matches import HIDDEN
 from history.service.request import PATTERNS_MAX
+from storage.disk import REAL_DISK
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest
@@ -45,7 +46,7 @@ log = structlog.get_logger()
 
 
 class CursorFile:
-    """A ReaderState in a file that is replaced whole: after a crash it holds the old or the new one. `load` and `save`
+    """A ReaderState in a file that is replaced atomically. `load` and `save`
     block. `epochs`: what an Assembler keeps with them, as it was loaded."""
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +71,6 @@ class CursorFile:
     def save(self, state: ReaderState, epochs: dict[str, Any] | None = None) -> None:
         """Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_name(f"{self._path.name}.new")
         content = {
             "positions": {incarnation.hex(): seq for incarnation, seq in state.positions.items()},
             "known": {
@@ -80,16 +80,7 @@ class CursorFile:
             "idle": sorted(incarnation.hex() for incarnation in state.idle),
             **({} if epochs is None else {"epochs": epochs}),
         }
-        with beside.open("w") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        REAL_DISK.replace_text(self._path, json.dumps(content))
 
 
 def _read_state(content: dict[str, Any]) -> ReaderState:

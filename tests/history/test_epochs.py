@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.epochs import groups as epochs_module
-from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNTOLD, Assembled, Assembler
+from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED, Assembled, Assembler
 from history.epochs.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
-from history.epochs.group_state import GROUPS_MAX, REST, UNTOLD_MAX
+from history.epochs.group_state import GROUPS_MAX, REST, UNREPORTED_MAX
 from history.epochs.groups import (
     ACTIVE_EACH_MAX,
     ACTIVE_MAX,
@@ -965,7 +965,7 @@ def test_what_a_filter_covers_is_dropped_of_a_log_too_of_which_nothing_is_told()
     told, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(beyond={"second": [(4,)]})
     reader.begin([told.frontier([(1,)], [(2,)], 9)], 0.0)
     assert reader.take([other.data((2,)), other.data((4,)), other.data((5,))], 0.0) == []
-    assert times(reader.take([told.frontier([(6,)], [])], 0.0)) == [((5,), UNTOLD)]
+    assert times(reader.take([told.frontier([(6,)], [])], 0.0)) == [((5,), UNREPORTED)]
     assert reader.dropped["begun"] == 2
 
 
@@ -983,7 +983,7 @@ def test_what_had_begun_in_a_log_that_is_new_drops_nothing_of_the_others(by_snap
     came = [told.data((2,)), told.data((8,)), other.data((9,)), told.frontier([(10,)], []), other.frontier([(10,)], [])]
     handed = reader.take(came, 0.0)
     assert [time for time, _ in times(handed)] == [(2,), (3,), (8,), (9,)]
-    assert {why for _, why in times(handed)} <= {MISSED, UNTOLD}
+    assert {why for _, why in times(handed)} <= {MISSED, UNREPORTED}
     assert [len(one.records) for one in handed] == [2, 1 if by_snapshot else 2, 1, 1]
     opened = [one.frontier([(11,)], [(11,)]) for one in (told, other)]
     over = [one.frontier([(12,)], []) for one in (told, other)]
@@ -1021,10 +1021,10 @@ def test_whatever_logs_tell_takes_bounded_memory_and_none_of_their_records_is_lo
     reader.take(unheard(100), 0.0)
     assert reader.dropped["begun"] == 100
     handed = [*reader.take(unheard(100), 20.0), *reader.overdue(20.0)]
-    assert [why for _, why in times(handed)] == [UNTOLD] * 100
-    reader.take(unheard(4 * UNTOLD_MAX), 20.0)
-    assert len(reader.overdue(40.0)) + reader.dropped["begun"] == 100 + 4 * UNTOLD_MAX
-    assert len(list(reader.frontiers())) <= GROUPS_MAX + UNTOLD_MAX + 1
+    assert [why for _, why in times(handed)] == [UNREPORTED] * 100
+    reader.take(unheard(4 * UNREPORTED_MAX), 20.0)
+    assert len(reader.overdue(40.0)) + reader.dropped["begun"] == 100 + 4 * UNREPORTED_MAX
+    assert len(list(reader.frontiers())) <= GROUPS_MAX + UNREPORTED_MAX + 1
 
 
 def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() -> None:

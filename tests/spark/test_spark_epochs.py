@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from campaigns.simulation.loop import VirtualLoop
-from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNTOLD
+from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED
 from history.epochs.frontier import Epoch
 from history.epochs.group_state import GROUPS_MAX, REST
 from history.reading.client import HistoryClient
@@ -310,7 +310,7 @@ def test_a_gateway_that_is_away_is_given_up_and_what_comes_later_is_told_as_the_
 
 def test_why_an_epoch_is_not_whole_is_told_with_its_rows() -> None:
     opened = frontier(2, 2, {7}, opened={7}), frontier(4, 3, set(), ended="7 nobody knows")
-    assert chosen({}, gates_after(*opened), records(A, A, 7, -1, first=3), 0) == {3: "nobody knows", 4: UNTOLD}
+    assert chosen({}, gates_after(*opened), records(A, A, 7, -1, first=3), 0) == {3: "nobody knows", 4: UNREPORTED}
     waits, over = gates_after(opened[0]), frontier(4, 3, set(), ended="7")
     assert chosen(waits, gates_after(over, gates=waits, lossy=frozenset({A})), records(A, A, 7), 0) == {1: MISSED}
     gone = gates_after(gates=waits, gone=frozenset({A}))
