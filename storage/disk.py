@@ -84,7 +84,7 @@ def pack_mark(incarnation: bytes, seq: int) -> bytes:
 
 
 def read_mark(path: Path) -> Marked | None:
-    """Returns the mark beside the file `path`, or None if there is none. Raises OSError, BadMarkError."""
+    """Returns the mark beside the file `path`, or None if it does not exist. Raises OSError, BadMarkError."""
     try:
         return unpack_mark(Path(f"{path}.mark").read_bytes())
     except FileNotFoundError:
@@ -154,7 +154,7 @@ class Disk:
         return Lock(path)
 
     def mark(self, path: Path) -> Mark:
-        """Returns the mark, which is created if there is none."""
+        """Returns the mark, which is created if it does not exist."""
         return Mark(path)
 
     def replace_text(self, path: Path, text: str) -> None:

@@ -82,7 +82,7 @@ class FileKind:
         return version
 
     def require_there(self, path: Path) -> None:
-        """Raises INVALID_ARGUMENT if there is none at `path`."""
+        """Raises INVALID_ARGUMENT if no file is at `path`."""
         if not path.exists():
             raise invalid(f"there is no {self.what} at {path}: is this the data_dir of a streamer that has run?")
 
@@ -144,7 +144,7 @@ class SqliteFile:
 
     @property
     def wal_bytes(self) -> int:
-        """The size of the write-ahead log; 0 if there is none."""
+        """The size of the write-ahead log; 0 if it does not exist."""
         try:
             return self.beside("-wal").stat().st_size
         except OSError:
@@ -240,7 +240,7 @@ class SqliteFile:
     # -- connections
 
     def connect(self) -> sqlite3.Connection:
-        """Returns the connection that writes; opens it if there is none. Raises as `require_in_place`, because SQLite
+        """Returns the connection that writes; opens it if necessary. Raises as `require_in_place`, because SQLite
         would create an empty file."""
         if self.db is None:
             self.require_in_place()

@@ -166,11 +166,11 @@ def _size(path: Path) -> int:
 
 def _write(file: int, bytes: int) -> None:
     """Write random bytes: a file system that compresses allocates no blocks for zeros."""
-    for place in range(0, bytes, _WRITTEN_AT_ONCE):
-        data = os.urandom(min(_WRITTEN_AT_ONCE, bytes - place))
+    for offset in range(0, bytes, _WRITTEN_AT_ONCE):
+        data = os.urandom(min(_WRITTEN_AT_ONCE, bytes - offset))
         while data:
-            data = data[os.pwrite(file, data, place) :]
-            place += len(data)
+            data = data[os.pwrite(file, data, offset) :]
+            offset += len(data)
 
 
 def reserve_of(path: Path, bytes: int | None) -> Reserve:

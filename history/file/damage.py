@@ -99,7 +99,7 @@ class Ledger:
         number = max(self._rows, default=0) + 1
         if len(self._rows) >= DAMAGE_MAX:
             kind = damage.kind, damage.incarnation
-            same = [place for place, (known, _) in self._rows.items() if (known.kind, known.incarnation) == kind]
+            same = [number for number, (known, _) in self._rows.items() if (known.kind, known.incarnation) == kind]
             number = max(same, default=max(self._rows))
             known = self._rows[number][0]
             damage = damage._replace(after=min(known.after, damage.after), before=max(known.before, damage.before))
@@ -134,10 +134,10 @@ class Ledger:
             is_ours = damage.kind in (RECORDS, COMMITS) and damage.incarnation == incarnation
             return is_ours and damage.before - 1 > floor_seq
 
-        gone = [number for number, (damage, is_known) in self._rows.items() if is_known and not is_there(damage)]
-        for number in gone:
+        removed = [number for number, (damage, is_known) in self._rows.items() if is_known and not is_there(damage)]
+        for number in removed:
             del self._rows[number]
-        return gone
+        return removed
 
 
 def _covers(known: Damage, found: Damage) -> bool:

@@ -172,11 +172,11 @@ class Reader:
             for first_seq, ids in db.execute(
                 "SELECT first_seq, ids FROM chunk WHERE instr(ids, ?) ORDER BY first_seq DESC", (id,)
             ):
-                place = ids.find(id)
-                while place >= 0 and place % ID_BYTES:
-                    place = ids.find(id, place + 1)
-                if place >= 0:
-                    return int(first_seq) + int(place) // ID_BYTES
+                at = ids.find(id)
+                while at >= 0 and at % ID_BYTES:
+                    at = ids.find(id, at + 1)
+                if at >= 0:
+                    return int(first_seq) + int(at) // ID_BYTES
         return None
 
     def first_after_time(self, time_ms: int) -> int | None:
@@ -201,7 +201,7 @@ class Reader:
                     # a damaged chunk: its readers get a gap
                     with contextlib.suppress(TypeError, struct.error):
                         ids, streams = row[0], unpack_streams(row[1])
-                        parts = [ids[place : place + ID_BYTES] for place in range(0, len(ids), ID_BYTES)]
+                        parts = [ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES)]
                         newest += [one for one in zip(streams, parts, strict=False) if len(one[1]) == ID_BYTES][::-1]
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
@@ -262,7 +262,7 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
-        rows = [(place, None) for place in _indexed_first_seqs(db, start, until, SCAN_CHUNKS_MAX)]
+        rows = [(one, None) for one in _indexed_first_seqs(db, start, until, SCAN_CHUNKS_MAX)]
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
     if wanted is not None:  # a chunk with a damaged set of streams may have them
         rows = [row for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))]
@@ -314,36 +314,36 @@ def _indexed_first_seqs(db: sqlite3.Connection, start: int, until: int, count: i
 
 def _walked(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
     found: list[int] = []
-    place: int | None = start
+    seq: int | None = start
     query = "SELECT first_seq FROM chunk WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
-    while place is not None and len(found) < count:
+    while seq is not None and len(found) < count:
         try:
-            for (first_seq,) in db.execute(query, (place, until, count - len(found))):
+            for (first_seq,) in db.execute(query, (seq, until, count - len(found))):
                 found.append(first_seq)
-                place = first_seq + 1
+                seq = first_seq + 1
             break
         except sqlite3.DatabaseError:
-            place = _beyond_damage(db, place, until)
+            seq = _beyond_damage(db, seq, until)
     return found
 
 
-def _beyond_damage(db: sqlite3.Connection, place: int, until: int) -> int | None:
+def _beyond_damage(db: sqlite3.Connection, seq: int, until: int) -> int | None:
     """Returns the next seq from which the table can be walked again. The search doubles its distance each time, and
     then bisects."""
 
-    def is_whole(place: int) -> bool:
+    def is_whole(seq: int) -> bool:
         try:
-            db.execute("SELECT first_seq FROM chunk WHERE first_seq >= ? ORDER BY 1 LIMIT 1", (place,)).fetchone()
+            db.execute("SELECT first_seq FROM chunk WHERE first_seq >= ? ORDER BY 1 LIMIT 1", (seq,)).fetchone()
         except sqlite3.DatabaseError:
             return False
         return True
 
     leap = 1
-    while not is_whole(place + leap):
+    while not is_whole(seq + leap):
         leap *= 2
-        if place + leap > until:
+        if seq + leap > until:
             return None
-    return bisect_left(range(place + leap), True, lo=place + leap // 2 + 1, key=is_whole)
+    return bisect_left(range(seq + leap), True, lo=seq + leap // 2 + 1, key=is_whole)
 
 
 def _all_first_seqs(db: sqlite3.Connection) -> Iterator[int]:

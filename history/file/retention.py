@@ -153,7 +153,7 @@ def is_full_pass(doomed: Sequence[Doomed]) -> bool:
 
 
 def _aged(db: sqlite3.Connection, rows: Sequence[Doomed], ages: Ages) -> int:
-    """Returns the first seq of the last of the oldest chunks that are all too old; 0 if there is none.
+    """Returns the first seq of the last of the oldest chunks that are all too old; 0: no chunk.
 
     The order is by seq, not by time. A time in the future can't be right, so the following chunks decide about such a
     chunk. One wrong time must not delete young records: the checksum of the last chunk, the witness, must be right.

@@ -147,7 +147,7 @@ class Store:
             db = self.file.db or self._reconnect()
             with transaction(db):
                 self._checkpoint(db)
-                # every reader whose cursor was lost has begun again by now
+                # every reader whose cursor was lost has already begun again
                 db.execute("DELETE FROM meta WHERE key = ?", (CURSORS_LOST,))
             self._checkpointed()
             empty_wal(db, WAL_WAIT_MS)

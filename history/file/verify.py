@@ -46,11 +46,11 @@ class VerifyReport:
     newest_seq: int = 0
     found: list[Damage] = field(default_factory=list)  # by this run
     found_total: int = 0
-    told: list[Damage] = field(default_factory=list)  # reported by the gateway, and not acknowledged yet
+    reported: list[Damage] = field(default_factory=list)  # reported by the gateway, and not acknowledged yet
 
     @property
     def is_sound(self) -> bool:
-        return not self.found_total and not self.told
+        return not self.found_total and not self.reported
 
 
 def verify(path: Path, disk: Disk = REAL_DISK) -> VerifyReport:
@@ -119,7 +119,7 @@ class _Verifier:
         self._meta = dict[str, Any](found[rows.META])
         self._report.incarnation = bytes(self._meta.get("incarnation", b""))
         self._ledger = Ledger(found[rows.DAMAGE])
-        self._report.told = self._ledger.open
+        self._report.reported = self._ledger.open
         holes = [(after, before) for after, before in found[rows.HOLE]]
         self._known = holes + self._ledger.lost(self._report.incarnation)  # lost records
         for id, source, sink, *_ in found[rows.STREAM]:
@@ -261,8 +261,8 @@ class _Verifier:
         """Check that the append time of this chunk is within its span."""
         if columns.first_seq > int(self._meta.get("indexed_seq", 0)):
             return
-        place = bisect_right(self._spans, columns.first_seq, key=lambda span: span.first_seq) - 1
-        span = self._spans[place] if place >= 0 else Span(0, 0, 0, 0)
+        index = bisect_right(self._spans, columns.first_seq, key=lambda span: span.first_seq) - 1
+        span = self._spans[index] if index >= 0 else Span(0, 0, 0, 0)
         if columns.first_seq > span.last_seq or not span.earliest_ms <= columns.time_ms <= span.latest_ms:
             self._note(kinds.INDEX, f"the append time of the records from {columns.first_seq} on is not in its span")
 
@@ -278,7 +278,7 @@ class _Verifier:
             self._note(kinds.MARK, marked)
         elif marked is None:
             if newest:
-                self._note(kinds.MARK, "there is none")
+                self._note(kinds.MARK, "no mark exists")
         elif marked.incarnation != self._report.incarnation:
             self._note(kinds.MARK, "it is of another log")
         elif marked.seq > newest:

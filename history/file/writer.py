@@ -248,7 +248,7 @@ class Writer:
             self._retain()
 
     def _take_changes(self, followed: Mapping[str, bytes]) -> LogChanges:
-        with self._shared:  # streams that a batch names were saved before it was queued, so they are here by now
+        with self._shared:  # streams that a batch names were saved before it was queued, so they are already here
             changes, self._changes = self._changes, LogChanges()
             lazy, now = self._lazy, self._monotonic()
             is_due = now >= self._next_cursors or self._lazy_records >= CURSORS_RECORDS

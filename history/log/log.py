@@ -343,7 +343,7 @@ class Log(Streams):
         until: int | None = None,
     ) -> list[Chunk]:
         """Returns the next records after `after` up to and including `until`, of `streams` only if given (chunks then
-        have holes); empty if there is none.
+        have holes); empty at the end.
 
         Returns at least one record even if it exceeds `max_bytes` (of messages). Damaged records are skipped: `scan`
         reports them.

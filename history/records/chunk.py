@@ -122,7 +122,7 @@ class Chunk:
         return self if seq >= self.last_seq else self.slice(0, bisect_right(self.seqs, seq))
 
     def select(self, wanted: Set[int]) -> Chunk | None:
-        """Returns the records of the streams `wanted`, or None if there is none."""
+        """Returns the records of the streams `wanted`; None: no record."""
         if self.stream_set <= wanted:
             return self
         indexes = [index for index, stream in enumerate(self.streams) if stream in wanted]

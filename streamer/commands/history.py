@@ -208,7 +208,7 @@ def _verify(log: Path, as_json: bool) -> None:
     from history.file.verify import verify
 
     report = verify(log)
-    found, told = ([_as_dict(one) for one in those] for those in (report.found, report.told))
+    found, told = ([_as_dict(one) for one in those] for those in (report.found, report.reported))
     if as_json:
         data = {
             "log": str(report.path),

@@ -322,7 +322,7 @@ async def test_a_bad_mark_is_told_and_no_exception(closed: Made, tmp_path: Path,
 async def test_a_log_that_nothing_happened_to_is_sound(made: Made, tmp_path: Path) -> None:
     await try_with(made, tmp_path / "log", "l.db", lambda content: content)
     report = verify(tmp_path / "log" / "l.db")
-    assert (report.found, report.told, report.is_sound) == ([], [], True)
+    assert (report.found, report.reported, report.is_sound) == ([], [], True)
     assert (report.records, report.oldest_seq, report.newest_seq) == (61, 1, 61)
 
 
