@@ -1,10 +1,11 @@
-"""The history of a streamer as a Spark data source, and the job that writes it to Parquet.
+"""A Spark data source of the history of a streamer, and the job that writes it to Parquet.
 
-source     the format `uprotocol`: what Spark calls, on the driver and in tasks
-client     a streamer's history for callers without an event loop; the options of the source
-offsets    how far each log was read, and what the next batch is (pure)
+source     the format `uprotocol`: the classes that Spark calls, on the driver and in tasks
+client     access to a streamer's history without an event loop; the options of the source
+offsets    positions in logs, and the plan of the next batch (pure)
+epochs     which records wait for the end of their epoch (pure)
 decode     records to rows: UMessages in, Arrow batches out (pure)
 pipeline   the job: configuration, session, query       __main__  python -m spark_ingest
-parquet    reads back what the job wrote                plot      a picture of it
-java       a Java for Spark
+parquet    reads the job's Parquet                      plot      draws it
+java       finds a Java for Spark
 """

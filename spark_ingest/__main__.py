@@ -1,4 +1,4 @@
-"""python -m spark_ingest --config FILE: run the job; the last line of output is one JSON object."""
+"""python -m spark_ingest --config FILE: runs the job. The last line of its output is a JSON object."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def main(arguments: list[str] | None = None, prepare: Callable[[logs.Format], No
     parser = argparse.ArgumentParser(
         prog="python -m spark_ingest",
         description="Write the history of a streamer to Parquet. SIGTERM or Ctrl-C stops it cleanly; the next run "
-        "goes on where it was.",
+        "continues at that point.",
         epilog="example: python -m spark_ingest --config ingest.toml",
     )
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="TOML with [source], [sink], [trigger] and [spark]"
     )
     parser.add_argument(
-        "--log-format", choices=get_args(logs.Format), default="text", help="of the log, on standard error"
+        "--log-format", choices=get_args(logs.Format), default="text", help="format of the log, on standard error"
     )
     given = parser.parse_args(arguments)
     prepare(given.log_format)
@@ -47,4 +47,4 @@ def main(arguments: list[str] | None = None, prepare: Callable[[logs.Format], No
 
 
 if __name__ == "__main__":
-    sys.exit(main(prepare=lambda log_format: logs.configure("info", log_format)))  # on stderr: stdout is for the report
+    sys.exit(main(prepare=lambda log_format: logs.configure("info", log_format)))  # stdout is for the report

@@ -1,8 +1,8 @@
 """A streamer's history for callers without an event loop: Spark's driver and its tasks.
 
-caller's thread --submit--> own loop in one thread: transport, RPC client, HistoryClient
-describe | hold | wait | read(range): the next Poll is under way while the caller decodes this one
-                  own loop: the consumer's lease is renewed while nobody calls
+caller's thread --submit--> event loop in a thread: transport, RPC client, HistoryClient
+describe | hold | wait | read(range): the next Poll is sent while the caller decodes the previous answer
+                            event loop: renews the consumer's lease between calls
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from history.reading.subscriber import HistoryClient
 from history.records import witness
 from history.records.witness import Known
 from spark_ingest import epochs, offsets
-from spark_ingest.epochs import Told
-from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
+from spark_ingest.epochs import FrontierRecord
+from spark_ingest.offsets import DescribedLog, LogLoss, Offset, Offsets, Range
 from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
@@ -38,10 +38,10 @@ from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-OWN_UE_TYPE: Final = 0x8004  # free for applications; each task is an instance of its own, and hears its own replies
-CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
-GRACE_MS: Final = 2_000  # what a call may take beyond its own timeout before its thread is given up
-AWAY_MAX_MS: Final = 120_000  # a restart with a large log is over by then; after it the task fails
+OWN_UE_TYPE: Final = 0x8004  # free for applications; each task has its own instance and so gets only its own replies
+CONNECT_TIMEOUT_MS: Final = 30_000  # enough for a distant broker with TLS
+GRACE_MS: Final = 2_000  # added to the timeout of a call before its thread is given up
+AWAY_MAX_MS: Final = 120_000  # enough for a restart with a large log; then the task fails
 RETRY_MS: Final = 200
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
 
@@ -61,7 +61,7 @@ def _settings(given: object) -> object:
 
 
 class Options(BaseModel):
-    """What the source is told, spelled as Spark's options (localAuthority for local_authority; case doesn't matter)."""
+    """The options of the source; in Spark in camel case (localAuthority for local_authority), case-insensitive."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
 
@@ -70,30 +70,30 @@ class Options(BaseModel):
     transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = {}
     """its settings; as an option, JSON"""
     authority: str
-    """the streamer's authority; asked is `up://AUTHORITY/4/1/...`"""
+    """authority of the streamer; its history service is `up://AUTHORITY/4/1/...`"""
     local_authority: str
-    """our own, of the network that we are on; each task adds a uEntity instance of its own, so that replies don't
-    mix"""
+    """our own authority, one of our network; each task uses a uEntity instance of its own, so that it gets only its
+    replies"""
     topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = ()
-    """UUri patterns, as an option separated by commas. None: all that is recorded"""
+    """UUri patterns, in a Spark option separated by commas; empty: all recorded topics"""
     starting_offsets: str = offsets.EARLIEST
-    """of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}`: everything after SEQ; what stands in a
-    checkpoint will do, too"""
+    """of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}` to read everything after SEQ; also an offset
+    from a checkpoint"""
     max_records_per_batch: int = Field(default=100_000, ge=1)
-    """of one micro-batch, counted in seqs: topics that aren't read count too"""
+    """of one micro-batch, counted in seqs; records of topics that are not read count too"""
     fail_on_data_loss: bool = True
-    """whether a gap ends the query, with its bounds in the error, or is logged"""
+    """true: a gap ends the query with an error that has its bounds; false: the gap is logged"""
     consumer: str = ""
-    """name of the cursor that holds the history's retention; give each query its own. Without it, made from the
-    options; the job makes it from its checkpoint"""
+    """name of the cursor that keeps records from retention; each query needs its own. Default: derived from the
+    options; the job derives it from its checkpoint"""
     epochs: Literal["all", "complete"] = "all"
-    """`complete`: a micro-batch has whole epochs only, of topics that have any; what is open at its end waits. The
-    column `epoch_incomplete` tells which are not whole all the same"""
+    """`complete`: a micro-batch contains only whole epochs, of topics that have epochs; those open at its end wait.
+    If one cannot be whole, the column `epoch_incomplete` has the reason"""
     epoch_timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """seconds without a word of who keeps an epoch that waits, after which what there is of it is handed over as
-    incomplete: longer than an epoch"""
+    """seconds without a frontier from the keeper of a waiting epoch, after which its records are delivered as
+    incomplete; must be longer than an epoch"""
     poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000)
-    """of one call to the history"""
+    """time-out of one call to the history"""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
@@ -106,12 +106,12 @@ class Options(BaseModel):
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Options:
-        """From Spark's options. Raises UStatusError(INVALID_ARGUMENT) that names what is wrong."""
+        """From Spark's options. Raises UStatusError(INVALID_ARGUMENT) with the reason."""
         names = {to_camel(name).lower(): to_camel(name) for name in cls.model_fields}
         unknown = sorted(key for key in given if key.lower() not in names)
         if unknown:
             raise invalid(
-                f"format uprotocol has no option {', '.join(map(repr, unknown))}; it has {', '.join(names.values())}"
+                f"format uprotocol: unknown option {', '.join(map(repr, unknown))}; known: {', '.join(names.values())}"
             )
         try:
             return cls.model_validate({names[key.lower()]: value for key, value in given.items()})
@@ -121,7 +121,7 @@ class Options(BaseModel):
 
     @property
     def consumer_name(self) -> str:
-        """`consumer`, or a name made of what is read, by whom and from where."""
+        """`consumer`, or a name derived from both authorities and the topics."""
         if self.consumer:
             return self.consumer
         digest = hashlib.sha256(json.dumps([self.local_authority, self.authority, self.topics]).encode())
@@ -129,13 +129,13 @@ class Options(BaseModel):
 
 
 class History:
-    """A connection to one streamer's history. Opens with the first call, and anew once it was closed or has failed."""
+    """A connection to one streamer's history. A call opens it if it was not opened yet, was closed or has failed."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._service = ids.at(options.authority)
-        self._topics = [uris.parse(topic) for topic in options.topics]  # whose records are rows
-        self._wanted = self._topics  # of all that is read
+        self._topics = [uris.parse(topic) for topic in options.topics]  # their records become rows
+        self._wanted = self._topics  # and those of the frontiers
         if self._topics and options.epochs == "complete":
             self._wanted = [*self._topics, *epochs.TOPICS]
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -150,12 +150,12 @@ class History:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def describe(self) -> list[LogState]:
-        """The logs as they are now. Raises UStatusError, retryable if the streamer is away."""
+    def describe(self) -> list[DescribedLog]:
+        """The present logs. Raises UStatusError, retryable if the streamer is away."""
         return offsets.logs_of(self._call(lambda client: client.logs(self._wanted)))
 
-    def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, Loss]]:
-        """What is known of each log with the record at `seqs`, and which logs are not what was `known` any more."""
+    def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, LogLoss]]:
+        """Returns digests of records up to `seqs`, which identify each log, and the logs that contradict `known`."""
         if not seqs:
             return {}, {}
         at = _positions(Offset(seqs, dict(known)))
@@ -169,55 +169,57 @@ class History:
         return learned, {loss.incarnation: loss for loss in _losses(response) if loss.went_back}
 
     def hold(self, acked: Offset) -> None:
-        """Let the consumer's cursor keep what comes after `acked`, no more. Its lease is renewed until `close`.
+        """Set the consumer's cursor, so that the history keeps records after `acked`. Renew its lease until `close`.
 
-        `acked` names every log that there is, with 0 where nothing was read: else what is in it now isn't kept.
+        `acked` must name every log, with 0 if nothing was read: the records of a log that is not named are not kept.
         """
         positions = _positions(acked)
         request = PollRequest(
             topics=self._wanted,
             positions=positions,
-            until=positions,  # nothing is read
+            until=positions,  # so that nothing is read
             consumer=self._options.consumer_name,
             acked=positions,
             max_records=1,
         )
         response = self._call(lambda client: client.poll(request))
-        assert self._loop is not None, "the call above made it"
+        assert self._loop is not None, "_call has created the loop"
         asyncio.run_coroutine_threadsafe(self._renew(request, response.lease_ms), self._loop).result()
 
     def wait(self, start: Offset, wait_ms: int) -> None:
-        """Until there is something to read after `start`, but no longer than `wait_ms`."""
+        """Wait until there are records after `start`, at most `wait_ms`."""
         after = _positions(start)
         asked = PollRequest(topics=self._wanted, positions=after, earliest=True, max_records=1, wait_ms=wait_ms)
         self._call(lambda client: client.poll(asked))
 
-    def snapshot(self, seqs: Offsets) -> list[Told]:
-        """How far epochs have come at these places: what was told last of each keeper."""
+    def snapshot(self, seqs: Offsets) -> list[FrontierRecord]:
+        """Returns the latest frontier of each keeper at these positions."""
         at = _positions(Offset(seqs))
         asked = PollRequest(topics=epochs.TOPICS, positions=at, until=at, latest=True, max_records=1)
-        return list(epochs.told_of(self._call(lambda client: client.frontiers(asked))))
+        return list(epochs.frontier_records(self._call(lambda client: client.frontiers(asked))))
 
-    def told(self, range: Range) -> tuple[list[Told], bool]:
-        """What is told of epochs in `range`, and whether any of its records are gone."""
-        found: list[Told] = []
+    def frontiers(self, range: Range) -> tuple[list[FrontierRecord], bool]:
+        """Returns the frontiers in `range`, and whether any of them are lost."""
+        found: list[FrontierRecord] = []
         position, known, is_lossy = range.after, dict(range.known), False
         while position < range.until:
             asked = self._range(epochs.TOPICS, range, position, known)
             response = self._call(lambda client, asked=asked: client.poll(asked))  # type: ignore[misc]
             losses = [loss for loss in _losses(response, range) if loss.after < range.until]
             is_lossy = is_lossy or bool(losses)
-            found += epochs.told_of(one for one in response.batches if one.incarnation.hex() == range.incarnation)
+            found += epochs.frontier_records(
+                one for one in response.batches if one.incarnation.hex() == range.incarnation
+            )
             before, position = position, _next(response, range, position, lambda _: None)
             if position == before:
                 break
         return found, is_lossy or position < range.until
 
-    def read(self, range: Range, on_loss: Callable[[Loss], None]) -> Iterator[RecordBatch]:
-        """The records of `range` that match, in log order; the same ones each time, as long as they are there.
+    def read(self, range: Range, on_loss: Callable[[LogLoss], None]) -> Iterator[RecordBatch]:
+        """The matching records of `range`, in log order; the same ones at each call, while the history has them.
 
-        `on_loss` is told what is gone, and may raise. A streamer that is away is waited for: AWAY_MAX_MS, then
-        UStatusError(UNAVAILABLE). Of a log that went back comes what it has in this range now.
+        Calls `on_loss` with each loss; it may raise. If the streamer is away, tries again for AWAY_MAX_MS, then raises
+        UStatusError(UNAVAILABLE). If the log went back, yields the records that it has in this range now.
         """
         position, known, deadline = range.after, dict(range.known), _now_ms() + AWAY_MAX_MS
         is_back = False
@@ -235,17 +237,17 @@ class History:
                     self.close()
                     time.sleep(RETRY_MS / 1000)
                     continue
-                # which names every log that there is
-                if all(place.incarnation.hex() != range.incarnation for place in response.next):
-                    on_loss(Loss(range.incarnation, position, 0))
+                # `next` names every log of the streamer
+                if all(position.incarnation.hex() != range.incarnation for position in response.next):
+                    on_loss(LogLoss(range.incarnation, position, 0))
                     return
                 back = next((loss for loss in _losses(response, range) if loss.went_back), None)
                 if back is not None:
                     if is_back:
-                        return  # it doesn't reach as far as this
+                        return  # it ends before this range
                     on_loss(back)
                     is_back, known = True, {}
-                    continue  # what this answer has may begin before the range
+                    continue  # the records of this answer may begin before the range
                 before = position
                 position = _next(response, range, position, on_loss)
                 if position == before:
@@ -267,7 +269,7 @@ class History:
                 ahead.cancel()
 
     def close(self) -> None:
-        """Leave the network and end the thread. May be called twice."""
+        """Close the connection and end the thread. May be called twice."""
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
@@ -289,7 +291,7 @@ class History:
             topics=topics,
             positions=[witness.position(incarnation, after, known)],
             until=[Position(incarnation=incarnation, seq=range.until)],
-            latest=True,  # of the other logs nothing
+            latest=True,  # no records of other logs
             max_records=POLL_RECORDS_MAX,
         )
 
@@ -298,7 +300,7 @@ class History:
             return self._wait(self._submit(call))
         except UStatusError as error:
             if error.retryable:
-                self.close()  # whatever is stuck, the next call starts anew
+                self.close()  # so that the next call opens a new connection
             raise
 
     def _submit(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> Future[T]:
@@ -331,13 +333,13 @@ class History:
         instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
         local = LocalUriProvider(self._options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
         transport = plugin.create(self._options.transport, self._options.transport_config, local)
-        self._opened.push_async_callback(transport.close)  # also what opened halfway
+        self._opened.push_async_callback(transport.close)  # also if `open` fails halfway
         await transport.open()
         rpc = await self._opened.enter_async_context(InMemoryRpcClient(transport, local))
         return HistoryClient(rpc, self._service, timeout_ms=self._options.poll_timeout_ms)
 
     async def _renew(self, request: PollRequest, lease_ms: int) -> None:
-        """Keep the lease of the latest `hold` alive: Spark may be silent for the length of a trigger."""
+        """Renew the lease of the latest `hold`: Spark may make no call for the length of a trigger."""
         if self._renewal is not None:
             self._renewal.cancel()
         self._renewal = asyncio.create_task(self._renewing(request, lease_ms)) if lease_ms else None
@@ -351,7 +353,7 @@ class History:
             except UStatusError as error:
                 log.warning("the consumer's lease could not be renewed", consumer=request.consumer, error=str(error))
                 if error.code == UCode.PERMISSION_DENIED:
-                    return  # another one has the name now: the next batch tells it, asking on tells nobody
+                    return  # another consumer has taken the name: the next batch will report it
 
     async def _close(self) -> None:
         if self._renewal is not None:
@@ -361,24 +363,24 @@ class History:
         await self._opened.aclose()
 
 
-def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[Loss], None]) -> int:
-    """Where to go on after `response`."""
-    position = max([after, *(place.seq for place in response.next if place.incarnation.hex() == range.incarnation)])
+def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[LogLoss], None]) -> int:
+    """Returns the seq after which to read on; reports the losses of `response`."""
+    position = max([after, *(one.seq for one in response.next if one.incarnation.hex() == range.incarnation)])
     for loss in _losses(response, range):
         if loss.after < range.until:
-            on_loss(Loss(range.incarnation, max(loss.after, after), min(loss.before, range.until + 1)))
+            on_loss(LogLoss(range.incarnation, max(loss.after, after), min(loss.before, range.until + 1)))
             position = max(position, loss.before - 1)
     return position
 
 
-def _losses(response: PollResponse, range: Range | None = None) -> Iterator[Loss]:
-    """What an answer says is gone, of all logs or of that of `range`."""
-    losses = (Loss(gap.incarnation.hex(), gap.after_seq, gap.before_seq) for gap in response.gaps)
+def _losses(response: PollResponse, range: Range | None = None) -> Iterator[LogLoss]:
+    """The losses in an answer, of all logs or of the log of `range`."""
+    losses = (LogLoss(gap.incarnation.hex(), gap.after_seq, gap.before_seq) for gap in response.gaps)
     return (loss for loss in losses if range is None or loss.incarnation == range.incarnation)
 
 
-def _positions(places: Offset) -> list[Position]:
-    return [witness.position(bytes.fromhex(name), seq, places.known.get(name, {})) for name, seq in places.seqs.items()]
+def _positions(offset: Offset) -> list[Position]:
+    return [witness.position(bytes.fromhex(name), seq, offset.known.get(name, {})) for name, seq in offset.seqs.items()]
 
 
 def _now_ms() -> int:

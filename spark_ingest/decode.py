@@ -1,9 +1,9 @@
-"""Records to rows: UMessages in, one Arrow batch out. Pure, and never an exception for what a message holds.
+"""Records to rows: UMessages in, one Arrow batch out. Pure. No content of a message raises an exception.
 
 UMessage bytes --route cache--> authority, topic, format --payload reader--> path, ts, value_* --> pyarrow.RecordBatch
                     |
                     +-- all attributes but the id are the same bytes for every message of a topic, so they are parsed
-                        once; whatever doesn't have that shape takes the way through protobuf
+                        once; messages with another layout are parsed by protobuf
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ _ARROW: Final[dict[str, pa.DataType]] = {
 }
 SCHEMA: Final = pa.schema([(name, _ARROW[type]) for name, type in COLUMNS])
 
-# topics of a fleet, some 0.3 KB each; with more of them the cache starts anew all the time, which doubles the cost
+# topics of a fleet, some 0.3 KB each; with more topics the cache is cleared again and again, which doubles the cost
 ROUTES_CACHED_MAX: Final = 65_536
 TIME_MS_MAX: Final = 253_402_300_799_999  # end of the year 9999, beyond which neither protobuf nor Spark has dates
-MOMENTS_CACHED_MAX: Final = 1_024  # times of samples; those of one row follow each other
+MOMENTS_CACHED_MAX: Final = 1_024  # times of samples; samples of one time follow each other
 _SECONDS_MIN, _SECONDS_MAX = -62_135_596_800, 253_402_300_799  # what google.protobuf.Timestamp allows: years 1 to 9999
 
-_ID_BYTES: Final = 17  # of an id as it stands on the wire: msb, the tag of lsb, lsb; both little-endian
+_ID_BYTES: Final = 17  # of an encoded id: msb, the tag of lsb, lsb; both little-endian
 _FORMAT_PREFIX: Final = len("UPAYLOAD_FORMAT_")
 _NO_TIME: Final = np.iinfo(np.int64).min
 
-Value = float | str | bool | None
+SampleValue = float | str | bool | None
 
 
 class Decoded(NamedTuple):
-    """`malformed` counts what could not be read, by kind: message, payload, time. Their rows are there, with nulls."""
+    """`malformed` counts unreadable parts by kind: message, payload, time. Their rows are in `batch`, with nulls."""
 
     batch: pa.RecordBatch
     malformed: Counter[str]
 
 
-class _Route(NamedTuple):
-    """What all messages with these attributes have in common. `read` is None where no value can be had."""
+class _MessageKind(NamedTuple):
+    """What all messages with the same attributes have in common. `read` is None if the format has no value."""
 
     number: int
     authority: str | None
@@ -89,11 +89,11 @@ class _Route(NamedTuple):
 
 
 class Decoder:
-    """Remembers topics from batch to batch. Not for several threads."""
+    """Caches topics over batches. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._routes: dict[bytes, _Route] = {}
-        self._known: list[_Route] = []
+        self._routes: dict[bytes, _MessageKind] = {}
+        self._known: list[_MessageKind] = []
         self._heads: Cache[bytes, str] = Cache(ROUTES_CACHED_MAX)
         self._moments: Cache[bytes, int] = Cache(MOMENTS_CACHED_MAX)
 
@@ -107,8 +107,8 @@ class Decoder:
         incomplete: Sequence[str | None] = (),
     ) -> Decoded:
         """One row for each of `messages` (UMessage bytes), in order; `times_ms`: when each was appended, Unix ms.
-        `epochs`, `epoch`: as in RecordBatch; what can't be read of them counts as none. `incomplete`: why the epoch of
-        each is not whole; none: nothing is known of that.
+        `epochs`, `epoch`: as in RecordBatch; null if they are inconsistent. `incomplete`: the reason why the epoch of
+        each is not whole; may be empty.
 
         `ts` is the sample's own time, else the creation time in the message's id, else the append time.
         """
@@ -121,8 +121,8 @@ class Decoder:
         payloads: list[bytes | None] = []
         known_routes, parse, add_route, add_payload = self._routes, self._parse, routes.append, payloads.append
         for data in messages:
-            # The usual layout is cut by hand:  0A len ( 0A 12 09 msb 11 lsb  rest )  12 len payload
-            route: _Route | None = None
+            # fast path for the usual layout:  0A len ( 0A 12 09 msb 11 lsb  rest )  12 len payload
+            route: _MessageKind | None = None
             payload: bytes | None
             if (
                 data[2:5] == b"\x0a\x12\x09"
@@ -147,18 +147,18 @@ class Decoder:
             try:
                 route.read(rows, payload)
             except (DecodeError, ValueError, RecursionError, OverflowError):
-                rows.malformed["payload"] += 1  # readers add their row last: there is none yet
+                rows.malformed["payload"] += 1  # a reader adds its row last, so it has added none
                 rows.add(None, None, _NO_TIME)
-        of = _epochs(len(messages), epochs, epoch)
+        epoch_column = _epochs(len(messages), epochs, epoch)
         whys = pa.array(incomplete, pa.string()) if incomplete else pa.nulls(len(messages), pa.string())
-        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms, of, whys), rows.malformed)
+        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms, epoch_column, whys), rows.malformed)
 
-    def _parse(self, data: bytes, rows: _Rows) -> tuple[_Route, bytes, bytes | None]:
+    def _parse(self, data: bytes, rows: _Rows) -> tuple[_MessageKind, bytes, bytes | None]:
         try:
             message = UMessage.FromString(data)
         except DecodeError:
             rows.malformed["message"] += 1
-            # a row that says what came, without a topic; no attributes have this byte
+            # a row with the bytes as its payload, without a topic; no attributes consist of this byte
             return self._route(b"\xff", None), bytes(_ID_BYTES), data
         attributes = message.attributes
         id = attributes.id.msb.to_bytes(8, "little") + b"\x11" + attributes.id.lsb.to_bytes(8, "little")
@@ -166,7 +166,7 @@ class Decoder:
         payload = message.payload if message.HasField("payload") else None
         return self._route(attributes.SerializeToString(), attributes), id, payload
 
-    def _route(self, key: bytes, attributes: UAttributes | None) -> _Route:
+    def _route(self, key: bytes, attributes: UAttributes | None) -> _MessageKind:
         found = self._routes.get(key)
         if found is None:
             authority = topic = name = read = None
@@ -177,7 +177,7 @@ class Decoder:
                 read = _READERS.get(format)
                 if attributes.HasField("source"):
                     authority, topic = attributes.source.authority_name, uris.format(attributes.source)
-            found = self._routes[key] = _Route(len(self._known), authority, topic, name, read)
+            found = self._routes[key] = _MessageKind(len(self._known), authority, topic, name, read)
             self._known.append(found)
         return found
 
@@ -194,10 +194,10 @@ class Decoder:
     ) -> pa.RecordBatch:
         wire = np.frombuffer(ids, dtype=np.uint8).reshape(-1, _ID_BYTES)
         halves = np.delete(wire, 8, axis=1).view("<u8")
-        places = pa.array(np.asarray(routes, dtype=np.int32))
+        route_numbers = pa.array(np.asarray(routes, dtype=np.int32))
 
         def by_route(values: list[str | None]) -> pa.Array:
-            return pa.array(values, pa.string()).take(places)
+            return pa.array(values, pa.string()).take(route_numbers)
 
         columns = {
             "authority": by_route([route.authority for route in self._known]),
@@ -220,8 +220,8 @@ class Decoder:
 class _Rows:
     """The columns that payloads fill, one entry per record.
 
-    `heads` and `moments`: path and time of samples as they stand on the wire, and what they mean. A signal has one
-    path, and all signals of a moment have one time.
+    `heads` and `moments` cache encoded paths and times of samples: a signal has one path, and all signals of a moment
+    have one time.
     """
 
     __slots__ = ("bools", "doubles", "heads", "malformed", "micros", "moments", "paths", "strings")
@@ -235,7 +235,7 @@ class _Rows:
         self.bools: list[bool | None] = []
         self.malformed: Counter[str] = Counter()
 
-    def add(self, path: str | None, value: Value, micros: int) -> None:
+    def add(self, path: str | None, value: SampleValue, micros: int) -> None:
         self.paths.append(path)
         self.micros.append(micros)
         self.doubles.append(value if type(value) is float else None)
@@ -243,7 +243,7 @@ class _Rows:
         self.bools.append(value if type(value) is bool else None)
 
     def remember(self, path: str, time: bytes, micros: int) -> None:
-        """As protobuf writes them, where their length takes one byte."""
+        """Cache the path and the time, if the length of the path takes one byte."""
         head = path.encode()
         if len(head) <= 0x7F:
             self.heads[bytes((0x0A, len(head))) + head] = path
@@ -251,7 +251,7 @@ class _Rows:
 
 
 def _payload_start(data: bytes, end: int) -> int:
-    """Where the payload begins if it, and nothing else, follows the attributes that end at `end`; else 0."""
+    """Returns the index of the payload if only the payload follows the attributes that end at `end`; else 0."""
     left = len(data) - end
     if left < 2 or data[end] != 0x12:
         return 0
@@ -262,21 +262,21 @@ def _payload_start(data: bytes, end: int) -> int:
     return end + 3 if high < 0x80 and left == (size & 0x7F) + (high << 7) + 3 else 0
 
 
-def _epochs(rows: int, epochs: Sequence[Epoch], places: Sequence[int]) -> pa.Array:
+def _epochs(rows: int, epochs: Sequence[Epoch], numbers: Sequence[int]) -> pa.Array:
     type = SCHEMA.field("epoch").type
-    if len(places) != rows or max(places, default=0) > len(epochs):
+    if len(numbers) != rows or max(numbers, default=0) > len(epochs):
         return pa.nulls(rows, type)
     known = [None, *({"group": one.group, "time": list(one.time.numbers)} for one in epochs)]
-    return pa.array(known, type).take(pa.array(np.asarray(places, dtype=np.int32)))
+    return pa.array(known, type).take(pa.array(np.asarray(numbers, dtype=np.int32)))
 
 
 _double: Final = struct.Struct("<d").unpack_from
 
 
 def _add_sample(rows: _Rows, payload: bytes) -> None:
-    """Plain protobuf doesn't say its type: it is a Sample if it reads as one with a path and a value."""
+    """Protobuf payloads do not name their type: one that parses as a Sample with a path and a value is a Sample."""
     size = len(payload)
-    if size > 13:  # 0A len path  12 len time  19 double: cut by hand if path and time were seen before
+    if size > 13:  # 0A len path  12 len time  19 double: not parsed if path and time are cached
         end = 2 + payload[1]
         path = rows.heads.get(payload[:end])
         if path is not None and size > end + 10:
@@ -343,14 +343,14 @@ def _no_constant(name: str) -> Anything:
 
 
 def _add_json(rows: _Rows, payload: bytes) -> None:
-    """Scalars only: an object or a list has no single value, and isn't parsed."""
+    """Scalars only: an object or a list has no single value and is not parsed."""
     text = payload.decode()
     if text.lstrip()[:1] in ("{", "["):
         rows.add(None, None, _NO_TIME)
         return
     value = json.loads(text, parse_constant=_no_constant, parse_int=float)
     if type(value) is str:
-        value.encode()  # JSON can write half a surrogate pair, which no column can hold
+        value.encode()  # raises on half a surrogate pair, which JSON allows and a column does not
     rows.add(None, value, _NO_TIME)
 
 
@@ -371,13 +371,13 @@ def _times(micros: list[int], halves: np.ndarray[Anything, Anything], times_ms: 
 
 
 _HEX: Final = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), dtype="<u2")
-# where the hex pairs stand in xxxxxxxx-xxxx-...
+# indices of the hex pairs in xxxxxxxx-xxxx-...
 _PAIRS: Final = np.array([0, 2, 4, 6, 9, 11, 14, 16, 19, 21, 24, 26, 28, 30, 32, 34])
 _TEXT_LENGTH: Final = 36
 
 
 def _texts(halves: np.ndarray[Anything, Anything]) -> pa.Array:
-    """Ids as text, all at once; null where there is none."""
+    """Ids as text, without a loop over rows; null for an id of zeros."""
     count = len(halves)
     pairs = _HEX[halves.astype(">u8").view(np.uint8).reshape(count, 16)].view(np.uint8).reshape(count, 16, 2)
     text = np.full((count, _TEXT_LENGTH), ord("-"), dtype=np.uint8)

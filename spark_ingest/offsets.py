@@ -2,15 +2,14 @@
 
 start {log: seq} --advance(logs, limit)--> end {log: seq} --split--> [Range(log, after, until), ...]   one per task
                           |
-                          +-- lost(start, logs): logs that are no longer there
-                              what retention took is told when it is read
+                          +-- lost(start, logs): logs that no longer exist
+                              (losses by retention are reported when the range is read)
 
-A log is named by its incarnation in hex. Only logs that hold topics that were asked for count; a seq of 0 (before the
-first record) is left out: so a log that never held anything for us leaves no trace in a checkpoint, and may vanish
-without that being a loss.
+A log is named by its incarnation in hex. A seq of 0 (before the first record) is left out, as are logs without wanted
+topics. So a log without wanted records is not in a checkpoint, and its end is no loss.
 
-Offset is what Spark keeps in its checkpoint, as JSON: the seqs, what proves that a log is still the same one, and with
-whole epochs what waits for its end.
+Spark stores Offset in its checkpoint, as JSON: the seqs, digests of records that identify a log, and with whole epochs
+the gates.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from uprotocol.status import invalid
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
-PARTITION_RECORDS_MIN: Final = 20_000  # fewer are read sooner by one task than a second one starts
+PARTITION_RECORDS_MIN: Final = 20_000  # one task reads fewer before a second one has started
 PARTITIONS_MAX: Final = 16  # of one log and batch; each opens a connection to the streamer
-EPOCHS: Final = "epochs"  # beside the logs in the JSON
+EPOCHS: Final = "epochs"  # key in the JSON, beside the logs
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 
 Offsets = dict[str, int]
@@ -40,13 +39,13 @@ Offsets = dict[str, int]
 
 @dataclass(slots=True)
 class Offset:
-    """A place in each log. JSON of a log: its seq (all that older checkpoints have), or {"seq": ..., and more}."""
+    """A position in each log. JSON of a log: its seq, or {"seq": ..., and more}."""
 
     seqs: Offsets = field(default_factory=dict)
-    known: dict[str, Known] = field(default_factory=dict)  # records that prove that a log is the same still
-    after: Offsets = field(default_factory=dict)  # a log that went back: where the batch that ends here begins
-    unread: frozenset[str] = frozenset()  # logs in memory at whose end the query began, and has had nothing of since
-    gates: Gates | None = None  # None: not for whole epochs
+    known: dict[str, Known] = field(default_factory=dict)  # digests of records that identify a log
+    after: Offsets = field(default_factory=dict)  # of a log that went back: the begin of the batch that ends here
+    unread: frozenset[str] = frozenset()  # logs in memory of which the query has read nothing yet
+    gates: Gates | None = None  # None: without whole epochs
 
     @classmethod
     def of(cls, given: object) -> Offset:
@@ -54,18 +53,18 @@ class Offset:
         if not isinstance(given, dict):
             raise invalid(f"expected a JSON object of log and seq, got {given!r}")
         made = cls()
-        for incarnation, place in given.items():
+        for incarnation, value in given.items():
             if incarnation == EPOCHS:
                 try:
-                    made.gates = epochs.from_json(place)
+                    made.gates = epochs.from_json(value)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise invalid(
-                        f"what waits for the end of its epoch is as a checkpoint has it, got {error}"
+                        f"{EPOCHS!r}: expected waiting epochs as a checkpoint has them, got {error}"
                     ) from None
                 continue
             if not _INCARNATION.fullmatch(str(incarnation)):
-                raise invalid(f"a log is named by its incarnation, 32 lower-case hex digits, got {incarnation!r}")
-            entry = place if isinstance(place, dict) else {"seq": place}
+                raise invalid(f"a log: expected its incarnation, 32 lower-case hex digits, got {incarnation!r}")
+            entry = value if isinstance(value, dict) else {"seq": value}
             if _seq(incarnation, entry.get("seq")):
                 made._add(incarnation, entry)
         return made
@@ -76,7 +75,7 @@ class Offset:
             known = {_seq(incarnation, seq): bytes.fromhex(digest) for seq, digest in entry.get("known", ())}
         except (TypeError, ValueError):
             raise invalid(
-                f"what is known of log {incarnation} is a list of seq and digest in hex, got {entry['known']!r}"
+                f"'known' of log {incarnation}: expected a list of [seq, digest in hex], got {entry['known']!r}"
             ) from None
         if known:
             self.known[incarnation] = known
@@ -90,7 +89,7 @@ class Offset:
         return made if self.gates is None else made | {EPOCHS: epochs.to_json(self.gates)}
 
     def entry(self, incarnation: str) -> Any:
-        """One log of the JSON."""
+        """The JSON of one log."""
         made: dict[str, Any] = {"seq": self.seqs.get(incarnation, 0)}
         if known := self.known.get(incarnation):
             made["known"] = [[seq, digest.hex()] for seq, digest in sorted(known.items())]
@@ -100,16 +99,16 @@ class Offset:
             made["unread"] = True
         return made if len(made) > 1 else made["seq"]
 
-    def back_to(self, losses: Mapping[str, Loss]) -> Offset:
-        """Where to go on in logs that went back."""
+    def back_to(self, losses: Mapping[str, LogLoss]) -> Offset:
+        """Returns the offset with the logs of `losses` at the seq up to which they still agree."""
         agreed = {incarnation: loss.before - 1 for incarnation, loss in losses.items()}
         known = {one: up_to(known, agreed[one]) if one in agreed else known for one, known in self.known.items()}
         return Offset(self.seqs | agreed, known, dict(self.after), self.unread - agreed.keys(), self.gates)
 
 
 @dataclass(frozen=True, slots=True)
-class LogState:
-    """One log as its streamer describes it. `wanted_seq`: the newest record of the topics that were asked for, or 0."""
+class DescribedLog:
+    """One log as its streamer describes it. `wanted_seq`: the newest record of the wanted topics, or 0."""
 
     incarnation: str
     oldest_seq: int
@@ -120,8 +119,8 @@ class LogState:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Records (after, until] of one log, and what proves that it is the one that they were planned for. Those up to
-    `seq` were read before, and waited."""
+    """Records (after, until] of one log, and digests that identify the log. An earlier batch has read those up to
+    `seq`, but they waited."""
 
     incarnation: str
     after: int
@@ -131,8 +130,9 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """Records (after, before) of one log are gone; `before` 0: all of it; not beyond `after`: it went back to there."""
+class LogLoss:
+    """Records (after, before) of one log are lost. `before` 0: the whole log is lost; `before` <= `after` + 1: the log
+    went back to there."""
 
     incarnation: str
     after: int
@@ -144,19 +144,18 @@ class Loss:
 
     def __str__(self) -> str:
         if not self.before:
-            return f"the log {self.incarnation} is gone, and with it what came after seq {self.after}"
+            return f"the log {self.incarnation} and its records after seq {self.after} are lost"
         if self.went_back:
             return (
-                f"the log {self.incarnation} went back (restored from a copy?): it and what was read agree up to seq "
-                f"{self.before - 1}, "
-                f"and any of the records {self.before} to {self.after} may be gone, and others in their place"
+                f"the log {self.incarnation} went back (restored from a copy?): it agrees with the records read up to "
+                f"seq {self.before - 1}; records {self.before} to {self.after} may be lost or replaced"
             )
-        return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are gone"
+        return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are lost"
 
 
-def logs_of(described: Iterable[ustreamer_pb2.LogState]) -> list[LogState]:
+def logs_of(described: Iterable[ustreamer_pb2.LogState]) -> list[DescribedLog]:
     return [
-        LogState(log.incarnation.hex(), log.oldest_seq, log.newest_seq, log.newest_match_seq, log.durable)
+        DescribedLog(log.incarnation.hex(), log.oldest_seq, log.newest_seq, log.newest_match_seq, log.durable)
         for log in described
     ]
 
@@ -174,37 +173,37 @@ def parse(text: str) -> str | Offset:
 
 def _seq(incarnation: str, seq: object) -> int:
     if type(seq) is not int or not 0 <= seq < 1 << 63:
-        raise invalid(f"a seq is a number of 0 or more, got {seq!r} for log {incarnation}")
+        raise invalid(f"seq of log {incarnation}: expected a whole number from 0 to 2^63 - 1, got {seq!r}")
     return seq
 
 
-def starting(where: str | Offset, logs: Iterable[LogState]) -> Offset:
-    """The place to begin at, for logs as they are now. One without anything that was asked for needs none."""
+def starting(where: str | Offset, logs: Iterable[DescribedLog]) -> Offset:
+    """The offset to begin at, for the present logs. Logs without wanted records are left out."""
     if isinstance(where, Offset):
         return where
     wanted = [log for log in logs if log.wanted_seq]
     if where == EARLIEST:
         return Offset(_compact({log.incarnation: log.oldest_seq - 1 for log in wanted if log.oldest_seq}))
-    assert where == LATEST, "parse makes nothing else"
+    assert where == LATEST, "parse returns nothing else"
     return Offset(
         _compact({log.incarnation: log.newest_seq for log in wanted}),
         unread=frozenset(log.incarnation for log in wanted if not log.durable),
     )
 
 
-def newest(logs: Iterable[LogState]) -> Offsets:
-    """The place where nothing is left to read."""
+def newest(logs: Iterable[DescribedLog]) -> Offsets:
+    """The offsets at which nothing is left to read."""
     return _compact({log.incarnation: log.newest_seq for log in logs})
 
 
-def lost(start: Offset, logs: Iterable[LogState]) -> list[Loss]:
-    """Logs that were read from and are gone, with whatever came after `start`.
+def lost(start: Offset, logs: Iterable[DescribedLog]) -> list[LogLoss]:
+    """The logs of `start` that no longer exist, with their records after `start`.
 
-    What retention has passed is known to the reply of Poll alone, which can tell it from records of other topics.
+    Only the answer of Poll shows what retention has deleted: it distinguishes that from records of other topics.
     """
     present = {log.incarnation for log in logs}
     return [
-        Loss(incarnation, seq, 0)
+        LogLoss(incarnation, seq, 0)
         for incarnation, seq in sorted(start.seqs.items())
         if incarnation not in present | start.unread
     ]
@@ -212,36 +211,36 @@ def lost(start: Offset, logs: Iterable[LogState]) -> list[Loss]:
 
 def advance(
     start: Mapping[str, int],
-    logs: Iterable[LogState],
+    logs: Iterable[DescribedLog],
     limit_records: int | None,
     target: Mapping[str, int] | None = None,
 ) -> Offsets:
     """The end of a batch that begins at `start`: at most `limit_records` further, never beyond `target`.
 
-    The limit counts seqs, so topics that aren't read count too; it is shared fairly among the logs. A log in which only
-    other topics grew stays where it is, so that it makes no empty batches. A log that is gone is left out.
+    The limit counts seqs, so topics that are not read count too; the logs share it equally. A log that has only new
+    records of other topics stays at its seq, to avoid empty batches. A log that no longer exists is left out.
     """
     ends: Offsets = {}
-    room: dict[str, int] = {}
+    unread: dict[str, int] = {}
     for log in logs:
         after = start.get(log.incarnation, 0)
         newest = log.newest_seq if target is None else min(log.newest_seq, target.get(log.incarnation, 0))
         ends[log.incarnation] = after
         if log.wanted_seq > after and newest > after:
-            room[log.incarnation] = newest - max(after, log.oldest_seq - 1)
-    left = sum(room.values()) if limit_records is None else limit_records
+            unread[log.incarnation] = newest - max(after, log.oldest_seq - 1)
+    left = sum(unread.values()) if limit_records is None else limit_records
     by_name = {log.incarnation: log for log in logs}
-    for place, (incarnation, records) in enumerate(sorted(room.items(), key=lambda item: (item[1], item[0]))):
-        share = min(records, max(1, left // (len(room) - place)))
+    for index, (incarnation, records) in enumerate(sorted(unread.items(), key=lambda item: (item[1], item[0]))):
+        share = min(records, max(1, left // (len(unread) - index)))
         left -= share
         ends[incarnation] = max(ends[incarnation], by_name[incarnation].oldest_seq - 1) + share
     return _compact(ends)
 
 
 def between(start: Offset, seqs: Offsets, known: Mapping[str, Known], agreed: Mapping[str, int]) -> Offset:
-    """The end of a batch to `seqs`, with what is `known` there now, and where logs that went back go on (`agreed`).
+    """The end of a batch at `seqs`. `known`: digests of the records there; `agreed`: begin of logs that went back.
 
-    A log in which nothing moves stays as it is written in `start`, so that Spark sees that there is nothing new.
+    A log without new records has the same entry as in `start`, so that Spark sees that nothing is new.
     """
     end = Offset(_compact(seqs))
     for incarnation, seq in end.seqs.items():
@@ -259,7 +258,7 @@ def between(start: Offset, seqs: Offsets, known: Mapping[str, Known], agreed: Ma
 
 
 def split(start: Offset, end: Offset) -> list[Range]:
-    """The records between two offsets in pieces of some size, the same ones for the same offsets."""
+    """Splits the records between two offsets into ranges; the same offsets give the same ranges."""
     ranges = []
     for incarnation, until in sorted(end.seqs.items()):
         seq = until
@@ -278,7 +277,7 @@ def split(start: Offset, end: Offset) -> list[Range]:
 
 
 def needed(acked: Offset) -> Offset:
-    """Up to where nothing is read again by who has all batches up to `acked`."""
+    """The positions up to which a query that has all batches up to `acked` reads nothing again."""
     if not acked.gates:
         return Offset(acked.seqs, acked.known)
     seqs = epochs.needed(acked.gates, acked.seqs)

@@ -1,6 +1,6 @@
-"""Reads back what the job wrote, without Spark.
+"""Reads the job's Parquet without Spark.
 
-DIR/_spark_metadata (what was committed) --> files --> pyarrow dataset    a file of a batch that was cut off isn't there
+DIR/_spark_metadata (committed files) --> files --> pyarrow dataset    files of an interrupted batch are not read
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 METADATA: Final = "_spark_metadata"
 _COMPACT: Final = ".compact"
-_TRIES: Final = 5  # Spark compacts every tenth batch; twice within one reading is unheard of
+_TRIES: Final = 5  # Spark compacts every tenth batch; reading takes less time than ten batches
 _PARTITIONS: Final = pa.schema([("authority", pa.string()), ("date", pa.date32())])
 _FILES_IN: Final = len(_PARTITIONS) + 1  # DIR/authority=A/date=D/FILE
 
 
 def committed_files(directory: Path) -> list[Path]:
-    """The files of all batches that were committed. Raises UStatusError(NOT_FOUND) if no job has written there."""
+    """The files of all committed batches. Raises UStatusError(NOT_FOUND) if no batch was committed there."""
     if not (directory / METADATA).is_dir():
-        raise UStatusError(UCode.NOT_FOUND, f"{directory} holds no {METADATA}: nothing was committed there yet")
+        raise UStatusError(UCode.NOT_FOUND, f"{directory} has no {METADATA}: no batch was committed there yet")
     for _ in range(_TRIES):
         try:
             entries = _entries(directory / METADATA)
             break
-        except FileNotFoundError:  # a job that runs has just replaced some by a compact one
+        except FileNotFoundError:  # the running job has just replaced some by a compact one
             continue
     else:
         raise UStatusError(UCode.UNAVAILABLE, f"{directory / METADATA} changes faster than it can be read: try again")
     files: dict[Path, None] = {}
     for entry in entries:
         path = Path(unquote(urlparse(entry["path"]).path))
-        if not path.is_relative_to(directory.resolve()):  # the directory was moved since
+        if not path.is_relative_to(directory.resolve()):  # the directory was moved
             path = directory.resolve().joinpath(*path.parts[-_FILES_IN:])
         if entry.get("action", "add") == "add":
             files[path] = None
@@ -49,13 +49,13 @@ def committed_files(directory: Path) -> list[Path]:
 
 
 def _entries(log: Path) -> list[dict[str, Any]]:
-    """What was added and deleted, in order."""
+    """The entries for added and deleted files, in order."""
     batches = {
         int(name.removesuffix(_COMPACT)): name
         for entry in log.iterdir()
         if (name := entry.name).removesuffix(_COMPACT).isdigit()
     }
-    # it repeats all before it
+    # a compact file repeats all entries before it
     begin = max((number for number, name in batches.items() if name.endswith(_COMPACT)), default=0)
     lines: list[str] = []
     for number in sorted(number for number in batches if number >= begin):

@@ -1,8 +1,8 @@
-"""The job: from a streamer's history to Parquet, without loss or duplicates, whatever is killed on the way.
+"""The job: writes a streamer's history to Parquet, without loss or duplicates even if processes are killed.
 
 config (TOML) --> session (quiet, local, small) --> readStream uprotocol --> date column --> writeStream parquet
                                                                                                   | and checkpoint
-                                          SIGTERM, SIGINT --> the query stops after what it is at --> Report
+                                          SIGTERM, SIGINT --> the query stops --> IngestReport
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-STOP_CHECK_S: Final = 1  # how late a SIGTERM is seen
-STOP_TIMEOUT_MS: Final = 30_000  # a batch that is cut off is read again, so there is no reason to wait for long
-PROGRESS_KEPT: Final = 1_000  # batches between two looks at the counts, one a second
-PARTITION_COLUMNS: Final = ("authority", "date")  # what a reader asks for first; few enough for files of some size
+STOP_CHECK_S: Final = 1  # a SIGTERM is noticed within this time
+STOP_TIMEOUT_MS: Final = 30_000  # short, since an interrupted batch is read again
+PROGRESS_KEPT: Final = 1_000  # batches between two readings of the counts, one per second
+PARTITION_COLUMNS: Final = ("authority", "date")  # readers filter by these; few enough that files do not get too small
 
 log = structlog.get_logger()
 
 
-class _Section(BaseModel):
+class _IngestSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -51,22 +51,22 @@ class Source(Options):
     model_config = ConfigDict(alias_generator=None)
 
 
-class Sink(_Section):
-    """[sink]: where the Parquet goes. The checkpoint belongs to it: they are kept or deleted together."""
+class ParquetSink(_IngestSection):
+    """[sink]: where the Parquet is written. Keep or delete it and the checkpoint together."""
 
     path: Path
     """Parquet in directories `authority=A/date=D`"""
     checkpoint: Path
-    """how far the query is; belongs to `path`: keep or delete both"""
+    """progress of the query; keep or delete it together with `path`"""
 
 
-class Trigger(_Section):
-    """[trigger]: read all there is and end, or a batch every so often."""
+class Trigger(_IngestSection):
+    """[trigger]: read all present records and end, or make a batch at intervals."""
 
     available_now: bool = False
-    """read all there is and end"""
+    """read all present records and end"""
     processing_time_ms: int | None = Field(default=None, ge=0)
-    """from one batch to the next. Without either, as soon as one is done"""
+    """interval of batches. Default: each batch begins when the previous one is done"""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Trigger:
@@ -75,43 +75,43 @@ class Trigger(_Section):
         return self
 
 
-class Spark(_Section):
+class Spark(_IngestSection):
     """[spark]"""
 
     master: str = "local[2]"
-    """where Spark runs"""
+    """URL of the Spark master"""
     memory_mib: int = Field(default=768, ge=512)  # below 450 MiB Spark refuses to start
-    """of the JVM"""
+    """heap of the JVM"""
     conf: dict[str, str] = {}
-    """any setting of Spark"""
+    """settings of Spark"""
 
 
-class Config(_Section):
+class IngestConfig(_IngestSection):
     source: Source
-    sink: Sink
+    sink: ParquetSink
     trigger: Trigger = Trigger()
     spark: Spark = Spark()
 
 
-class Report(NamedTuple):
-    """What one run did: rows and micro-batches written."""
+class IngestReport(NamedTuple):
+    """Rows and micro-batches that one run has written."""
 
     rows: int
     batches: int
 
 
-def load(path: Path) -> Config:
+def load(path: Path) -> IngestConfig:
     """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with every wrong key."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise UStatusError(UCode.NOT_FOUND, f"the configuration can't be read: {error}") from None
+        raise UStatusError(UCode.NOT_FOUND, f"cannot read the configuration: {error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise invalid(f"{path} is not TOML: {error}") from None
     try:
-        return Config.model_validate(given)
+        return IngestConfig.model_validate(given)
     except (ValidationError, UStatusError) as error:
-        why = error.message if isinstance(error, UStatusError) else explain(error, Config)
+        why = error.message if isinstance(error, UStatusError) else explain(error, IngestConfig)
         raise invalid(f"{path}: {why}") from None
 
 
@@ -121,7 +121,7 @@ def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSess
     java.use()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-    from pyspark.sql import SparkSession  # after JAVA_HOME: the import is what takes its time
+    from pyspark.sql import SparkSession  # slow, and needs JAVA_HOME
 
     log4j = resources.files("spark_ingest") / "log4j2.properties"
     conf = {
@@ -147,15 +147,17 @@ def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSess
         return builder.getOrCreate()
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, interrupt)  # Spark puts its own there, which cancels jobs but stops nothing
+            signal.signal(
+                signal.SIGINT, interrupt
+            )  # Spark replaces it by a handler that cancels jobs but does not stop the query
 
 
-def stream(spark: SparkSession, config: Config) -> DataFrame:
+def stream(spark: SparkSession, config: IngestConfig) -> DataFrame:
     """The rows of the source, with the column `date` for the sink's directories."""
     from pyspark.sql.functions import col, to_date
 
     source = config.source
-    if not source.consumer:  # the checkpoint is what makes a query this query
+    if not source.consumer:  # the checkpoint identifies the query
         digest = hashlib.sha256(str(config.sink.checkpoint.resolve()).encode()).hexdigest()[:16]
         source = source.model_copy(update={"consumer": f"spark-{digest}"})
     reader = spark.readStream.format("uprotocol")
@@ -174,8 +176,8 @@ def options(source: Options) -> dict[str, str]:
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
 
 
-def start(spark: SparkSession, config: Config) -> StreamingQuery:
-    """Begin, or go on from the checkpoint."""
+def start(spark: SparkSession, config: IngestConfig) -> StreamingQuery:
+    """Start the query, from its checkpoint if there is one."""
     writer: DataStreamWriter = (
         stream(spark, config)
         .writeStream.format("parquet")
@@ -188,8 +190,8 @@ def start(spark: SparkSession, config: Config) -> StreamingQuery:
     return writer.trigger(processingTime=f"{config.trigger.processing_time_ms or 0} milliseconds").start()
 
 
-def run(config: Config, stopping: threading.Event | None = None) -> Report:
-    """Run until `stopping`, or until all is read with available_now. Raises UStatusError: why the query failed."""
+def run(config: IngestConfig, stopping: threading.Event | None = None) -> IngestReport:
+    """Run until `stopping`, or with available_now until all is read. Raises UStatusError if the query fails."""
     stopping = stopping or threading.Event()
     spark = session(config.spark)
     try:
@@ -197,11 +199,11 @@ def run(config: Config, stopping: threading.Event | None = None) -> Report:
         log.info("ingesting", source=config.source.authority, sink=str(config.sink.path), query=str(query.id))
         return _follow(query, stopping)
     finally:
-        with contextlib.suppress(Exception):  # the JVM may be gone already, by the same signal
+        with contextlib.suppress(Exception):  # the same signal may have ended the JVM already
             spark.stop()
 
 
-def _follow(query: StreamingQuery, stopping: threading.Event) -> Report:
+def _follow(query: StreamingQuery, stopping: threading.Event) -> IngestReport:
     from pyspark.errors import StreamingQueryException
 
     rows: dict[int, int] = {}
@@ -218,20 +220,20 @@ def _follow(query: StreamingQuery, stopping: threading.Event) -> Report:
     except Exception:
         if not stopping.is_set():
             raise
-        log.warning("Spark went away while it was being stopped; the next run goes on from the checkpoint")
-    return Report(sum(rows.values()), sum(count > 0 for count in rows.values()))
+        log.warning("Spark ended while it was being stopped; the next run continues from the checkpoint")
+    return IngestReport(sum(rows.values()), sum(count > 0 for count in rows.values()))
 
 
 def _reason(text: str) -> str:
-    """The UStatusError of a task or of the planner within Spark's many lines, else their first one."""
+    """Returns the UStatusError of a task or of the planner in Spark's error text, else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line.partition("UStatusError: ")[2] for line in lines if "UStatusError: " in line]
-    return ours[0] if ours else lines[0] if lines else "the query failed and didn't say why"
+    return ours[0] if ours else lines[0] if lines else "the query failed without a reason"
 
 
 @contextlib.contextmanager
 def stop_on_signals(signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[threading.Event]:
-    """An event that is set by the first of `signals`. Main thread only; the former handlers come back at the end."""
+    """An event that the first of `signals` sets. Main thread only; the former handlers are restored at the end."""
     stopping = threading.Event()
     former: dict[signal.Signals, Callable[..., Any] | int | None] = {}
     for number in signals:

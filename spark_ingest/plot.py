@@ -1,4 +1,4 @@
-"""A picture of a drive: speed and engine speed over time, from the Parquet that the job wrote."""
+"""Plots a drive from the job's Parquet: speed and engine speed over time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS: Final = ("#1f6fb4", "#d1571f")
 
 def plot(parquet_dir: Path | str, png: Path | str) -> None:
     """Draw `png` from the job's output. Raises UStatusError(NOT_FOUND) if neither signal is in it."""
-    import matplotlib  # an extra, and slow to import
+    import matplotlib  # slow to import, and an optional extra
 
     matplotlib.use("Agg")
     from matplotlib import dates
@@ -36,7 +36,7 @@ def plot(parquet_dir: Path | str, png: Path | str) -> None:
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        # above, so that it hides nothing
+        # above the curves
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
     locator = dates.AutoDateLocator()  # type: ignore[no-untyped-call]
     panels[1].xaxis.set_major_locator(locator)

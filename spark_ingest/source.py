@@ -1,11 +1,11 @@
-"""The Spark data source `uprotocol`: the history of a streamer as rows, each exactly once.
+"""The Spark data source `uprotocol`: the history of a streamer as rows, each row exactly once.
 
-driver:   latestOffset --Describe--> {log: seq}    partitions: ranges of seqs   commit --Poll(acked)--> may be forgotten
+driver:   latestOffset --Describe--> {log: seq}    partitions: ranges of seqs   commit --Poll(acked)--> may be deleted
 tasks:    read(range)  --Poll(until)--> records --decode--> Arrow batches
 
-Spark writes start and end of a batch to its checkpoint before it reads; a range reads the same records whenever it is
-read. So a batch that was cut off is read again as it was, and the sink knows it by its number. With whole epochs the
-offsets say, too, which of the records wait.
+Spark writes start and end of a batch to its checkpoint before it reads the batch, and a range has the same records at
+each reading. So an interrupted batch is read again with the same rows, and the sink recognises it by its number. With
+whole epochs the offsets also contain which records wait.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pyspark.sql.types import StructType
 from spark_ingest import epochs, offsets
 from spark_ingest.client import History, Options
 from spark_ingest.decode import DDL, Decoder
-from spark_ingest.epochs import Between, Choice, Gates, Told
-from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
+from spark_ingest.epochs import BatchFrontiers, Choice, FrontierRecord, Gates
+from spark_ingest.offsets import DescribedLog, LogLoss, Offset, Offsets, Range
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FORMAT: Final = "uprotocol"
-IDLE_WAIT_MS: Final = 500  # Spark asks 100 times a second: the answer waits for news, and a stop for the answer
+IDLE_WAIT_MS: Final = (
+    500  # Spark asks 100 times a second, so the answer waits for new records; a stop waits for the answer
+)
 
 log = structlog.get_logger()
 
@@ -58,7 +60,7 @@ class UProtocolDataSource(DataSource):
 
 
 def register(spark: SparkSession) -> None:
-    """Make the format known to a `spark` that does not find up-streamer on its path by itself."""
+    """Register the format with a `spark` that does not find it by itself."""
     spark.dataSource.register(UProtocolDataSource)
 
 
@@ -68,16 +70,16 @@ class _Partition(InputPartition):
         self.range, self.choice = range, choice
 
 
-class _Reader:
-    """What both readers do in a task. Travels to the tasks by pickle, so it holds options only."""
+class _SourceReader:
+    """What both readers do in a task. It is pickled for the tasks, so it has only options."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one range. Logs what was malformed or, without failOnDataLoss, lost."""
+        """The rows of one range. Logs malformed records and, without failOnDataLoss, losses."""
         if not isinstance(partition, _Partition):
-            return  # what Spark plans where there is nothing to read
+            return  # Spark plans an empty partition if there is nothing to read
         decoder, malformed = Decoder(), Counter[str]()
         with History(self._options) as history:
             for records in history.read(partition.range, self._on_loss):
@@ -94,10 +96,10 @@ class _Reader:
                 "some records could not be decoded; their values are null", range=str(partition.range), **malformed
             )
 
-    def _on_loss(self, loss: Loss) -> None:
+    def _on_loss(self, loss: LogLoss) -> None:
         if self._options.fail_on_data_loss:
-            why = "the retention passed them, or the streamer lost them"
-            what = f"{loss}: {why}. Set failOnDataLoss to false to go on with what there is"
+            why = "retention deleted them, or the streamer lost them"
+            what = f"{loss}: {why}. Set failOnDataLoss to false to continue without them"
             raise UStatusError(UCode.DATA_LOSS, what)
         log.warning("data loss", loss=str(loss), records_lost=max(0, loss.before - loss.after - 1))
 
@@ -105,13 +107,13 @@ class _Reader:
         self,
         history: History,
         start: Offset,
-        logs: Sequence[LogState],
+        logs: Sequence[DescribedLog],
         limit_records: int | None,
         target: Offsets | None = None,
     ) -> Offset:
-        """The end of a batch that begins at `start`. Tells of logs that are gone, or not what they were at `start`."""
-        gone = offsets.lost(start, logs)
-        for loss in gone:
+        """Returns the end of a batch that begins at `start`. Reports logs that no longer exist or went back."""
+        missing = offsets.lost(start, logs)
+        for loss in missing:
             self._on_loss(loss)
         seqs = offsets.advance(start.seqs, logs, limit_records, target)
         known, back = history.prove(seqs, start.known)
@@ -124,31 +126,31 @@ class _Reader:
             known, _ = history.prove(seqs, begin.known)
         end = offsets.between(start, seqs, known, {name: begin.seqs[name] for name in back})
         if self._options.epochs == "complete":
-            missing = frozenset(loss.incarnation for loss in gone)
-            end.gates = self._gates(history, start, begin, end, frozenset(back), missing)
+            lost = frozenset(loss.incarnation for loss in missing)
+            end.gates = self._gates(history, start, begin, end, frozenset(back), lost)
         return end
 
     def _gates(
-        self, history: History, start: Offset, begin: Offset, end: Offset, anew: frozenset[str], gone: frozenset[str]
+        self, history: History, start: Offset, begin: Offset, end: Offset, back: frozenset[str], missing: frozenset[str]
     ) -> Gates | None:
-        if not anew | gone and start.seqs == end.seqs:
+        if not back | missing and start.seqs == end.seqs:
             return start.gates
         gates = start.gates
         if gates is None:
             snapshot = history.snapshot({name: start.seqs.get(name, 0) for name in end.seqs})
             gates = epochs.begin(snapshot, is_new=False)
-        told, lossy = list[Told](), set[str]()
+        frontiers, lossy = list[FrontierRecord](), set[str]()
         for name, until in end.seqs.items():
             after = begin.seqs.get(name, 0)
             if until > after:
-                found, is_lossy = history.told(Range(name, after, until, tuple(begin.known.get(name, {}).items())))
-                told += found
+                found, is_lossy = history.frontiers(Range(name, after, until, tuple(begin.known.get(name, {}).items())))
+                frontiers += found
                 lossy |= {name} if is_lossy and after else set()
         topics = [uris.parse(topic) for topic in self._options.topics]
-        between = Between(begin.seqs, end.seqs, told, topics, frozenset(lossy), anew, gone)
-        return epochs.advance(gates, between, _now_ms())
+        batch = BatchFrontiers(begin.seqs, end.seqs, frontiers, topics, frozenset(lossy), back, missing)
+        return epochs.advance(gates, batch, _now_ms())
 
-    def _begun(self, history: History, start: Offset) -> Gates:
+    def _first_gates(self, history: History, start: Offset) -> Gates:
         return epochs.begin(history.snapshot(start.seqs) if start.seqs else (), is_new=True)
 
     def _partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
@@ -162,7 +164,7 @@ class _Reader:
         return [_Partition(range, choices[range.incarnation, range.seq]) for range in ranges]
 
 
-class BatchReader(_Reader, DataSourceReader):
+class BatchReader(_SourceReader, DataSourceReader):
     """All records from startingOffsets to the newest at the time of planning."""
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -170,34 +172,34 @@ class BatchReader(_Reader, DataSourceReader):
             logs = history.describe()
             start = offsets.starting(offsets.parse(self._options.starting_offsets), logs)
             if self._options.epochs == "complete" and start.gates is None:
-                start.gates = self._begun(history, start)
+                start.gates = self._first_gates(history, start)
             end = self._plan(history, start, logs, None)
         return self._partitions(start, end)
 
 
-class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Micro-batches. On the driver it keeps one connection, for Describe and for the consumer's cursor."""
+class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Micro-batches. The driver keeps one connection, for Describe and for the consumer's cursor."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._history: History | None = None
         self._target: Offsets | None = None
-        self._logs: list[LogState] = []  # as described last
-        self._acked: Offset | None = None  # what this run has told the history
-        self._heard_ms = 0  # since when the streamer has answered without a failure, Unix ms; 0: it has not
+        self._logs: list[DescribedLog] = []  # the latest description
+        self._acked: Offset | None = None  # the offset that this run has confirmed to the history
+        self._heard_ms = 0  # since then the streamer has answered without a failure, Unix ms; 0: the last call failed
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["_options"])  # type: ignore[misc]  # a reader that travelled starts anew
+        self.__init__(state["_options"])  # type: ignore[misc]  # an unpickled reader is a new one
 
     def initialOffset(self) -> dict[str, Any]:
         start = offsets.starting(offsets.parse(self._options.starting_offsets), self._describe())
         known, _ = self._driver.prove(start.seqs, start.known)
         start.known = start.known or known
         if self._options.epochs == "complete" and start.gates is None:
-            start.gates = self._begun(self._driver, start)
+            start.gates = self._first_gates(self._driver, start)
         self._hold(start)
         return start.json()
 
@@ -208,7 +210,9 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._target = offsets.newest(self._describe())
 
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        assert isinstance(limit, ReadMaxRows | ReadAllAvailable), f"Spark gives the limit that it was told, got {limit}"
+        assert isinstance(limit, ReadMaxRows | ReadAllAvailable), (
+            f"expected ReadMaxRows or ReadAllAvailable, got {limit}"
+        )
         begin = Offset.of(start)
         limit_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         try:
@@ -229,13 +233,13 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         end = self._plan(self._driver, start, self._describe(), limit_records, self._target)
         self._give_up(end)
         if self._acked is None or (end == start and self._acked != start):
-            # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the
-            # next. But it calls `commit` only when it begins the next, which may be never.
+            # All records before `start` are in the sink: Spark finishes a batch, also after a restart, before it asks
+            # for the next one. But it calls `commit` only when the next one begins, which may never happen.
             self._hold(start)
         return end
 
     def _give_up(self, end: Offset) -> None:
-        """Of epochs that nothing has been told of for too long, if nothing of them is left to be read."""
+        """Deliver epochs whose keeper has sent no frontier for too long, if no wanted records are left to read."""
         now_ms = _now_ms()
         self._heard_ms = self._heard_ms or now_ms
         wanted = {log.incarnation: log.wanted_seq for log in self._logs}
@@ -244,11 +248,11 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if not end.gates or any(seq > end.seqs.get(name, 0) for name, seq in wanted.items()):
             return
         timeout_ms = round(self._options.epoch_timeout * 1000)
-        # a run that ends with what is there does not wait; another one gives who was away as long as we the time
+        # a run with available_now does not wait; another one waits until the streamer has been back for the time-out
         if self._target is not None or now_ms - self._heard_ms > timeout_ms:
             end.gates = epochs.given_up(end.gates, epochs.overdue(end.gates, now_ms, timeout_ms), timeout_ms)
 
-    def _describe(self) -> list[LogState]:
+    def _describe(self) -> list[DescribedLog]:
         self._logs = self._driver.describe()
         return self._logs
 
@@ -262,14 +266,16 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return self._partitions(Offset.of(start), Offset.of(end))
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """All up to `end` is in the sink: the history need not keep it for us."""
+        """All records up to `end` are in the sink, so the history need not keep them for this query."""
         try:
             self._hold(Offset.of(end))
         except UStatusError as error:
             if not error.retryable:
                 raise
             log.warning(
-                "the streamer is away; it keeps what was committed", authority=self._options.authority, error=str(error)
+                "the streamer is away; it still keeps records that were committed",
+                authority=self._options.authority,
+                error=str(error),
             )
 
     def stop(self) -> None:

@@ -215,7 +215,7 @@ def spark_offsets(data: bytes) -> None:
         if isinstance(found, offsets.Offset):
             assert offsets.parse(json.dumps(found.json())) == found
             offsets.split(offsets.Offset(), found)
-            offsets.advance(found.seqs, [offsets.LogState(name, 1, 1 << 40, 1 << 40) for name in found.seqs], 1_000)
+            offsets.advance(found.seqs, [offsets.DescribedLog(name, 1, 1 << 40, 1 << 40) for name in found.seqs], 1_000)
 
 
 @target

@@ -1,5 +1,5 @@
-"""A streamer's history in a process of its own, on Zenoh loopback, that a test tells what to do: one JSON object a
-line, in and out.
+"""A streamer's history in a process of its own, on Zenoh loopback. A test writes one JSON object per line as a
+command; each answer is one line, too.
 
 python history_host.py PORT LOG_FILE RETENTION_MS
 """
@@ -45,9 +45,9 @@ async def main(port: int, path: str, retention_ms: int) -> None:
         keeper.close()
 
 
-async def answer(log: Log, ring: Log, service: HistoryService, asked: dict[str, Any]) -> dict[str, Any]:
-    first = await append(log, asked.get("append", []))
-    await append(ring, asked.get("volatile", []))
+async def answer(log: Log, ring: Log, service: HistoryService, command: dict[str, Any]) -> dict[str, Any]:
+    first = await append(log, command.get("append", []))
+    await append(ring, command.get("volatile", []))
     return {
         "first": first,
         "oldest": log.oldest_seq,
@@ -58,7 +58,7 @@ async def answer(log: Log, ring: Log, service: HistoryService, asked: dict[str, 
 
 
 async def append(log: Log, texts: list[str]) -> int | None:
-    """The first seq."""
+    """Returns the first seq."""
     messages = [UMessage.FromString(base64.b64decode(text)) for text in texts]
     first = None
     for begin in range(0, len(messages), 500):

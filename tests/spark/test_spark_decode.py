@@ -1,4 +1,4 @@
-"""Decoding: every known payload gives its value, anything else gives nulls, and nothing raises."""
+"""Decoding: every known payload gives its value, other payloads give nulls, and no payload raises."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_message_without_payload_is_a_row_without_one() -> None:
     assert made["ts"].timestamp() * 1000 == pytest.approx(uuids.now_ms(), abs=60_000)
 
 
-def test_what_is_no_message_is_a_row_of_nulls_with_its_bytes() -> None:
+def test_invalid_bytes_are_a_row_of_nulls_with_the_bytes() -> None:
     made = row(b"\x0a\xffgarbage", time_ms=1_000)
     assert made.pop("ts").timestamp() == 1.0
     assert made.pop("payload") == b"\x0a\xffgarbage"
@@ -160,7 +160,7 @@ def test_what_is_no_message_is_a_row_of_nulls_with_its_bytes() -> None:
 @pytest.mark.parametrize(
     "time", [Timestamp(seconds=2**62), Timestamp(seconds=1, nanos=-1), Timestamp(seconds=-(2**50))]
 )
-def test_a_time_that_is_none_falls_back_to_the_id(time: Timestamp) -> None:
+def test_an_invalid_time_falls_back_to_the_id(time: Timestamp) -> None:
     message = published(UPayload.pack(Sample(path="p", time=time, double_value=1)))
     made = row(message)
     assert made["ts"].timestamp() * 1000 == pytest.approx(uuids.time_ms(message.attributes.id), abs=1)
@@ -193,7 +193,7 @@ def test_no_bytes_raise(blobs: list[bytes], data: st.DataObject) -> None:
 @given(
     st.binary(max_size=400), st.sampled_from(sorted(UPayloadFormat.values())), st.sampled_from(["a", "b.c", "x" * 120])
 )
-def test_the_short_cut_agrees_with_protobuf(payload: bytes, format: Any, authority: str) -> None:
+def test_the_fast_path_agrees_with_protobuf(payload: bytes, format: Any, authority: str) -> None:
     message = UMessageBuilder.publish(uris.uri(authority, 0x8001, 1, 0x8002)).build_from_upayload(
         UPayload(payload, format)
     )
@@ -214,9 +214,7 @@ def test_the_short_cut_agrees_with_protobuf(payload: bytes, format: Any, authori
     ),
     st.data(),
 )
-def test_what_was_seen_before_changes_nothing(
-    parts: list[tuple[str, int, float | str | bool]], data: st.DataObject
-) -> None:
+def test_caches_do_not_change_the_result(parts: list[tuple[str, int, float | str | bool]], data: st.DataObject) -> None:
     messages = []
     for path, seconds, value in parts:
         sample = drive.Sample(drive.Signal(path, "v", 0x8000), seconds * 1_000, value)
@@ -258,7 +256,7 @@ def test_each_row_has_its_epoch() -> None:
 
 
 @pytest.mark.parametrize("places", [[], [1, 1], [3, 0, 0]])
-def test_epochs_that_are_none_make_no_column_of_wrong_ones(places: list[int]) -> None:
+def test_inconsistent_epochs_make_a_column_of_nulls(places: list[int]) -> None:
     message = published(UPayload.pack(Sample(path="a", double_value=1))).SerializeToString()
     made = Decoder().decode(range(3), [1] * 3, [message] * 3, [Epoch(group="second")], places).batch
     assert made["epoch"].null_count == 3

@@ -1,4 +1,4 @@
-"""Whole epochs for Spark: the source's own planning and reading, against a history whose world goes on by chance."""
+"""Whole epochs for Spark: the source plans and reads against a history that random steps change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from history.epochs.group_state import GROUPS_MAX, REST
 from history.reading.client import HistoryClient
 from spark_ingest import epochs, offsets, source
 from spark_ingest.client import History, Options
-from spark_ingest.epochs import Between, Choice, Gates, Told
+from spark_ingest.epochs import BatchFrontiers, Choice, FrontierRecord, Gates
 from spark_ingest.offsets import Offset
 from spark_ingest.source import BatchReader, StreamReader
 from tests.history.test_epochs_whole import LAPS, OTHER, SIGNALS, World, inline
@@ -39,7 +39,7 @@ Row = tuple[int, Epoch | None, str | None]  # seq, and the columns of epochs
 
 
 class Played:
-    """A world in which Spark's calls take their turn: the time of both is virtual."""
+    """A history with keepers in virtual time, and Spark's calls between its steps."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seed, self.dice = seed, random.Random(seed)
@@ -128,7 +128,7 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         if turn < ROUNDS:
             played.go_on(dice.randrange(12))
         else:
-            played.pass_s(20)  # until everything has timed out that nobody closed
+            played.pass_s(20)  # until all epochs that were not closed have timed out
         if dice.random() < 0.1:
             reader = played.reader(**more)  # after a restart
         end = json.loads(json.dumps(reader.latestOffset(offset, reader.getDefaultReadLimit())))
@@ -139,7 +139,9 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         again = dice.random() < 0.2
         batches.append(rows(reader, offset, end))
         if again:
-            assert rows(played.reader(**more), offset, end) == batches[-1], f"seed {seed}: a batch is what it was"
+            assert rows(played.reader(**more), offset, end) == batches[-1], (
+                f"seed {seed}: a batch differs at its second reading"
+            )
         reader.commit(end)
         offset = end
     truth = played.run(played.world.truth())
@@ -149,19 +151,19 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     has: dict[Epoch, set[Any]] = defaultdict(set)
     marked: dict[Epoch, str] = {}
     for number, batch in enumerate(batches):
-        for place, epoch, why in batch:
-            assert place not in seen, f"seed {seed}: {place} of {epoch} in batches {seen[place]} and {number}"
-            seen[place] = number
+        for position, epoch, why in batch:
+            assert position not in seen, f"seed {seed}: {position} of {epoch} in batches {seen[position]} and {number}"
+            seen[position] = number
             if epoch is None:
                 continue
             of_batch[epoch].add(number)
-            has[epoch].add((bytes.fromhex(place[0]), place[1]))  # type: ignore[index]
+            has[epoch].add((bytes.fromhex(position[0]), position[1]))  # type: ignore[index]
             if why:
                 marked[epoch] = why
     for epoch, records in has.items():
         assert epoch in marked or len(of_batch[epoch]) == 1, f"seed {seed}: {epoch} in batches {of_batch[epoch]}"
         assert epoch in marked or records == truth[epoch], f"seed {seed}: a part of {epoch}: {truth[epoch] ^ records}"
-    assert not any("nothing was heard" in why for why in marked.values()), f"seed {seed}: {marked}"
+    assert not any("has reported nothing" in why for why in marked.values()), f"seed {seed}: {marked}"
     for epoch, records in truth.items():
         is_begun = any(seq <= begun.get(log.hex(), 0) for log, seq in records)
         covered = latest and any(seq for seq in begun.values())
@@ -171,7 +173,7 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
 
 
 def check_read_at_once(played: Played, truth: dict[Epoch, set[tuple[bytes, int]]]) -> None:
-    """`spark.read`: everything is over by now."""
+    """`spark.read`, after all epochs are over."""
     reader = BatchReader(played.options())
     has: dict[Epoch, int] = defaultdict(int)
     for part in reader.partitions():
@@ -189,12 +191,14 @@ def test_a_batch_has_all_of_an_epoch(first: int, monkeypatch: pytest.MonkeyPatch
         checked, whole = play(seed, monkeypatch)
         sums[0] += checked
         sums[1] += whole
-    assert sums[1] > 20, f"epochs were seen, and most of them whole: {sums}"
+    assert sums[1] > 20, f"too few whole epochs: {sums}"
 
 
 @pytest.mark.parametrize("seed", seeds(6, quick=2))
-def test_whatever_is_asked_for_in_between_each_row_comes_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One query that is started again with whole epochs, without them, and with them again."""
+def test_each_row_comes_once_if_the_option_epochs_changes_between_runs(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query that is restarted with whole epochs and without them."""
     played = Played(seed, monkeypatch)
     played.begin()
     dice, seen = played.dice, set[Any]()
@@ -208,16 +212,16 @@ def test_whatever_is_asked_for_in_between_each_row_comes_once(seed: int, monkeyp
         end = json.loads(json.dumps(reader.latestOffset(offset, reader.getDefaultReadLimit())))
         if end == offset and turn > ROUNDS + 1:
             break
-        for place, epoch, _ in rows(reader, offset, end):
-            assert place not in seen, f"{place} of {epoch} comes again"
-            seen.add(place)
+        for position, epoch, _ in rows(reader, offset, end):
+            assert position not in seen, f"{position} of {epoch} comes twice"
+            seen.add(position)
         offset = end
     truth = played.run(played.world.truth()).values()
     assert {(log.hex(), seq) for records in truth for log, seq in records} <= seen
     played.end()
 
 
-# --- one thing at a time
+# --- one rule at a time
 
 A, B, CLOUD = "aa" * 16, "bb" * 16, "cc" * 16
 KEY: Final = ("car", 4, "g")
@@ -226,8 +230,8 @@ WHO: Final = "car has reported nothing for 60 s"
 
 def frontier(
     seq: int, version: int, active: set[int], *, read: str = A, origin: str = "", ended: str | None = None, **more: Any
-) -> Told:
-    """Of the log `read`; what is active is what may come, too. `ended`: "TIME WHY"."""
+) -> FrontierRecord:
+    """A frontier in the log `read`; its lower frontier is its active times. `ended`: "TIME WHY"."""
     group = GroupFrontier(group="g", version=version, number=more.get("number", version))
     group.logs.extend(bytes.fromhex(log) for log in more.get("logs", [origin or read]))
     group.kept.passed.extend(LogicalTime(numbers=[number]) for number in more.get("passed", ()))
@@ -237,11 +241,11 @@ def frontier(
         time, _, why = ended.partition(" ")
         group.ended.append(GroupFrontier.Ended(time=LogicalTime(numbers=[int(time)]), incomplete=why))
     topic = uris.uri("car", 4, 1, 0x8005)
-    return Told(read, seq, origin or read, UMessageBuilder.publish(topic).pack(Frontier(groups=[group])))
+    return FrontierRecord(read, seq, origin or read, UMessageBuilder.publish(topic).pack(Frontier(groups=[group])))
 
 
 def records(read: str, origin: str, *times: int, first: int = 1) -> RecordBatch:
-    """One each; times below 0 are of another group, of which nothing is told."""
+    """One record for each time; times below 0 are of a group without frontiers."""
     batch = RecordBatch(incarnation=bytes.fromhex(read))
     if origin != read:
         batch.origin_incarnation.append(bytes.fromhex(origin))
@@ -260,12 +264,12 @@ def chosen(start: Gates, end: Gates, batch: RecordBatch, seq: int) -> dict[int, 
     return dict(zip(columns[0], columns[5], strict=True))
 
 
-def gates_after(*told: Told, gates: Gates | None = None, **what: Any) -> Gates:
+def gates_after(*frontiers: FrontierRecord, gates: Gates | None = None, **what: Any) -> Gates:
     ends = {A: 100, B: 100, CLOUD: 100}
-    return epochs.advance(gates or {}, Between(what.pop("start", {}), ends, told, **what), now_ms=1_000)
+    return epochs.advance(gates or {}, BatchFrontiers(what.pop("start", {}), ends, frontiers, **what), now_ms=1_000)
 
 
-def test_an_epoch_waits_for_a_log_that_has_not_heard_of_it() -> None:
+def test_an_epoch_waits_for_a_log_without_a_parsedof_its_end() -> None:
     both = [A, B]
     ahead = gates_after(
         frontier(1, 1, set(), logs=both),
@@ -273,16 +277,16 @@ def test_an_epoch_waits_for_a_log_that_has_not_heard_of_it() -> None:
         frontier(5, 2, {7}, opened={7}, logs=both),
         frontier(9, 3, set(), ended="7", logs=both),
     )
-    assert ahead[KEY].held[(7,)].after == {A: 5, B: 0, CLOUD: 100}, "records of it come after what opened it"
+    assert ahead[KEY].held[(7,)].after == {A: 5, B: 0, CLOUD: 100}, "its records come after the frontier that opened it"
     assert chosen({}, ahead, records(A, A, 7, 7, first=6), 0) == {}
     level = gates_after(frontier(3, 3, set(), read=B, logs=both), gates=ahead, start={A: 100, B: 2})
     assert level[KEY].held == {}
     assert chosen(ahead, level, records(A, A, 7, 7, first=6), 100) == {6: None, 7: None}
     assert epochs.read_from(ahead, level, A, 100) == 5
-    assert gates_after(gates=level) == {}, "of what is over nothing is kept"
+    assert gates_after(gates=level) == {}, "a gate is dropped when its epochs are over"
 
 
-def test_what_had_begun_where_the_log_begins_is_dropped() -> None:
+def test_an_epoch_that_began_before_the_log_is_dropped() -> None:
     gates = gates_after(frontier(3, 9, {6, 7}, opened={7}, number=4))
     assert gates[KEY].filter == {(6,)}
     assert set(gates[KEY].held) == {(7,)}
@@ -292,51 +296,51 @@ def test_what_had_begun_where_the_log_begins_is_dropped() -> None:
     }
 
 
-def test_a_gateway_that_is_away_is_given_up_and_what_comes_later_is_told_as_the_rest() -> None:
+def test_epochs_of_an_absent_gateway_are_given_up_and_later_records_are_marked_as_the_rest() -> None:
     gates = gates_after(
         frontier(1, 1, set(), read=CLOUD, origin=A), frontier(3, 2, {7}, read=CLOUD, origin=A, opened={7})
     )
     assert epochs.overdue(gates, 61_000, 60_000) == []
     assert epochs.overdue(gates, 61_001, 60_000) == [KEY]
-    gone = epochs.given_up(gates, [KEY], 60_000)
-    assert epochs.overdue(gone, 1 << 40, 60_000) == [], "once"
-    assert chosen(gates, gone, records(CLOUD, A, 7, first=4), 100) == {4: WHO}
+    given_up = epochs.given_up(gates, [KEY], 60_000)
+    assert epochs.overdue(given_up, 1 << 40, 60_000) == [], "once"
+    assert chosen(gates, given_up, records(CLOUD, A, 7, first=4), 100) == {4: WHO}
     assert epochs.needed(gates, {CLOUD: 100}) == {CLOUD: 3}
-    assert epochs.needed(gone, {CLOUD: 100}) == {CLOUD: 100}
-    back = gates_after(frontier(101, 3, set(), read=CLOUD, origin=A, ended="7"), gates=gone, start={CLOUD: 100})
-    assert chosen(gone, back, records(CLOUD, A, 7, 8, first=101), 100) == {101: REST, 102: None}
-    assert chosen(gone, back, records(CLOUD, A, 7, first=4), 100) == {}, "handed over before"
+    assert epochs.needed(given_up, {CLOUD: 100}) == {CLOUD: 100}
+    back = gates_after(frontier(101, 3, set(), read=CLOUD, origin=A, ended="7"), gates=given_up, start={CLOUD: 100})
+    assert chosen(given_up, back, records(CLOUD, A, 7, 8, first=101), 100) == {101: REST, 102: None}
+    assert chosen(given_up, back, records(CLOUD, A, 7, first=4), 100) == {}, "delivered before"
 
 
-def test_why_an_epoch_is_not_whole_is_told_with_its_rows() -> None:
+def test_the_rows_of_an_incomplete_epoch_have_the_reason() -> None:
     opened = frontier(2, 2, {7}, opened={7}), frontier(4, 3, set(), ended="7 nobody knows")
     assert chosen({}, gates_after(*opened), records(A, A, 7, -1, first=3), 0) == {3: "nobody knows", 4: UNREPORTED}
     waits, over = gates_after(opened[0]), frontier(4, 3, set(), ended="7")
     assert chosen(waits, gates_after(over, gates=waits, lossy=frozenset({A})), records(A, A, 7), 0) == {1: MISSED}
-    gone = gates_after(gates=waits, gone=frozenset({A}))
-    assert (gone[KEY].held, gone[KEY].incomplete) == ({}, {(7,): MISSED})
-    anew = gates_after(frontier(2, 1, {8}, number=3), gates=waits, anew=frozenset({A}))
-    assert anew[KEY].incomplete == {(7,): MISSED}, "what waited is handed over"
-    assert anew[KEY].held[(8,)].why == MISSED
-    said = Beginning(topics=[uris.parse("//car/1/1/8000")], service=uris.uri("car", 4, 1))
-    begun = Told(A, 3, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).pack(said))
+    given_up = gates_after(gates=waits, missing=frozenset({A}))
+    assert (given_up[KEY].held, given_up[KEY].incomplete) == ({}, {(7,): MISSED})
+    restarted = gates_after(frontier(2, 1, {8}, number=3), gates=waits, went_back=frozenset({A}))
+    assert restarted[KEY].incomplete == {(7,): MISSED}, "what waited is delivered"
+    assert restarted[KEY].held[(8,)].why == MISSED
+    beginning = Beginning(topics=[uris.parse("//car/1/1/8000")], service=uris.uri("car", 4, 1))
+    begun = FrontierRecord(A, 3, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).pack(beginning))
     other = [uris.parse("//bus/1/1/8000")]
-    for topics, why in ((), BEGUN_THERE), (said.topics, BEGUN_THERE), (other, None):
+    for topics, why in ((), BEGUN_THERE), (beginning.topics, BEGUN_THERE), (other, None):
         over = gates_after(opened[0], begun, frontier(4, 3, set(), ended="7"), topics=topics)
         assert chosen({}, over, records(A, A, 7, first=3), 0) == {3: why}
 
 
-def test_what_was_opened_where_nothing_was_heard_is_told_as_a_part() -> None:
+def test_an_epoch_opened_between_missed_frontiers_is_incomplete() -> None:
     waits = gates_after(frontier(2, 2, {7}, opened={7}))
-    said = Beginning(topics=[uris.parse("//*/FFFFFFFF/1/FFFF")], service=uris.uri("car", 4, 1))
-    hole = Told(A, 101, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).pack(said))
+    beginning = Beginning(topics=[uris.parse("//*/FFFFFFFF/1/FFFF")], service=uris.uri("car", 4, 1))
+    hole = FrontierRecord(A, 101, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).pack(beginning))
     after = gates_after(hole, frontier(102, 9, {8, 9}, opened={9}, number=8), gates=waits, start={A: 100})
     assert chosen(waits, after, records(A, A, 7, first=3), 100) == {3: BEGUN_THERE}
     over = gates_after(frontier(110, 10, set(), number=9, ended="8"), gates=after, start={A: 109})
     assert chosen(after, over, records(A, A, 8, 9, first=103), 109) == {103: BEGUN_THERE, 104: None}
 
 
-def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
+def test_frontiers_that_a_follower_has_not_received_make_epochs_incomplete() -> None:
     waits = gates_after(frontier(2, 1, {7}, opened={7}, read=CLOUD, origin=A, number=1))
     after = gates_after(
         frontier(101, 5, {8}, read=CLOUD, origin=A, number=5),
@@ -349,13 +353,13 @@ def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
     assert chosen(waits, after, records(CLOUD, A, 8, 9, first=102), 100) == {102: BEGUN_THERE, 103: None}
 
 
-def test_a_query_that_goes_on_with_whole_epochs_has_the_rest_of_what_it_had_a_part_of() -> None:
+def test_a_query_that_continues_with_whole_epochs_gets_the_rest_of_a_begun_epoch() -> None:
     begun = epochs.begin([frontier(2, 2, {7})], is_new=False)
     over = gates_after(frontier(7, 3, set(), ended="7"), gates=begun, start={A: 4})
     assert chosen({}, over, records(A, A, 7, 8, first=5), 4) == {5: BEGUN, 6: None}
 
 
-def test_who_asks_for_whole_epochs_no_more_has_what_waited() -> None:
+def test_a_query_that_continues_without_whole_epochs_gets_the_waiting_records() -> None:
     waits = gates_after(frontier(2, 2, {7}, opened={7}))
     start = Offset({A: 5}, gates=waits)
     (range,) = offsets.split(start, Offset({A: 5}))
@@ -363,7 +367,7 @@ def test_who_asks_for_whole_epochs_no_more_has_what_waited() -> None:
     assert chosen(waits, {}, records(A, A, 7, 8, 7, first=3), 5) == {3: None, 5: None}
 
 
-def test_what_no_keeper_writes_changes_nothing() -> None:
+def test_an_invalid_parsedchanges_nothing() -> None:
     gates = gates_after(frontier(2, 2, {7}, opened={7}))
     odd = frontier(3, 3, set())
     odd.message.payload = Frontier(
@@ -371,29 +375,29 @@ def test_what_no_keeper_writes_changes_nothing() -> None:
     ).SerializeToString()
     garbage = odd._replace(message=UMessageBuilder.publish(uris.uri("car", 4, 1, 0x8005)).build())
     garbage.message.payload = b"\xff\xff"
-    unread = Told(A, 4, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).build())
+    unread = FrontierRecord(A, 4, A, UMessageBuilder.publish(uris.uri("cloud", 4, 1, 0x8006)).build())
     unread.message.payload = b"\xff\xff"
     assert gates_after(odd, garbage, unread, gates=gates)[KEY] == gates[KEY]
 
 
-def test_too_many_epochs_that_wait_for_a_log_are_let_go_and_told() -> None:
-    """The durable log is read from days ago, and the one in memory has the last minutes."""
+def test_too_many_waiting_epochs_are_delivered_as_incomplete() -> None:
+    """The durable log is read from days ago; the one in memory has the last minutes."""
     both, gates = [A, B], Gates()
     seen: dict[int, str | None] = {}
     step = epochs.WAITING_MAX // 4
     for first in range(2, 8 * step, step):
         versions = range(first, first + step)
-        told = [frontier(3 * version, version, {version}, opened={version}, logs=both) for version in versions]
+        frontiers = [frontier(3 * version, version, {version}, opened={version}, logs=both) for version in versions]
         old = frontier(1, 1, set(), read=B, logs=both)
-        end = gates_after(*(told if gates else [old, *told]), gates=gates, start={A: 3 * first - 1, B: 1})
+        end = gates_after(*(frontiers if gates else [old, *frontiers]), gates=gates, start={A: 3 * first - 1, B: 1})
         rows = records(A, A, *versions, first=3 * first + 1)
-        for place in range(step):
-            rows.seq[place] = 3 * (first + place) + 1
+        for index in range(step):
+            rows.seq[index] = 3 * (first + index) + 1
         seen |= chosen(gates, end, rows, 3 * first - 1)
         assert len(end[KEY].waiting) <= epochs.WAITING_MAX
         assert len(json.dumps(epochs.to_json(end))) < 300_000
         gates = end
-    assert set(seen.values()) == {epochs.TOO_MANY}, "what was read in the batch in which there were too many"
+    assert set(seen.values()) == {epochs.TOO_MANY}, "the reason in the batch in which the limit was passed"
     assert gates[KEY].rest
     late = records(A, A, 5, first=30_000)
     assert chosen(gates, gates_after(gates=gates, start={A: 29_000}), late, 29_000) == {30_000: REST}
@@ -408,7 +412,7 @@ def test_too_many_epochs_that_wait_for_a_log_are_let_go_and_told() -> None:
     assert not level[KEY].held
 
 
-def test_versions_of_a_disk_that_was_replaced_begin_anew_where_it_is_followed() -> None:
+def test_a_followed_log_whose_disk_was_replaced_begins_with_version_1() -> None:
     waits = gates_after(frontier(2, 900, {7}, opened={7}, read=CLOUD, origin=A))
     after = gates_after(
         frontier(101, 1, {8}, read=CLOUD, origin=B, opened={8}, number=1),
@@ -418,11 +422,11 @@ def test_versions_of_a_disk_that_was_replaced_begin_anew_where_it_is_followed() 
     )
     assert chosen(waits, after, records(CLOUD, A, 7, first=3), 100) == {3: MISSED}
     assert chosen(waits, after, records(CLOUD, B, 8, first=102), 100) == {102: None}
-    assert gates_after(gates=after, start={CLOUD: 103}) == {}, "of what is over nothing is kept"
+    assert gates_after(gates=after, start={CLOUD: 103}) == {}, "a gate is dropped when its epochs are over"
 
 
 @pytest.mark.parametrize("durable_first", [False, True])
-def test_what_was_over_in_a_log_before_it_was_read_is_not_whole_by_what_another_one_has(durable_first: bool) -> None:
+def test_an_epoch_that_was_over_in_a_log_before_its_first_parsedis_incomplete(durable_first: bool) -> None:
     both, memory = [A, B], {"read": CLOUD, "origin": B, "logs": [A, B]}
     in_memory = [
         frontier(1, 1, {1}, opened={1}, number=1, **memory),
@@ -445,40 +449,40 @@ def test_what_was_over_in_a_log_before_it_was_read_is_not_whole_by_what_another_
     assert whys == {1: MISSED, 2: MISSED}
 
 
-def test_a_group_may_begin_anew_with_times_of_another_length() -> None:
+def test_a_group_may_start_again_with_times_of_another_length() -> None:
     two = frontier(101, 3, set())
-    said = Frontier.FromString(two.message.payload)
-    for told in (said.groups[0].lower, said.groups[0].active, said.groups[0].opened):
-        told.add(numbers=[8, 1])
-    two.message.payload = said.SerializeToString()
+    parsed = Frontier.FromString(two.message.payload)
+    for times in (parsed.groups[0].lower, parsed.groups[0].active, parsed.groups[0].opened):
+        times.add(numbers=[8, 1])
+    two.message.payload = parsed.SerializeToString()
     rows = records(A, A, 7, 7, first=102)
     rows.epochs[1].time.numbers[:] = [8, 1]
     waits = gates_after(frontier(2, 2, {7}, opened={7}))
     assert chosen(waits, gates_after(two, gates=waits, start={A: 100}), rows, 100) == {103: ODD}, "7 waits"
     idle = gates_after(frontier(2, 2, {7}, opened={7}), frontier(3, 2, set(), ended="7"))
-    anew = gates_after(two, gates=idle, start={A: 100})
-    assert set(anew[KEY].held) == {(8, 1)}
-    assert Offset.of(json.loads(json.dumps(Offset({A: 101}, gates=anew).json()))).gates == anew
+    restarted = gates_after(two, gates=idle, start={A: 100})
+    assert set(restarted[KEY].held) == {(8, 1)}
+    assert Offset.of(json.loads(json.dumps(Offset({A: 101}, gates=restarted).json()))).gates == restarted
 
 
-def test_what_anybody_tells_takes_bounded_room_in_a_checkpoint() -> None:
-    told = []
-    for place in range(1_000):
-        one = frontier(place, place, {place}, opened={place})
-        said = Frontier.FromString(one.message.payload)
-        said.groups[0].group = f"g{place}"
-        one.message.payload = said.SerializeToString()
-        told.append(one)
-    assert len(gates_after(*told)) == GROUPS_MAX
-    logs = [place.to_bytes(16, "big").hex() for place in range(1, 1_000)]
+def test_frontiers_take_bounded_space_in_a_checkpoint() -> None:
+    frontiers = []
+    for index in range(1_000):
+        one = frontier(index, index, {index}, opened={index})
+        parsed = Frontier.FromString(one.message.payload)
+        parsed.groups[0].group = f"g{index}"
+        one.message.payload = parsed.SerializeToString()
+        frontiers.append(one)
+    assert len(gates_after(*frontiers)) == GROUPS_MAX
+    logs = [index.to_bytes(16, "big").hex() for index in range(1, 1_000)]
     gates = Gates()
     seen = 0
     for first in range(0, len(logs), 100):
-        told = []
-        for place, log in enumerate(logs[first : first + 100], first):
-            named, version = logs[place : place + 10], 10_000 - place
-            told.append(frontier(9, version, {place}, read=CLOUD, origin=log, logs=named, opened={place}))
-        gates = gates_after(*told, gates=gates)
+        frontiers = []
+        for index, log in enumerate(logs[first : first + 100], first):
+            named, version = logs[index : index + 10], 10_000 - index
+            frontiers.append(frontier(9, version, {index}, read=CLOUD, origin=log, logs=named, opened={index}))
+        gates = gates_after(*frontiers, gates=gates)
         seen = max(seen, len(gates[KEY].parts))
         after = gates[KEY].carried()
         assert after is not None
@@ -488,33 +492,33 @@ def test_what_anybody_tells_takes_bounded_room_in_a_checkpoint() -> None:
 
 
 def test_a_hundred_restarts_in_one_batch_make_no_epoch_incomplete() -> None:
-    """Each has another log in memory, which is followed, too."""
-    told = []
-    memory = [place.to_bytes(16, "big").hex() for place in range(1, 101)]
-    for place, log in enumerate(memory):
-        version, logs = 2 * place + 1, [A, log]
-        told.append(frontier(4 * place, version, {place}, opened={place}, read=CLOUD, origin=A, logs=logs))
-        told.append(frontier(4 * place + 1, version, {place}, opened={place}, read=CLOUD, origin=log, logs=logs))
-        told.append(frontier(4 * place + 2, version + 1, set(), read=CLOUD, origin=A, logs=logs))
+    """Each restart has a new log in memory, which is followed, too."""
+    frontiers = []
+    memory = [index.to_bytes(16, "big").hex() for index in range(1, 101)]
+    for index, log in enumerate(memory):
+        version, logs = 2 * index + 1, [A, log]
+        frontiers.append(frontier(4 * index, version, {index}, opened={index}, read=CLOUD, origin=A, logs=logs))
+        frontiers.append(frontier(4 * index + 1, version, {index}, opened={index}, read=CLOUD, origin=log, logs=logs))
+        frontiers.append(frontier(4 * index + 2, version + 1, set(), read=CLOUD, origin=A, logs=logs))
         if log != memory[-1]:
-            told.append(frontier(4 * place + 3, version + 1, set(), read=CLOUD, origin=log, logs=logs))
-    gates = epochs.advance({}, Between({}, {CLOUD: 400}, told), 1_000)
-    assert set(gates[KEY].held) == {(99,)}, "the last log has not said that it is over"
+            frontiers.append(frontier(4 * index + 3, version + 1, set(), read=CLOUD, origin=log, logs=logs))
+    gates = epochs.advance({}, BatchFrontiers({}, {CLOUD: 400}, frontiers), 1_000)
+    assert set(gates[KEY].held) == {(99,)}, "the last log has no frontier of its end"
     assert gates[KEY].incomplete == {}
     carried = gates[KEY].carried()
     assert carried is not None
     assert set(carried.parts) == {A, memory[-1]}
 
 
-def test_a_checkpoint_takes_what_waits() -> None:
+def test_a_checkpoint_contains_the_waiting_epochs() -> None:
     begun = epochs.begin([frontier(2, 2, {3, 5})], is_new=True)
     assert begun[KEY].filter == {(5,)}
     gates = gates_after(frontier(7, 3, {5, 9}, opened={9}), gates=begun)
     offset = Offset({A: 9}, gates=gates)
     assert Offset.of(json.loads(json.dumps(offset.json()))) == offset
     for wrong in (7, [7], [["car", 4, "g", {}]], [["car", "x", "g", gates[KEY].json()]], {"a": 1}):
-        with pytest.raises(UStatusError, match="waits for the end of its epoch"):
+        with pytest.raises(UStatusError, match="expected waiting epochs"):
             Offset.of({A: 9, "epochs": wrong})
     gate = gates[KEY].json()
-    with pytest.raises(UStatusError, match="one length"):
+    with pytest.raises(UStatusError, match="different lengths"):
         Offset.of({"epochs": [[*KEY, gate | {"filter": [[1, 2]]}]]})

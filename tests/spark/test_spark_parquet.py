@@ -1,4 +1,4 @@
-"""What the job wrote, read back without Spark; the picture of it; the command line."""
+"""Reading the job's Parquet without Spark; its plot; the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def commit(directory: Path, batch: str, files: list[Path]) -> None:
 
 
 def write(directory: Path, name: str, seqs: range, authority: str = "vehicle1") -> Path:
-    """Part of a simulated drive, in the shape that the job gives it."""
+    """Write a part of a simulated drive as the job does."""
     samples = list(drive.simulate(1, 200).samples(1_700_000_000_000))
     messages = [drive.message(samples[seq]).SerializeToString() for seq in seqs]
     batch = Decoder().decode(seqs, [1] * len(seqs), messages).batch
@@ -53,7 +53,7 @@ def test_only_what_was_committed_is_read(tmp_path: Path) -> None:
 
 
 def test_nothing_was_committed(tmp_path: Path) -> None:
-    with pytest.raises(UStatusError, match="nothing was committed"):
+    with pytest.raises(UStatusError, match="no batch was committed"):
         parquet.read(tmp_path)
     commit(tmp_path, "0", [])
     assert parquet.read(tmp_path, ["seq"]).num_rows == 0
@@ -69,12 +69,10 @@ def test_the_picture(tmp_path: Path) -> None:
         plot.plot(str(tmp_path), str(png))
 
 
-def test_the_command_tells_what_is_wrong_with_its_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_a_wrong_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ingest.toml"
     file.write_text('[source]\ntransport = "zenoh"\nautority = "gateway"\n[sink]\npath = "a"\ncheckpoint = "b"\n')
     assert command.main(["--config", str(file)]) == command.EXIT_CONFIG
-    told = capsys.readouterr().err
-    assert "source.autority: unknown key" in told
-    assert "source.authority: Field required" in told
+    errors = capsys.readouterr().err
+    assert "source.autority: unknown key" in errors
+    assert "source.authority: Field required" in errors

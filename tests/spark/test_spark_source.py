@@ -1,4 +1,4 @@
-"""The source against a real history on Zenoh, in a process of its own; Spark itself where Spark is what is tested."""
+"""The source against a real history on Zenoh in a process of its own; with Spark where Spark matters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEADLINE_S = 110  # of a wait for an event; only a broken test gets there
 
 
 class Host:
-    """The process, and how to talk to it."""
+    """The process, and its commands."""
 
     def __init__(self, path: Path, retention_ms: int = 86_400_000) -> None:
         self.port, self.path, self.retention_ms = free_port(), path, retention_ms
@@ -50,9 +50,9 @@ class Host:
     def start(self) -> None:
         command = [sys.executable, str(HOST), str(self.port), str(self.path), str(self.retention_ms)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        told = self._line()
-        self.incarnation: str = told["incarnation"]
-        self.ring: str = told["ring"]
+        started = self._line()
+        self.incarnation: str = started["incarnation"]
+        self.ring: str = started["ring"]
 
     def kill(self) -> None:
         self.process.kill()
@@ -63,7 +63,7 @@ class Host:
             self.process.communicate(timeout=DEADLINE_S)
 
     def restart(self, instead: Path | None = None) -> None:
-        """On the files in the folder `instead`, if given."""
+        """Restart the host, with the files of the folder `instead` if given."""
         self.stop()
         if instead is not None:
             shutil.rmtree(self.path.parent)
@@ -71,7 +71,7 @@ class Host:
         self.start()
 
     def ask(self, messages: list[UMessage] | None = None, volatile: list[UMessage] | None = None) -> dict[str, Any]:
-        """Append `messages`, and others to the log in memory; how the log is then."""
+        """Append `messages` to the durable log and `volatile` to the one in memory; returns the state of the log."""
         assert self.process.stdin is not None
         asked = {
             name: [base64.b64encode(message.SerializeToString()).decode() for message in given or []]
@@ -141,10 +141,10 @@ def ids(messages: list[UMessage]) -> list[str]:
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    """For what another process does, which tells nobody."""
+    """Wait for a state of another process that sends no event for it."""
     end = time.monotonic() + DEADLINE_S
     while not holds():
-        assert time.monotonic() < end, "it never came to that"
+        assert time.monotonic() < end, f"not reached within {DEADLINE_S} s"
         time.sleep(0.05)
 
 
@@ -158,7 +158,7 @@ def seqs_of(offset: dict[str, Any]) -> dict[str, int]:
 
 
 def reach(*readers: StreamReader) -> None:
-    """Until a host that started again is linked."""
+    """Wait until the readers reach a host after its restart."""
 
     def answers(reader: StreamReader) -> bool:
         with contextlib.suppress(UStatusError):
@@ -176,13 +176,13 @@ def rows_of(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) ->
 
 
 def _no_loss(loss: object) -> None:
-    raise AssertionError(f"nothing should be lost, but {loss}")
+    raise AssertionError(f"expected no loss, got {loss}")
 
 
 # --- without Spark
 
 
-def test_options_name_what_is_wrong() -> None:
+def test_wrong_options_are_named() -> None:
     right = {
         "transport": "zenoh",
         "AUTHORITY": "gateway",
@@ -194,8 +194,8 @@ def test_options_name_what_is_wrong() -> None:
     assert options.topics == ("up://*/8001/1/FFFF", "up:/1/1/8000")
     assert (options.max_records_per_batch, options.fail_on_data_loss, options.starting_offsets) == (5, True, "earliest")
     assert options.consumer_name == Options.of(right).consumer_name != Options.of(right | {"topics": ""}).consumer_name
-    for wrong, told in (
-        ({"topic": "x"}, "no option 'topic'; it has transport, transportConfig"),
+    for wrong, error in (
+        ({"topic": "x"}, "unknown option 'topic'; known: transport, transportConfig"),
         ({"topics": "up://x/1"}, "three path segments"),
         ({"startingOffsets": "now"}, "earliest, latest or a JSON"),
         ({"transportConfig": "{"}, "transportConfig: .*JSON"),
@@ -205,7 +205,7 @@ def test_options_name_what_is_wrong() -> None:
         ({"epochTimeout": "0"}, "epochTimeout: .*greater than 0"),
         ({"failOnDataLoss": "perhaps"}, "failOnDataLoss"),
     ):
-        with pytest.raises(UStatusError, match=told):
+        with pytest.raises(UStatusError, match=error):
             Options.of({key: value for key, value in right.items() if key.lower() != next(iter(wrong)).lower()} | wrong)
     with pytest.raises(UStatusError, match="localAuthority: Field required"):
         Options.of({"transport": "zenoh", "authority": "gateway"})
@@ -245,7 +245,7 @@ def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> 
         reader.stop()
 
 
-def test_topics_choose_and_quiet_ones_make_no_batch(host: Host) -> None:
+def test_topics_select_records_and_others_make_no_batch(host: Host) -> None:
     messages = samples(150)
     host.ask(messages)
     options = host.options(topics="up://mcu1/8001/1/8001")
@@ -264,7 +264,7 @@ def test_topics_choose_and_quiet_ones_make_no_batch(host: Host) -> None:
 
 
 @full
-def test_a_streamer_that_dies_is_waited_for(host: Host) -> None:
+def test_reading_waits_for_a_streamer_that_restarts(host: Host) -> None:
     host.ask(samples(30_000))
     with History(host.options(poll_timeout_ms=1_000)) as history:
         found = history.read(Range(host.incarnation, 0, 30_000), _no_loss)
@@ -288,7 +288,7 @@ def test_a_streamer_that_dies_is_waited_for(host: Host) -> None:
         reader.stop()
 
 
-def test_what_retention_took_is_told_with_its_bounds(hosting: Callable[..., Host]) -> None:
+def test_a_loss_by_retention_is_reported_with_its_bounds(hosting: Callable[..., Host]) -> None:
     host = hosting(retention_ms=1)
     newest = host.ask(samples(3_000))["newest"]
     eventually(lambda: host.ask(samples(10))["oldest"] > newest)
@@ -296,21 +296,21 @@ def test_what_retention_took_is_told_with_its_bounds(hosting: Callable[..., Host
     strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
     try:
         (part,) = strict.partitions({host.incarnation: 5}, {host.incarnation: state["newest"]})
-        with pytest.raises(UStatusError, match=rf"records 6 to \d+ of log {host.incarnation} are gone.*failOnDataLoss"):
+        with pytest.raises(UStatusError, match=rf"records 6 to \d+ of log {host.incarnation} are lost.*failOnDataLoss"):
             list(strict.read(part))
         rows = [seq for batch in loose.read(part) for seq in batch["seq"].to_pylist()]
         assert rows == list(range(rows[0], state["newest"] + 1))
-        gone = "ab" * 16
-        with pytest.raises(UStatusError, match=f"the log {gone} is gone"):
-            strict.latestOffset({gone: 3}, strict.getDefaultReadLimit())
-        assert set(loose.latestOffset({gone: 3}, loose.getDefaultReadLimit())) == {host.incarnation}
-        assert [batch for part in loose.partitions({}, {gone: 3}) for batch in loose.read(part)] == []
+        missing = "ab" * 16
+        with pytest.raises(UStatusError, match=f"the log {missing} and"):
+            strict.latestOffset({missing: 3}, strict.getDefaultReadLimit())
+        assert set(loose.latestOffset({missing: 3}, loose.getDefaultReadLimit())) == {host.incarnation}
+        assert [batch for part in loose.partitions({}, {missing: 3}) for batch in loose.read(part)] == []
     finally:
         strict.stop()
         loose.stop()
 
 
-def test_commit_lets_the_history_forget(hosting: Callable[..., Host]) -> None:
+def test_retention_deletes_after_commit(hosting: Callable[..., Host]) -> None:
     host = hosting(retention_ms=1)
     reader = StreamReader(host.options())
     try:
@@ -340,7 +340,7 @@ def copied(host: Host, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("grown", [0, pytest.param(50, marks=full), 150])
-def test_a_log_that_went_back_is_a_loss_whatever_came_since(host: Host, copied: Path, grown: int) -> None:
+def test_a_log_that_went_back_is_a_loss_whether_or_not_it_has_grown(host: Host, copied: Path, grown: int) -> None:
     strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
     try:
         limit = strict.getDefaultReadLimit()
@@ -355,18 +355,17 @@ def test_a_log_that_went_back_is_a_loss_whatever_came_since(host: Host, copied: 
         newest = 100 + grown
         with pytest.raises(
             UStatusError,
-            match=rf"log {host.incarnation} went back.* agree up to seq 100, .*101 to "
-            r"200 .*failOnDataLoss",
+            match=rf"log {host.incarnation} went back.* up to seq 100; .*101 to 200 .*failOnDataLoss",
         ):
             strict.latestOffset(end, limit)
-        # a batch that was planned before, and is read again as it was
+        # a batch that was planned before is read again
         with pytest.raises(UStatusError, match="went back"):
             rows_of(strict, middle, end)
         assert rows_of(loose, middle, end) == list(range(101, min(200, newest) + 1))
         after = loose.latestOffset(end, limit)
         assert seqs_of(after) == {host.incarnation: newest}
         assert rows_of(loose, end, after) == rows_of(loose, end, after) == list(range(101, newest + 1)), (
-            "from where both agree"
+            "after the last record that agrees"
         )
         assert loose.latestOffset(after, limit) == after
         host.ask(samples(5, seed=4))
@@ -379,7 +378,7 @@ def test_a_log_that_went_back_is_a_loss_whatever_came_since(host: Host, copied: 
         loose.stop()
 
 
-def test_the_checkpoint_of_an_older_version_goes_on(host: Host) -> None:
+def test_a_checkpoint_with_seqs_alone_is_continued(host: Host) -> None:
     host.ask(samples(100))
     reader = StreamReader(host.options())
     try:
@@ -394,14 +393,14 @@ def test_the_checkpoint_of_an_older_version_goes_on(host: Host) -> None:
 
 
 def fleet(begin: int, end: int) -> list[UMessage]:
-    """A record of each of so many topics, 30 of each vehicle."""
+    """A record of each of `count` topics, 30 of each vehicle."""
     topics = (uris.uri(f"vehicle{place // 30}", 0x10, 1, 0x8000 + place % 30) for place in range(begin, end))
     return [UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"1", 5)) for topic in topics]
 
 
 @full
-def test_a_query_over_a_fleet_goes_on_however_many_topics_there_are(host: Host) -> None:
-    """More than one answer could name: 8,000."""
+def test_a_query_over_a_fleet_continues_with_any_number_of_topics(host: Host) -> None:
+    """More topics than one answer could name: 8,000."""
     wide = StreamReader(host.options(starting_offsets="latest"))
     some = StreamReader(host.options(topics="up://*/10/1/8007"))
     try:
@@ -421,18 +420,18 @@ def test_a_query_over_a_fleet_goes_on_however_many_topics_there_are(host: Host) 
             begin, after = end, some.latestOffset(place, limit)
             assert rows_of(some, place, after) == [seq for seq in range(before + 1, topics + 1) if seq % 30 == 8]
             place = after
-        assert len(json.dumps(begin)) < 4 * size, "a checkpoint holds nothing of topics"
+        assert len(json.dumps(begin)) < 4 * size, "the size of a checkpoint does not depend on topics"
         host.restart()
         reach(wide, some)
         assert wide.latestOffset(begin, limit) == begin
-        assert seqs_of(wide.latestOffset({}, limit)) == {host.incarnation: 31_000}, "as a query that begins now"
+        assert seqs_of(wide.latestOffset({}, limit)) == {host.incarnation: 31_000}, "like a new query"
     finally:
         wide.stop()
         some.stop()
 
 
 @pytest.mark.parametrize("where", ["earliest", "latest"])
-def test_volatile_topics_that_are_not_asked_for_cost_a_restart_nothing(host: Host, where: str) -> None:
+def test_a_restart_loses_no_volatile_topics_that_are_not_read(host: Host, where: str) -> None:
     quiet = UMessageBuilder.publish(uris.uri("vehicle1", 1, 1, 0x8000)).build()
     host.ask(samples(100), volatile=[quiet])
     reader = StreamReader(host.options(topics="up://mcu1/8001/1/FFFF", starting_offsets=where))
@@ -448,7 +447,7 @@ def test_volatile_topics_that_are_not_asked_for_cost_a_restart_nothing(host: Hos
         reader.stop()
 
 
-def test_volatile_topics_that_are_asked_for_are_lost_with_a_restart_once_they_were_read(host: Host) -> None:
+def test_a_restart_loses_volatile_topics_that_were_read(host: Host) -> None:
     host.ask(samples(10), volatile=samples(10))
     reader = StreamReader(host.options(starting_offsets="latest"))
     try:
@@ -460,11 +459,11 @@ def test_volatile_topics_that_are_asked_for_are_lost_with_a_restart_once_they_we
         assert seqs_of(reader.latestOffset(start, limit)) == {host.incarnation: 10}
         host.ask(volatile=samples(10))
         end = reader.latestOffset(start, limit)
-        assert rows_of(reader, start, end) == list(range(1, 11)), "of the new log all is news"
-        gone = host.ring
+        assert rows_of(reader, start, end) == list(range(1, 11)), "all records of the new log are new"
+        missing = host.ring
         host.restart()
         reach(reader)
-        with pytest.raises(UStatusError, match=f"the log {gone} is gone, and with it what came after seq 10"):
+        with pytest.raises(UStatusError, match=f"the log {missing} and its records after seq 10 are lost"):
             reader.latestOffset(end, limit)
     finally:
         reader.stop()
@@ -482,24 +481,24 @@ def test_a_configuration_names_unknown_keys(tmp_path: Path) -> None:
     config = pipeline.load(file)
     assert pipeline.options(config.source)["transportConfig"] == '{"connect": ["tcp/127.0.0.1:1"]}'
     assert Options.of(pipeline.options(config.source)) == Options.model_validate(config.source.model_dump())
-    for more, told in (
+    for more, error in (
         ("[spork]\n", "spork"),
         ("[spark]\nmemory = 3\n", "spark.memory"),
         ("[trigger]\navailable_now = true\nprocessing_time_ms = 5\n", "exclude each other"),
         ("[sink]\n", "not TOML"),
     ):
         file.write_text(text + more)
-        with pytest.raises(UStatusError, match=told):
+        with pytest.raises(UStatusError, match=error):
             pipeline.load(file)
-    with pytest.raises(UStatusError, match="can't be read"):
+    with pytest.raises(UStatusError, match="cannot read"):
         pipeline.load(tmp_path / "none.toml")
 
 
 # --- with Spark
 
 
-def config(host: Host, directory: Path, **source: Any) -> pipeline.Config:
-    return pipeline.Config.model_validate(
+def config(host: Host, directory: Path, **source: Any) -> pipeline.IngestConfig:
+    return pipeline.IngestConfig.model_validate(
         {
             "source": host.settings | source,
             "sink": {"path": directory / "rows", "checkpoint": directory / "checkpoint"},
@@ -510,7 +509,7 @@ def config(host: Host, directory: Path, **source: Any) -> pipeline.Config:
 
 @contextlib.contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """In a process group of its own, of which nothing is left at the end."""
+    """Spark in a process group of its own, which is killed at the end."""
     with subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -525,7 +524,7 @@ def written(directory: Path) -> list[dict[str, Any]]:
     return sorted(parquet.read(directory / "rows").to_pylist(), key=lambda row: row["seq"])
 
 
-def run(spark: SparkSession, settings: pipeline.Config) -> int:
+def run(spark: SparkSession, settings: pipeline.IngestConfig) -> int:
     query = pipeline.start(spark, settings)
     assert query.awaitTermination(DEADLINE_S)
     return sum(progress.numInputRows for progress in query.recentProgress)
@@ -533,7 +532,9 @@ def run(spark: SparkSession, settings: pipeline.Config) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_rows_are_what_was_published_and_a_restart_goes_on(host: Host, spark: SparkSession, tmp_path: Path) -> None:
+def test_rows_equal_the_published_messages_also_after_a_restart(
+    host: Host, spark: SparkSession, tmp_path: Path
+) -> None:
     topic = uris.uri("vehicle1", 7, 1, 0x8001)
     others = [
         UPayload(b'"on"', UPayloadFormat.UPAYLOAD_FORMAT_JSON),
@@ -565,12 +566,12 @@ def test_rows_are_what_was_published_and_a_restart_goes_on(host: Host, spark: Sp
         reader = reader.option(name, value)
     assert reader.load().where("value_bool").count() == sum(row["value_bool"] is True for row in rows)
     assert reader.option("startingOffsets", "latest").load().count() == 0
-    with pytest.raises(Exception, match="has no option 'offset'"):
+    with pytest.raises(Exception, match="unknown option 'offset'"):
         reader.option("offset", "1").load().count()
 
 
 def seconds(*tenths: int) -> list[UMessage]:
-    """Of topics that have epochs; a message each, at so many tenths of a second."""
+    """Messages of topics with epochs, one at each of the given tenths of a second."""
     made = []
     for tenth in tenths:
         time_ms, rest = 1_700_000_000_000 + tenth * 100, b"\x80" + os.urandom(7)
@@ -587,7 +588,7 @@ def test_each_batch_has_whole_epochs(host: Host, spark: SparkSession, tmp_path: 
     settings = config(host, tmp_path, epochs="complete", topics=["//epochs/1/1/FFFF"], max_records_per_batch=5)
 
     def more(*tenths: int) -> list[int]:
-        """What is new in the table, of which seconds, after so much came."""
+        """Publish at these tenths of a second, run the job, and return the seconds of the new rows."""
         host.ask(seconds(*tenths))
         run(spark, settings)
         rows = sorted(written(tmp_path), key=lambda row: (row["epoch"]["time"], row["seq"]))[len(whys) :]
@@ -600,7 +601,7 @@ def test_each_batch_has_whole_epochs(host: Host, spark: SparkSession, tmp_path: 
     (held,) = host.ask()["cursors"].values()
     assert more(22, 25, 30) == [2] * 4
     waited = [row["seq"] for row in written(tmp_path) if row["epoch"]["time"] == [1_700_000_002_000]]
-    assert held < min(waited), "what waits is kept"
+    assert held < min(waited), "the cursor keeps waiting records"
     assert more(35) == []
     assert set(whys) == {None}
     host.restart()
@@ -612,7 +613,7 @@ def test_each_batch_has_whole_epochs(host: Host, spark: SparkSession, tmp_path: 
 @full
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_running_query_goes_on_while_a_fleet_grows(host: Host, spark: SparkSession, tmp_path: Path) -> None:
+def test_a_running_query_continues_while_a_fleet_grows(host: Host, spark: SparkSession, tmp_path: Path) -> None:
     host.ask(fleet(0, 90))
     settings = config(host, tmp_path).model_copy(update={"trigger": pipeline.Trigger(processing_time_ms=200)})
     query = pipeline.start(spark, settings)
@@ -630,7 +631,7 @@ def test_a_running_query_goes_on_while_a_fleet_grows(host: Host, spark: SparkSes
 @full
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_killed_in_a_batch_and_stopped_by_a_signal_every_row_is_there_once(host: Host, tmp_path: Path) -> None:
+def test_every_row_is_written_once_if_the_job_is_killed_or_stopped(host: Host, tmp_path: Path) -> None:
     messages = samples(40_000)
     host.ask(messages)
     file = tmp_path / "ingest.toml"
