@@ -13,8 +13,7 @@ from typing import Any, Final, Literal
 
 import structlog
 
-from streamer.operating.samples import Sample
-from streamer.operating.states import Condition
+from streamer.operating.states import Condition, Sample
 
 Stage = Literal["service", "network", "file"]
 

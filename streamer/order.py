@@ -1,28 +1,50 @@
-"""The parts of a streamer in the order in which they start; app.py makes them."""
+"""The parts of a streamer in the order in which they start; assembly.py makes them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import structlog
 
 from streamer import parts
+from streamer.assembly import DRAIN_MS_MAX, Assembly
+from streamer.attaching import RunningEndpoints
 from streamer.lifecycle import Part
-from streamer.operating import counters
+from streamer.operating import metrics
 from streamer.operating.losses import conditions_of_log
-from streamer.operating.samples import Sample
+from streamer.operating.states import LOOK_S, Sample
 
-if TYPE_CHECKING:
-    from streamer.app import Streamer
+# until we say that we are ready, though the rest works: for a network that hangs, and then for what is asked over those
+# that are there
+OPEN_WAIT_S: Final = 5.0
+INTEREST_WAIT_S: Final = 5.0
 
-DRAIN_MS_MAX: Final = 200  # for each service inside to answer what it has begun, and the network to take it
-
-
-def parts_in_order(streamer: Streamer) -> list[Part]:
-    return [*_storage(streamer), *_walk(streamer), *_services(streamer), *_reports(streamer)]
+log = structlog.get_logger()
 
 
-def _storage(streamer: Streamer) -> Iterator[Part]:
+def parts_in_order(streamer: Assembly, running: RunningEndpoints) -> list[Part]:
+    return [*_storage(streamer), *_walk(streamer, running), *_services(streamer), *_reports(streamer)]
+
+
+def _storage(streamer: Assembly) -> Iterator[Part]:
+    async def watch() -> None:
+        """Until cancelled, look at states, clocks, the log's file and losses that were reported for long enough."""
+        durable = streamer.logs.durable
+        loop, after_ms = asyncio.get_running_loop(), streamer.config.history.acknowledge_after_ms
+        while True:
+            for clock in streamer.clocks.values():
+                clock.look(loop.time())
+            for loss in durable.losses.acknowledge_passing(after_ms) if after_ms else ():
+                what = "a loss counts as acknowledged: it was reported for history.acknowledge_after_hours"
+                log.info(what, detail=loss.detail)
+            await durable.check_file()
+            streamer.states.look()
+            await asyncio.sleep(LOOK_S)
+
     letters, hours = streamer.dead_letters, streamer.config.history.acknowledge_after_hours
     for log in streamer.logs:
         yield Part(
@@ -30,7 +52,7 @@ def _storage(streamer: Streamer) -> Iterator[Part]:
             stage="file",
             stop=log.close,
             conditions=partial(conditions_of_log, log, hours),
-            samples=partial(counters.of_log, log),
+            samples=partial(metrics.of_log, log),
         )
     yield Part(
         name="dead letters",
@@ -38,14 +60,14 @@ def _storage(streamer: Streamer) -> Iterator[Part]:
         run=letters.run,
         stop=letters.close,
         conditions=letters.conditions,
-        samples=partial(counters.of_dead_letters, letters),
+        samples=partial(metrics.of_dead_letters, letters),
     )
-    yield Part(name="gaps", run=streamer.gaps.run, samples=partial(counters.of_gaps, streamer.gaps))
-    yield Part(name="epochs", samples=partial(counters.of_epochs, streamer.keeper))
-    yield Part(name="states", run=streamer.watch, samples=streamer.states.samples)
+    yield Part(name="gaps", run=streamer.gaps.run, samples=partial(metrics.of_gaps, streamer.gaps))
+    yield Part(name="epochs", samples=partial(metrics.of_epochs, streamer.keeper))
+    yield Part(name="states", run=watch, samples=streamer.states.samples)
 
 
-def _walk(streamer: Streamer) -> Iterator[Part]:
+def _walk(streamer: Assembly, running: RunningEndpoints) -> Iterator[Part]:
     """Its networks are opened last: whoever listens before has been loaded."""
 
     async def load() -> None:
@@ -67,10 +89,7 @@ def _walk(streamer: Streamer) -> Iterator[Part]:
             flow.close()
         streamer.keeper.close()
 
-    async def open_networks() -> None:
-        await streamer.attached.start(streamer.start_task)
-
-    ledger, paused, attached = streamer.ledger, streamer.paused, streamer.attached
+    ledger, paused = streamer.ledger, streamer.paused
     yield Part(name="positions", start=load)
     if streamer.embedded is not None:
         yield Part(name="file of uSubscription", start=streamer.embedded.open)
@@ -82,16 +101,16 @@ def _walk(streamer: Streamer) -> Iterator[Part]:
     yield Part(
         name="endpoints",
         stage="network",
-        start=open_networks,
-        stop=attached.close,
-        conditions=attached.conditions,
-        samples=attached.samples,
-        notes=attached.notes,
+        start=running.start,
+        stop=running.close,
+        conditions=running.conditions,
+        samples=running.samples,
+        notes=running.notes,
     )
     yield Part(name="flows", stage="network", stop=close_flows)
 
 
-def _services(streamer: Streamer) -> Iterator[Part]:
+def _services(streamer: Assembly) -> Iterator[Part]:
     """Stopped before the networks, the last first."""
     hosted, embedded, claims, handovers = streamer.hosted, streamer.embedded, streamer.claims, streamer.handovers
 
@@ -107,6 +126,21 @@ def _services(streamer: Streamer) -> Iterator[Part]:
         await settled()
         await streamer.interest.refresh()
 
+    async def settle_down() -> None:
+        """Wait until each network is listened to for all that is wanted, for OPEN_WAIT_S and INTEREST_WAIT_S at most.
+        Everything else works meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_WAIT_S):
+                await streamer.networks.tried()
+        try:
+            async with asyncio.timeout(INTEREST_WAIT_S):
+                await streamer.interest.answered()
+                await streamer.networks.listen()
+        except TimeoutError:
+            what = "not every uSubscription has answered yet; it is asked again while the rest works"
+            log.warning(what, usubscriptions=streamer.interest.unhealthy, problems=streamer.problems())
+        streamer.networks.services_listen()
+
     def interest_samples() -> Iterator[Sample]:
         yield "interest_version", (), streamer.interest.version
 
@@ -116,7 +150,7 @@ def _services(streamer: Streamer) -> Iterator[Part]:
         name="history",
         start=streamer.history.start,
         stop=streamer.history.stop,
-        samples=partial(counters.of_history, streamer.history),
+        samples=partial(metrics.of_history, streamer.history),
     )
     if embedded is not None:
         yield Part(
@@ -125,7 +159,7 @@ def _services(streamer: Streamer) -> Iterator[Part]:
             run=partial(embedded.run, started_late),
             stop=embedded.service.stop,
             conditions=embedded.conditions,
-            samples=partial(counters.of_usubscription, embedded.service),
+            samples=partial(metrics.of_usubscription, embedded.service),
         )
     yield Part(name="all methods", start=settled)
     yield Part(
@@ -145,17 +179,17 @@ def _services(streamer: Streamer) -> Iterator[Part]:
         conditions=follows.conditions,
         samples=follows.samples,
     )
-    yield Part(name="networks that listen", start=streamer.settle_down)
+    yield Part(name="networks that listen", start=settle_down)
 
 
-def _reports(streamer: Streamer) -> Iterator[Part]:
+def _reports(streamer: Assembly) -> Iterator[Part]:
     certificates, admin = streamer.certificates, streamer.admin
     yield Part(
         name="certificates",
         start=certificates.look,
         run=certificates.run,
         notes=certificates.notes,
-        samples=partial(counters.of_certificates, certificates),
+        samples=partial(metrics.of_certificates, certificates),
     )
     if admin is not None:  # it is opened before anything starts, and closed first
         yield Part(name="admin", stop=admin.close)

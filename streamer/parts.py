@@ -23,7 +23,7 @@ from storage.reserve import Reserve
 from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.following.followed import Follow
-from streamer.quotas.limits import Limits
+from streamer.quotas.limits import MemoryLimits
 from streamer.walk.access import AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
@@ -260,8 +260,8 @@ async def keeper_of(config: Config, logs: Logs, runtime: Runtime) -> Keeper:
     return keeper
 
 
-def limits_of(config: Config) -> Limits:
-    return Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
+def limits_of(config: Config) -> MemoryLimits:
+    return MemoryLimits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
 
 
 def rule_of(section: RuleSection) -> Rule:

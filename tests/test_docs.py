@@ -13,7 +13,7 @@ import pytest
 
 from history.file.rows import SCHEMA_VERSION
 from streamer.config import loads
-from streamer.quotas.limits import Limits
+from streamer.quotas.limits import MemoryLimits
 from tools.house import PRODUCT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,7 +132,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("benchmarks", '"Flat" is # times', 1, ["campaigns.bench.targets:FLAT"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.walk.flow:HOLD_S"]),
-    ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.attaching:PACE_OUTSIDE_PER_S"]),
+    ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.assembly:PACE_OUTSIDE_PER_S"]),
     ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
         "history.reading.pushed:REST_S_MIN", "history.reading.pushed:REST_S_MAX",
@@ -370,7 +370,9 @@ def test_an_example_is_a_configuration(where: str, text: str) -> None:
 
 
 def test_followers_have_the_room_that_the_page_says() -> None:
-    assert Limits(512 << 20).followed_topics_max == importlib.import_module("history.service.followers").TOPICS_MAX
+    assert (
+        MemoryLimits(512 << 20).followed_topics_max == importlib.import_module("history.service.followers").TOPICS_MAX
+    )
 
 
 def test_the_example_of_the_service_is_one() -> None:
@@ -393,7 +395,7 @@ def test_what_fits_into_the_memory_is_the_codes() -> None:
     assert len(rows) >= 5, "docs/security.md has lost its table of topics"
     for row in rows:
         memory_mib, *said = (int(text.replace(",", "")) for text in row)
-        limits = Limits(memory_mib << 20)
+        limits = MemoryLimits(memory_mib << 20)
         assert said == [limits.topics_max, limits.authority_topics_max, limits.streams_cached_max], memory_mib
 
 

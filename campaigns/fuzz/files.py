@@ -28,7 +28,6 @@ from streamer import config
 from streamer.config import AdminSection
 from streamer.demo import drive
 from streamer.egress import paused as pauses
-from streamer.operating.admin import Answer
 from streamer.operating.http_port import HttpPort, Line
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -321,7 +320,7 @@ class _Client(asyncio.Transport):
 def admin_request(data: bytes) -> None:
     async def run() -> bytes:
         port, client = (
-            HttpPort({"/metrics": lambda: Answer(200, "text/plain", b"metric 1\n")}, {}, AdminSection()),
+            HttpPort({"/metrics": lambda: (200, "text/plain", b"metric 1\n")}, {}, AdminSection()),
             _Client(),
         )
         line = Line((await port.serve())(), None, {})

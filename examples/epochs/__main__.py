@@ -109,7 +109,7 @@ class Stage:
         return HistoryClient(rpc, ids.at(drive.VEHICLE))
 
 
-async def publish(samples: Sequence[drive.Sample], nodes: dict[str, UTransport], begin: int, end: int) -> int:
+async def publish(samples: Sequence[drive.SignalSample], nodes: dict[str, UTransport], begin: int, end: int) -> int:
     """Signals of one second, spread over it: the id of each says when it was measured. How many."""
     for place, sample in enumerate(samples[begin:end], begin):
         message = drive.message(sample)
@@ -141,10 +141,10 @@ async def stored(client: HistoryClient, count: int) -> int:
             await asyncio.sleep(0.05)
 
 
-def by_seconds(asked: argparse.Namespace, start_ms: int) -> dict[int, list[drive.Sample]]:
+def by_seconds(asked: argparse.Namespace, start_ms: int) -> dict[int, list[drive.SignalSample]]:
     """The drive, by the Unix millisecond in which each second of it begins. Raises UStatusError(INVALID_ARGUMENT) for
     one that has no middle of a second to join in."""
-    seconds: dict[int, list[drive.Sample]] = defaultdict(list)
+    seconds: dict[int, list[drive.SignalSample]] = defaultdict(list)
     for sample in replay.load(asked.data, SEED, asked.seconds).samples(start_ms):
         seconds[sample.time_ms].append(sample)
     found = {time: seconds[time] for time in sorted(seconds)[: asked.seconds]}

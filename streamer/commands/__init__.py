@@ -2,7 +2,7 @@
 
 cli        the commands put together, main            run      run, usubscription: what serves until it is told to end
 terminal   printing, errors, ending                   check    what a configuration says, and the files that it names
-options    what several commands ask for              client   subscribe, publish, call
-network    a network, and who we are on it            drives   replay, demo
+options    of several commands, networks              client   subscribe, publish, call
+drives     replay, demo
 cursors  history  operating    what a streamer keeps, and for whom
 """

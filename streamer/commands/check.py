@@ -137,7 +137,7 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
         "volatile": config.history.volatile,
         "admin": config.streamer.admin,
         "endpoints": endpoints,
-        "rules": [rule.model_dump(by_alias=True, exclude={"delivery"}) for rule in config.rules],
+        "rules": [rule.model_dump(by_alias=True) for rule in config.rules],
         "follow": [one.model_dump() for one in config.follow],
         "epochs": [one.model_dump() for one in config.epochs],
         "unclaimed": _unclaimed(config),

@@ -14,8 +14,7 @@ from google.protobuf.json_format import MessageToDict
 
 from storage import logs
 from streamer.commands import terminal
-from streamer.commands.network import Network
-from streamer.commands.options import AsJson, Payload, Where
+from streamer.commands.options import AsJson, Network, Payload, Where
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import PUBLISH

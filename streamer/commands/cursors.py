@@ -41,7 +41,7 @@ SCAN_BYTES: Final = 16 << 20
 FOR_EVER: Final = 1 << 60  # no retention of ours: that is the streamer's
 
 
-Endpoint = Annotated[str, typer.Argument(help="The endpoint for which records wait.")]
+EndpointName = Annotated[str, typer.Argument(help="The endpoint for which records wait.")]
 
 
 def list_(at: DataDir, as_json: AsJson = False) -> None:
@@ -58,7 +58,7 @@ def list_(at: DataDir, as_json: AsJson = False) -> None:
 
 
 def adopt(
-    old: Endpoint,
+    old: EndpointName,
     new: Annotated[str, typer.Argument(help="The endpoint that gets them.")],
     at: DataDir,
     out_of_order: Annotated[
@@ -77,7 +77,7 @@ def adopt(
     terminal.tell(as_json, dataclasses.asdict(one), f"{one.records} records wait for {new} now")
 
 
-def forget(endpoint: Endpoint, at: DataDir, as_json: AsJson = False) -> None:
+def forget(endpoint: EndpointName, at: DataDir, as_json: AsJson = False) -> None:
     """Let go what waits for an endpoint. The streamer must be stopped.
 
     Example: [bold]up-streamer cursors forget old-cloud --config vehicle.toml[/]

@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from storage import logs
 from streamer.commands import terminal
-from streamer.commands.options import AsJson, Group, Where
+from streamer.commands.options import AsJson, Data, DemoOptions, Seed, Where
 from uprotocol.status import invalid
-
-Data = Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")]
-Seed = Annotated[int, typer.Option(help="Of the simulated drive.")]
 
 PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
@@ -78,23 +73,7 @@ def replay(
     terminal.tell(as_json, {**told, "topics": dict(sorted(counts.items()))}, line)
 
 
-@dataclass
-class Demo(Group):
-    """What is demonstrated."""
-
-    data: Data = None
-    seed: Seed = 1
-    seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600
-    # of both publishers together: the longest of the recorded drives takes 40 s
-    rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000
-    out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out")
-    without_mqtt: Annotated[
-        bool, typer.Option("--without-mqtt", help="No MQTT broker: the cloud is on Zenoh, too.")
-    ] = False
-    keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False
-
-
-def demo(options: Demo) -> None:
+def demo(options: DemoOptions) -> None:
     """A drive crosses three networks because somebody subscribed, and Spark writes it down.
 
     Example: [bold]up-streamer demo --data drive.csv[/]
@@ -103,7 +82,7 @@ def demo(options: Demo) -> None:
 
     logs.configure()
 
-    async def perform() -> demos.Outcome:
+    async def perform() -> demos.DemoResult:
         return await demos.Demo(options, terminal.err).run()  # made here: once there is a folder, Ctrl-C clears it away
 
     outcome = terminal.finish(perform())

@@ -17,8 +17,7 @@ from history.reading.acceptor import Record, decode
 from history.reading.subscriber import HistoryClient
 from storage import logs
 from streamer.commands import client, terminal
-from streamer.commands.network import Network
-from streamer.commands.options import AsJson, DataDir, Where
+from streamer.commands.options import AsJson, DataDir, Network, Where
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids

@@ -1,6 +1,7 @@
-"""What several commands ask for, each written once.
+"""Options that several commands have, and the network that they describe.
 
-A command's parameter of a Group type stands for all of its fields: `add` spells them out, the command gets the group.
+A parameter of a command whose type is an OptionGroup stands for all fields of that group: `add` makes an option of
+each field.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
 from streamer import config as configs
-from streamer.commands import network as networks
 from streamer.commands import terminal
-from streamer.commands.network import Network
+from transports import plugin as plugins
+from uprotocol import uri as uris
 from uprotocol.message import UPayload
 from uprotocol.status import invalid
+from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 
 LOG_NAME: Final = "history.db"  # in a data_dir
+ENTITY: Final = 0x1_C11  # of the command line itself; instances keep several of them apart
+VERSION: Final = 1
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The streamer's TOML file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
@@ -32,15 +37,17 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", help="A setting of the transport, KEY=VALUE (JSON values; repeatable)."),
 ]
+Data = Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")]
+Seed = Annotated[int, typer.Option(help="Of the simulated drive.")]
 
 
-class Group:
-    """Options that belong together: a dataclass with a default for each field."""
+class OptionGroup:
+    """Options that belong together: a dataclass whose fields have defaults."""
 
 
 @dataclass(frozen=True)
-class Where(Group):
-    """Which network, and who we are on it."""
+class Where(OptionGroup):
+    """A network, and our address on it."""
 
     transport: Annotated[str | None, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")] = None
     settings: Settings = None
@@ -49,7 +56,7 @@ class Where(Group):
         Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")
     ] = None
     endpoint: Annotated[str | None, typer.Option("--endpoint", "-e", help="... and this endpoint of it.")] = None
-    entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{networks.ENTITY:X}"
+    entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{ENTITY:X}"
 
     def network(self, authority: str | None = None) -> Network:
         """`authority`: who we are where nothing else says it. Raises UStatusError(INVALID_ARGUMENT)."""
@@ -58,11 +65,11 @@ class Where(Group):
             ue_id = int(self.entity, 16)
         except ValueError:
             raise invalid(f"--entity is a hexadecimal number, got {self.entity!r}") from None
-        given = networks.parse_settings(self.settings or [])
+        given = parse_settings(self.settings or [])
         if self.config is not None:
             if self.endpoint is None or self.transport is not None:
                 raise invalid("say --config FILE with --endpoint NAME and without --transport")
-            found = networks.network_of(self.config, self.endpoint, authority, ue_id)
+            found = network_of(self.config, self.endpoint, authority, ue_id)
             return dataclasses.replace(found, settings={**found.settings, **given})
         if self.transport is None or authority is None:
             raise invalid(
@@ -73,8 +80,8 @@ class Where(Group):
 
 
 @dataclass(frozen=True)
-class Payload(Group):
-    """A payload, said in one of four ways, or not at all."""
+class Payload(OptionGroup):
+    """A payload, given by one of four options, or none."""
 
     text: Annotated[str | None, typer.Option(help="Payload: text.")] = None
     json_payload: Annotated[str | None, typer.Option(help="Payload: JSON.")] = None
@@ -104,8 +111,8 @@ class Payload(Group):
 
 
 @dataclass(frozen=True)
-class DataDir(Group):
-    """Where a streamer keeps what it knows."""
+class DataDir(OptionGroup):
+    """The folder in which a streamer keeps its files."""
 
     data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None
     config: Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")] = None
@@ -119,19 +126,35 @@ class DataDir(Group):
 
     @property
     def log(self) -> Path:
-        """Of its history."""
+        """The file of its history."""
         return self.path / LOG_NAME
 
 
+@dataclass(frozen=True)
+class DemoOptions(OptionGroup):
+    """What the demo does."""
+
+    data: Data = None
+    seed: Seed = 1
+    seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600
+    # of both publishers together: the longest of the recorded drives takes 40 s
+    rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000
+    out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out")
+    without_mqtt: Annotated[
+        bool, typer.Option("--without-mqtt", help="No MQTT broker: the cloud is on Zenoh, too.")
+    ] = False
+    keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False
+
+
 def add(app: typer.Typer, name: str, function: Callable[..., None]) -> None:
-    """Makes it a command of `app`. A UStatusError that it raises is told, and ends the process with EXIT_FAILED."""
+    """Make `function` a command of `app`. A UStatusError is printed, and ends the process with EXIT_FAILED."""
     app.command(name)(_spelled_out(function))
 
 
 def _spelled_out(function: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {
-        name: hint for name, hint in hints.items() if inspect.isclass(hint) and issubclass(hint, Group)
+        name: hint for name, hint in hints.items() if inspect.isclass(hint) and issubclass(hint, OptionGroup)
     }
     parameters = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -140,7 +163,7 @@ def _spelled_out(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+            given[name] = group(**{one.name: given.pop(one.name) for one in dataclasses.fields(group)})
         with terminal.errors():
             function(**given)
 
@@ -156,3 +179,70 @@ def _fields(group: Any) -> list[inspect.Parameter]:
         inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kinds[one.name])
         for one in dataclasses.fields(group)
     ]
+
+
+# The network that a command uses
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, and our address on it."""
+
+    transport: str
+    authority: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    entity: int = ENTITY
+
+    @property
+    def local(self) -> LocalUriProvider:
+        return LocalUriProvider(self.authority, self.entity, VERSION)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[UTransport]:
+        transport = plugins.create(self.transport, self.settings, self.local)
+        async with transport:
+            yield transport
+
+
+def network_of(path: Path, endpoint: str, authority: str | None, entity: int) -> Network:
+    """The network of an endpoint of a streamer's configuration. What the streamer listens on, we connect to."""
+    config = configs.load(path)
+    section = next((one for one in config.endpoint if one.name == endpoint), None)
+    if section is None:
+        raise invalid(
+            f"{path} has no endpoint {endpoint!r}; there are {', '.join(one.name for one in config.endpoint)}"
+        )
+    settings = dict(section.settings)
+    if section.transport == "zenoh" and settings.get("listen"):
+        settings["connect"] = [*settings.get("connect", []), *settings.pop("listen")]
+        if settings.get("mode") == "router":  # it is the streamer that brings its guests together; we are one
+            settings["mode"] = "client"
+    for own in ("client_id", "clean_start", "session_expiry_s"):
+        settings.pop(own, None)
+    named = [one for one in section.authorities if not uris.is_pattern(one)]
+    if authority is None and not named:
+        raise invalid(f"endpoint {endpoint!r} names no authority: say who you are with --authority")
+    return Network(section.transport, authority or named[0], settings, entity)
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """`key=value` with JSON values where they parse, text otherwise; `a.b=1` nests."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise invalid(f"expected KEY=VALUE, got {text!r}")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value
+        *path, last = key.split(".")
+        table = settings
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise invalid(f"{part!r} in {text!r} has been given a value already: it can't have keys, too")
+        if isinstance(table.get(last), dict) and not isinstance(parsed, dict):
+            raise invalid(f"{key!r} in {text!r} has been given keys already: it can't be a value, too")
+        table[last] = parsed
+    return settings

@@ -15,8 +15,8 @@ import typer
 
 from storage import logs
 from streamer import config as configs
-from streamer.commands import network, terminal
-from streamer.commands.options import AsJson, ConfigFile, Settings
+from streamer.commands import terminal
+from streamer.commands.options import AsJson, ConfigFile, Settings, parse_settings
 from streamer.operating.notify import ServiceManager
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
 
 
 async def _serve(config: configs.Config, as_json: bool) -> None:
-    from streamer.serving import serve  # all of the streamer, which no other command waits for
+    from streamer.app import serve  # all of the streamer, which no other command waits for
 
     gc.set_threshold(*GC_THRESHOLDS)
     manager, stopping = ServiceManager(), asyncio.Event()
@@ -91,7 +91,7 @@ def usubscription(
 
     logs.configure("info", log_format)
     given = {"authority": authority, "transport": transport, "store": store}
-    config = service.validate({**given, "settings": network.parse_settings(settings or [])}, "options")
+    config = service.validate({**given, "settings": parse_settings(settings or [])}, "options")
 
     def tell(state: dict[str, Any]) -> None:
         ready = f"ready: core.usubscription of {authority} on {transport}"

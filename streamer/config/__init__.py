@@ -1,4 +1,4 @@
-"""The one TOML file: read, checked, and every mistake told with its line.
+"""The configuration: one TOML file. It is read and checked; every mistake is reported with its line.
 
 [streamer]  who we are         [[endpoint]]  networks        [[rule]]  what goes where (default: everything, both ways)
 [history]   what is kept       [usubscription]  interest     [express] [egress] [limits]
@@ -8,44 +8,14 @@
 [[epochs]]  which topics have epochs together
 """
 
-from streamer.config.model import Config
-from streamer.config.reading import line_of, load, loads
-from streamer.config.sections import (
-    AccessSection,
-    AdminSection,
-    DispatchSection,
-    EgressSection,
-    EndpointSection,
-    EpochsSection,
-    ExpressSection,
-    FollowSection,
-    HistorySection,
-    LimitsSection,
-    Location,
-    RuleSection,
-    StreamerSection,
-    USubscriptionSection,
-    patterns,
-)
-
-__all__ = [
-    "AccessSection",
-    "AdminSection",
-    "Config",
-    "DispatchSection",
-    "EgressSection",
-    "EndpointSection",
-    "EpochsSection",
-    "ExpressSection",
-    "FollowSection",
-    "HistorySection",
-    "LimitsSection",
-    "Location",
-    "RuleSection",
-    "StreamerSection",
-    "USubscriptionSection",
-    "line_of",
-    "load",
-    "loads",
-    "patterns",
-]
+from streamer.config.model import Config as Config
+from streamer.config.reading import line_of as line_of
+from streamer.config.reading import load as load
+from streamer.config.reading import loads as loads
+from streamer.config.sections import AccessSection as AccessSection
+from streamer.config.sections import AdminSection as AdminSection
+from streamer.config.sections import EndpointSection as EndpointSection
+from streamer.config.sections import FollowSection as FollowSection
+from streamer.config.sections import Location as Location
+from streamer.config.sections import RuleSection as RuleSection
+from streamer.config.sections import patterns as patterns

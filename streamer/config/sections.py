@@ -87,7 +87,7 @@ Location = tuple[int | str, ...]  # of a key: ("endpoint", 1, "name") is the nam
 Authority = Annotated[str, AfterValidator(_authority)]
 AuthorityPattern = Annotated[str, AfterValidator(_authority_pattern)]
 Suffix = Annotated[str, AfterValidator(_suffix)]
-Pattern = Annotated[str, AfterValidator(_valid(uris.parse))]
+TopicPattern = Annotated[str, AfterValidator(_valid(uris.parse))]
 WidePattern = Annotated[str, AfterValidator(_valid(AccessPattern.parse))]
 
 
@@ -198,12 +198,10 @@ class RuleSection(Section):
     """name of the endpoint where messages come in"""
     to: str
     """name of the endpoint where they may leave"""
-    allow: list[Pattern] = []
+    allow: list[TopicPattern] = []
     """patterns; of publishes and notifications the source counts, of requests and responses the method. None: all"""
-    deny: list[Pattern] = []
+    deny: list[TopicPattern] = []
     """patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED"""
-    delivery: Literal["standard"] = "standard"
-    """the only one so far"""
 
 
 class AccessSection(Section):
@@ -231,7 +229,7 @@ class FollowSection(Section):
     service: ServicePattern
     """`//vehicle1/4/1/0` is the history of the gateway vehicle1; `//*/4/1/0` are those of all gateways there that
     announce themselves to us (`followed_by`), each for its own authority and the family of that"""
-    topics: list[Pattern] = []
+    topics: list[TopicPattern] = []
     """patterns of what is taken and kept, though nobody here wants it. What somebody wants, as that changes, and what
     `history.record` names is taken in any case"""
     mode: Literal["auto", "poll", "push"] = "auto"
@@ -244,7 +242,7 @@ class EpochsSection(Section):
 
     name: str = Field(pattern=NAME)
     """of the group, for its readers; groups of the same name on other gateways are of the same clock"""
-    topics: list[Pattern] = Field(min_length=1)
+    topics: list[TopicPattern] = Field(min_length=1)
     """patterns; a topic is in one group"""
     by: Literal["bucket", "progress"] = "bucket"
     """`bucket`: the time in the ids of messages says which epoch each is of. `progress`: publishers open and close
@@ -273,9 +271,9 @@ class EpochsSection(Section):
 class HistorySection(Section):
     """What is kept, where, and how long."""
 
-    record: list[Pattern] = []
+    record: list[TopicPattern] = []
     """patterns of topics that are kept whether or not somebody subscribed"""
-    volatile: list[Pattern] = []
+    volatile: list[TopicPattern] = []
     """patterns of topics that are kept in memory only: for high rates on flash that must not wear. They do not survive
     a restart"""
     retention_hours: float = Field(default=168, ge=HOURS_MIN, le=HOURS_MAX, allow_inf_nan=False)
@@ -378,5 +376,5 @@ class LimitsSection(Section):
 class DispatchSection(Section):
     """Who may stop and start dispatching."""
 
-    control: list[Pattern] = []
+    control: list[TopicPattern] = []
     """patterns of callers that may Pause and Resume; the command line of this machine may always"""

@@ -30,8 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamer.commands import drives as commands
-from streamer.commands.network import Network
+from streamer.commands.options import DemoOptions, Network
 from streamer.demo import drive as drives
 from streamer.demo import replay as replays
 from streamer.demo.processes import START_TIMEOUT_S, Child
@@ -61,7 +60,7 @@ TRIGGER_MS: Final = 1_000  # between two micro-batches of Spark
 
 
 @dataclass
-class Outcome:
+class DemoResult:
     """What was counted."""
 
     published: Counter[str] = field(default_factory=Counter)  # by topic
@@ -133,11 +132,11 @@ class Outcome:
 class Demo:
     """One performance, in a temporary folder."""
 
-    def __init__(self, options: commands.Demo, console: Console) -> None:
+    def __init__(self, options: DemoOptions, console: Console) -> None:
         self._options, self._console = options, console
         self._folder = Path(tempfile.mkdtemp(prefix="up-streamer-demo-"))
         self._stack = contextlib.AsyncExitStack()
-        self._outcome = Outcome()
+        self._outcome = DemoResult()
         self._children: list[Child] = []
         dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
         zenoh, cloud = [f"tcp/127.0.0.1:{free_port()}"], [f"tcp/127.0.0.1:{free_port()}"]
@@ -148,7 +147,7 @@ class Demo:
         self._ids: dict[str, set[tuple[int, int]]] = {}
         self._last: dict[str, tuple[int, int]] = {}
 
-    async def run(self) -> Outcome:
+    async def run(self) -> DemoResult:
         try:
             async with self._stack:
                 if not self._options.without_mqtt:
@@ -447,7 +446,7 @@ def _toml(settings: dict[str, Any]) -> str:
     return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()) + " }"
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: DemoResult, console: Console) -> None:
     """The table at the end."""
     table = Table(title="what crossed the gateway to the cloud", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("network", "published", "forwarded", "received", "Parquet", "gaps", "duplicates"):

@@ -1,6 +1,6 @@
 """Drives: a recorded one from a CSV file of OBD-II parameters, or a simulated one from a seed. Pure.
 
-CSV text --read-> Drive(signals, rows, problems) --samples(start_ms)--> Sample(signal, time, value) --message-> UMessage
+CSV text --read-> Drive(signals, rows, problems) --samples(start_ms)--> SignalSample --message-> UMessage
 seed --simulate->
 
 Paths are those of COVESA's Vehicle Signal Specification, branch Vehicle.OBD, where it has one. A column that is not in
@@ -43,7 +43,7 @@ PROBLEMS_TOLD_MAX: Final = 100  # the first ones say it all; the rest is counted
 DERIVED_RESOURCE_MIN: Final = 0x9000  # topics of columns that the table doesn't know; the table itself stays far below
 DERIVED_RESOURCES: Final = 0x6000
 
-Value = float | str | bool
+SignalValue = float | str | bool
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Signal:
         return uris.uri(self.publisher, PUBLISHER_UE_ID, PUBLISHER_VERSION, self.resource)
 
 
-class Sample(NamedTuple):
+class SignalSample(NamedTuple):
     """One value of one signal. `time_ms` is Unix milliseconds."""
 
     signal: Signal
     time_ms: int
-    value: Value
+    value: SignalValue
 
     @property
     def path(self) -> str:
@@ -129,7 +129,7 @@ class Drive:
     """Signals, and a row of their values for each second; None where there is no value."""
 
     signals: tuple[Signal, ...]
-    rows: Sequence[tuple[Value | None, ...]] = field(repr=False)
+    rows: Sequence[tuple[SignalValue | None, ...]] = field(repr=False)
     problems: tuple[Problem, ...] = ()  # the first PROBLEMS_TOLD_MAX
     problems_total: int = 0
 
@@ -140,16 +140,16 @@ class Drive:
         if self.problems_total > len(shown):
             yield f"and {self.problems_total - len(shown)} more that can't be read"
 
-    def samples(self, start_ms: int) -> Iterator[Sample]:
+    def samples(self, start_ms: int) -> Iterator[SignalSample]:
         """Every value there is, row by row; the first row is at `start_ms` (Unix milliseconds)."""
         for number, row in enumerate(self.rows):
             time_ms = start_ms + number * ROW_PERIOD_MS
             for signal, value in zip(self.signals, row, strict=True):
                 if value is not None:
-                    yield Sample(signal, time_ms, value)
+                    yield SignalSample(signal, time_ms, value)
 
 
-def message(sample: Sample) -> UMessage:
+def message(sample: SignalSample) -> UMessage:
     """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction."""
     signal, time_ms, value = sample
     payload = ustreamer_pb2.Sample(path=signal.path)
@@ -257,9 +257,9 @@ def _derived(path: str, taken: Iterable[int]) -> Signal:
 
 def _column(
     column: int, signal: Signal, rows: list[tuple[int, list[str]]], problems: list[Problem]
-) -> list[Value | None]:
+) -> list[SignalValue | None]:
     cells = [cells[column] if column < len(cells) else "" for _, cells in rows]
-    values: list[Value | None] = [_number(cell) for cell in cells]
+    values: list[SignalValue | None] = [_number(cell) for cell in cells]
     numeric = signal.path in SIGNALS or any(value is not None for value in values)
     truths = {"true": True, "false": False}
     is_bool = not numeric and all(cell.lower() in truths for cell in cells if cell)
@@ -328,7 +328,7 @@ class _Car:
         self.intake = self.ambient
         self.fuel = rng.uniform(0.4, 0.95) * _TANK_L
 
-    def step(self, second: int) -> dict[str, Value]:
+    def step(self, second: int) -> dict[str, SignalValue]:
         """Paths of signals and their values, the same ones in the same order each time."""
         running = second > _SECONDS_BEFORE_START
         before = self.speed

@@ -38,7 +38,7 @@ def load(data: Path | None, seed: int, seconds: int) -> drives.Drive:
 
 async def replay(
     transport: UTransport,
-    samples: Iterable[drives.Sample],
+    samples: Iterable[drives.SignalSample],
     *,
     rate: float | None = None,
     on_progress: Callable[[int], None] = lambda published: None,

@@ -22,8 +22,7 @@ from history.log.log import Log
 from streamer.egress.holds import HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
 from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX, Pump
 from streamer.following.handover import FOLLOWED_PREFIX
-from streamer.operating.samples import Sample
-from streamer.operating.states import Condition
+from streamer.operating.states import Condition, Sample
 from streamer.walk.endpoint import Endpoint
 
 SAVE_S: Final = 600.0  # between saves of absences

@@ -18,8 +18,7 @@ import structlog
 from pydantic import TypeAdapter
 
 from storage.disk import REAL_DISK, Disk, read_json
-from streamer.operating.samples import Sample, each
-from streamer.operating.states import Condition
+from streamer.operating.states import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import callbacks
 from uprotocol import uri as uris
@@ -127,7 +126,7 @@ class Paused:
     def notes(self) -> Iterator[str]:
         for one in sorted(self):
             is_held = "what comes waits in the log"
-            is_idle = "which there is not (any more), so nothing waits"
+            is_idle = "which is no known peer, so nothing waits"
             yield f"paused: {one.topic} to {one.peer}; {is_held if self.is_peer(one.peer) else is_idle}"
 
     def load(self) -> None:

@@ -21,8 +21,7 @@ from history.reading.client import Frames, HistoryClient
 from history.service.pushing import window_bytes_of_each
 from storage.runtime import Runtime
 from streamer.following.followed import COVERED, Follow, Followed, family_of
-from streamer.operating.samples import Sample, each
-from streamer.operating.states import Condition
+from streamer.operating.states import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Dispatch, Ingress

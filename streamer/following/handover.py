@@ -20,8 +20,7 @@ from history.log.log import Log
 from history.records.witness import seqs_of
 from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
-from streamer.operating.samples import Sample
-from streamer.operating.states import Condition
+from streamer.operating.states import Condition, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, HandOver, HeldTopic, Position

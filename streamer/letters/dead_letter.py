@@ -104,7 +104,7 @@ class Stored:
         }
 
 
-Row = tuple[int, int, str, str, bytes]  # time, code, reason, endpoint, message
+LetterRow = tuple[int, int, str, str, bytes]  # time, code, reason, endpoint, message
 
 
 _TABLE: Final = (
@@ -131,7 +131,7 @@ LETTERS: Final = FileKind(
 )
 
 
-class Store:
+class LetterStore:
     """The SQLite file; every call blocks, and is made by one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
@@ -183,11 +183,11 @@ class Store:
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("vacuum")
 
-    def write(self, letters: Sequence[Row]) -> None:
+    def write(self, letters: Sequence[LetterRow]) -> None:
         """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
         with_room(self._file.disk.reserve, self.path, lambda: self._try(letters))
 
-    def _try(self, letters: Sequence[Row]) -> None:
+    def _try(self, letters: Sequence[LetterRow]) -> None:
         db = self._file.connect()
         self._file.require_in_place()
         self._file.require_wal_below(WAL_HELD_BYTES_MAX)
@@ -198,7 +198,7 @@ class Store:
             self._file.reset()
             raise
 
-    def _write(self, db: sqlite3.Connection, letters: Sequence[Row]) -> None:
+    def _write(self, db: sqlite3.Connection, letters: Sequence[LetterRow]) -> None:
         known = self._letters = _counted(db) if self._letters is None else self._letters
         (number,) = db.execute("select coalesce(max(seq), 0) from sqlite_sequence where name = 'letter'").fetchone()
         fresh = {number + place: letter for place, letter in enumerate(letters, 1)}
@@ -246,10 +246,10 @@ def _authority_of(data: bytes) -> str:
         return ""
 
 
-def open_read_only(path: Path) -> Store:
+def open_read_only(path: Path) -> LetterStore:
     """For the command line. Raises INVALID_ARGUMENT if there is no such store."""
     LETTERS.require_there(path)
-    return Store(path, read_only=True)
+    return LetterStore(path, read_only=True)
 
 
 class Letter(NamedTuple):
@@ -262,7 +262,7 @@ class Letter(NamedTuple):
     message: Carried
     is_withheld: bool = False  # by the rules: what they keep from networks does not reach them on this way either
 
-    def row(self) -> Row:
+    def row(self) -> LetterRow:
         return self.time_ms, self.code, self.reason, self.endpoint, self.message.SerializeToString()
 
     def published(self, *, whole: bool) -> DeadLetter:
@@ -314,7 +314,7 @@ class DeadLetters:
         self._limits_told_at = -PERIOD_S
         self._limited: dict[str, str] = {}  # what that line said
         self._arrived = asyncio.Event()
-        self._worker: Answerer[Sequence[Row], bool] = Answerer(
+        self._worker: Answerer[Sequence[LetterRow], bool] = Answerer(
             "dead-letters", lambda batches: [self._keep(rows) for rows in batches], worker=runtime.worker
         )
         self._flushing: asyncio.Future[None] | None = None
@@ -324,7 +324,7 @@ class DeadLetters:
         self.limited = 0  # counted only: too many of one kind within a minute
         self.damaged = 0  # stores that were moved aside
         self.by_code: Counter[str] = Counter()
-        self._store: Store | None = None
+        self._store: LetterStore | None = None
         self._open_again_at = 0.0
         self._open()
 
@@ -374,7 +374,7 @@ class DeadLetters:
             yield Condition(f"dead letters: {self.trouble}")
 
     async def run(self) -> None:
-        """Store and publish until cancelled."""
+        """LetterStore and publish until cancelled."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -398,8 +398,8 @@ class DeadLetters:
 
     # On the thread
 
-    def _keep(self, rows: Sequence[Row]) -> bool:
-        """Store them, and True; else `trouble` says why not."""
+    def _keep(self, rows: Sequence[LetterRow]) -> bool:
+        """LetterStore them, and True; else `trouble` says why not."""
         for _ in range(2):  # a damaged store is moved aside, and the next one takes them
             if self._store is None and not self._open():
                 return False
@@ -423,7 +423,7 @@ class DeadLetters:
             return False
         self._open_again_at = self._monotonic() + OPEN_AGAIN_S
         try:
-            self._store = Store(self._path, disk=self._disk)
+            self._store = LetterStore(self._path, disk=self._disk)
         except UStatusError as error:
             self._note(error.message)
             return False

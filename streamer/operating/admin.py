@@ -1,12 +1,13 @@
-"""The admin port: what it tells monitors and people. `http_port.py` brings it to them.
+"""The admin port: its answers for monitors and people. http_port.py serves them.
 
 /healthz  alive           /readyz    503 if something does not do its job, else 200: states, with since when and why;
                                      `problems`: all that is wrong; `notes`: what a person may want to know all the same
 /metrics  for Prometheus  /vehicles  what each source authority sends, one JSON object a line
 
-Admin(problems, metrics, notes, vehicles) -> Answers: bounded in time and length -> HttpPort: who may ask, and how often
+Admin -> AdminAnswers: bounded in time and length -> HttpPort: who may ask, and how often
 
-Who asks without end takes a tenth of the loop at most: beyond that the last answer serves again. Lists are cut.
+A client that asks all the time takes a tenth of the loop at most: beyond that it gets the last answer again. Long
+lists are cut.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Admin:
     ) -> None:
         host, _, port = address.rpartition(":")
         self._host, self.port = host.strip("[]"), int(port)
-        self._answers, self._guard = Answers(problems, metrics, notes, vehicles, states), guard or AdminSection()
+        self._answers, self._guard = AdminAnswers(problems, metrics, notes, vehicles, states), guard or AdminSection()
         self._http: HttpPort | None = None
 
     async def __aenter__(self) -> Self:
@@ -73,14 +74,14 @@ class Admin:
             await self._http.close()
 
 
-class Answer(NamedTuple):
+class AdminAnswer(NamedTuple):
     status: int
     type: str
     body: bytes
 
 
-class Answers:
-    """What each path tells, made anew as long as there is time for it: LOOP_SHARE of the loop's."""
+class AdminAnswers:
+    """The answer of each path. It is made anew as long as answers take at most LOOP_SHARE of the loop's time."""
 
     def __init__(
         self,
@@ -92,20 +93,20 @@ class Answers:
     ) -> None:
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
         self._states = states
-        self._made: dict[Callable[[], Answer], Answer] = {}  # the last ones
+        self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last ones
         self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
 
-    def health(self) -> Answer:
-        return Answer(200, "application/json", b'{"status":"alive"}\n')
+    def health(self) -> AdminAnswer:
+        return AdminAnswer(200, "application/json", b'{"status":"alive"}\n')
 
-    def metrics(self) -> Answer:
+    def metrics(self) -> AdminAnswer:
         return self._kept(self._make_metrics)
 
-    def ready(self) -> Answer:
+    def ready(self) -> AdminAnswer:
         return self._kept(self._make_ready)
 
     def vehicles(self) -> Iterator[bytes] | None:
-        """In slices. It is too long to be kept: None for who asks too often."""
+        """Returns the list in slices, and None if it is asked for too often: it is too long to be kept."""
         return self._slices() if self._may_work() else None
 
     def _slices(self) -> Iterator[bytes]:
@@ -117,19 +118,19 @@ class Answers:
                 return
             yield part
 
-    def _make_metrics(self) -> Answer:
-        return Answer(200, "text/plain; version=0.0.4", self._metrics())
+    def _make_metrics(self) -> AdminAnswer:
+        return AdminAnswer(200, "text/plain; version=0.0.4", self._metrics())
 
-    def _make_ready(self) -> Answer:
+    def _make_ready(self) -> AdminAnswer:
         problems = _cut(self._problems())
         told = {"status": NOT_READY if problems else READY, **self._states()}
         for state in (told["streamer"], *told["endpoints"].values()) if "endpoints" in told else ():
             state["reason"] = _cut_line(state["reason"])
         status = 503 if told["status"] == NOT_READY else 200
         told |= {"problems": problems, "notes": _cut(self._notes())}
-        return Answer(status, "application/json", json.dumps(told).encode() + b"\n")
+        return AdminAnswer(status, "application/json", json.dumps(told).encode() + b"\n")
 
-    def _kept(self, make: Callable[[], Answer]) -> Answer:
+    def _kept(self, make: Callable[[], AdminAnswer]) -> AdminAnswer:
         if make not in self._made or self._may_work():
             with self._working():
                 self._made[make] = make()

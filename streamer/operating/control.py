@@ -191,9 +191,6 @@ def _address(folder: Path) -> Iterator[str]:
         os.close(at)
 
 
-Change = Callable[[list[Pause]], list[Pause]]
-
-
 def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -> list[Pause]:
     """Have the streamer with this data_dir do it, or do it to its file if it is stopped; what is paused then. Blocks.
 

@@ -23,7 +23,6 @@ import structlog
 from aiohttp import web
 
 from streamer.config import AdminSection
-from streamer.operating.admin import Answer
 from transports.certificates import KeptFiles, load_pair
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -36,8 +35,8 @@ CLOSE_S_MAX: Final = 0.5  # for answers that are under way; a part of SERVICES_C
 
 TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Page = Callable[[], Answer]
+PageHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MakePage = Callable[[], tuple[int, str, bytes]]  # status, type of the content, content
 T = TypeVar("T")
 List = Callable[[], Iterator[bytes] | None]  # in slices; None for who asks too often
 
@@ -49,7 +48,7 @@ _silent.disabled = True
 class HttpPort:
     """Tells `pages` and `lists` by their paths to whom `guard` lets ask."""
 
-    def __init__(self, pages: Mapping[str, Page], lists: Mapping[str, List], guard: AdminSection) -> None:
+    def __init__(self, pages: Mapping[str, MakePage], lists: Mapping[str, List], guard: AdminSection) -> None:
         self._pages, self._lists, self._guard = pages, lists, guard
         self._token: Latest[bytes] | None = None
         self._server: asyncio.Server | None = None
@@ -96,7 +95,7 @@ class HttpPort:
         return made
 
     @web.middleware
-    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _admit(self, request: web.Request, handler: PageHandler) -> web.StreamResponse:
         if self._token is not None and not _shows(request, await self._token.get()):
             return web.Response(status=401, text="a token is asked for\n", headers={"WWW-Authenticate": "Bearer"})
         try:
@@ -112,15 +111,15 @@ class HttpPort:
             raise
 
 
-def _telling(page: Page) -> Handler:
+def _telling(page: MakePage) -> PageHandler:
     async def tell(_: web.Request) -> web.StreamResponse:
-        made = page()
-        return web.Response(status=made.status, headers={"Content-Type": made.type}, body=made.body)
+        status, type, body = page()
+        return web.Response(status=status, headers={"Content-Type": type}, body=body)
 
     return tell
 
 
-def _listing(slices: List) -> Handler:
+def _listing(slices: List) -> PageHandler:
     async def tell(request: web.Request) -> web.StreamResponse:
         parts = slices()
         if parts is None:

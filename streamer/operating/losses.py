@@ -19,7 +19,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 log = structlog.get_logger()
 
 
-class Losses:
+class LossReports:
     """What was lost goes to `gaps`, which publishes it, or is noted in the `durable` log until somebody acknowledges
     it."""
 

@@ -11,14 +11,12 @@ table of what is which.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 import structlog
-
-from streamer.operating.samples import Sample, each
 
 READY: Final = "ready"
 DEGRADED: Final = "degraded"
@@ -30,7 +28,15 @@ OPENING: Final = "its network is being opened"
 STREAMER: Final = ""  # where a condition is of no endpoint
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
+# one value for the metrics: the name of a family in metrics.py, the values of its labels, the value
+Sample = tuple[str, tuple[str, ...], float]
+
 log = structlog.get_logger()
+
+
+def each(name: str, labels: tuple[str, ...], counts: Mapping[str, float]) -> Iterator[Sample]:
+    """One sample for each value of the family's last label."""
+    return ((name, (*labels, key), count) for key, count in counts.items())
 
 
 class Condition(NamedTuple):
@@ -47,7 +53,7 @@ class Condition(NamedTuple):
 
 
 @dataclass(slots=True)
-class State:
+class EndpointState:
     name: str  # one of STATES
     since_ms: int  # Unix milliseconds
     reason: str = ""
@@ -70,7 +76,7 @@ class States:
     ) -> None:
         self._conditions, self._now_ms = conditions, now_ms
         now = now_ms()
-        self._states = {STREAMER: State(NOT_READY, now, STARTING, now)}
+        self._states = {STREAMER: EndpointState(NOT_READY, now, STARTING, now)}
         for name in names:
             self.add_endpoint(name)
 
@@ -79,12 +85,12 @@ class States:
 
     def add_endpoint(self, name: str) -> None:
         now = self._now_ms()
-        self._states[name] = State(NOT_READY, now, OPENING, now)
+        self._states[name] = EndpointState(NOT_READY, now, OPENING, now)
 
     def remove_endpoint(self, name: str) -> None:
         del self._states[name]
 
-    def __getitem__(self, endpoint: str) -> State:
+    def __getitem__(self, endpoint: str) -> EndpointState:
         """As of the last `look`; STREAMER for what is of no endpoint."""
         return self._states[endpoint]
 
@@ -105,7 +111,7 @@ class States:
     def __contains__(self, endpoint: str) -> bool:
         return endpoint in self._states
 
-    def _enter(self, name: str, state: State, conditions: Sequence[Condition], now_ms: int) -> None:
+    def _enter(self, name: str, state: EndpointState, conditions: Sequence[Condition], now_ms: int) -> None:
         fatal = [one.text for one in conditions if one.is_fatal]
         entered = NOT_READY if fatal else DEGRADED if conditions else READY
         reason = "; ".join([*fatal, *(one.text for one in conditions if not one.is_fatal)])
@@ -144,7 +150,7 @@ def _flags(state: str) -> dict[str, float]:
 
 def of_one_that_cant_start(names: Iterable[str], why: str, since_ms: int) -> dict[str, Any]:
     """For /readyz, while nothing is there that could be looked at."""
-    state = State(NOT_READY, since_ms, why, since_ms).as_dict()
+    state = EndpointState(NOT_READY, since_ms, why, since_ms).as_dict()
     return {"status": NOT_READY, "streamer": state, "endpoints": {name: dict(state) for name in names}}
 
 

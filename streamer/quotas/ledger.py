@@ -1,6 +1,6 @@
 """What each source authority sends: counted for the operator, and held to its quota while the streamer is behind.
 
-ingress, per message: account.messages, .bytes, .left -= its units --below 0--> Ledger.is_over: refilled? behind?
+ingress, per message: account.messages, .bytes, .left -= its units --below 0--> AuthorityLedger.is_over: behind?
 Pressure: how busy the loop's thread is, or how long it waits for a processor ----------------------------^ |
                    dropped "over_quota"; until the next turn the transport may refuse them unread <---------'
 run: a slice of the accounts a turn -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import structlog
 
-from streamer.operating.samples import Sample
+from streamer.operating.states import Sample
 from uprotocol import callbacks
 from uprotocol.callbacks import Remove
 
@@ -61,7 +61,7 @@ class Account:
     held_until: float = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
     rate: float = 0.0  # messages a second, lately
     sampled: tuple[int, float] = (0, 0.0)  # messages, loop time
-    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what `Ledger.others` has of them
+    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what `AuthorityLedger.others` has of them
     told: float = 0.0  # loop time
     seen_ms: int = 0  # Unix milliseconds; in steps of ten seconds
 
@@ -116,7 +116,7 @@ class Pressure:
         return now < self._until
 
 
-class Ledger:
+class AuthorityLedger:
     """All accounts, at most `accounts_max`; the quietest make room, and what they had goes to the others'."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Ledger:
         self._turn_callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"Ledger(accounts={len(self._accounts)}, busy={self.pressure.share:.2f})"
+        return f"AuthorityLedger(accounts={len(self._accounts)}, busy={self.pressure.share:.2f})"
 
     def __len__(self) -> int:
         return len(self._accounts)

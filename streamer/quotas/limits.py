@@ -1,6 +1,6 @@
 """How much of each thing fits into the memory that the operator gives: every share in one place.
 
-[limits] memory_mib --> Limits: topics, queues, replies ... for all together, and for one authority or caller alone
+[limits] memory_mib --> MemoryLimits: topics, queues ... for all together, and for one authority or caller alone
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CACHED_SHARE: Final = 10  # a tenth of the topics may take turns without being l
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """Bounds in messages and bytes. Half of `memory_bytes` is for topics; of the rest each queue has a fixed share."""
 
     memory_bytes: int = MEMORY_MIB << 20

@@ -18,7 +18,7 @@ import structlog
 
 from history.log.log import Log, TopicsFullError
 from streamer.egress.express import Express
-from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
+from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
 from streamer.walk.doorbells import PUBLISHERS, Doorbells
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.filters import EndpointFilters
@@ -133,7 +133,7 @@ class Dispatch:
     express: Express
     hosted: HostedTransport
     window: IdWindow
-    ledger: Ledger
+    ledger: AuthorityLedger
     doorbells: Doorbells
     message_bytes_max: int = MESSAGE_BYTES_MAX
 

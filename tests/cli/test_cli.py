@@ -241,7 +241,7 @@ BAD_CONFIGS: list[tuple[str, list[str]]] = [
     ),
     (ONE.replace('["vehicle1"]', "[]"), ["bad.toml:7:"]),
     (ONE.replace('["vehicle1"]', '["Vehicle1"]'), ["bad.toml:7:", "lower-case"]),
-    (ONE + '[[rule]]\nfrom = "v"\nto = "moon"\n', ["endpoint 'moon', which there is not; known are v"]),
+    (ONE + '[[rule]]\nfrom = "v"\nto = "moon"\n', ["unknown endpoint 'moon'; known: v"]),
     (ONE + '[[rule]]\nfrom = "v"\nto = "v"\n', ["in a circle"]),
     (ONE + '[history]\nrecord = ["nonsense"]\nretention_hours = 0\n', ["bad.toml:9:", "bad.toml:10:"]),
     (EPOCHS.format("width_ms = 9").replace('"lap"', '"a lap"'), ["bad.toml:9: epochs.0.name"]),

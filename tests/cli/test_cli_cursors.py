@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from history.log.log import Log
 from history.service.consumers import Consumers, Owner
 from storage.disk import REAL_DISK
-from streamer.app import Streamer
+from streamer.app import Streamer, serve
 from streamer.commands import cursors
 from streamer.commands.cli import app
 from streamer.config import load
-from streamer.serving import serve
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
 from uprotocol.uuid import now_ms

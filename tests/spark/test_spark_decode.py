@@ -217,7 +217,7 @@ def test_the_fast_path_agrees_with_protobuf(payload: bytes, format: Any, authori
 def test_caches_do_not_change_the_result(parts: list[tuple[str, int, float | str | bool]], data: st.DataObject) -> None:
     messages = []
     for path, seconds, value in parts:
-        sample = drive.Sample(drive.Signal(path, "v", 0x8000), seconds * 1_000, value)
+        sample = drive.SignalSample(drive.Signal(path, "v", 0x8000), seconds * 1_000, value)
         payload = bytearray(drive.message(sample).payload)
         if data.draw(st.booleans()):
             payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))

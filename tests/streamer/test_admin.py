@@ -127,7 +127,7 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
             yield {"vehicle": number}
 
     wrong = "wrong " * 1_000
-    answers = admins.Answers(
+    answers = admins.AdminAnswers(
         lambda: [wrong] * 1_000,
         metrics,
         lambda: ["a note"],

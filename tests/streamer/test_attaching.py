@@ -101,14 +101,14 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(make_world: Make
         await streamer.remove_endpoint("dock")
     with pytest.raises(UStatusError, match="our own authority"):
         await streamer.remove_endpoint("vehicle")
-    assert [one.name for one in streamer.endpoints] == ["vehicle", "cloud"] == list(streamer.attached.names)
+    assert [one.name for one in streamer.endpoints] == ["vehicle", "cloud"] == list(streamer.attached)
 
 
 def counts(world: World) -> dict[str, int]:
     """Whatever may grow: tasks, callbacks and tables of the parts, metric samples, objects."""
     streamer = world.streamer
     parts: tuple[Any, ...] = (
-        streamer.attached,
+        streamer,
         streamer.claims,
         streamer.endpoints,
         streamer.express,

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from storage.runtime import Runtime
 from streamer.letters import dead_letter
-from streamer.letters.dead_letter import DeadLetters, Store
+from streamer.letters.dead_letter import DeadLetters, LetterStore
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import EncodedMessage, Stamp
@@ -122,10 +122,10 @@ async def test_a_disk_or_a_network_that_refuses_stops_nothing(tmp_path: Path, mo
     running = asyncio.create_task(desk.letters.run())
     with monkeypatch.context() as patch:
 
-        def full(self: Store, rows: Any) -> None:
+        def full(self: LetterStore, rows: Any) -> None:
             raise sqlite3.OperationalError("database or disk is full")
 
-        patch.setattr(Store, "write", full)
+        patch.setattr(LetterStore, "write", full)
         desk.letters.add(publication("not stored"), UCode.UNAVAILABLE, "away", "cloud")
         async with asyncio.timeout(10):
             while not desk.published:  # noqa: ASYNC110 - nothing tells when
@@ -142,7 +142,7 @@ async def test_a_disk_or_a_network_that_refuses_stops_nothing(tmp_path: Path, mo
 
 
 def test_a_write_that_failed_does_not_stop_the_next_one(tmp_path: Path) -> None:
-    store = Store(tmp_path / "letters.db")
+    store = LetterStore(tmp_path / "letters.db")
     good = (1, 14, "away", "cloud", publication().SerializeToString())
     with pytest.raises(sqlite3.Error):
         store.write([good, (1, 14, "away", object(), b"")])  # type: ignore[list-item]
@@ -202,7 +202,7 @@ async def test_a_store_that_is_damaged_while_it_is_used_is_moved_aside(tmp_path:
 
 async def test_a_newer_store_is_left_as_it_is_and_letters_are_published_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "letters.db"
-    Store(path).close()
+    LetterStore(path).close()
     db = sqlite3.connect(path)
     db.execute("pragma user_version = 99")
     db.close()
@@ -224,14 +224,14 @@ async def test_a_newer_store_is_left_as_it_is_and_letters_are_published_all_the_
 )
 def test_letters_of_another_program_are_refused_and_not_changed(tmp_path: Path, statements: tuple[str, ...]) -> None:
     path = tmp_path / "letters.db"
-    Store(path).close()
+    LetterStore(path).close()
     db = sqlite3.connect(path)
     for statement in statements:
         db.execute(statement)
     db.close()
     before = path.read_bytes()
     with pytest.raises(UStatusError, match="but not a dead letter store") as error:
-        Store(path)
+        LetterStore(path)
     assert error.value.code == UCode.FAILED_PRECONDITION
     assert path.read_bytes() == before
     assert not list(tmp_path.glob("*damaged*"))
@@ -250,17 +250,17 @@ async def test_a_disk_that_is_full_at_the_start_harms_nothing_and_letters_are_st
 ) -> None:
     monkeypatch.setattr(dead_letter, "OPEN_AGAIN_S", 0.0)
     path = tmp_path / "letters.db"
-    store = Store(path)
+    store = LetterStore(path)
     store.write([(1, 14, "away", "cloud", publication("old").SerializeToString())])
     store.close()
     with monkeypatch.context() as patch:
 
-        def full(self: Store) -> None:
+        def full(self: LetterStore) -> None:
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error
 
-        patch.setattr(Store, "_check", full)
+        patch.setattr(LetterStore, "_check", full)
         desk = Desk(path)
         assert "disk is full" in (desk.letters.trouble or "")
         desk.letters.add(publication("not stored"), UCode.UNAVAILABLE, "away", "cloud")
@@ -397,7 +397,7 @@ def disk_bytes(path: Path) -> int:
     return sum(one.stat().st_size for one in path.parent.glob(path.name + "*"))
 
 
-def large_row(number: int) -> dead_letter.Row:
+def large_row(number: int) -> dead_letter.LetterRow:
     return (
         number,
         14,
@@ -410,7 +410,7 @@ def large_row(number: int) -> dead_letter.Row:
 def test_the_files_of_the_store_are_bounded_also_while_somebody_reads_them(tmp_path: Path) -> None:
     """A reader keeps the write-ahead log from being emptied: 100 messages of 4 MB made it 400 MiB."""
     path = tmp_path / "letters.db"
-    store = Store(path)
+    store = LetterStore(path)
     store.write([large_row(1)])
     reader = sqlite3.connect(path, isolation_level=None)
     reader.execute("begin")
@@ -434,12 +434,12 @@ def test_the_files_of_the_store_are_bounded_also_while_somebody_reads_them(tmp_p
 
 def test_a_file_that_was_large_once_gives_back_its_room(tmp_path: Path) -> None:
     path = tmp_path / "letters.db"
-    store = Store(path)
+    store = LetterStore(path)
     store.write([large_row(number) for number in range(8)])
     store._file.connect().execute("delete from letter where number < 8")
     store.close()
     assert path.stat().st_size > 32 << 20
-    store = Store(path)
+    store = LetterStore(path)
     (kept,) = store.read()
     store.close()
     assert len(kept.message.payload) == 4 << 20

@@ -108,9 +108,9 @@ def test_a_third_of_the_recorded_and_of_the_simulated_signals_is_the_engine_cont
 
 
 def test_message_is_a_valid_publish_that_says_all() -> None:
-    values: tuple[drive.Value, ...] = (12.5, "ON", True, False)
+    values: tuple[drive.SignalValue, ...] = (12.5, "ON", True, False)
     for value in values:
-        sample = drive.Sample(drive.SIGNALS["Vehicle.OBD.Speed"], 1_700_000_000_123, value)
+        sample = drive.SignalSample(drive.SIGNALS["Vehicle.OBD.Speed"], 1_700_000_000_123, value)
         made = drive.message(sample)
         validate(made)
         assert uris.format(made.attributes.source) == "up://vehicle1/8001/1/8002"

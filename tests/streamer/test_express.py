@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streamer.egress import express as expresses
 from streamer.egress.express import Express
-from streamer.quotas.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
+from streamer.quotas.limits import CALLERS_SHARE, SENDERS_SHARE, MemoryLimits
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -442,7 +442,7 @@ def frame(sink: str, bytes: int) -> UMessage:
 
 @given(memory_mib=st.integers(32, 4_096))
 def test_what_may_be_under_way_to_one_follower_has_room_while_its_network_takes_nothing(memory_mib: int) -> None:
-    limits = Limits(memory_mib << 20)
+    limits = MemoryLimits(memory_mib << 20)
     frames = express(4_096, limits.express_bytes_max)[0].queues["cloud"]._frames
     assert limits.window_bytes_max <= frames.each_bytes_max
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
-from streamer.quotas.limits import Limits
+from streamer.quotas.limits import MemoryLimits
 from uprotocol import uri as uris
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -109,14 +109,14 @@ async def test_the_topics_follow_the_memory(
     world = await make_world(more=f"{volatile}[limits]\nmemory_mib = 32\n")
     logs = world.streamer.logs
     assert (logs.durable.streams_max, logs.volatile.streams_max) == (durable_topics, volatile_topics)
-    assert durable_topics + volatile_topics == Limits(32 << 20).topics_max
-    assert logs.durable.authority_streams_max == Limits(32 << 20).authority_topics_max
+    assert durable_topics + volatile_topics == MemoryLimits(32 << 20).topics_max
+    assert logs.durable.authority_streams_max == MemoryLimits(32 << 20).authority_topics_max
 
 
 async def test_made_up_topics_leave_room_for_what_somebody_has_named(make_world: MakeWorld, publish: Publish) -> None:
     more = '[history]\nrecord = ["//*/8002/1/FFFF"]\n[limits]\nmemory_mib = 32\n'
     world = await make_world(subscriptions=SUBSCRIBED, more=more)
-    share = Limits(32 << 20).authority_topics_max
+    share = MemoryLimits(32 << 20).authority_topics_max
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     made_up = [uris.uri("vehicle1", 0x8002, 1, 0x8000 + number) for number in range(share + 50)]

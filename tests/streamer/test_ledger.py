@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streamer.egress.express import ANSWERS_MAX
 from streamer.operating import admin, control, metrics
-from streamer.quotas.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, Ledger, Pressure, units_of
+from streamer.quotas.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, AuthorityLedger, Pressure, units_of
 from uprotocol import uri as uris
 from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.message import UMessageBuilder
@@ -39,8 +39,8 @@ class Clock:
         self.busy += self.share * seconds
 
 
-def ledger(clock: Clock, accounts_max: int = 1_000, named: str = "cloud") -> Ledger:
-    return Ledger(
+def ledger(clock: Clock, accounts_max: int = 1_000, named: str = "cloud") -> AuthorityLedger:
+    return AuthorityLedger(
         accounts_max,
         PER_S,
         is_named=lambda authority, _: authority == named,
@@ -50,7 +50,7 @@ def ledger(clock: Clock, accounts_max: int = 1_000, named: str = "cloud") -> Led
     )
 
 
-def send(book: Ledger, account: Account, messages: int, payload_bytes: int = 0) -> int:
+def send(book: AuthorityLedger, account: Account, messages: int, payload_bytes: int = 0) -> int:
     """As ingress does; how many were dropped."""
     dropped = 0
     for _ in range(messages):
@@ -61,7 +61,7 @@ def send(book: Ledger, account: Account, messages: int, payload_bytes: int = 0) 
     return dropped
 
 
-def get_behind(book: Ledger, clock: Clock, share: float = 1.0) -> None:
+def get_behind(book: AuthorityLedger, clock: Clock, share: float = 1.0) -> None:
     clock.share = share
     for _ in range(2):
         clock.pass_(0.25)

@@ -198,7 +198,7 @@ async def test_a_pause_toward_a_peer_that_is_gone_holds_nothing_and_says_so(
     data.mkdir(parents=True)
     pauses.write(data / pauses.FILE, [Pause(uris.format(SPEED), "old-cloud")])
     await world.start()
-    assert "which there is not" in world.streamer.notes()[0]
+    assert "no known peer" in world.streamer.notes()[0]
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     speed = await world.hear(cloud, SPEED)
     await vehicle.send(publish(SPEED, "goes"))

@@ -135,8 +135,8 @@ async def test_a_network_that_hangs_in_listening_holds_up_no_other(
         await register(self, source, listener, sink)
 
     monkeypatch.setattr(LocalTransport, "register_listener", hanging)
-    monkeypatch.setattr("streamer.app.OPEN_WAIT_S", 0.05)
-    monkeypatch.setattr("streamer.app.INTEREST_WAIT_S", 0.05)
+    monkeypatch.setattr("streamer.order.OPEN_WAIT_S", 0.05)
+    monkeypatch.setattr("streamer.order.INTEREST_WAIT_S", 0.05)
     world = await make_world(EMBEDDED, SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     speed, other = await world.hear(cloud, SPEED), await world.hear(cloud, OTHER)

@@ -24,7 +24,7 @@ NAMES = pytest.mark.parametrize("name", ["stopped", "killed"])
 @NAMES
 def test_dead_letters(old_data: OldData, old_content: Any, name: str) -> None:
     path = old_data(name) / "dead-letters.db"
-    store = dead_letter.Store(path)
+    store = dead_letter.LetterStore(path)
     store.write([(1, UCode.INTERNAL, "new", "cloud", b"")])
     letters = store.read()
     store.close()

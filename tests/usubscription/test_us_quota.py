@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamer.quotas.limits import Limits
+from streamer.quotas.limits import MemoryLimits
 from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.asking import Services
@@ -302,13 +302,13 @@ async def test_large_requests_take_the_room_of_many(world: Any, monkeypatch: pyt
 def test_the_shares_are_those_of_the_page() -> None:
     """docs/security.md, "How much one caller may take"."""
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
-    whole = Limits().subscriptions_max
+    whole = MemoryLimits().subscriptions_max
     quota = Quota("subscriptions", whole, {"cloud"})
     for number in (whole, quota.caller_max, quota.authority_max, WAITING_MAX, WAITING_MAX // 4, WAITING_MAX // 8):
         assert f"{number:,} " in page, number
     for fleet, callers, each in ((50_000, 10_000, 5), (500_000, 100_000, 5), (30_000, 1, 30_000)):
         (mib,) = {50_000: [512], 500_000: [4_096], 30_000: [1_024]}[fleet]
-        fits = Quota("subscriptions", Limits(mib << 20).subscriptions_max, {"cloud"})
+        fits = Quota("subscriptions", MemoryLimits(mib << 20).subscriptions_max, {"cloud"})
         authority = "cloud" if callers == 1 else "vehicle"
         assert fits.whole >= fleet
         assert fits.refusal((authority, 0), each) is None

@@ -1,0 +1,356 @@
+"""The composition root: makes every part of a streamer and connects the parts. Nothing runs yet.
+
+    Config -> parts.py: what the configuration describes by itself -> Assembly: services, walk, networks, reports
+                                                                      '-> for each endpoint: ingress, pumps, clocks
+attaching.py has the endpoints and rules of a running streamer, order.py the order of start and stop, app.py runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from history.epochs.keeper import Keeper
+from history.service.gaps import Gaps
+from history.service.service import HistoryService
+from storage.runtime import REAL, Runtime
+from streamer import parts
+from streamer.config import Config, patterns
+from streamer.egress.claims import Claims
+from streamer.egress.express import Express
+from streamer.egress.paused import FILE, Paused
+from streamer.egress.pump import Pump
+from streamer.embedded import EmbeddedUSubscription
+from streamer.following.follows import Follows
+from streamer.following.handover import HandOvers
+from streamer.letters.dead_letter import DeadLetters
+from streamer.lifecycle import Parts
+from streamer.operating import metrics
+from streamer.operating.admin import Admin
+from streamer.operating.clocks import Clocks
+from streamer.operating.control import Control
+from streamer.operating.losses import LossReports
+from streamer.operating.states import STARTING, STREAMER, Condition, Sample, States
+from streamer.quotas.ledger import AuthorityLedger, Pressure
+from streamer.quotas.limits import CALLERS_SHARE
+from streamer.walk.access import Access
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.flow import Flow
+from streamer.walk.hosted import HostedTransport
+from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
+from streamer.walk.networks import Networks
+from streamer.walk.rules import Rules
+from streamer.walk.view import View
+from transports.certificates import Expiries
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.cache import raise_streams_max
+from uprotocol.core.ustreamer import ids
+from uprotocol.message import UMessageBuilder
+from uprotocol.pacing import Backoff, Pace
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client.interest import Interest
+from usubscription_client.table import Topics
+
+FOLLOW_MS_MIN: Final = 500  # between tries to follow a history, and ...
+FOLLOW_MS_MAX: Final = 60_000
+ANNOUNCEMENT_TTL_MS: Final = 5_000  # the next one comes
+DRAIN_MS_MAX: Final = 200  # for each service inside to answer what it has begun, and the network to take it
+# messages to a network off the vehicle: below what is taken there of one authority (UNITS_PER_S)
+PACE_OUTSIDE_PER_S: Final = 4_000
+
+
+@dataclass
+class Attached:
+    """What one endpoint has."""
+
+    endpoint: Endpoint
+    ingress: Ingress
+    pumps: list[Pump]
+    clocks: Clocks
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class Assembly:
+    """All parts of one streamer."""
+
+    def __init__(
+        self,
+        config: Config,
+        endpoints: Endpoints,
+        logs: Logs,
+        window: IdWindow,
+        keeper: Keeper,
+        runtime: Runtime = REAL,
+    ) -> None:
+        self.config, self.logs, self.keeper, self.runtime = config, logs, keeper, runtime
+        self.limits = parts.limits_of(config)
+        raise_streams_max(self.limits.streams_cached_max)
+        self.endpoints, self.rules = endpoints, Rules()
+        self.home = self.endpoints[config.home.name]
+        self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
+        self.ready, self.stopping = asyncio.Event(), asyncio.Event()
+        self.attached: dict[str, Attached] = {}  # by the name of the endpoint
+        # the same objects as those in `attached`: the parts that serve all endpoints look into them
+        self.ingresses: dict[str, Ingress] = {}
+        self.pumps: list[Pump] = []
+        self.clocks: dict[str, Clocks] = {}
+        self._make_services()
+        self._make_walk(window)
+        self._make_networks()
+        self._make_reports()
+        self.parts = Parts(())  # order.py fills it
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self.config.egress.retry_min_ms, self.config.egress.retry_max_ms, self.runtime.rng)
+
+    def _make_services(self) -> None:
+        """What hosted services and the view need of each other."""
+        config, runtime = self.config, self.runtime
+        self.gaps = Gaps(config.authority, self.logs, self._publish, now_ms=runtime.now_ms)
+        self.losses = LossReports(self.gaps, self.logs.durable)
+        entities = parts.entities_of(config)
+        self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for, entities)
+        self.dead_letters = DeadLetters(
+            config.streamer.data_dir / "dead-letters.db",
+            config.authority,
+            self._publish,
+            runtime=runtime,
+            bytes_max=self.limits.dead_letter_bytes_max,
+            message_bytes_max=self.limits.message_bytes_max,
+        )
+        self.usubscription = parts.usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
+        self.embedded = (
+            EmbeddedUSubscription(self.usubscription, runtime, self.losses.subscriptions_lost)
+            if self.usubscription
+            else None
+        )
+        self.interest = Interest(
+            parts.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
+            lambda: tuple(one.newest_seq for one in self.logs),
+        )
+        self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
+        self.paused.load()  # before anybody can change it
+        self.view = View(self.endpoints, self.rules, self.interest, self.logs, self.paused)
+        self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
+
+    def _make_walk(self, window: IdWindow) -> None:
+        """From an ingress to the pumps."""
+        config, runtime = self.config, self.runtime
+        self.express = Express(
+            self.endpoints,
+            self.hosted,
+            self.dead_letters,
+            messages_max=config.express.messages_max,
+            bytes_max=self.limits.express_bytes_max,
+            backoff=self._backoff,
+        )
+        self.follows = Follows(
+            [parts.follow_of(section, self.endpoints) for section in config.follow],
+            self.endpoints,
+            self.hosted,
+            self.local,
+            self.interest,
+            runtime,
+            self.losses.followed_gap,
+            lambda: Backoff(FOLLOW_MS_MIN, FOLLOW_MS_MAX, runtime.rng),
+        )
+        self.ledger = AuthorityLedger(
+            self.limits.authorities_max,
+            config.limits.authority_messages_per_s,
+            is_named=self._is_named,
+            now=asyncio.get_running_loop().time,
+            now_ms=runtime.now_ms,
+            pressure=Pressure(runtime.busy_s),
+        )
+        flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
+        self.flows = tuple(flows.values())
+        self.dispatch = Dispatch(
+            self.endpoints,
+            self.rules,
+            self.view,
+            self.logs,
+            flows,
+            self.express,
+            self.hosted,
+            window,
+            self.ledger,
+            self.follows,
+            config.limits.message_bytes_max,
+        )
+        for endpoint in self.endpoints:
+            self.make_endpoint(endpoint, config)
+        self.entry = Ingress(self.home, self.dispatch, trusted=True)
+        self.hosted.connect(self.entry, self._entities_changed)
+        self.follows.attach(self.dispatch, self.ingresses)
+
+    def make_endpoint(self, endpoint: Endpoint, config: Config) -> Attached:
+        """What one endpoint needs. `config` describes it."""
+        # one pace for all that goes to its network
+        per_s = config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
+        pace = None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)
+        pumps = [
+            Pump(
+                endpoint,
+                log,
+                self.view,
+                self.dead_letters,
+                self._backoff(),
+                flow,
+                self.paused,
+                absent_ms_max=config.history.absent_ms,
+                refused_hours=config.egress.refused_hours,
+                unheard_hours=config.egress.unheard_hours,
+                on_gap=self.losses.records_lost,
+                pace=pace,
+            )
+            for log, flow in self.dispatch.flows.items()
+        ]
+        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, Clocks(endpoint))
+        self.attached[endpoint.name] = made
+        self.ingresses[endpoint.name], self.clocks[endpoint.name] = made.ingress, made.clocks
+        self.pumps += pumps
+        return made
+
+    def _make_networks(self) -> None:
+        """What serves all endpoints, and the history."""
+        config, keeper, logs = self.config, self.keeper, list(self.logs)
+        followed_by = {one.name: uris.parse(one.followed_by) for one in config.endpoint if one.followed_by is not None}
+        self.handovers = HandOvers(
+            followed_by, self.endpoints, self.pumps, logs, self.paused, self._announce, config.history.absent_ms
+        )
+        self.networks = Networks(
+            self.endpoints,
+            self.ingresses,
+            self.interest,
+            config.streamer.data_dir,
+            self._backoff,
+            self._connected,
+            self.losses.network_lost,
+        )
+        self.is_connected = self.networks.is_connected
+        if self.usubscription is not None:
+            self.usubscription.on_change(self.networks.listen_before_answer)
+        self.claims = Claims(self.pumps, logs, config.history.absent_ms, self.networks.away_s)
+        self.history = HistoryService(
+            self.hosted,
+            self.local,
+            logs,
+            access=Access(self.endpoints, self.rules, [parts.entry_of(section) for section in config.access]),
+            reply_bytes_max=self.limits.reply_bytes_max,
+            replies_bytes_max=self.limits.replies_bytes_max,
+            share=CALLERS_SHARE,
+            drain_ms_max=DRAIN_MS_MAX,
+            followed_max=self.limits.followed_topics_max,
+            window_bytes_max=self.limits.window_bytes_max,
+            handing_over=self.handovers,
+            keeper=keeper,
+        )
+
+    def _make_reports(self) -> None:
+        """What tells people how it is."""
+        config = self.config
+        used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
+        self.certificates = Expiries(used, self.runtime.now_ms)
+        self.states = States(self.clocks, self.conditions, self.runtime.now_ms)
+        self.admin: Admin | None = None
+        if config.streamer.admin is not None:
+            self.admin = Admin(
+                config.streamer.admin,
+                self.problems,
+                functools.partial(metrics.expose, self.samples),
+                self.notes,
+                self.all_vehicles,
+                states=self.look,
+                guard=config.admin,
+            )
+
+    def connection_changed(self, _connected: bool) -> None:
+        """Look at the states once every part knows of it, unless the streamer stops."""
+        if not self.stopping.is_set():
+            asyncio.get_running_loop().call_soon(self.states.look)
+
+    def _connected(self, endpoint: Endpoint) -> None:
+        for pump in self.pumps:
+            if pump.peer is endpoint:
+                pump.reconnected()
+
+    def interest_changed(self, topics: Topics) -> None:
+        self.networks.listen_soon()
+        for pump in self.pumps:
+            pump.look_at(topics)
+
+    async def _entities_changed(self) -> None:
+        """A hosted service has started or stopped: messages for it go another way now."""
+        for ingress in (*self.ingresses.values(), self.entry):
+            ingress.forget_verdicts()
+            ingress.filters.services_changed()
+        await self.networks.listen()
+
+    def _is_named(self, authority: str, endpoint: str) -> bool:
+        """True if the configuration names this authority. The services inside have no endpoint."""
+        return not endpoint or (endpoint in self.endpoints and authority in self.endpoints[endpoint].authorities)
+
+    # Reports
+
+    def conditions(self) -> list[Condition]:
+        """What is wrong; empty: ready."""
+        found = [*self.parts.conditions()]
+        if not self.ready.is_set():
+            found.append(Condition(STARTING, is_fatal=True))
+        return found
+
+    def interest_conditions(self) -> Iterator[Condition]:
+        for authority in self.interest.unhealthy if self.ready.is_set() else ():
+            owner, what = self.endpoints.owner(authority), f"uSubscription of {authority} does not answer"
+            yield Condition(f"{what}: its last known subscriptions serve", owner.name if owner else STREAMER)
+
+    def problems(self) -> list[str]:
+        """What is wrong, in plain sentences; empty: ready."""
+        return [one.problem for one in self.conditions()]
+
+    def samples(self) -> Iterator[Sample]:
+        self.states.look()
+        return self.parts.samples()
+
+    def look(self) -> dict[str, Any]:
+        """The states now, each with its reason: of the endpoints, of the streamer itself, and the worst of them."""
+        self.states.look()
+        return self.states.as_dict()
+
+    def notes(self) -> list[str]:
+        """What a person may want to know though nothing is wrong."""
+        return [*self.parts.notes()]
+
+    def configuration_notes(self) -> Iterator[str]:
+        yield from self.endpoints.notes()
+        yield from parts.too_small_note(self.config, self.logs.durable.disk_limit_bytes)
+        yield from parts.given_up_note(self.config, self.runtime.disk.reserve)
+        yield from parts.notes_of(self.config, self.endpoints, self.rules)
+
+    def topics_of(self, authority: str) -> int:
+        """How many topics of it the logs know."""
+        return sum(one.topics_of(authority) for one in self.logs)
+
+    def vehicles(self, count: int) -> list[dict[str, Any]]:
+        """What the source authorities send, those that send most first."""
+        return [account.as_dict(self.topics_of(account.authority)) for account in self.ledger.by_rate(count)]
+
+    def all_vehicles(self) -> Iterator[dict[str, Any]]:
+        """The same of all of them, in the order in which they first sent something."""
+        return (account.as_dict(self.topics_of(account.authority)) for account in list(self.ledger))
+
+    async def _announce(self, to: UUri, announcement: Message) -> None:
+        topic = self.local.get_resource(ids.ANNOUNCEMENTS)
+        builder = UMessageBuilder.notification(topic, to).with_ttl(ANNOUNCEMENT_TTL_MS)
+        await self.hosted.send(builder.with_id(uuids.new()).pack(announcement))
+
+    async def _publish(self, topic: UUri, payload: Message) -> None:
+        """On a topic of core.ustreamer."""
+        await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(payload))
