@@ -1,7 +1,6 @@
 """All disk access: SQLite files, their locks and marks, and small files that are replaced completely.
 
 connect(path) -> sqlite3.Connection     lock(path) -> Lock     mark(path) -> Mark     replace_text(path, text)
-                                                                                       read_json(path, shape)
 
 The mark names the last committed seq, and is overwritten after each commit: SQLite truncates a damaged write-ahead log
 to its last whole commit without an error, and a missing file has no error either.
@@ -17,14 +16,10 @@ import sqlite3
 import struct
 import zlib
 from pathlib import Path
-from typing import IO, Final, NamedTuple, Self, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import IO, Final, NamedTuple, Self
 
 from storage import faults
 from storage.reserve import NO_RESERVE, Reserve, with_room
-
-T = TypeVar("T")
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that this process owns is still shared with its readers, and with a backup
 STATEMENTS_CACHED: Final = 256
@@ -189,14 +184,3 @@ class Disk:
 
 
 REAL_DISK: Final = Disk()
-
-
-def read_json(path: Path, shape: TypeAdapter[T]) -> T:
-    """Returns the content of a JSON file. Raises OSError, and ValueError with one line if it does not have that
-    shape."""
-    try:
-        return shape.validate_json(path.read_bytes(), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = "".join(f"[{step!r}]" for step in first["loc"])
-        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None

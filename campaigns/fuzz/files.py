@@ -198,11 +198,11 @@ def static_interest(data: bytes) -> None:
 
 @target
 def paused_file(data: bytes) -> None:
-    path = file_of(data, "paused.json")
+    file = pauses.file_of(file_of(data, "paused.json"))
     with refusing(UCode.FAILED_PRECONDITION):
-        found = pauses.read(path)
-        pauses.write(path, found)
-        assert sorted(pauses.read(path)) == sorted(found)
+        found = pauses.read(file)
+        file.save([*found])
+        assert sorted(pauses.read(file)) == sorted(found)
         paused()._put_in_force(found)
         paused()._put_in_force([])
 

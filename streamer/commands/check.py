@@ -51,7 +51,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
     disk = too_small_note(loaded, disk_limit(loaded.streamer.data_dir / LOG_NAME, reserve_of(loaded)))
     notes = [*(f"{config}:{one.line}: {one.what}" for one in found), *endpoints.notes(), *disk, *following]
-    paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
+    paused = pauses.read(pauses.file_of(loaded.streamer.data_dir / pauses.FILE))
     if as_json:
         print(json.dumps(_as_dict(loaded, notes, paused)))
         return

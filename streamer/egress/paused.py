@@ -8,7 +8,6 @@ streamer.operating.control checks who may do it. Requests and responses are neve
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Final, NamedTuple
 import structlog
 from pydantic import TypeAdapter
 
-from storage.disk import REAL_DISK, Disk, read_json
+from storage.disk import REAL_DISK, Disk
+from storage.saved import SavedFile
 from streamer.operating.states import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import callbacks
@@ -31,6 +31,7 @@ FILE: Final = "paused.json"  # in a data_dir
 PAUSES_MAX: Final = 256  # each is compared with each topic whenever something changes
 PEER_LENGTH_MAX: Final = 128  # characters: as long as an authority may be
 _PAUSES: Final = TypeAdapter(list[tuple[str, str]])  # topic, peer
+_BYTES_MAX: Final = 256 << 10  # PAUSES_MAX of some 300 bytes, several times over
 
 log = structlog.get_logger()
 
@@ -42,25 +43,19 @@ class Pause(NamedTuple):
     peer: str
 
 
-def read(path: Path) -> list[Pause]:
+def file_of(path: Path, disk: Disk = REAL_DISK) -> SavedFile[list[tuple[str, str]]]:
+    """The file that keeps the pauses."""
+    return SavedFile(path, _PAUSES, _BYTES_MAX, disk)
+
+
+def read(file: SavedFile[list[tuple[str, str]]]) -> list[Pause]:
     """Returns the pauses in the file; none if there is no file. Raises FAILED_PRECONDITION if it can't be read."""
     try:
-        found = [Pause(uris.format(uris.parse(topic)), peer) for topic, peer in read_json(path, _PAUSES)]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, UStatusError) as error:
-        why = f"what is paused can't be read from {path} ({error}), so nothing is: move it away, and pause again"
+        found = [Pause(uris.format(uris.parse(topic)), peer) for topic, peer in file.load() or ()]
+    except UStatusError as error:
+        why = f"nothing is paused: {error.message}; move {file.path} away, and pause again"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     return found[:PAUSES_MAX]
-
-
-def write(path: Path, pauses: Iterable[Pause], disk: Disk = REAL_DISK) -> None:
-    """Blocks. Raises UNAVAILABLE if the file can't be written; then it is unchanged."""
-    try:
-        disk.replace_text(path, json.dumps(sorted(pauses), indent=0) + "\n")
-    except OSError as error:
-        why = f"nothing has changed, because {path} can't be written: {error.strerror}"
-        raise UStatusError(UCode.UNAVAILABLE, why) from None
 
 
 def pattern_of(topic: UUri, own: str) -> UUri:
@@ -99,7 +94,7 @@ class Paused:
     """The pauses in force. Lives on the loop. A change is on disk before it is in force, so that it survives a kill."""
 
     def __init__(self, path: Path, endpoints: Endpoints, own: str, disk: Disk = REAL_DISK) -> None:
-        self._path, self._endpoints, self._own, self._disk = path, endpoints, own, disk
+        self._file, self._endpoints, self._own = file_of(path, disk), endpoints, own
         self._patterns: dict[Pause, UUri] = {}
         self._turn = asyncio.Lock()  # one change after the other
         self._callbacks: list[Callable[[], None]] = []
@@ -132,7 +127,7 @@ class Paused:
     def load(self) -> None:
         """A file that can't be read pauses nothing; `trouble` says so until somebody pauses or resumes."""
         try:
-            self._put_in_force(read(self._path))
+            self._put_in_force(read(self._file))
         except UStatusError as error:
             self.trouble = error.message
             log.error("what was paused is not known any more, and is dispatched", why=self.trouble)
@@ -203,7 +198,7 @@ class Paused:
     async def _change(self, pauses: list[Pause]) -> None:
         if set(pauses) == set(self._patterns) and not self.trouble:
             return
-        await asyncio.to_thread(write, self._path, pauses, self._disk)
+        await asyncio.to_thread(self._file.save, [*sorted(pauses)])
         self.trouble = ""
         self._put_in_force(pauses)
         log.info("paused", now=[f"{one.topic} to {one.peer}" for one in pauses])

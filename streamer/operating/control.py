@@ -230,9 +230,9 @@ def call(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pause]:
-    path = folder / pauses.FILE
+    file = pauses.file_of(folder / pauses.FILE)
     if do == "paused":
-        return pauses.read(path)
+        return pauses.read(file)
     pattern = pauses.pattern_of(uris.parse(topic), own)
     if not pattern.authority_name:
         raise invalid(f"the streamer is stopped, so say whose topic it is: //AUTHORITY{topic.removeprefix('up:')}")
@@ -246,8 +246,8 @@ def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pa
         ) from None
     try:
         change = pauses.added if do == "pause" else pauses.removed
-        after = change(pauses.read(path), pattern, peer)
-        pauses.write(path, after)
+        after = change(pauses.read(file), pattern, peer)
+        file.save([*after])
     finally:
         lock.release()
     return after

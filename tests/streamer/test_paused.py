@@ -196,7 +196,7 @@ async def test_a_pause_toward_a_peer_that_is_gone_holds_nothing_and_says_so(
     world = await make_world(subscriptions=SUBSCRIBED, start=False)
     data = world.config.streamer.data_dir
     data.mkdir(parents=True)
-    pauses.write(data / pauses.FILE, [Pause(uris.format(SPEED), "old-cloud")])
+    pauses.file_of(data / pauses.FILE).save([Pause(uris.format(SPEED), "old-cloud")])
     await world.start()
     assert "no known peer" in world.streamer.notes()[0]
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -385,8 +385,8 @@ async def test_patterns_are_resumed_by_what_covers_them_and_errors_say_what_to_d
 
 async def test_pauses_are_bounded(tmp_path: Path) -> None:
     paused = made(tmp_path / "paused.json")
-    pauses.write(
-        tmp_path / "paused.json", [Pause(f"//vehicle1/{one + 1:X}/1/8001", "net") for one in range(PAUSES_MAX)]
+    pauses.file_of(tmp_path / "paused.json").save(
+        [Pause(f"//vehicle1/{one + 1:X}/1/8001", "net") for one in range(PAUSES_MAX)]
     )
     paused.load()
     assert await code_of(paused.pause(SPEED, "net")) == UCode.RESOURCE_EXHAUSTED
