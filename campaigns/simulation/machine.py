@@ -25,7 +25,6 @@ from history.publisher import HistoryPublisher
 from storage.runtime import Runtime, Used
 from streamer.app import Streamer
 from streamer.config import Config
-from streamer.following.followed import Followed
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -196,9 +195,9 @@ class GatewayProcess(MachineProcess):
         """Of histories that are followed."""
         on_gap, checker, name = streamer.follows.on_gap, self.machine.world.checker, self.machine.name
 
-        def tapped(followed: Followed, gap: Gap) -> None:
+        def tapped(service: UUri, gap: Gap) -> None:
             checker.followed_gap(name, gap)
-            on_gap(followed, gap)
+            on_gap(service, gap)
 
         streamer.follows.on_gap = tapped
 

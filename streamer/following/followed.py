@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import structlog
 
@@ -28,7 +28,7 @@ from history.reading.acceptor import Accepted, Acceptor, ReaderState, Record
 from history.reading.following import Following, FollowingOptions, FollowMode
 from streamer.following.covered import Covered, Digest, HeldThere
 from streamer.following.doorbell import Doorbell
-from streamer.following.sorting import Sorted, Sorting
+from streamer.following.sorting import Intake, Sorted, Sorting, family_of
 from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
@@ -47,9 +47,6 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
-
-if TYPE_CHECKING:
-    from streamer.following.follows import Follows
 
 PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service; and one answer beside it
 CAUGHT_UP_S: Final = 30.0  # at most, for what came before anything was followed, and the log has refused
@@ -83,11 +80,6 @@ class Follow:
         )
 
 
-def family_of(authority: str) -> str:
-    """What stands behind the first dot; "": nothing does."""
-    return authority.partition(".")[2]
-
-
 def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
     """Whether a history may have records of a topic. A publisher's own: of its type on its host. A gateway's: of its
     host, and of the family of that; `is_named`, by our configuration: of whatever lives on its network."""
@@ -116,7 +108,7 @@ class Followed:
     """One history that is followed. `counts`: records (that came), stored, duplicate, unwanted, loop, spoofed,
     unreadable, refused (appends), doorbells, gaps, denied (topics that we may not read there)."""
 
-    def __init__(self, follows: Follows, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
+    def __init__(self, follows: Intake, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
         self.service, self.endpoint, self.follow = service, endpoint, follow
         self.key = f"{endpoint.name}:{uris.format(service)}"
         self._follows, self._log = follows, follows.logs.durable
@@ -209,7 +201,8 @@ class Followed:
         always = [*self._follows.always_wanted(), *ids.frontiers_of(uris.WILDCARD_AUTHORITY)]
         fixed = [*named, *chain.from_iterable(map(self._narrowed, always))]
         self._fixed = {uris.key(topic): topic for topic in fixed}
-        wanted = chain.from_iterable(map(self._narrowed, self._follows.wanted_of(self)))
+        there = self._follows.wanted_of(self.service, self.endpoint, is_named=self.is_named)
+        wanted = chain.from_iterable(map(self._narrowed, there))
         all = self._fixed | {uris.key(topic): topic for topic in wanted}
         followed = {uris.key(topic): topic for topic in following.topics}
         for key in all.keys() - followed.keys():  # ahead of the others: what takes the place of a pattern has no hole
@@ -440,7 +433,7 @@ class Followed:
     def _take(self, accepted: Accepted, bytes: int) -> None:
         for gap in accepted.gaps:
             self.counts["gaps"] += 1
-            self._follows.on_gap(self, gap)
+            self._follows.on_gap(self.service, gap)
         records: list[Record | Beginning] = [*accepted.records]
         for place, topics in reversed(self._holes(accepted)):
             records.insert(place, self._beginning(topics))

@@ -9,32 +9,26 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
 import structlog
 
-from history.file.writer import FollowedFrom as Notes
-from history.log.log import Log
-from history.reading.client import Frames, HistoryClient
-from history.service.pushing import window_bytes_of_each
 from storage.runtime import Runtime
-from streamer.following.followed import COVERED, Follow, Followed, family_of
+from streamer.following.followed import COVERED, Follow, Followed
+from streamer.following.sorting import Intake, family_of
 from streamer.operating.states import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
-from streamer.walk.ingress import Dispatch, Ingress
 from uprotocol import uri as uris
-from uprotocol.cache import Cache
-from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Announcement,
     Gap,
 )
 from uprotocol.core.usubscription.wire import to_uri
-from uprotocol.encoded import EncodedMessage, Stamps
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
@@ -49,14 +43,13 @@ STATES: Final = ("handed_over", "beside_copies", "away")  # of a conversation; v
 FOLLOWED_MAX: Final = 4_096  # services; a fleet behind one gateway, and its tasks and places
 # of one authority that are found by announcements: a vehicle has some publishers with a history of their own
 PUBLISHERS_OF_ONE_MAX: Final = 64
-WINDOWS_BYTES_MAX: Final = 64 << 20  # of what is under way to us, from all of them; a share is asked for of each
 
 GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
 
 log = structlog.get_logger()
 
 
-class Follows(UListener):
+class Follows(Intake, UListener):
     """All that are followed: those of `follows`, and publishers and gateways that announce themselves."""
 
     def __init__(
@@ -67,35 +60,20 @@ class Follows(UListener):
         local: LocalUriProvider,
         interest: Interest,
         runtime: Runtime,
-        on_gap: Callable[[Followed, Gap], None],
+        on_gap: Callable[[UUri, Gap], None],
         backoff: Callable[[], Backoff],
     ) -> None:
-        """`on_gap` is told what can never be had."""
-        self._configured, self._endpoints, self._hosted, self.local = follows, endpoints, hosted, local
-        self._interest, self.on_gap = interest, on_gap
-        self.rng, self.now_ms, self.random_bytes = runtime.rng, runtime.now_ms, runtime.random_bytes
-        self.backoff = backoff
-        self._rpc = InMemoryRpcClient(hosted, local)
-        self._frames = Frames(hosted, local)
-        self._stamps = Stamps()
-        self.valid = Cache[bytes, bool]()  # what follows the id in attributes that are valid
+        """`on_gap(service, gap)` is called for records that can never be had."""
+        super().__init__(endpoints, hosted, local, runtime, on_gap, backoff)
+        self._configured, self._hosted, self._interest = follows, hosted, interest
         self._followed: dict[str, Followed] = {}
         # by their authority and the family of that; and those that may have anything
         self._by_name: dict[str, list[Followed]] = {}
         self._named: list[Followed] = []
-        self._wants_all = False  # somebody may yet want anything
-        # what is subscribed to, by the same names
-        self._topics: dict[str, dict[uris.Key, UUri]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_running = False
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
         self._refused = 0  # announced, and no room
-
-    def attach(self, dispatch: Dispatch, ingresses: Mapping[str, Ingress]) -> None:
-        """Where followed records go; before `start`."""
-        self.dispatch, self._ingresses = dispatch, ingresses
-        self.logs = dispatch.logs
-        self.own_incarnations = frozenset(one.incarnation for one in dispatch.logs)
 
     def __repr__(self) -> str:
         return f"Follows({list(self._followed)})"
@@ -131,6 +109,7 @@ class Follows(UListener):
         self._configured = [one for one in self._configured if one.endpoint is not endpoint]
         for followed in [one for one in self if one.endpoint is endpoint]:
             del self._followed[followed.key]
+            self.histories = len(self._followed)
             for name in {followed.service.authority_name, family_of(followed.service.authority_name)} - {""}:
                 self._by_name[name].remove(followed)
                 if not self._by_name[name]:
@@ -215,6 +194,7 @@ class Follows(UListener):
                 log.error("no more histories can be followed", limit=FOLLOWED_MAX, service=followed.key)
             return
         self._followed[followed.key] = followed
+        self.histories = len(self._followed)
         for name in {service.authority_name, family_of(service.authority_name)} - {""}:
             self._by_name.setdefault(name, []).append(followed)
         if followed.is_named:
@@ -262,27 +242,6 @@ class Follows(UListener):
 
     # -- what is wanted
 
-    def wanted_of(self, followed: Followed) -> Iterator[UUri]:
-        """Topics and patterns that it may have, and that somebody elsewhere wants."""
-        names = self._topics if followed.is_named else (followed.service.authority_name,)
-        topics = chain.from_iterable(map(self._of_names, names))
-        return (topic for topic in topics if self.is_wanted(followed.endpoint, topic))
-
-    def _of_names(self, authority: str) -> Iterable[UUri]:
-        """Of an authority and its family."""
-        names = {authority, family_of(authority)} - {""} | {uris.WILDCARD_AUTHORITY}
-        return chain.from_iterable(self._topics[name].values() for name in names if name in self._topics)
-
-    def always_wanted(self) -> Iterator[UUri]:
-        """What is recorded; everything, while it is not known yet who wants what."""
-        yield from [uris.ANY] if self._wants_all else self.logs.record
-
-    def lives_there(self, endpoint: Endpoint, topic: UUri) -> bool:
-        return self._endpoints.owner(topic.authority_name) is endpoint
-
-    def is_wanted(self, endpoint: Endpoint, topic: UUri) -> bool:
-        return self.dispatch.view.leaves(endpoint, topic)
-
     def _interest_changed(self, topics: Topics) -> None:
         wants_all = not (self._interest.complete and self._interest.can_list)
         if topics is None:
@@ -325,30 +284,6 @@ class Follows(UListener):
         found = (one for name in names for one in self._by_name.get(name, ()))
         return iter({one.key: one for one in chain(found, self._named)}.values())
 
-    def ingress(self, endpoint: Endpoint) -> Ingress:
-        return self._ingresses[endpoint.name]
-
-    async def append(self, target: Log, streams: list[int], messages: list[EncodedMessage], notes: Notes) -> None:
-        """Into a log, when its flow lets it. Raises UStatusError."""
-
-        def offer(answer: asyncio.Future[int]) -> None:
-            target.append(streams, messages, notes).add_done_callback(functools.partial(_settle, answer))
-
-        await self.dispatch.flows[target].append(len(messages), offer)
-
-    # -- for conversations
-
-    @property
-    def window_bytes(self) -> int:
-        """The share of one. Over a link of 200 ms there and back, 8 MiB are some 40 MB/s."""
-        return window_bytes_of_each(len(self._followed), WINDOWS_BYTES_MAX)
-
-    def client(self, service: UUri) -> HistoryClient:
-        return HistoryClient(self._rpc, service, frames=self._frames)
-
-    def read(self, data: bytes) -> EncodedMessage:
-        return self._stamps.read(data)
-
     # -- how it is
 
     def samples(self) -> Iterator[Sample]:
@@ -366,14 +301,3 @@ class Follows(UListener):
                 yield Condition(what, followed.endpoint.name)
         if self._refused:
             yield Condition(f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit")
-
-
-def _settle(answer: asyncio.Future[int], taken: asyncio.Future[int]) -> None:
-    if answer.done():
-        return
-    if taken.cancelled():
-        answer.cancel()
-    elif (error := taken.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(taken.result())

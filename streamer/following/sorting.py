@@ -1,30 +1,136 @@
-"""Where each record of a followed history goes: into one of our logs, or nowhere.
+"""What is wanted of followed histories, and where each of their records goes: into one of our logs, or nowhere.
 
 record -> ours? pushed before? valid? from there? does it speak for it? -> the ingress's verdict, ids -> log
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from history.epochs.frontier import Epoch
+from history.file.writer import FollowedFrom as Notes
 from history.log.log import Log
 from history.reading.acceptor import Record
+from history.reading.client import Frames, HistoryClient
 from history.records.chunk import Origin
+from history.service.pushing import window_bytes_of_each
+from storage.runtime import Runtime
 from streamer.following.covered import HeldThere
-from streamer.walk.endpoint import Endpoint
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.hosted import HostedTransport
+from streamer.walk.ingress import Dispatch, Ingress
 from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol.cache import Cache
+from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.encoded import EncodedMessage
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.encoded import EncodedMessage, Stamps
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 
-if TYPE_CHECKING:
-    from streamer.following.follows import Follows
+WINDOWS_BYTES_MAX: Final = 64 << 20  # of what is under way to us, from all of them; a share is asked for of each
+
+
+def family_of(authority: str) -> str:
+    """What stands behind the first dot; "": nothing does."""
+    return authority.partition(".")[2]
+
+
+class Intake:
+    """What all followed histories share: what is wanted of them, how they are reached, and where their records go."""
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        hosted: HostedTransport,
+        local: LocalUriProvider,
+        runtime: Runtime,
+        on_gap: Callable[[UUri, Gap], None],
+        backoff: Callable[[], Backoff],
+    ) -> None:
+        self._endpoints, self.local, self.on_gap, self.backoff = endpoints, local, on_gap, backoff
+        self.rng, self.random_bytes = runtime.rng, runtime.random_bytes
+        self._rpc = InMemoryRpcClient(hosted, local)
+        self._frames = Frames(hosted, local)
+        self._stamps = Stamps()
+        self.valid = Cache[bytes, bool]()  # what follows the id in attributes that are valid
+        self.histories = 0  # that are followed
+        self._wants_all = False  # somebody may yet want anything
+        # what is subscribed to, by its authority and the family of that
+        self._topics: dict[str, dict[uris.Key, UUri]] = {}
+
+    def attach(self, dispatch: Dispatch, ingresses: Mapping[str, Ingress]) -> None:
+        """Where followed records go; before `start`."""
+        self.dispatch, self._ingresses = dispatch, ingresses
+        self.logs = dispatch.logs
+        self.own_incarnations = frozenset(one.incarnation for one in dispatch.logs)
+
+    def wanted_of(self, service: UUri, endpoint: Endpoint, *, is_named: bool) -> Iterator[UUri]:
+        """Topics and patterns that this history may have, and that somebody elsewhere wants. `is_named`: our
+        configuration names it, so it may have all that lives at `endpoint`."""
+        names = self._topics if is_named else (service.authority_name,)
+        topics = chain.from_iterable(map(self._of_names, names))
+        return (topic for topic in topics if self.is_wanted(endpoint, topic))
+
+    def _of_names(self, authority: str) -> Iterable[UUri]:
+        """Of an authority and its family."""
+        names = {authority, family_of(authority)} - {""} | {uris.WILDCARD_AUTHORITY}
+        return chain.from_iterable(self._topics[name].values() for name in names if name in self._topics)
+
+    def always_wanted(self) -> Iterator[UUri]:
+        """What is recorded; everything, while it is not known yet who wants what."""
+        yield from [uris.ANY] if self._wants_all else self.logs.record
+
+    def lives_there(self, endpoint: Endpoint, topic: UUri) -> bool:
+        return self._endpoints.owner(topic.authority_name) is endpoint
+
+    def is_wanted(self, endpoint: Endpoint, topic: UUri) -> bool:
+        return self.dispatch.view.leaves(endpoint, topic)
+
+    def ingress(self, endpoint: Endpoint) -> Ingress:
+        return self._ingresses[endpoint.name]
+
+    async def append(self, target: Log, streams: list[int], messages: list[EncodedMessage], notes: Notes) -> None:
+        """Append to a log as soon as its flow lets us. Raises UStatusError."""
+
+        def offer(answer: asyncio.Future[int]) -> None:
+            target.append(streams, messages, notes).add_done_callback(functools.partial(_settle, answer))
+
+        await self.dispatch.flows[target].append(len(messages), offer)
+
+    # -- for conversations
+
+    @property
+    def window_bytes(self) -> int:
+        """The share of one history. Over a link of 200 ms there and back, 8 MiB are some 40 MB/s."""
+        return window_bytes_of_each(self.histories, WINDOWS_BYTES_MAX)
+
+    def client(self, service: UUri) -> HistoryClient:
+        return HistoryClient(self._rpc, service, frames=self._frames)
+
+    def read(self, data: bytes) -> EncodedMessage:
+        return self._stamps.read(data)
+
+
+def _settle(answer: asyncio.Future[int], taken: asyncio.Future[int]) -> None:
+    if answer.done():
+        return
+    if taken.cancelled():
+        answer.cancel()
+    elif (error := taken.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(taken.result())
 
 
 class Sorted(NamedTuple):
@@ -42,7 +148,7 @@ class Sorting:
     """Of one history, at `endpoint`. Counts in `counts` what becomes of records."""
 
     def __init__(
-        self, follows: Follows, endpoint: Endpoint, speaks_for: Callable[[UUri], bool], counts: Counter[str]
+        self, follows: Intake, endpoint: Endpoint, speaks_for: Callable[[UUri], bool], counts: Counter[str]
     ) -> None:
         self._follows, self._endpoint, self._speaks_for, self._counts = follows, endpoint, speaks_for, counts
         self._log = follows.logs.durable

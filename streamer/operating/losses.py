@@ -10,11 +10,11 @@ from history.file import damage as damages
 from history.file.damage import Damage
 from history.log.log import Log
 from history.service.gaps import Gaps
-from streamer.following.followed import Followed
 from streamer.operating.states import Condition
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.v1.uri_pb2 import UUri
 
 log = structlog.get_logger()
 
@@ -31,10 +31,10 @@ class LossReports:
         gap = Gap(reason=reason, incarnation=source.incarnation, after_seq=after, before_seq=before)
         self._gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
 
-    def followed_gap(self, followed: Followed, gap: Gap) -> None:
+    def followed_gap(self, service: UUri, gap: Gap) -> None:
         """Records of a history that we follow can't be read any more."""
-        what = f"of the history of {uris.format(followed.service)}, which is followed"
-        log.error("records that were followed are lost", service=followed.key, gap=str(gap).replace("\n", " "))
+        what = f"of the history of {uris.format(service)}, which is followed"
+        log.error("records that were followed are lost", service=uris.format(service), gap=str(gap).replace("\n", " "))
         self._gaps.add(gap, "", what)
 
     def subscriptions_lost(self, changes: int) -> None:
