@@ -213,7 +213,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("usubscription", "the ids of the last # commands", 1, ["usubscription.store.tables:HANDLED_MAX"]),
     ("usubscription", "at most # changes together", 1, ["usubscription.store.database:OUTBOX_CHANGES_MAX"]),
     ("usubscription", "tried again after # s doubling to # s", 1_000, [
-        "usubscription.telling:RETRY_FIRST_MS", "usubscription.telling:RETRY_MAX_MS",
+        "usubscription.notifier:RETRY_FIRST_MS", "usubscription.notifier:RETRY_MAX_MS",
     ]),
     ("usubscription", "Topics don't wait for each other: # of an authority are in flight at first, one more with each "
                       "answer up to #", 1, [
@@ -245,7 +245,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.receiving:BYTES_MAX/1048576"]),
     ("mqtt5", "After # s it is read nevertheless", 1, ["transports.mqtt5.receiving:PRESSED_S_MAX"]),
     ("mqtt5", "and # bytes for what a broker adds", 1, ["transports.mqtt5.link:BROKER_ADDS_BYTES"]),
-    ("mqtt5", "with every answer up to #:", 1, ["transports.mqtt5.reach:NEAR_MESSAGES"]),
+    ("mqtt5", "with every answer up to #:", 1, ["transports.mqtt5.window:NEAR_MESSAGES"]),
     ("mqtt5", "and # MiB of those over 4 KiB", 1, ["transports.mqtt5.window:IN_FLIGHT_BYTES_MAX/1048576"]),
     ("mqtt5", "in order, after # ms to 1 s", 1, ["transports.arrivals:REDELIVERY_MS_MIN"]),
     ("mqtt5", "in order, after 5 ms to # s", 1_000, ["transports.arrivals:REDELIVERY_MS_MAX"]),

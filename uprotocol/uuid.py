@@ -34,52 +34,40 @@ def now_ms() -> int:
     return _time_ns() // 1_000_000
 
 
-class _Pool:
-    """os.urandom, read in blocks: a system call for each id would cost more than everything else. A forked child reads
-    a block of its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._block, self._next = b"", 0
-        os.register_at_fork(
-            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._in_child
-        )
-
-    def __call__(self, count: int) -> bytes:
-        with self._lock:
-            if self._next + count > len(self._block):
-                self._block, self._next = os.urandom(RANDOM_BLOCK_BYTES), 0
-            self._next += count
-            return self._block[self._next - count : self._next]
-
-    def _in_child(self) -> None:
-        self._block, self._next = b"", 0
-        self._lock.release()
-
-
-_pool = _Pool()
-
-
 class UUIDGenerator:
     """Increasing ids: 48 bits of time, a 12-bit counter, 62 random bits (RFC 9562 section 6.2, method 1).
 
-    After 4,096 ids in a millisecond it uses the next millisecond, as the RFC allows.
+    After 4,096 ids in a millisecond it uses the next millisecond, as the RFC allows. Random bytes are read in blocks: a
+    system call for each id would cost more than everything else.
     """
 
-    def __init__(self, clock_ms: Callable[[], int] = now_ms, random_bytes: Callable[[int], bytes] = _pool) -> None:
+    def __init__(self, clock_ms: Callable[[], int] = now_ms, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
         self._clock_ms, self._random_bytes = clock_ms, random_bytes
         self._last = 0  # time << 12 | counter
+        self._block_bytes = RANDOM_BLOCK_BYTES if random_bytes is os.urandom else 8
+        self._block, self._next = b"", 0
         self._lock = threading.Lock()
 
     def __call__(self) -> UUID:
-        lsb = _VARIANT | int.from_bytes(self._random_bytes(8), "big") & ~_VARIANT_MASK
         with self._lock:
+            if self._next >= len(self._block):
+                self._block, self._next = self._random_bytes(self._block_bytes), 0
+            random = int.from_bytes(self._block[self._next : self._next + 8], "big")
+            self._next += 8
             self._last = max(self._clock_ms() << 12, self._last + 1)
             last = self._last
+        lsb = _VARIANT | random & ~_VARIANT_MASK
         return UUID(msb=(last >> 12) << 16 | _VERSION | last & 0xFFF, lsb=lsb)
 
+    def renew(self) -> None:
+        """Called in a forked child: it must not use the parent's random bytes, or wait for a thread of the parent."""
+        self._block, self._next = b"", 0
+        self._lock = threading.Lock()
 
-_generate: Callable[[], UUID] = UUIDGenerator()
+
+_of_this_process: Final = UUIDGenerator()
+os.register_at_fork(after_in_child=_of_this_process.renew)
+_generate: Callable[[], UUID] = _of_this_process
 
 
 def new() -> UUID:

@@ -1,6 +1,6 @@
 """Commands to the services of other authorities, repeated until they are answered.
 
-link with a command -> Commands of its authority -> FreshCalls -> Subscribe, Unsubscribe -> Answered | TimedOut -> store
+link with a command -> AuthorityCommands -> FreshCalls -> Subscribe, Unsubscribe -> Answered | TimedOut -> store
                          |                                                                                  -> update()
                          | replaced while it runs: wait shortly for its answer, so that the next can't overtake it
                          | no answer: repeated with back-off; after a failure as well, without a limit
@@ -154,7 +154,7 @@ class Remote:
         self._services = Services(
             transport, self._locals, "*", self._on_change, strict=True, calls_pending_max=CALLS_PENDING_MAX
         )
-        self._commands: dict[str, Commands] = {}
+        self.commands: dict[str, AuthorityCommands] = {}
         self.fresh_calls = FreshCalls()
         self._recent: dict[Key, float] = {}
         self._started_at = -math.inf  # loop time
@@ -166,8 +166,8 @@ class Remote:
         transport.on_connection(self._connection_changed)
 
     def __repr__(self) -> str:
-        commands = sum(map(len, self._commands.values()))
-        return f"Remote({self._authority}, authorities={len(self._commands)}, commands={commands}, {self.auditor!r})"
+        commands = sum(map(len, self.commands.values()))
+        return f"Remote({self._authority}, authorities={len(self.commands)}, commands={commands}, {self.auditor!r})"
 
     async def start(self) -> None:
         """Register listeners, then repeat the commands that were not answered before the restart."""
@@ -187,24 +187,20 @@ class Remote:
         """Unanswered commands are repeated after the next start."""
         self._open = False
         await self.auditor.stop()
-        for commands in list(self._commands.values()):
+        for commands in list(self.commands.values()):
             await commands.stop()
         await self._services.close()
         await self.partners.close()
-
-    def commands_to(self, authority: str) -> int:
-        """The number of unanswered commands."""
-        return len(self._commands.get(authority, ()))
 
     def update(self, topic: Key, link: RemoteLink, after: int) -> None:
         """The link of `topic` is now `link`. Its command, if any, is sent after the changes up to `after`."""
         if not self._open:
             return
-        commands = self._commands.get(topic[0])
+        commands = self.commands.get(topic[0])
         if commands is None:
             if link.command is None:
                 return
-            commands = self._commands[topic[0]] = Commands(self, topic[0])
+            commands = self.commands[topic[0]] = AuthorityCommands(self, topic[0])
         if link.command is Command.UNSUBSCRIBE:
             self._recent.pop(topic, None)
             self._recent[topic] = asyncio.get_running_loop().time()
@@ -214,19 +210,19 @@ class Remote:
 
     def forget_all(self) -> None:
         """Drop all commands after a Reset; an audit finds the subscriptions that other services still have."""
-        for commands in self._commands.values():
+        for commands in self.commands.values():
             commands.clear()
         self.auditor.now()
 
-    # -- called by Commands --------------------------------------------------------------------------------------------
+    # -- called by AuthorityCommands -----------------------------------------------------------------------------------
 
-    def idle(self, commands: Commands) -> None:
+    def idle(self, commands: AuthorityCommands) -> None:
         """`commands` is empty."""
-        if self._commands.get(commands.authority) is commands:
-            del self._commands[commands.authority]
+        if self.commands.get(commands.authority) is commands:
+            del self.commands[commands.authority]
 
     def _is_busy(self, topic: Key) -> bool:
-        return topic[0] in self._commands and self._commands[topic[0]].is_busy(topic)
+        return topic[0] in self.commands and self.commands[topic[0]].is_busy(topic)
 
     # -- the calls -----------------------------------------------------------------------------------------------------
 
@@ -248,7 +244,7 @@ class Remote:
         topic = uris.key(change.topic)
         if topic[0] != source or uris.key(change.subscriber)[:3] != (self._authority, ENTITY_TYPE, major):
             return  # not about us, or not about a topic of the sender
-        commands = self._commands.get(source)
+        commands = self.commands.get(source)
         if commands is not None:
             commands.retry_now()  # the service is available
             if change.status is Status.SUBSCRIBED and commands.confirm(topic):
@@ -267,7 +263,7 @@ class Remote:
 
     def _connection_changed(self, connected: bool) -> None:
         if connected and self._open:
-            for commands in list(self._commands.values()):
+            for commands in list(self.commands.values()):
                 commands.retry_now(connected=True)
             self.auditor.now()
 
@@ -296,7 +292,7 @@ class _RemoteCommand:
     confirmed: bool = False  # a notification says SUBSCRIBED, which counts if the answer says SUBSCRIBE_PENDING
 
 
-class Commands(CommandQueue[Key, _RemoteCommand]):
+class AuthorityCommands(CommandQueue[Key, _RemoteCommand]):
     """The unanswered commands to the service of one authority. Call `update` with every changed link.
 
     Topics do not wait for each other, so a lost request delays only its own topic. The window grows with the answers: a
@@ -311,7 +307,7 @@ class Commands(CommandQueue[Key, _RemoteCommand]):
         self._departure = asyncio.Lock()  # keeps the order of the commands
 
     def __repr__(self) -> str:
-        return f"Commands({self.authority}, {super().__repr__()})"
+        return f"AuthorityCommands({self.authority}, {super().__repr__()})"
 
     def update(self, topic: Key, link: RemoteLink, after: int) -> None:
         """As Remote.update."""

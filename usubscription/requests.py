@@ -1,9 +1,9 @@
 """Receives requests in the order of arrival, and sends responses.
 
-network -> //AUTHORITY/0/FF/FFFF -> Gate -> by version and resource -> CommandEntry, other methods, responses to own
-                                     |                                 calls, change notifications of other services
-                                     '-> unknown method: UNIMPLEMENTED
-CommandEntry: batch of requests -> codec -> store.command -> one transaction -> answered -> responses -> one send_batch
+network -> //AUTHORITY/0/FF/FFFF -> ServiceTransport -> by version and resource -> CommandEntry, other methods,
+                                      |                  responses to own calls, change notifications of other services
+                                      '-> unknown method: UNIMPLEMENTED
+CommandEntry: batch of requests -> codec -> store -> one transaction -> answered -> responses -> one send_batch
                                      '-> refused at once: commstatus and UStatus
 
 Networks keep the order within one filter, but not between filters: Zenoh's Python binding has a thread for each. So
@@ -108,7 +108,7 @@ class ResponseTracker:
                     await self._news.wait()
 
 
-class Gate(UTransport):
+class ServiceTransport(UTransport):
     """The transport for the parts of the service, with a single filter for all messages to the service. Their listeners
     accept batches, have sinks of the service, and return no awaitable."""
 
@@ -122,7 +122,7 @@ class Gate(UTransport):
         self.responses = ResponseTracker()
 
     def __repr__(self) -> str:
-        return f"Gate({uris.format(self._sink)}, {sum(map(len, self._listeners.values()))} listeners)"
+        return f"ServiceTransport({uris.format(self._sink)}, {sum(map(len, self._listeners.values()))} listeners)"
 
     @property
     def connected(self) -> bool:
@@ -232,7 +232,7 @@ class CommandEntry:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: ServiceTransport,
         store: SubscriptionStore,
         authority: str,
         check: RequestCheck | None,
@@ -296,7 +296,8 @@ class CommandEntry:
         else:
             event = codec.read_unsubscribe(request, host)
         pending = PendingRequest(self, codec, attributes, topic, who, size, (id.msb, id.lsb))
-        self._store.command(Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")), pending)
+        command = Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big"))
+        self._store.writer().put((command, pending.tag), pending)
         self.is_waiting(who, size)
 
     def is_waiting(self, who: UEntity, more: int) -> None:

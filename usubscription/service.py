@@ -35,7 +35,7 @@ from uprotocol.core.usubscription.wire import (
     V3,
     V3_CODEC,
     V4,
-    Page,
+    PageLimits,
 )
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
@@ -43,7 +43,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription.notifier import ChangeNotifier
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
-from usubscription.requests import DRAIN_MS_MAX, CommandEntry, Gate
+from usubscription.requests import DRAIN_MS_MAX, CommandEntry, ServiceTransport
 from usubscription.state import Change, Expire, Key, Row
 from usubscription.store.database import (
     SUBSCRIPTIONS_MAX,
@@ -65,7 +65,7 @@ EXPIRED_BATCH_MAX: Final = 1_000  # ended in one transaction
 HOOK_MS_MAX: Final = 5_000  # timeout of a hook; then the answers are sent
 
 MayReset = Literal["linked", "all", "off"]
-Handler = Callable[[Any, UMessage], Message | Awaitable[Message]]
+MethodHandler = Callable[[Any, UMessage], Message | Awaitable[Message]]
 Hook = Callable[[Sequence[Change]], "Awaitable[None] | None"]
 
 log = structlog.get_logger()
@@ -100,8 +100,8 @@ class USubscriptionService:
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         self._now_ms, self._message_bytes_max = runtime.now_ms, message_bytes_max
-        self._page = Page(PAGE_ENTRIES_MAX, message_bytes_max * 3 // 4)
-        gate = self._gate = Gate(transport, authority, self.also)
+        self._page = PageLimits(PAGE_ENTRIES_MAX, message_bytes_max * 3 // 4)
+        gate = self._gate = ServiceTransport(transport, authority, self.also)
         most, disk = subscriptions_max, runtime.disk
         database = Database(path, authority, also=self.also, majors=remote_majors, disk=disk, subscriptions_max=most)
         self.store = SubscriptionStore(database, self._committed, self._answered, self._in_trouble, runtime=runtime)
@@ -120,7 +120,7 @@ class USubscriptionService:
             for major in CODECS
         }
         self.entry = CommandEntry(gate, self.store, authority, check, self.also)
-        self._handlers: dict[str, Handler] = {
+        self._handlers: dict[str, MethodHandler] = {
             FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
             FETCH_SUBSCRIBERS: self._fetch_subscribers,
             REGISTER: functools.partial(self._registration, Register),
@@ -258,7 +258,9 @@ class USubscriptionService:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _handle(self, name: str, handle: Handler, codec: V3 | V4, request: UMessage) -> Message | Awaitable[Message]:
+    def _handle(
+        self, name: str, handle: MethodHandler, codec: V3 | V4, request: UMessage
+    ) -> Message | Awaitable[Message]:
         self._calls[name] += 1
         return handle(codec, request)
 
@@ -294,7 +296,7 @@ class USubscriptionService:
 
         page = self._page
         if codec.major == 4 and asked.after is None:  # as in the specification: everything at once
-            page = Page(SUBSCRIPTIONS_MAX, self._message_bytes_max, asked=False)
+            page = PageLimits(SUBSCRIPTIONS_MAX, self._message_bytes_max, asked=False)
 
         def fetch(reader: StoreReader) -> Message:
             rows = reader.each(asked.topic, asked.subscriber, now_ms, after=asked.after or 0, offset=asked.offset)
@@ -306,7 +308,7 @@ class USubscriptionService:
     def _fetch_subscribers(self, _: V3, request: UMessage) -> Message | Awaitable[Message]:
         topic, offset = V3_CODEC.read_fetch_subscribers(request, self._host(request))
         now_ms, page = self._now_ms(), self._page
-        self.store.require()
+        self.store.writer()
         found = self.store.index.subscribers(topic, now_ms, offset, page.entries_max)
         if found is not None:
             return V3_CODEC.subscribers(*found, page)

@@ -107,7 +107,7 @@ class USubscriptionClient:
         self._registered: dict[Key | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
         # method and topic of what has to be repeated, since the service may have lost it
-        self._restoring: CommandQueue[tuple[str, Key | None], Backoff] = CommandQueue(
+        self.restoring: CommandQueue[tuple[str, Key | None], Backoff] = CommandQueue(
             self._restore, RESTORED_AT_ONCE_MAX
         )
         self._is_failure_logged = False
@@ -116,11 +116,6 @@ class USubscriptionClient:
 
     def __repr__(self) -> str:
         return f"USubscriptionClient({self.authority}, version={self.version}, subscribed={len(self._subscribed)})"
-
-    @property
-    def restoring(self) -> int:
-        """The number of topics and registrations that were not repeated yet since the last reconnect."""
-        return len(self._restoring)
 
     async def open(self) -> None:
         """Start to receive answers and change notifications. May be called twice."""
@@ -134,7 +129,7 @@ class USubscriptionClient:
         self._open = False
         for command in await self._commands.stop():
             _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command was sent"))
-        await self._restoring.stop()
+        await self.restoring.stop()
         await end(self._probing)
         await self._services.close()
 
@@ -386,7 +381,7 @@ class USubscriptionClient:
         self._is_failure_logged = False
         for method, known in ((SUBSCRIBE, self._subscribed), (wire.REGISTER, self._registered)):
             for key in known:
-                self._restoring.put((method, key), Backoff(RESTORE_FIRST_MS, RESTORE_MAX_MS))
+                self.restoring.put((method, key), Backoff(RESTORE_FIRST_MS, RESTORE_MAX_MS))
 
     async def _restore(self, what: tuple[str, Key | None], backoff: Backoff) -> int | None:
         """Repeat a subscription or registration: the service may have lost it while we were away; otherwise this

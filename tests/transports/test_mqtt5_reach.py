@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transports.base import NOT_TRIED
-from transports.mqtt5.reach import NEAR_MESSAGES, Reach
-from transports.mqtt5.window import IN_FLIGHT_BYTES_MAX, Window
+from transports.mqtt5.window import IN_FLIGHT_BYTES_MAX, NEAR_MESSAGES, Reach, Window
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import OK

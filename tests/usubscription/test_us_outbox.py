@@ -18,7 +18,7 @@ from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription import notifier, telling
+from usubscription import notifier
 from usubscription.requests import ANSWER_WAIT_MS_MAX, ResponseTracker
 from usubscription.state import Change, Key, Status
 from usubscription.store.database import Database, Hold
@@ -151,8 +151,8 @@ async def test_what_a_destination_has_not_had_outlives_a_restart_and_comes_first
 async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_counted(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "TRIES_MAX", 3)
-    monkeypatch.setattr(telling, "RETRY_MAX_MS", 200)
+    monkeypatch.setattr(notifier, "TRIES_MAX", 3)
+    monkeypatch.setattr(notifier, "RETRY_MAX_MS", 200)
     service, sieve, watchers = await watched(world, "dev2")
     sieve.verdict = lambda message: (
         UCode.INTERNAL if message.attributes.sink.authority_name == "dev2" and numbers([message]) == [1] else None
@@ -199,8 +199,8 @@ async def test_a_try_again_is_the_same_message(world: Any) -> None:
 async def test_with_random_troubles_every_destination_gets_everything_in_order(
     world: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "RETRY_FIRST_MS", 5)
-    monkeypatch.setattr(telling, "RETRY_MAX_MS", 20)
+    monkeypatch.setattr(notifier, "RETRY_FIRST_MS", 5)
+    monkeypatch.setattr(notifier, "RETRY_MAX_MS", 20)
     dice = random.Random(seed)
     service, sieve, watchers = await watched(world, "dev1", "dev2", "dev3")
     codes = [UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.ABORTED]

@@ -1,13 +1,16 @@
 """send_batch: messages are encoded in order, written many at a time, and each is answered by its PUBACK.
 
 batch -> (one batch after the other) encode what there is capacity for -> one write -> in flight
-in flight -> PUBACKs of one read -> statuses                               ^- reach.py
+in flight -> PUBACKs of one read -> statuses                               ^- Reach
           -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; if the broker may refuse
                                     everything, nothing at all is tried
           -> address forbidden   -> PERMISSION_DENIED, and nothing behind it of its stream is sent
           -> nobody listens      -> nobody_listens, and no publish of its topic behind it is sent
           -> connection lost     -> suspects.py
                                  -> UNAVAILABLE, and nothing behind it is tried, nor batches that came meanwhile
+
+One round trip is timed at a time. As long as the last one, though more were in flight: the path takes the time, twice
+as many next. Much longer: they wait in front of the broker, as few as before.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import structlog
 from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
 from transports.mqtt5.connection import Connection, Disconnected
-from transports.mqtt5.reach import Reach
 from transports.mqtt5.reasons import TOPIC_NAME_INVALID
 from transports.mqtt5.suspects import StreamKey, Suspects
 from uprotocol.encoded import Carried, EncodedMessage
@@ -49,9 +51,62 @@ PUBACK_MS_MAX = 20_000
 # streams of one batch that the broker refuses for now; with more the broker itself is the cause, and nothing is tried
 REFUSED_STREAMS_MAX: Final = 16
 
+# a broker on the same machine is busy with so many for some 10 ms. More would only wait in front of it, and urgent
+# messages behind them
+NEAR_MESSAGES: Final = 512
+# of the round trip with few in flight: up to this the time is spent on the path, not in the broker
+EASY: Final = 1.5
+LATE: Final = 1.75  # from here on messages wait in front of the broker
+LATE_IN_A_ROW: Final = 3  # a single late one has many causes: we, or the broker, had something else to do
+TRIALS_APART_MAX: Final = 16  # round trips between two trials of more messages; doubles with each trial that fails
+
 log = structlog.get_logger()
 
 _PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
+
+
+class Reach:
+    """`messages` may be in flight now, and never more than `messages_max`.
+
+    It begins with one, and doubles with every read that brings PUBACKs, up to NEAR_MESSAGES. Some brokers answer a
+    message that they refuse and then hang up (mosquitto 2.0.11, where an access rule forbids the topic), so the
+    answers to the others in flight are lost. With many in flight they would all be sent and lost again and again; with
+    few, the refused message gets its answer.
+    """
+
+    def __init__(self, messages_max: int) -> None:
+        self.messages_max = messages_max
+        self._near = min(NEAR_MESSAGES, messages_max)
+        self.messages = min(1, messages_max)
+        self._base_s = 0.0  # a round trip with few in flight
+        self._until_trial, self._apart = 0, 1  # round trips
+        self._late = 0  # in a row
+
+    def __repr__(self) -> str:
+        return f"Reach({self.messages} of {self.messages_max}, base={self._base_s * 1000:.1f} ms)"
+
+    def on_pubacks(self, round_trip_s: float | None, *, was_full: bool) -> None:
+        """One read has brought PUBACKs. `round_trip_s` of the timed message, if that is answered now; `was_full`: since
+        it was sent, as many were in flight as may be."""
+        if self.messages < self._near:
+            self.messages = min(2 * self.messages, self._near)
+        if round_trip_s is None:
+            return
+        if self.messages <= self._near:
+            self._base_s = round_trip_s  # the path may have changed
+        else:
+            self._base_s = min(self._base_s, round_trip_s)
+        self._late = self._late + 1 if round_trip_s > LATE * self._base_s else 0
+        if self._late == LATE_IN_A_ROW:
+            self._late = 0
+            self.messages = max(self.messages // 2, self._near)
+            self._apart = self._until_trial = min(2 * self._apart, TRIALS_APART_MAX)
+        elif self._until_trial:
+            self._until_trial -= 1
+        elif was_full and self.messages >= self._near and round_trip_s <= EASY * self._base_s:
+            if self.messages > self._near:
+                self._apart = 1  # the last trial went well
+            self.messages = min(2 * self.messages, self.messages_max)
 
 
 @dataclass(slots=True, eq=False)

@@ -368,7 +368,7 @@ class Database:
             if has != had:
                 self._count(self.subscriptions, subscriber, has - had)
             tables.keep(topic, subscriber, record, is_known=known is not None)
-        outcome = Outcome(done.answer, self._add_changes(topic, done.changes))
+        outcome = Outcome(done.answer, tables.add_changes(topic, done.changes))
         if done.link != link:
             tables.keep_link(topic, done.link)
             outcome.topic, outcome.link = event.topic, done.link
@@ -377,19 +377,6 @@ class Database:
         if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
             tables.unused.add(topic)  # checked at the end of the transaction
         return outcome
-
-    def _add_changes(self, topic: int, changes: Iterable[Change]) -> list[StoredChange]:
-        if not changes:
-            return []
-        registered = self._tables.registered(topic)
-        stored = []
-        for change in changes:
-            recipients = [(change.subscriber, change.major)] if change.notify_subscriber else []
-            for client in registered:
-                if client not in recipients and (client[1] >= 4 or change.status_changed):
-                    recipients.append(client)
-            stored.append(self._tables.add_change(change, recipients))
-        return stored
 
     def _settle(self, now_ms: int) -> None:
         """The changes are in the outbox."""

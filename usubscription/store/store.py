@@ -12,13 +12,13 @@ import functools
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from storage.faults import DamagedError
 from storage.runtime import REAL, Runtime
-from storage.worker import WAITING_MAX, Answerer, Reply, give
+from storage.worker import WAITING_MAX, Answerer, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status
@@ -39,10 +39,6 @@ QUICK, LONG = "quick", "long"  # lanes of queries: those about one topic do not 
 A = TypeVar("A")
 
 log = structlog.get_logger()
-
-
-class CommandWaiter(Reply[Outcome], Protocol):
-    tag: Any
 
 
 class Index:
@@ -157,7 +153,7 @@ class SubscriptionStore:
                 found[index] = UStatusError(UCode.UNAVAILABLE, answer.message)
         return found
 
-    def require(self) -> Answerer[tuple[StoreEvent, Any], Outcome]:
+    def writer(self) -> Answerer[tuple[StoreEvent, Any], Outcome]:
         """Returns the writer. Raises UNAVAILABLE while the store can't be used."""
         if self.trouble is not None:
             raise UStatusError(UCode.UNAVAILABLE, self.trouble)
@@ -206,15 +202,11 @@ class SubscriptionStore:
 
     def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
         """Apply `event`; the future completes when it is on disk. `tag` is returned in the outcome."""
-        return self.require().ask((event, tag))
-
-    def command(self, event: StoreEvent, asked: CommandWaiter) -> None:
-        """Apply `event`, and call `asked.answered` when it is on disk. Raises as `submit`."""
-        self.require().put((event, asked.tag), asked)
+        return self.writer().ask((event, tag))
 
     def read(self, query: Callable[[StoreReader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
         """Run `query(reader)` on a reader's thread; one that may read the whole store belongs to the LONG lane."""
-        self.require()
+        self.writer()
         return self._readers[lane].ask(query)
 
     def _write(self, events: list[tuple[StoreEvent, Any]]) -> Sequence[Outcome | BaseException]:

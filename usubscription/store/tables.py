@@ -216,18 +216,26 @@ class Tables:
         self.unused.update((topic, who))
         return bool(done.rowcount)
 
-    def registered(self, topic: int) -> list[Client]:
-        """Clients registered for changes of this topic. From memory: usually none, or one streamer for everything."""
-        if self._clients is None:
-            self._clients = {}
-            for registered_topic, client, major in self._registrations():
-                self._clients.setdefault(registered_topic, []).append((self.key(client), major))
-        return [*self._clients.get(0, ()), *self._clients.get(topic, ())]
-
     def _registrations(self) -> list[tuple[int, int, int]]:
         return self.execute("SELECT topic, client, major FROM registration ORDER BY topic, client, major").fetchall()
 
     # -- changes to be sent
+
+    def add_changes(self, topic: int, changes: Sequence[Change]) -> list[StoredChange]:
+        """Add changes for their subscribers, and for the clients that are registered for `topic`."""
+        if changes and self._clients is None:  # from memory: usually none, or one streamer for everything
+            self._clients = {}
+            for registered_topic, client, major in self._registrations():
+                self._clients.setdefault(registered_topic, []).append((self.key(client), major))
+        stored = []
+        for change in changes:
+            assert self._clients is not None
+            recipients = [(change.subscriber, change.major)] if change.notify_subscriber else []
+            for who in (*self._clients.get(0, ()), *self._clients.get(topic, ())):
+                if who not in recipients and (who[1] >= 4 or change.status_changed):
+                    recipients.append(who)
+            stored.append(self.add_change(change, recipients))
+        return stored
 
     def add_change(self, change: Change, recipients: Sequence[Client]) -> StoredChange:
         """Add a change to the outbox; it is written at the end of the batch."""

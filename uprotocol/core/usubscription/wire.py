@@ -94,7 +94,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PageLimits:
     """The limits of one answer with a list."""
 
     entries_max: int
@@ -169,12 +169,6 @@ class Codec:
         if self._nests:
             return message.status.state if message.HasField("status") else None
         return int(message.status) - 1
-
-    def _put_status(self, message: Any, status: Status) -> None:
-        if self._nests:
-            message.status.state = status
-        else:
-            message.status = status + 1
 
     def _put_options(self, message: Any, expires_ms: int | None, sample_period_ms: int | None) -> None:
         options = message.attributes if self._nests else message
@@ -265,15 +259,14 @@ class Codec:
     # answers and changes: the service writes, a client reads
 
     def subscribed(self, topic: UUri, status: Status) -> Message:
-        response: Message = self.methods[SUBSCRIBE].answer(topic=topic)
-        self._put_status(response, status)
-        return response
+        found = v3.SubscriptionStatus(state=status) if self._nests else status + 1  # type: ignore[arg-type]
+        return self.methods[SUBSCRIBE].answer(topic=topic, status=found)  # type: ignore[no-any-return]
 
     def done(self, method: str) -> Message:
         """The empty answer of `method`."""
         return self.methods[method].answer()  # type: ignore[no-any-return]
 
-    def fetched(self, rows: Iterable[tuple[int, Entry]], page: Page) -> Message:
+    def fetched(self, rows: Iterable[tuple[int, Entry]], page: PageLimits) -> Message:
         """The answer with `rows` and their numbers, as many as fit into `page`. Version 4 raises RESOURCE_EXHAUSTED if
         not all fit and the caller can't read pages."""
         response = self.methods[FETCH_SUBSCRIPTIONS].answer()
@@ -281,7 +274,7 @@ class Codec:
         self._mark_more(response, last, page)
         return response  # type: ignore[no-any-return]
 
-    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+    def _mark_more(self, response: Any, last: int | None, page: PageLimits) -> None:
         raise NotImplementedError
 
     def change(self, change: Entry, *, bare: bool = False) -> Message:
@@ -295,10 +288,14 @@ class Codec:
     def _fill(self, made: Any, entry: Entry) -> None:
         if entry.topic[3]:  # the end of a registration has no topic
             fill_uri(made.topic, entry.topic)
-        fill_uri(made.subscriber.uri if self._nests else made.subscriber, entry.subscriber)
-        self._put_status(made, entry.status)
-        if entry.details and self._nests:  # version 4 has no field for them
-            made.attributes.MergeFromString(entry.details)
+        if self._nests:
+            fill_uri(made.subscriber.uri, entry.subscriber)
+            made.status.state = entry.status
+            if entry.details:  # version 4 has no field for them
+                made.attributes.MergeFromString(entry.details)
+        else:
+            fill_uri(made.subscriber, entry.subscriber)
+            made.status = entry.status + 1
         self._put_options(made, entry.expires_ms, entry.sample_period_ms)
 
     def read_status(self, payload: UPayload) -> Status:
@@ -422,14 +419,14 @@ class V3(Codec):
 
     # answers
 
-    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+    def _mark_more(self, response: Any, last: int | None, page: PageLimits) -> None:
         response.has_more_records = last is not None
 
     def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
         count = len(page.subscriptions)
         return page.subscriptions, after + count if page.has_more_records and count else None
 
-    def subscribers(self, subscribers: Iterable[Key], more: bool, page: Page) -> Message:
+    def subscribers(self, subscribers: Iterable[Key], more: bool, page: PageLimits) -> Message:
         response = v3.FetchSubscribersResponse()
         rows = ((1, key) for key in subscribers)
         left_out = _fill_page(response.subscribers, rows, lambda entry, key: fill_uri(entry.uri, key), page)
@@ -485,7 +482,7 @@ class V4(Codec):
 
     # answers
 
-    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+    def _mark_more(self, response: Any, last: int | None, page: PageLimits) -> None:
         if last is None:
             return
         if not page.asked:
@@ -545,7 +542,9 @@ def _filter(pattern: UUri, own: str) -> Key:
 _MAY_BE_EMPTY: Final = (v3.ResetRequest, v4.ResetRequest, v4.NotificationsRequest, v4.FetchSubscriptionsRequest)
 
 
-def _fill_page(entries: Any, rows: Iterable[tuple[int, R]], fill: Callable[[Any, R], None], page: Page) -> int | None:
+def _fill_page(
+    entries: Any, rows: Iterable[tuple[int, R]], fill: Callable[[Any, R], None], page: PageLimits
+) -> int | None:
     """Fill `entries` with at least one of the numbered `rows`. Returns the number of the last one if more follow."""
     size = last = 0
     for number, row in rows:
