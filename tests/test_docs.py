@@ -230,7 +230,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "usubscription.store.database:REGISTERED_FOR_ALL_MAX", "usubscription.store.database:OUTBOX_CHANGES_MAX",
     ]),
     ("usubscription", "The details of a subscription have at most # bytes, and each # of them", 1, [
-        "usubscription.store.database:DETAILS_BYTES_MAX", "usubscription.store.quota:UNIT_BYTES",
+        "usubscription.store.database:DETAILS_BYTES_MAX", "uprotocol.communication.shares:UNIT_BYTES",
     ]),
     ("usubscription", "# requests waiting for the store", 1, ["usubscription.store.store:WAITING_MAX"]),
     ("usubscription", "with up to # subscribers is answered from memory", 1,

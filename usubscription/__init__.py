@@ -3,7 +3,7 @@
 service.py    connects the parts, from a request to what follows its commit
 requests.py   receives requests and sends responses
 state.py      decides the result of each event (pure)
-store/        the database and its threads: one transaction per batch; quota.py: limits for each client
+store/        the database and its threads: one transaction per batch
 notifier.py   sends changes, in order, also to destinations that are away
 remote.py     commands to the services of other authorities; audit.py: which of our subscriptions they have
 inspect.py    reads a store from another process

@@ -31,6 +31,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import RequestCheck, Responses
 from uprotocol.communication.responses import Unserved
+from uprotocol.communication.shares import Quota, UEntity, weight
 from uprotocol.core.usubscription.wire import (
     CODECS,
     ENTITY_TYPE,
@@ -51,7 +52,6 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.store.database import Commanded, Outcome
-from usubscription.store.quota import Quota, UEntity, weight
 from usubscription.store.store import WAITING_MAX, SubscriptionStore
 
 COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)

@@ -96,7 +96,7 @@ class USubscriptionService:
 
         `reset`: what a Reset by another uSubscription service ends: what it shares with this one ("linked"), everything
         ("all", as in the specification), or nothing ("off"). `subscriptions_max`: of all clients together, see
-        store/quota.py; stored subscriptions stay.
+        uprotocol.communication.shares.Quota; stored subscriptions stay.
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         self._now_ms, self._message_bytes_max = runtime.now_ms, message_bytes_max

@@ -11,6 +11,7 @@ import pytest
 from streamer.quotas.limits import MemoryLimits
 from tests.tiers import full
 from uprotocol import uri as uris
+from uprotocol.communication.shares import UNIT_BYTES, Quota
 from uprotocol.core.usubscription.asking import Services
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -20,7 +21,6 @@ from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
 from usubscription.store.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
-from usubscription.store.quota import UNIT_BYTES, Quota
 from usubscription.store.store import WAITING_MAX
 from usubscription_client import Subscription
 

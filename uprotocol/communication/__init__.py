@@ -5,7 +5,7 @@ pubsub.py      SimplePublisher   SimpleNotifier   InMemorySubscriber
 rpc_client.py  InMemoryRpcClient     request -> waits by its id -> response
 rpc_server.py  InMemoryRpcServer     request -> handler -> response, many at once, bounded
 responses.py   Responses             the queue of responses to the network
-shares.py      Shares, Turns         capacity that callers share with a limit for each; which request is next
+shares.py      Shares, Quota, Turns  capacity that callers share with a limit for each; which request is next
 
 None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1,
 dsn~communication-layer-impl-error-handling~1).

@@ -4,6 +4,7 @@ Shares      full(who, bytes) -> None, or the limit that is reached       add(who
 FairQueue   add(owner, item, size) -> is_over? -> drop: the oldest item of the largest owner     take: owners in turn
 Turns       turn(who): wait -- a seat is free, who has one left, capacity for one more answer --> work
             the capacity is free again <- ended <- the answer is queued, or there is none <- the seat is free <-'
+Quota       refusal(uEntity) -> None, or the reason: limits for each authority, and for each of its uEntities
 
 So an owner that sends without end fills only its own share.
 """
@@ -14,15 +15,25 @@ import asyncio
 import contextlib
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of each limit: three others must be able to work beside it
+# another authority has an eighth with all its uEntities, whose ids it can invent
+AUTHORITIES_SHARE: Final = 8
+# one client of it has half of that; its uSubscription service makes requests for all of them, so it has all of that
+CLIENTS_SHARE: Final = 2
+USUBSCRIPTION: Final = 0  # ue_id of core.usubscription
+UNIT_BYTES: Final = 512  # every 512 bytes of details, or of a waiting request, count as one more
 UNLIMITED: Final = 1 << 62
 STALE_MAX: Final = 1_024  # outdated entries of the heap of a FairQueue, beside two for each owner
+
+UEntity = tuple[str, int]
+"""Authority and ue_id; the version does not matter."""
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -224,3 +235,57 @@ class Turns:
             return False
         promised = self._reply_bytes * self._promised.pieces_of(caller)
         return self._has_capacity(caller, self._reply_bytes, promised, self._reply_bytes * self._promised.pieces)
+
+
+class Quota:
+    """Counts `what` by uEntity and by authority, in units. The `own` authorities together leave a quarter to others;
+    one of their uEntities has at most a quarter."""
+
+    def __init__(self, what: str, whole: int, own: Collection[str]) -> None:
+        self._what, self._own, self.whole = what, own, whole
+        self._clients = Shares[UEntity](whole, share=CALLERS_SHARE)
+        self._authorities = Shares[str](whole, share=AUTHORITIES_SHARE)
+        self.own_max = whole - whole // CALLERS_SHARE
+        self.used = 0
+
+    def __repr__(self) -> str:
+        return f"Quota({self._what}, {self.used} of {self.whole}, {len(self._clients.used)} clients)"
+
+    @property
+    def caller_max(self) -> int:
+        return self._clients.each_pieces_max
+
+    @property
+    def authority_max(self) -> int:
+        return self._authorities.each_pieces_max
+
+    def refusal(self, who: UEntity, more: int = 1) -> str | None:
+        """None if `more` units fit; else the reason, for the caller."""
+        authority, what = who[0], self._what
+        if self.used + more > self.whole:
+            return f"{self.used} {what} are there, which is the limit"
+        is_own, authority_max = uris.is_one_of(authority, self._own), self._authorities.each_pieces_max
+        limit, has = self.own_max if is_own else authority_max, self._authorities.pieces_of(authority)
+        if has + more > limit:
+            return f"the uEntities of {authority} have {has} {what}, and may have {limit}"
+        is_whole = is_own or who[1] == USUBSCRIPTION
+        limit = self._clients.each_pieces_max if is_whole else max(1, authority_max // CLIENTS_SHARE)
+        if (has := self._clients.pieces_of(who)) + more > limit:
+            return f"uEntity {who[1]:X} of {authority} has {has} {what}, and may have {limit}"
+        return None
+
+    def add(self, who: UEntity, more: int) -> None:
+        """Count `more` units of `who`; negative: less."""
+        if more:
+            self.used += more
+            self._clients.add(who, more)
+            self._authorities.add(who[0], more)
+
+    def all(self) -> list[tuple[UEntity, int]]:
+        """The units by uEntity."""
+        return [(who, has) for who, (has, _) in self._clients.used.items()]
+
+
+def weight(bytes: int) -> int:
+    """The units of something with `bytes` of details beside its addresses."""
+    return 1 + bytes // UNIT_BYTES

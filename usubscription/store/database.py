@@ -26,12 +26,12 @@ from storage.faults import DamagedError, is_full
 from storage.file import SqliteFile, transaction
 from storage.reserve import with_room
 from uprotocol import uri as uris
+from uprotocol.communication.shares import UNIT_BYTES, Quota, UEntity, weight
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import state
 from usubscription.state import Change, Key, RemoteLink, Status, Subscribe, TopicEvent, Unsubscribe
 from usubscription.store import schema
-from usubscription.store.quota import UNIT_BYTES, Quota, UEntity, weight
 from usubscription.store.reader import StoredChange, StoreReader
 from usubscription.store.tables import NO_TOPIC, Handled, StoredRecords, Tables
 

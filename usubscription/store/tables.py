@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from storage.file import SqliteFile, insert_rows
+from uprotocol.communication.shares import UNIT_BYTES
 from usubscription.state import Change, Key, RemoteLink, Status, SubscriptionRecord
-from usubscription.store.quota import UNIT_BYTES
 from usubscription.store.reader import URI_IS, StoredChange, read_link, write_change
 
 HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # two characters for each byte of details; the rest has some 250
