@@ -54,7 +54,7 @@ class LogOutput:
         return len(text)
 
     def flush(self) -> None:
-        """The thread writes each line as soon as it can."""
+        """Does nothing: the thread writes each line as soon as possible."""
 
     def close(self) -> None:
         """Wait until all lines are written, at most CLOSE_S_MAX."""
