@@ -87,7 +87,7 @@ def test_a_model_without_a_table_is_named(
 
 
 def test_a_marker_of_nothing_is_named(tool: ModuleType) -> None:
-    with pytest.raises(tool.Undocumented, match=r"streamer.config.sections:Nothing, which there is not"):
+    with pytest.raises(tool.Undocumented, match=r"streamer.config.sections:Nothing, but it cannot be imported"):
         tool.filled("<!-- settings: streamer.config.sections:Nothing -->\n<!-- end -->")
 
 

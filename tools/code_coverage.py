@@ -1,12 +1,12 @@
-"""How much of the product the tests run through: the floor that it must not fall below, and the least covered files.
+"""Code coverage of the tests: checks it against a floor, and lists the least covered files.
 
 make test-all COMPILED=0 -> .coverage (pytest-cov, lines and branches) -> percent, against tools/coverage_floor.toml
                                                           -> docs/developing.md: the twenty least covered files
 
-python -m tools.code_coverage    after that; exit 1 if it is below the floor. Where it is higher by more than
-                                 NOISE_PERCENT, it raises the floor and writes the page, for the next commit.
+python -m tools.code_coverage    after that; exit 1 if coverage is below the floor. If it is higher by more than
+                                 NOISE_PERCENT, the command raises the floor and writes the page, for the next commit.
 
-Measured is what the tests' own processes run, with the core interpreted: compiled modules can't be traced.
+Only the tests' own processes are measured, with the core interpreted: compiled modules cannot be traced.
 Source: `req~up-language-test-coverage~1`.
 """
 
@@ -25,11 +25,11 @@ FLOOR: Final = ROOT / "tools" / "coverage_floor.toml"
 PAGE: Final = ROOT / "docs" / "developing.md"
 BEGIN, END = "<!-- least covered: begin -->\n", "<!-- least covered: end -->\n"
 LEAST_COVERED: Final = 20
-NOISE_PERCENT: Final = 0.5  # between two runs of the same code: which branch a race took, what a machine lacks
+NOISE_PERCENT: Final = 0.5  # between two runs of the same code: races take other branches, machines lack other things
 
 
 def measured() -> dict[str, Any]:
-    """`coverage json` of what the last run left: files with their summaries, and totals."""
+    """Returns `coverage json` of the last run: files with their summaries, and totals."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "coverage", "json", "--quiet", "-o", file.name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -40,7 +40,7 @@ def measured() -> dict[str, Any]:
 
 
 def percent(summary: dict[str, int]) -> float:
-    """Of lines and branches together, as coverage.py counts it."""
+    """The percentage of lines and branches together, as coverage.py counts it."""
     of = summary["num_statements"] + summary["num_branches"]
     return 100.0 * (summary["covered_lines"] + summary["covered_branches"]) / of if of else 100.0
 
@@ -61,7 +61,7 @@ def main() -> int:
     now, floor = total(files), float(tomllib.loads(FLOOR.read_text())["percent"])
     print(f"code coverage: {now:.1f} % of lines and branches, {len(files)} files; the floor is {floor} %")
     if now < floor:
-        print(f"expected at least {floor} %: test what is new, see docs/developing.md", file=sys.stderr)
+        print(f"expected at least {floor} %: add tests for new code, see docs/developing.md", file=sys.stderr)
         return 1
     if (higher := int((now - NOISE_PERCENT) * 10) / 10) > floor:
         FLOOR.write_text(

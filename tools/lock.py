@@ -1,9 +1,9 @@
-"""Pin what is installed, with hashes, for every Python and platform that we support: `make lock`.
+"""Writes lock files with hashes, for every supported Python and platform: `make lock`.
 
-pyproject.toml -> requirements.lock (to develop: every extra) -> deploy/requirements.lock (a gateway: fewer of the same)
-                                                              -> requirements-build.lock (`make wheel`: likewise)
+pyproject.toml -> requirements.lock (to develop: every extra) -> deploy/requirements.lock (a gateway: a subset)
+                                                              -> requirements-build.lock (`make wheel`: a subset)
 
-Hashes bar an editable install, so that is a second step, without dependencies: see the Makefile.
+pip cannot install an editable package with hashes, so that is a second step, without dependencies: see the Makefile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PYTHON: Final = "3.11"  # the lowest; newer ones have lines of their own where they need other versions
+PYTHON: Final = "3.11"  # the oldest supported one; newer ones have lines of their own if they need other versions
 ALL: Final = "requirements.lock"
 GATEWAY: Final = "deploy/requirements.lock"
 GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds")

@@ -1,7 +1,7 @@
-"""Make sure that tests, the demo and benchmarks of a checkout have a mosquitto. No part of the wheel: that installs
+"""Installs mosquitto for tests, the demo and benchmarks of a checkout, if needed. Not part of the wheel, which installs
 nothing.
 
-there is one, or a container can run it -> done   root and apt -> install it -> done   else say what to install, exit 1
+found, or a container can run it -> done   root and apt -> install it -> done   else print what to install, exit 1
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from uprotocol.status import UStatusError
 
 
 def install() -> str | None:
-    """Install mosquitto with apt, if we are root and there is apt. The binary, or None."""
+    """Install mosquitto with apt, if this process is root and apt exists. Returns the binary, or None."""
     apt = shutil.which("apt-get")
     if apt is None or os.geteuid() != 0:
         return None
-    # runlevel 1: the package starts no service
+    # runlevel 1: the package must not start the service
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     command = [apt, "install", "-y", "-qq", "--no-install-recommends", "mosquitto"]
     for update_first in (False, True):

@@ -1,6 +1,6 @@
-"""Regenerate the protobuf code: uprotocol/proto/**/*.proto -> *_pb2.py and *_pb2.pyi beside the packages they make.
+"""Generates the protobuf code: uprotocol/proto/**/*.proto -> *_pb2.py and *_pb2.pyi beside their packages.
 
-python tools/proto.py [OUT]        OUT is the repository itself unless named; `make proto` calls it
+python tools/proto.py [OUT]        OUT is the repository by default; `make proto` calls it
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SOURCES = ROOT / "uprotocol" / "proto"
 
 
 def generate(out: Path) -> list[Path]:
-    """Write the code for every .proto into `out`; the relative paths of what was written. Raises CalledProcessError if
-    protoc complains."""
+    """Generate the code for every .proto into `out`; returns the relative paths. Raises CalledProcessError if
+    protoc fails."""
     names = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.proto"))
     command = [
         sys.executable,
@@ -28,7 +28,7 @@ def generate(out: Path) -> list[Path]:
         f"--mypy_out=quiet:{out}",
         *names,
     ]
-    # protoc finds its plugin protoc-gen-mypy on PATH, where a virtual environment that isn't activated is not
+    # protoc looks for protoc-gen-mypy on PATH, where the folder of an inactive virtual environment is missing
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     subprocess.run(command, check=True, env={**os.environ, "PATH": path})
     return [

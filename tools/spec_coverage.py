@@ -1,20 +1,20 @@
-"""Which requirement of the specification is proven by which test: writes docs/spec-coverage.md.
+"""Generates docs/spec-coverage.md: which tests prove which requirement of the specification.
 
 tools/spec_ids.toml ----------------+
                                     +--> table per area: id, level, met by, what is not met
 pytest --collect-only --------------+       (marks `@pytest.mark.spec("id")`, for uSubscription with `doc="v3"`)
-tools/spec_skipped.txt -------------+       (marked tests that prove nothing, since every case of them is skipped)
+tools/spec_skipped.txt -------------+       (marked tests that prove nothing, since all their cases are skipped)
      ^
-     '--- held to the truth by each test run: `Proofs` is a plugin of tests/conftest.py
+     '--- checked by each test run: `Proofs` is a plugin of tests/conftest.py
 
-python tools/spec_coverage.py            write the page, and take from the list what is gone
-python tools/spec_coverage.py --check    exit 1 if the page is stale, or a mark or a line of the list names what isn't
+python tools/spec_coverage.py            write the page, and remove deleted tests from the list
+python tools/spec_coverage.py --check    exit 1 if the page is stale, or a mark or a line of the list is unknown
 python tools/spec_coverage.py --run      run the marked tests (minutes), write the list of skipped ones, then the page
 
-Why a list: the page is checked on a fresh clone, before any test ran, and must be the same everywhere; so what is
-skipped is written down and committed. A run that counts (CI=true, where a missing broker is a failure, too) fails if a
-proof was skipped that the list does not name, or if one that it names has passed. So a green run says: what the page
-lists has run, and passed. Elsewhere a run only tells.
+The list is needed because the page is checked on a fresh clone, before any test ran, and must be the same everywhere.
+With CI=true (where a missing broker is a failure, too) a run fails if a proof was skipped that is not in the list, or
+if one in the list has passed. So a green run proves that the tests on the page have run and passed. Without CI a run
+only prints the differences.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ SKIPPED_HEADER: Final = (
     "# Marked tests of which every case is skipped, so that their marks prove nothing. Made by tools/spec_coverage.py "
     "--run.\n"
 )
-PLUGIN_NAME: Final = "spec_proofs"  # by which pytest knows that `Proofs` is there
+PLUGIN_NAME: Final = "spec_proofs"  # under which pytest knows `Proofs`
 NO_TEST: Final = "no test proves it yet"
-TOLD_MAX: Final = 20  # lines: without a broker there are hundreds
+SHOWN_MAX: Final = 20  # lines: without a broker there are hundreds
 # files of tests that run the conformance suite for a transport of the product
 CONFORMANCE: Final = {
     "transports/test_dds",
@@ -64,7 +64,7 @@ CONFORMANCE: Final = {
     "transports/test_mqtt5_websocket_conformance",
     "transports/test_zenoh",
 }
-# transports that are no product, made to try the conformance suite: they prove nothing of one
+# transports that only try the conformance suite: they prove nothing about a transport of the product
 OTHERS: Final = ("transports/mutants/",)
 
 
@@ -85,7 +85,7 @@ class Requirement:
     level: str
     who: str
     what: str
-    note: str  # what is not met
+    note: str  # the part that is not met
     by: str  # a document that meets it
     out: str  # why it is out of scope
     tests: set[tuple[str, str]] = field(default_factory=set)  # (file, test)
@@ -118,11 +118,10 @@ class Requirement:
 
 
 # -- what ran
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_of(nodeid: str) -> str:
-    """The test without its parameters: what a mark stands on."""
+    """The test without its parameters."""
     return nodeid.partition("[")[0]
 
 
@@ -135,7 +134,7 @@ def listed_as_skipped() -> set[str]:
 
 
 def proves(item: pytest.Item) -> bool:
-    """True if it has marks that would count."""
+    """True if the test has marks that count."""
     return item.get_closest_marker("spec") is not None and not any(f"tests/{other}" in item.nodeid for other in OTHERS)
 
 
@@ -144,20 +143,20 @@ def write_skipped(tests: Collection[str]) -> None:
 
 
 class Proofs:
-    """A pytest plugin that compares what was skipped with the list. `must_hold`: a difference fails the run; else it is
-    told. Under pytest-xdist each worker sends what it saw, and the process that started them compares."""
+    """A pytest plugin that compares skipped tests with the list. `must_hold`: a difference fails the run; else it is
+    printed. Under pytest-xdist each worker sends its outcomes, and the main process compares."""
 
     __name__ = PLUGIN_NAME
 
     def __init__(self, listed: Collection[str], *, must_hold: bool) -> None:
         self._listed, self._must_hold = listed, must_hold
-        self._outcomes: dict[str, set[str]] = {}  # by marked test, of its cases
-        self._partly: set[str] = set()  # not all of their cases were selected, so nothing can be said of them
+        self._outcomes: dict[str, set[str]] = {}  # by marked test: the outcomes of its cases
+        self._partly: set[str] = set()  # tests of which only some cases were selected, so that nothing is known
         self.differences: list[str] = []
 
     @property
     def skipped(self) -> list[str]:
-        """Marked tests of which every case was skipped, sorted."""
+        """The marked tests of which every case was skipped, sorted."""
         return sorted(
             test for test, outcomes in self._outcomes.items() if outcomes == {"skipped"} and test not in self._partly
         )
@@ -176,14 +175,14 @@ class Proofs:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """What a worker of pytest-xdist saw. One that crashed sends nothing."""
+        """The outcomes of a worker of pytest-xdist. A crashed worker sends none."""
         outcomes, partly = getattr(node, "workeroutput", {}).get(PLUGIN_NAME, ({}, []))
         for test, seen in outcomes.items():
             self._outcomes.setdefault(test, set()).update(seen)
         self._partly.update(partly)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workeroutput"):  # this is a worker
+        if hasattr(session.config, "workeroutput"):  # in a worker
             outcomes = {test: sorted(seen) for test, seen in self._outcomes.items()}
             session.config.workeroutput[PLUGIN_NAME] = (outcomes, sorted(self._partly))
             return
@@ -197,37 +196,36 @@ class Proofs:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.differences:
             terminalreporter.section("proofs of the specification")
-            for difference in self.differences[:TOLD_MAX]:
+            for difference in self.differences[:SHOWN_MAX]:
                 terminalreporter.line(difference)
-            if len(self.differences) > TOLD_MAX:
-                terminalreporter.line(f"... and {len(self.differences) - TOLD_MAX} more")
-            terminalreporter.line("if that is meant to be so: python tools/spec_coverage.py --run")
+            if len(self.differences) > SHOWN_MAX:
+                terminalreporter.line(f"... and {len(self.differences) - SHOWN_MAX} more")
+            terminalreporter.line("if that is intended, run python tools/spec_coverage.py --run")
 
 
 def proofs() -> Proofs:
-    """For tests/conftest.py."""
+    """The plugin, for tests/conftest.py."""
     return Proofs(listed_as_skipped(), must_hold=os.environ.get("CI", "").lower() in ("true", "1"))
 
 
 def run() -> None:
-    """Run the marked tests, and write which of them are skipped. Exits if one fails, as those do here that lack a
+    """Run the marked tests, and write the list of skipped ones. Exits if one fails, as some do without a
     broker."""
     os.environ["CI"] = "true"
-    told = Proofs((), must_hold=False)
+    proofs = Proofs((), must_hold=False)
     code = pytest.main(
-        ["-q", "-m", "spec", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[told]
+        ["-q", "-m", "spec", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[proofs]
     )
     if code != pytest.ExitCode.OK:
-        sys.exit("a marked test fails, so nothing was written")
-    write_skipped(told.skipped)
+        sys.exit("a marked test fails, so the list was not written")
+    write_skipped(proofs.skipped)
 
 
 # -- what is marked
-# -------------------------------------------------------------------------------------------------------------------
 
 
 class Collected:
-    """A pytest plugin that keeps the marks of tests that run, and the names of all marked tests."""
+    """A pytest plugin that records the marks of tests that run, and the names of all marked tests."""
 
     def __init__(self, skipped: Collection[str]) -> None:
         self._skipped = skipped
@@ -239,7 +237,7 @@ class Collected:
             if not proves(item):
                 continue
             test, name = test_of(item.nodeid), getattr(item, "originalname", item.name)
-            if name == "runTest" and item.parent is not None:  # a state machine: its class says more
+            if name == "runTest" and item.parent is not None:  # a state machine: the name of its class is clearer
                 name = item.parent.name
             file = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
             self.tests.add(test)
@@ -251,7 +249,7 @@ class Collected:
 
 
 def collect(skipped: Collection[str]) -> Collected:
-    """The marks of every test under tests/. Exits if a test file can't be imported, since its marks would be missed."""
+    """The marks of every test under tests/. Exits if a test file cannot be imported: its marks would be missing."""
     collected, said = Collected(skipped), io.StringIO()
     with contextlib.redirect_stdout(said):
         code = pytest.main(
@@ -259,12 +257,12 @@ def collect(skipped: Collection[str]) -> Collected:
             plugins=[collected],
         )
     if code != pytest.ExitCode.OK:
-        sys.exit(f"{said.getvalue()}\nthe tests can't be collected, so their marks are not known")
+        sys.exit(f"{said.getvalue()}\nthe tests can't be collected, so their marks are unknown")
     return collected
 
 
 def requirements() -> Iterator[Requirement]:
-    """Every row of tools/spec_ids.toml; `note` and `out` are one text, or one for each document."""
+    """Every row of tools/spec_ids.toml. `note` and `out` are one text, or one text per document."""
     tables = tomllib.loads(IDS.read_text())
     for area, entries in tables.items():
         if area == "documents":
@@ -281,13 +279,13 @@ def _of_document(text: str | dict[str, str], doc: str) -> str:
 
 
 def assign(rows: list[Requirement], marks: Sequence[Mark]) -> list[str]:
-    """Give each mark to its row; what is wrong with the others."""
+    """Assign each mark to its row; returns the errors of the others."""
     table = {(row.id, row.doc): row for row in rows}
     errors = set()
     for id, doc, file, test in marks:
         row = table.get((id, doc))
         if row is None and doc in ("v3-seed", "v3-today"):
-            row = table.get((id, "v3"))  # both texts say the same
+            row = table.get((id, "v3"))  # both documents have the same text
         if row is not None and not row.out:
             row.tests.add((file, test))
             continue
@@ -302,7 +300,6 @@ def assign(rows: list[Requirement], marks: Sequence[Mark]) -> list[str]:
 
 
 # -- the page
-# ----------------------------------------------------------------------------------------------------------------------
 
 STATES: Final = ("met", "met in part", "not met", "out of scope")
 
@@ -312,7 +309,7 @@ def counts(rows: Collection[Requirement]) -> list[int]:
 
 
 def merged(rows: Sequence[Requirement]) -> list[Requirement]:
-    """Join rows that differ in their document alone. A row without one gets the document "all"."""
+    """Join rows that differ only in their document. A row without a document gets "all"."""
     found: dict[str, Requirement] = {}
     for row in rows:
         joined = found.setdefault(replace(row, doc="").row(), replace(row, doc=""))

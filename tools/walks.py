@@ -1,16 +1,16 @@
-"""Walks: the functions and files of the product that one message enters, counted by a tracer.
+"""Walks: counts the functions and files of the product that one message enters, by a tracer.
 
-a gateway here, an application and a reader in processes of their own -> one message of each kind, seven times
+a gateway in this process, an application and a reader in other processes -> one message of each kind, seven times
 
     publish      a topic that is subscribed to: Zenoh -> log -> MQTT, until its subscriber has it
     subscribe    from MQTT to the embedded uSubscription: a new topic, until the call is answered
-    poll         of the history, from MQTT: records are there, until the call is answered
+    poll         of the history, from MQTT: the records exist already; until the call is answered
     followed     a publisher that keeps its own history: until a subscriber on MQTT has the message
     epoch        one epoch of one record, at its reader (traced there, not at the gateway)
     micro-batch  one record through the Spark data source: latestOffset, partitions, read (traced there, without Spark)
 
-A function counts if every run has entered it, in whatever thread: what a timer does meanwhile falls out. A function is
-what `def` makes; comprehensions and lambdas belong to the function around them.
+A function counts if every run has entered it, in any thread; so functions of timers do not count. A function is
+what `def` defines; comprehensions and lambdas belong to the function around them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tools.house import PRODUCT
 from transports.ports import free_port
 
 RUNS: Final = 7
-SETTLE_S: Final = 0.03  # until a publish is confirmed and a change is notified; later timers fall out
-QUIET_S: Final = 0.4  # between two runs: until timers of the run before have gone off
+SETTLE_S: Final = 0.03  # until a publish is confirmed and a change is notified; later timers do not count
+QUIET_S: Final = 0.4  # between two runs: until the timers of the previous run have fired
 WAIT_S: Final = 30.0
 LOCAL: Final = ("publish", "subscribe", "poll", "followed")  # traced in the gateway
 REMOTE: Final = ("epoch", "micro-batch")  # traced in the reader
@@ -44,7 +44,7 @@ REMOTE: Final = ("epoch", "micro-batch")  # traced in the reader
 
 class Function(NamedTuple):
     file: str
-    """below the tree"""
+    """path below the tree"""
     line: int
     name: str
 
@@ -53,7 +53,7 @@ Calls = Counter[Function]
 
 
 class Tracer:
-    """Which functions of `tree` are entered while it is armed, in all threads that were started after `install`."""
+    """The functions of `tree` that are entered while it is armed, in all threads started after `install`."""
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
@@ -129,7 +129,7 @@ topics = ["//device/8001/1/9000"]
 
 
 class Other:
-    """Another process of this module, which does what a line on its stdin names and answers with a line of JSON."""
+    """Another process of this module. It executes the command on each line of stdin and answers with a line of JSON."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -164,7 +164,7 @@ class Other:
 async def walks(tree: Path) -> dict[str, Calls]:
     """Walk -> the functions that all runs have entered, with the median number of calls.
 
-    `micro-batch` is left out where pyspark or pyarrow is missing. Raises SystemExit if a process fails.
+    `micro-batch` is left out if pyspark or pyarrow is missing. Raises SystemExit if a process fails.
     """
     from streamer.app import Streamer
     from streamer.config import loads
@@ -181,7 +181,7 @@ async def walks(tree: Path) -> dict[str, Calls]:
         await asyncio.wait_for(streamer.ready.wait(), WAIT_S)
         application = await Other.start(tree, "application", port, broker.port)
         for walk in LOCAL:
-            for _ in range(2):  # the first ones make what later ones find
+            for _ in range(2):  # the first runs create state that later ones find
                 await application.ask(walk)
             seen = []
             for _ in range(RUNS):
@@ -233,7 +233,7 @@ Step = Callable[[], Awaitable[Any]]
 
 
 async def _obey(steps: Mapping[str, Step]) -> None:
-    """Do what each line on stdin names, and answer it, until stdin ends."""
+    """Execute the command on each line of stdin, and answer it, until stdin ends."""
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
@@ -300,7 +300,7 @@ async def application(zenoh_port: int, mqtt_port: int) -> None:
             await zenoh.send(UMessageBuilder.publish(topic).build_from_upayload(payload))
             await arrived.wait()
 
-        async def subscribe_anew() -> None:
+        async def subscribe_new_topic() -> None:
             nonlocal topic_number
             topic_number += 1
             await subscribe(uris.uri("device", 0x8001, 1, topic_number))
@@ -332,12 +332,18 @@ async def application(zenoh_port: int, mqtt_port: int) -> None:
             await mqtt.register_listener(one, Subscriber())
             await subscribe_until_served(one)
         await _obey(
-            {"publish": publish, "subscribe": subscribe_anew, "poll": poll, "followed": publish_kept, "epoch": epoch}
+            {
+                "publish": publish,
+                "subscribe": subscribe_new_topic,
+                "poll": poll,
+                "followed": publish_kept,
+                "epoch": epoch,
+            }
         )
 
 
 async def reader(tree: Path, zenoh_port: int) -> None:
-    """Reads epochs, and what the Spark data source would read, and traces itself."""
+    """Reads epochs and what the Spark data source reads, and traces itself."""
     from history.epochs.assembling import Assembler
     from history.reading.client import HistoryClient
     from history.reading.subscriber import GaplessSubscriber
@@ -368,7 +374,7 @@ async def reader(tree: Path, zenoh_port: int) -> None:
 
 
 class _Batches:
-    """What Spark calls for a micro-batch, called in its order."""
+    """Calls the Spark data source for a micro-batch, in Spark's order."""
 
     def __init__(self, settings: Mapping[str, Any], tracer: Tracer) -> None:
         self._settings, self._tracer = settings, tracer
@@ -376,7 +382,7 @@ class _Batches:
         self._end: Any = None
 
     def next(self) -> list[list[Any]]:
-        """Waits for new records and reads them. Nothing where pyspark or pyarrow is missing."""
+        """Waits for new records and reads them. Does nothing if pyspark or pyarrow is missing."""
         try:
             from pyspark.sql.streaming.datasource import ReadAllAvailable
 

@@ -1,10 +1,10 @@
 #!/bin/sh
-# The certificates of the demo, with openssl: a CA, the broker's, the gateway's (backend), and one for each client that is named.
+# Makes the certificates of the demo with openssl: a CA, the broker, the gateway (backend), and one for each named client.
 #
 #     ./make-certs.sh [--out FOLDER] [NAME ...]        default: ./certs, and a vehicle1
 #
-# A name is an authority: the broker takes the certificate's common name for it. What is there already is kept, so that a second run adds
-# clients to a fleet. For a real fleet the CA's key belongs on no machine that is connected to anything; this one lies beside the others.
+# A name is an authority: the broker uses the certificate's common name. Existing files are kept, so a second run adds clients to a
+# fleet. The CA key of a real fleet belongs on an offline machine; here it lies beside the others.
 set -eu
 out=$(dirname "$0")/certs
 if [ "${1:-}" = --out ]; then out=$2; shift 2; fi
@@ -14,7 +14,7 @@ for name in "$@"; do
 done
 umask 077
 mkdir -p "$out"
-chmod 755 "$out" # the keys in it are each their owner's
+chmod 755 "$out" # each key in it is readable only by its owner
 cd "$out"
 
 new_key() { openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out "$1" 2>/dev/null; }
@@ -41,7 +41,7 @@ issue backend "DNS:backend,DNS:gateway,DNS:localhost,IP:127.0.0.1"
 for name in "$@"; do issue "$name" "DNS:$name"; done
 chmod 644 ./*.crt
 
-# The users in the images: mosquitto's, and ours (Dockerfile)
+# The users in the images of mosquitto and of the gateway (Dockerfile)
 if [ "$(id -u)" = 0 ]; then
     chown 1883 broker.key
     chown 10001 backend.key

@@ -1,11 +1,11 @@
-"""A drive by seconds: all signals of one, or none. One subscriber is there from the start, one joins in the middle of a
-second.
+"""A drive by seconds: all signals of a second, or none. One subscriber reads from the start, one joins in the middle
+of a second.
 
 a drive, second by second -- Zenoh -- gateway: [[epochs]] second -- its history -- two GaplessSubscribers, by epochs
 
     python -m examples.epochs --seconds 12 --data drive.csv --pictures out
 
-Exit code 1 unless every second that a subscriber has seen was whole, and was seen by each that was there.
+Exit code 1 unless every second that a subscriber has seen was whole, and each subscriber has seen all its seconds.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ TOPICS: Final = [uris.pattern(authority, drive.PUBLISHER_UE_ID, 1) for authority
 EVERYTHING: Final = [*TOPICS, *ids.frontiers_of(drive.VEHICLE)]
 SEED: Final = 7
 SECONDS_MIN: Final = 4
-WAIT_S: Final = 60.0  # for something to come through; no measure of speed
+WAIT_S: Final = 60.0  # a timeout, not a measure of speed
 
 
 @dataclass
 class Seen:
-    """What one subscriber has had. `whole`: by second, how many signals; `told`: why another one may not be whole."""
+    """The seconds of one subscriber. `whole`: the number of signals; `incomplete`: the reason why one is not whole."""
 
     assembler: Assembler = field(default_factory=lambda: Assembler(TOPICS))
     whole: dict[Time, int] = field(default_factory=dict)
-    told: dict[Time, str] = field(default_factory=dict)
+    incomplete: dict[Time, str] = field(default_factory=dict)
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def listen(self, client: HistoryClient, start: PollRequest, has_begun: asyncio.Event) -> None:
@@ -71,19 +71,19 @@ class Seen:
                 if one.epoch is not None and one.is_complete:
                     self.whole[one.epoch.time] = len(one.records)
                 elif one.epoch is not None:
-                    self.told[one.epoch.time] = one.incomplete
+                    self.incomplete[one.epoch.time] = one.incomplete
                 self.came.set()
 
     async def until(self, time: Time) -> None:
         """Raises TimeoutError."""
         async with asyncio.timeout(WAIT_S):
-            while time not in self.whole and time not in self.told:
+            while time not in self.whole and time not in self.incomplete:
                 self.came.clear()
                 await self.came.wait()
 
 
 class Stage:
-    """A gateway as a process, of the TOML file beside this one with a port and a folder of its own."""
+    """A gateway in a process of its own, with the TOML file of this folder, its own port and its own folder."""
 
     def __init__(self, folder: Path, stack: contextlib.AsyncExitStack) -> None:
         self._port, self._folder, self._stack = free_port(), folder, stack
@@ -98,19 +98,19 @@ class Stage:
         await child.say("ready")
 
     async def node(self, authority: str, entity: int) -> ZenohTransport:
-        """A uEntity beside the gateway."""
+        """A uEntity on the gateway's network."""
         config = ZenohConfig(mode="client", connect=(f"tcp/127.0.0.1:{self._port}",))
         return await self._stack.enter_async_context(ZenohTransport(config, LocalUriProvider(authority, entity, 1)))
 
     async def client(self, entity: int) -> HistoryClient:
-        """Of somebody who reads."""
+        """The uEntity of a reader."""
         local = LocalUriProvider(drive.VEHICLE, entity, 1)
         rpc = await self._stack.enter_async_context(InMemoryRpcClient(await self.node(drive.VEHICLE, entity), local))
         return HistoryClient(rpc, ids.at(drive.VEHICLE))
 
 
 async def publish(samples: Sequence[drive.SignalSample], nodes: dict[str, UTransport], begin: int, end: int) -> int:
-    """Signals of one second, spread over it: the id of each says when it was measured. How many."""
+    """Publish signals of one second; the id of each has the time of measurement. Returns their number."""
     for place, sample in enumerate(samples[begin:end], begin):
         message = drive.message(sample)
         at_ms = sample.time_ms + place * drive.ROW_PERIOD_MS // len(samples)
@@ -120,7 +120,7 @@ async def publish(samples: Sequence[drive.SignalSample], nodes: dict[str, UTrans
 
 
 async def everything(client: HistoryClient) -> list[Record]:
-    """All that the gateway has of these topics, and what tells of epochs."""
+    """All records of these topics in the gateway's history, and the frontiers."""
     request, found = PollRequest(topics=EVERYTHING), list[Record]()
     while True:
         answer = await client.poll(request)
@@ -132,7 +132,7 @@ async def everything(client: HistoryClient) -> list[Record]:
 
 
 async def stored(client: HistoryClient, count: int) -> int:
-    """Until so many signals are in the log; its newest seq."""
+    """Wait until the log has that many signals; returns its newest seq."""
     async with asyncio.timeout(WAIT_S):
         while True:
             records = await everything(client)
@@ -142,8 +142,8 @@ async def stored(client: HistoryClient, count: int) -> int:
 
 
 def by_seconds(asked: argparse.Namespace, start_ms: int) -> dict[int, list[drive.SignalSample]]:
-    """The drive, by the Unix millisecond in which each second of it begins. Raises UStatusError(INVALID_ARGUMENT) for
-    one that has no middle of a second to join in."""
+    """The drive, by the Unix millisecond at which each second begins. Raises UStatusError(INVALID_ARGUMENT) if no
+    subscriber could join in the middle of a second."""
     seconds: dict[int, list[drive.SignalSample]] = defaultdict(list)
     for sample in replay.load(asked.data, SEED, asked.seconds).samples(start_ms):
         seconds[sample.time_ms].append(sample)
@@ -177,7 +177,7 @@ async def run(asked: argparse.Namespace, folder: Path) -> int:
 
         await join(first, 0x9001, PollRequest(earliest=True))
         joined_seq = sent = 0
-        for time in times:  # one second after the other, as on a road, but none lasts as long
+        for time in times:  # one second after the other, but faster than on a road
             samples = seconds[time]
             half = len(samples) // 2 if time == middle else 0
             if half:
@@ -200,14 +200,14 @@ async def run(asked: argparse.Namespace, folder: Path) -> int:
 
 
 def show(times: Sequence[int], middle: int, has: dict[Time, int], first: Seen, second: Seen) -> bool:
-    """The table; True if all of it is as it should be."""
+    """Print the table; returns True if all seconds are as expected."""
     table = Table("second", "signals in the log", "there from the start", "joined in the middle")
     is_right = True
     for number, time in enumerate(times):
         cells = []
         for seen, since in ((first, times[0]), (second, middle + 1)):
             had = seen.whole.get((time,))
-            is_right = is_right and had in (None, has[time,]) and (time,) not in seen.told
+            is_right = is_right and had in (None, has[time,]) and (time,) not in seen.incomplete
             if had is not None:
                 cells.append(f"{had}, whole")
             elif time == times[-1]:
@@ -220,20 +220,20 @@ def show(times: Sequence[int], middle: int, has: dict[Time, int], first: Seen, s
         table.add_row(str(number), str(has[time,]), *cells)
     Console().print(table)
     dropped = second.assembler.dropped["filtered"]
-    print(f"the one that joined has dropped {dropped} signals of second {times.index(middle)}", flush=True)
+    print(f"the subscriber that joined later has dropped {dropped} signals of second {times.index(middle)}", flush=True)
     return is_right and dropped > 0
 
 
 def points(records: Sequence[Record], start_ms: int) -> list[Point]:
-    """How far the frontiers had come at each record, in seconds of the drive."""
+    """The frontiers at each record, in seconds of the drive."""
     found: list[Point] = []
     lower = upper = newest = 0.0
     for record in records:
         if record.epoch is not None:
             newest = max(newest, (uuids.time_ms(record.message.attributes.id) - start_ms) / 1_000)
         elif ids.is_frontiers(record.message.attributes.source):
-            (told,) = Frontier.FromString(record.message.payload).groups
-            lows, active = ([one.numbers[0] for one in times] for times in (told.lower, told.active))
+            (group,) = Frontier.FromString(record.message.payload).groups
+            lows, active = ([one.numbers[0] for one in times] for times in (group.lower, group.active))
             lower = (min(lows) - start_ms) / 1_000 if lows else lower
             upper = (max(active) - start_ms) / 1_000 if active else upper
         found.append(Point(record.seq, lower, upper, newest))

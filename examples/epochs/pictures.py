@@ -1,4 +1,4 @@
-"""Two pictures: a partial order of times with both frontiers, and the frontiers of a run over its log."""
+"""Draws a partial order of times with both frontiers, and the frontiers of a run over its log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from history.epochs.frontier import Frontier, State, is_ahead, is_covered
 
-COLOURS: Final = {  # of Okabe and Ito
+COLOURS: Final = {  # colours of Okabe and Ito
     State.LATENT: "#FFFFFF",
     State.ACTIVE: "#E69F00",
     State.COMPLETED: "#0072B2",
@@ -19,7 +19,7 @@ LOWER, UPPER, NEWEST = "#009E73", "#D55E00", "#56B4E9"
 
 
 class Point(NamedTuple):
-    """After a record of the log; times in seconds of the drive."""
+    """The frontiers after a record of the log; times in seconds of the drive."""
 
     seq: int
     lower: float
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def draw(folder: Path, points: Sequence[Point], joined_seq: int) -> None:
-    """epochs-order.svg and epochs-frontiers.svg."""
+    """Draw epochs-order.svg and epochs-frontiers.svg."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -39,7 +39,7 @@ def draw(folder: Path, points: Sequence[Point], joined_seq: int) -> None:
 
 
 def scripted() -> Frontier:
-    """Two publishers: one goes on in the first number, one in the second; from (0, 0), which both began with."""
+    """Two publishers: one advances the first number, one the second; both began with (0, 0)."""
     frontier = Frontier()
     frontier.hold((0, 0))
     frontier.hold((2, 1), (1, 3))
@@ -73,7 +73,7 @@ def _order(path: Path) -> None:
     axes.set(
         xlabel="first number of a time",
         ylabel="second number",
-        title="Who begins to read now sees what nothing active covers",
+        title="A new reader gets the times that no active time covers",
     )
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelspacing=1.2)
     _save(figure, path)
@@ -90,7 +90,7 @@ def _frontiers(path: Path, points: Sequence[Point], joined_seq: int) -> None:
     at = next(point for point in points if point.seq >= joined_seq)
     axes.axvline(joined_seq, color="black", lw=1)
     axes.text(joined_seq, points[-1].upper, " joins here", va="top")
-    axes.axhspan(at.upper, at.upper + 1, xmin=0, color="#DDDDDD", zorder=0, label="the second that it does not see")
+    axes.axhspan(at.upper, at.upper + 1, xmin=0, color="#DDDDDD", zorder=0, label="the second that a new reader drops")
     axes.set(xlabel="number in the log", ylabel="second of the drive", title="The frontiers of a drive")
     axes.legend(loc="lower right", frameon=False)
     _save(figure, path)

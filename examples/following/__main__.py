@@ -1,11 +1,11 @@
-"""Two gateways, a link that is cut, kill -9 at both: what is published in the vehicle is heard behind the hub, once.
+"""Two gateways, a link that is cut, kill -9 at both: every publish in the vehicle arrives behind the hub exactly once.
 
 HistoryPublisher -- Zenoh -- vehicle gateway == Zenoh, through a proxy == hub -- Zenoh -- GaplessSubscriber
    vehicle1                                       that cuts
 
     python -m examples.following --messages 2000 --cuts 20 --kills 4 --seed 1
 
-Exit code 1 unless every message was heard, once and in order.
+Exit code 1 unless every message arrived, once and in order.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SPEED: Final = uris.parse("//vehicle1/8001/1/8001")
 PUBLISHER: Final = LocalUriProvider("vehicle1", 0x8001, 1)
 SUBSCRIBER: Final = LocalUriProvider("hub", 0x9001, 1)
 FIRST, LAST = "first", "last"
-WAIT_S: Final = 120.0  # for something to come through; no measure of speed
-AWAY_S_MAX: Final = 0.5  # of a link that is cut, a gateway that is killed
+WAIT_S: Final = 120.0  # a timeout, not a measure of speed
+AWAY_S_MAX: Final = 0.5  # duration of a cut, and of the pause before a killed gateway starts again
 
 
 class Heard:
-    """What has come behind the hub."""
+    """The messages that have arrived behind the hub."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.texts: set[str] = set()
-        self.origins: set[bytes] = set()  # logs in which something of it was appended first
+        self.origins: set[bytes] = set()  # logs to which these records were appended first
         self.gaps: list[Gap] = []
         self._came = asyncio.Event()
 
@@ -82,7 +82,7 @@ class Heard:
 
 
 class Stage:
-    """The gateways as processes, of the TOML files beside this one with ports and folders of their own."""
+    """The gateways in processes of their own, with the TOML files of this folder, their own ports and folders."""
 
     def __init__(self, folder: Path, stack: contextlib.AsyncExitStack) -> None:
         self.ports = {"7447": free_port(), "7448": free_port(), "7449": free_port()}
@@ -104,21 +104,21 @@ class Stage:
 
     @property
     def tails(self) -> str:
-        """What the gateways said last."""
+        """The last lines of the gateways' output."""
         return "\n".join(f"{child.name}:\n{child.tail}" for child in self._gateways.values())
 
     async def kill(self, name: str) -> None:
         await self._gateways[name].kill()
 
     def end(self, port: str, local: LocalUriProvider) -> ZenohTransport:
-        """Of an app that is connected to a gateway."""
+        """A uEntity of an application on a gateway's network."""
         settings = {"connect/retry": {"period_init_ms": 200, "period_max_ms": 1_000}}
         config = ZenohConfig(mode="client", connect=(f"tcp/127.0.0.1:{self.ports[port]}",), settings=settings)
         return ZenohTransport(config, local)
 
 
 async def play(stage: Stage, publisher: HistoryPublisher, heard: Heard, asked: argparse.Namespace) -> None:
-    """Publish all, and cut and kill meanwhile."""
+    """Publish all messages, and cut and kill meanwhile."""
     rng = random.Random(asked.seed)
     troubles = ["cut"] * asked.cuts + [("hub", "vehicle", "both")[number % 3] for number in range(asked.kills)]
     rng.shuffle(troubles)
@@ -134,7 +134,7 @@ async def play(stage: Stage, publisher: HistoryPublisher, heard: Heard, asked: a
         begin, end = (asked.messages * place // len(troubles) for place in (done, done + 1))
         had = len(heard.numbers)
         await publish(rng.randint(begin, end))
-        publishing = asyncio.create_task(publish(end))  # into the trouble, and on during it
+        publishing = asyncio.create_task(publish(end))  # before and during the faults
         if trouble == "cut":
             stage.link.cut()
             await asyncio.sleep(rng.random() * AWAY_S_MAX)
@@ -147,7 +147,7 @@ async def play(stage: Stage, publisher: HistoryPublisher, heard: Heard, asked: a
                 await stage.start(name)
         await publishing
         if sent > had:
-            await heard.until(more_than=had)  # so that the next trouble meets a link that works
+            await heard.until(more_than=had)  # so that the next fault meets a working link
         print(f"{done + 1:4}: {trouble:8} sent {sent}, heard {len(heard.numbers)}", flush=True)
     await publish(asked.messages)
 
@@ -166,7 +166,7 @@ async def run(asked: argparse.Namespace, folder: Path) -> int:
         behind_hub = await stack.enter_async_context(stage.end("7448", SUBSCRIBER))
         rpc = await stack.enter_async_context(InMemoryRpcClient(behind_hub, SUBSCRIBER))
         heard = Heard()
-        # it has every record of the hub's log just once: a message that came twice got into that log twice
+        # it has every record of the hub's log exactly once; a message that arrived twice is twice in that log
         subscriber = GaplessSubscriber(HistoryClient(rpc, uris.uri("hub", 4, 1)), [SPEED], on_gap=heard.gaps.append)
         listening = asyncio.create_task(heard.listen(await stack.enter_async_context(subscriber)))
         stack.callback(listening.cancel)
@@ -176,17 +176,15 @@ async def run(asked: argparse.Namespace, folder: Path) -> int:
         began = time.monotonic()
         try:
             async with asyncio.timeout(WAIT_S):
-                # what is published before it is followed from end to end may be lost
-                while not heard.origins:  # nothing has come that the hub has from another log
+                # messages that are published before all parts follow may be lost
+                while not heard.origins:  # no record comes from another log than the hub's yet
                     await publisher.publish(SPEED.resource_id, text_of(FIRST))
                     await asyncio.sleep(0.1)
                 (own,) = await HistoryClient(rpc, publisher.service).logs()
-                while (
-                    own.incarnation not in heard.origins
-                ):  # the vehicle's gateway has taken it as plain messages so far
+                while own.incarnation not in heard.origins:  # the vehicle's gateway has received plain messages so far
                     await publisher.publish(SPEED.resource_id, text_of(FIRST))
                     await asyncio.sleep(0.1)
-            print("it is followed from end to end", flush=True)
+            print("all parts follow", flush=True)
             await play(stage, publisher, heard, asked)
             await publisher.publish(SPEED.resource_id, text_of(LAST))
             await heard.until(text=LAST)
@@ -198,7 +196,7 @@ async def run(asked: argparse.Namespace, folder: Path) -> int:
         print(f"{text}   ({asked.cuts} cuts, {asked.kills} kills, {time.monotonic() - began:.0f} s, seed {asked.seed})")
         if not is_right:
             missing = sorted(set(range(asked.messages)) - set(heard.numbers))
-            print(f"missing: {missing}\ntold as gaps: {heard.gaps}\n{stage.tails}", file=sys.stderr)
+            print(f"missing: {missing}\nreported as gaps: {heard.gaps}\n{stage.tails}", file=sys.stderr)
         return 0 if is_right else 1
 
 
@@ -207,9 +205,9 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=2_000)
     parser.add_argument("--cuts", type=int, default=20, help="of the link between the gateways")
     parser.add_argument("--kills", type=int, default=4, help="kill -9: of the hub, the vehicle's gateway, both, ...")
-    parser.add_argument("--seed", type=int, default=1, help="of what happens when")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of faults")
     asked = parser.parse_args()
-    logs.configure("error")  # that a gateway is away, is what happens here all the time
+    logs.configure("error")  # absent gateways are normal here
     with tempfile.TemporaryDirectory(prefix="following-") as folder:
         return asyncio.run(run(asked, Path(folder)))
 
