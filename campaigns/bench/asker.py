@@ -44,7 +44,7 @@ SERVICE: Final = uris.uri(wire.EGRESS_AUTHORITY, 0, 4, 0)  # who alone may say R
 class Asker:
     def __init__(self, transport: UTransport, rpc: InMemoryRpcClient, local: LocalUriProvider) -> None:
         self._transport, self._rpc, self._local = transport, rpc, local
-        self._told, self._first, self._last = 0, 0.0, 0.0
+        self._notified, self._first, self._last = 0, 0.0, 0.0
         self._history = HistoryClient(rpc, DESCRIBE, timeout_ms=TIMEOUT_MS)
         self._quiet, self._stopping = asyncio.Event(), asyncio.Event()
         self._expected = 0
@@ -70,8 +70,8 @@ class Asker:
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         self._last = time.perf_counter()
         self._first = self._first or self._last
-        self._told += len(messages)
-        if self._told >= self._expected:
+        self._notified += len(messages)
+        if self._notified >= self._expected:
             self._quiet.set()
 
     def on_receive(self, message: UMessage) -> None:
@@ -80,7 +80,7 @@ class Asker:
     async def reset(self, count: int) -> dict[str, Any]:
         """End all of this authority: how long until the last of `count` notifications of it has come, and how long from
         the first to the last."""
-        self._told, self._expected, self._first = 0, count, 0.0
+        self._notified, self._expected, self._first = 0, count, 0.0
         self._quiet.clear()
         # as the service of this authority, and from its address: nobody else may
         request = UMessageBuilder.request(SERVICE, _method(RESET), TIMEOUT_MS).pack(v4.ResetRequest())
@@ -91,7 +91,7 @@ class Asker:
         async with asyncio.timeout(TIMEOUT_MS / 1_000):
             await self._quiet.wait()
         return {
-            "told": self._told,
+            "told": self._notified,
             "ms": (self._last - self._first) * 1_000,
             "whole_ms": (self._last - began) * 1_000,
         }
@@ -121,9 +121,9 @@ class Asker:
             asked.page = described.next_page
             if not asked.page:
                 break
-        told = {"s": time.perf_counter() - began, "page_ms": ms, "topics": number}
+        figures = {"s": time.perf_counter() - began, "page_ms": ms, "topics": number}
         self._stopping.set()
-        return told | {"beside_most_ms": await beside}
+        return figures | {"beside_most_ms": await beside}
 
     async def _beside(self) -> float:
         most = 0.0

@@ -29,7 +29,7 @@ from streamer.demo.mosquitto import Broker
 VEHICLES: Final = (100, 1_000, 5_000)  # of the runs that `make bench` makes
 TOPICS_EACH: Final = 30
 RATE: Final = 4_000.0  # messages a second over all vehicles
-SUBSCRIBED_WITHIN_S: Final = 600.0  # then what stands is what there is
+SUBSCRIBED_WITHIN_S: Final = 600.0  # then the subscriptions so far count
 STEADY_S: Final = 5.0  # measured once all stand
 STALL_S: Final = 15.0  # nothing came for so long: what is missing is lost
 LOOK_S: Final = 1.0
@@ -98,13 +98,15 @@ def measure(
         time.sleep(LOOK_S)
         cpu_s = ends.bridge.cpu_s()
         seen = ends.ask(ends.backend, subscribe=True)
-        started = told = time.monotonic()
+        started = shown_at = time.monotonic()
         while seen["subscribed"] < topics and time.monotonic() - started < limit_s:
             time.sleep(LOOK_S)
             seen = ends.ask(ends.backend, look=True)
-            if time.monotonic() - told >= TELL_S:
-                told = time.monotonic()
-                say(f"{told - started:.0f} s: {seen['pending']:,} answered, {seen['subscribed']:,} stand of {topics:,}")
+            if time.monotonic() - shown_at >= TELL_S:
+                shown_at = time.monotonic()
+                say(
+                    f"{shown_at - started:.0f} s: {seen['pending']:,} answered, {seen['subscribed']:,} of {topics:,} stand"
+                )
         cpu_s, meanwhile_s = ends.bridge.cpu_s() - cpu_s, time.monotonic() - started
         meanwhile = ends.ask(ends.backend, delays=True)
         cpu_before, began = ends.bridge.cpu_s(), time.monotonic()

@@ -145,12 +145,12 @@ class Vehicles:
         self.requests += 1
         sink = uris.parse(request.users["4"])
         codec, own = CODECS[sink.ue_version_major], sink.authority_name
-        told = None
+        notification = None
         if sink.resource_id == codec.methods[SUBSCRIBE].resource:
             topic = codec.methods[SUBSCRIBE].request.FromString(request.payload).topic
             self._asked[wire.topic_number(topic, self._each)] = topic
             said = codec.subscribed(topic, Status.SUBSCRIBED)
-            told = v4.Subscription(topic=topic, subscriber=uris.parse(request.users["3"]), status=V4_SUBSCRIBED)
+            notification = v4.Subscription(topic=topic, subscriber=uris.parse(request.users["3"]), status=V4_SUBSCRIBED)
         elif sink.resource_id == codec.methods[FETCH_SUBSCRIPTIONS].resource:
             said = self._list(own, uris.parse(request.users["3"]))
         else:
@@ -166,10 +166,10 @@ class Vehicles:
             uuids.to_bytes(uuids.parse(request.users["1"])),
         )
         out = [self._link.packet(topic_name, made, said.SerializeToString())]
-        if told is not None and codec is V4_CODEC:
+        if notification is not None and codec is V4_CODEC:
             source = uris.format(service(own, codec.major))
             made = wire.properties("up-not.v1", _new_id(), source, request.users["3"], "CS2")
-            out.append(self._link.packet(topic_name, made, told.SerializeToString()))
+            out.append(self._link.packet(topic_name, made, notification.SerializeToString()))
         return out
 
     def _list(self, authority: str, subscriber: UUri) -> Any:
@@ -241,7 +241,7 @@ class Backend:
             if data.count(b"/", start, cut) == 4:
                 self._count_message(wire.payload_of(data, end), now_ns)
             else:
-                self._told(wire.read_publish(data, start, end))
+                self._on_notification(wire.read_publish(data, start, end))
         return acks
 
     def _count_message(self, payload: bytes, now_ns: int) -> None:
@@ -258,7 +258,7 @@ class Backend:
         self._last[topic] = number
         self._delays_ms.append((now_ns - due_ns) / 1e6)
 
-    def _told(self, message: wire.Received) -> None:
+    def _on_notification(self, message: wire.Received) -> None:
         if message.users["2"] == "up-not.v1":
             change = v4.Subscription.FromString(message.payload)
             self._stands(wire.topic_number(change.topic, self._each), change.status)

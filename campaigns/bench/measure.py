@@ -59,7 +59,7 @@ class Figures:
             "p50_ms": round(statistics.median(self.p50_ms), 3),
             "p99_ms": round(statistics.median(self.p99_ms), 3),
         }
-        if self.cpu_s:  # a broker's own work is not to be told from what it does as a bridge
+        if self.cpu_s:  # a broker's own work is not to be rates from what it does as a bridge
             found["cpu_s_per_million"] = round(self.cpu_s / self.messages * 1e6, 1)
             found["us_per_message_at_1000"] = round(self.paced_cpu_s / self.paced_messages * 1e6)
             found["rss_peak_mib"] = round(self.rss_peak_mib, 1)
@@ -130,8 +130,8 @@ def measure(
                 _full_speed(one, counts[kind], figures[kind])
             for kind, one in lanes.items():
                 _paced(one, int(LATENCY_RATE * (seconds or LATENCY_S)), figures[kind])
-            told = ", ".join(f"{kind} {figures[kind].per_s[-1]:,.0f}/s" for kind in lanes)
-            say(f"round {number + 1} of {ROUNDS}: {told}")
+            rates = ", ".join(f"{kind} {figures[kind].per_s[-1]:,.0f}/s" for kind in lanes)
+            say(f"round {number + 1} of {ROUNDS}: {rates}")
         for kind, one in lanes.items():
             if one.relay is not None:
                 figures[kind].rss_peak_mib = one.relay.memory_mib("VmHWM")

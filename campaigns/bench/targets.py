@@ -224,7 +224,7 @@ def rows(figures: Figures, compiled: bool) -> list[dict[str, Any]]:
     found = []
     for target in targets(compiled):
         value = target.reached(figures)
-        told = None if value is None else f"{_number(value)}{target.unit and ' ' + target.unit}"
+        shown = None if value is None else f"{_number(value)}{target.unit and ' ' + target.unit}"
         holds = None if value is None else target.holds(value)
-        found.append({"what": target.what, "to_reach": target.to_reach, "reached": told, "holds": holds})
+        found.append({"what": target.what, "to_reach": target.to_reach, "reached": shown, "holds": holds})
     return found

@@ -68,9 +68,9 @@ class Fleet:
             out.append(
                 UMessageBuilder.response_for_request(attributes).pack(v4.SubscribeResponse(topic=topic, status=stands))
             )
-            told = v4.Subscription(topic=topic, subscriber=attributes.source, status=stands)
+            subscription = v4.Subscription(topic=topic, subscriber=attributes.source, status=stands)
             source = uris.uri(attributes.sink.authority_name, 0, 4, 0x8000)
-            out.append(UMessageBuilder.notification(source, attributes.source).pack(told))
+            out.append(UMessageBuilder.notification(source, attributes.source).pack(subscription))
         await self._transport.send_batch(out)
 
     def on_receive(self, message: UMessage) -> Any:

@@ -199,7 +199,7 @@ def history_progress(data: bytes) -> None:
 
 @target
 def epochs_assembled(data: bytes) -> None:
-    """What is told of epochs, in any order: nobody gets a record twice, and what is whole has an end that was told."""
+    """Frontiers in any order: no record is delivered twice, and each whole epoch has a reported end."""
     dice, assembler = Dice(data), Assembler(filter=Dice(data).one_of(("atomic", "all")), timeout_s=5)
     handed = Counter[int]()
     for seq in range(1, 2 + dice.octet() % 64):

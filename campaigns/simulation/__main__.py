@@ -46,14 +46,14 @@ def _many(arguments: argparse.Namespace) -> int:
             break
     seconds = time.monotonic() - began
     if arguments.json:
-        told = {
+        summary = {
             "seeds": number,
             "start": seeds.start,
             "seconds": round(seconds, 1),
             "epochs": epochs,
             "failed": [asdict(one) for one in failed],
         }
-        print(json.dumps(told | ({"digests": digests} if arguments.all else {})))
+        print(json.dumps(summary | ({"digests": digests} if arguments.all else {})))
     else:
         rate = f"{seconds:.0f} s ({number / seconds:.1f}/s)"
         what = f"{number} worlds, {virtual_s / 3600:.1f} hours of virtual time, {epochs} epochs read whole"
@@ -72,7 +72,7 @@ def _one(arguments: argparse.Namespace) -> int:
 
 
 def _breaks(arguments: argparse.Namespace) -> int:
-    """Each break by itself, until a seed finds it that finds nothing without it."""
+    """Apply each break alone, until a seed finds a fault that it does not find without the break."""
     prepare()
     from campaigns.simulation.breaks import BREAKS
 

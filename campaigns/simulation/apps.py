@@ -1,7 +1,7 @@
-"""Who lives on the networks: publishers, hearers, subscribers, a history reader, and a uSubscription service of
-somebody else.
+"""The applications on the networks: publishers, hearers, subscribers, a history reader, and a foreign uSubscription
+service.
 
-None of them is ever killed; all of them have sessions, as clients of a broker do. What they see goes to the checker.
+They are never killed, and have sessions as clients of a broker have. They report what they see to the checker.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BURST_PAUSE_S: Final = 0.002  # at most, between two of them
 PRIORITIES: Final = (UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS3)
 SUBSCRIBE, UNSUBSCRIBE = 1, 2  # methods of both versions
 FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
-"""What says no for good."""
+"""Codes that refuse for good."""
 
 
 async def node(world: Any, network: str, authority: str, entity: int, version: int = 1) -> LocalTransport:
@@ -59,7 +59,7 @@ async def node(world: Any, network: str, authority: str, entity: int, version: i
 
 
 class Publisher:
-    """Sends one message after the other, each until the network has taken it, as a client with QoS 1 does."""
+    """Sends one message after the other; repeats each until the network has accepted it, like a QoS 1 client."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Publisher:
         self._world, self._transport, self.name, self._topics, self._sinks = world, transport, name, topics, sinks
         self._ttl_share = ttl_share
         self._count = 0
-        self._turn = asyncio.Lock()  # of one message after the other
+        self._turn = asyncio.Lock()  # only one message is sent at a time
 
     async def run(self, messages: int, pause_s: float) -> None:
         dice = self._world.dice
@@ -87,12 +87,12 @@ class Publisher:
     async def publish(
         self, topic: UUri, sink: UUri | None = None, priority: int = UPriority.UPRIORITY_CS1, short_lived: bool = False
     ) -> UMessage | None:
-        """What was sent; None: nobody knows whether it was."""
+        """Returns the message; None: it is unknown whether it was sent."""
         async with self._turn:
             return await self._publish(topic, sink, priority, short_lived)
 
     async def burst(self, dice: random.Random, seconds: float) -> None:
-        """On one topic, about one message in each turn of a busy loop."""
+        """Publish on one topic, about one message in each turn of a busy loop."""
         topic, end = dice.choice(self._topics), asyncio.get_running_loop().time() + seconds
         while asyncio.get_running_loop().time() < end:
             for _ in range(BURST_MESSAGES):
@@ -124,7 +124,7 @@ class Publisher:
 
 
 class Hearer:
-    """Notes what comes out on a network for one authority."""
+    """Records the messages of a network for one authority."""
 
     def __init__(self, world: Any, name: str) -> None:
         self._world, self.name = world, name
@@ -138,7 +138,7 @@ class Hearer:
 
 
 class Subscriber:
-    """One client of a uSubscription service, whose wishes are drawn. The last one on each topic is what must hold in
+    """One client of a uSubscription service, whose wishes are drawn. The last one on each topic must hold in
     the end."""
 
     def __init__(
@@ -167,14 +167,14 @@ class Subscriber:
 
     def _changed(self, change: Subscription) -> None:
         if uris.key(change.subscriber) == uris.key(self.uri):
-            self._world.checker.told(self.name, self._world.inside(change.topic), change.status)
+            self._world.checker.on_change(self.name, self._world.inside(change.topic), change.status)
 
     def _named(self, topic: UUri) -> UUri:
         named: UUri = self._world.named(self._network, topic)
         return named
 
     async def wish(self, topic: UUri, wanted: bool) -> None:
-        """Until the service has said yes."""
+        """Repeat until the service has answered OK."""
         lock = self._busy.setdefault(uris.key(topic), asyncio.Lock())
         async with lock:
             await self._say(self._world.checker.wishes(self.name, topic, wanted), topic, wanted)
@@ -198,7 +198,7 @@ class Subscriber:
             return
 
     async def hurry(self, topic: UUri, last: bool) -> None:
-        """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win, where the network keeps
+        """Send Subscribe, Unsubscribe, ... without waiting for answers; the last one must win if the network keeps
         their order."""
         network: Any = self._transport.network
         if network.weather is not CALM or network.has_late:
@@ -208,7 +208,7 @@ class Subscriber:
         async with lock:
             wish = self._world.checker.wishes(self.name, topic, last, is_hurried=True)
             commands = [last, not last, last]
-            # it would say again, after a reconnect, what we take back behind its back
+            # after a reconnect it would repeat a subscription that was ended without it
             self.client._subscribed.pop(uris.key(self._named(topic)), None)
             rpc = InMemoryRpcClient(self._transport, self.local)
             await rpc.open()
@@ -233,8 +233,8 @@ class Subscriber:
 
 
 class Foreign:
-    """A uSubscription service of somebody else, version 3, which can't list everything. It can fall silent, and be
-    short of something."""
+    """A foreign uSubscription service of version 3, which cannot list everything. It can stop answering, and refuse
+    commands for a while."""
 
     def __init__(self, world: Any, transport: LocalTransport, authority: str) -> None:
         self._world, self._transport, self.authority = world, transport, authority
@@ -299,7 +299,7 @@ class Foreign:
         return v3.FetchSubscribersResponse(subscribers=[v3.SubscriberInfo(uri=one) for one in found.values()])
 
     async def _fetch(self, request: UMessage) -> Message:
-        """The subscriptions of one subscriber: what an audit asks."""
+        """The subscriptions of one subscriber, as an audit asks for them."""
         await self.speaking.wait()
         asked = UPayload.of(request).unpack(v3.FetchSubscriptionsRequest)
         if not asked.HasField("subscriber"):
@@ -317,7 +317,7 @@ class Foreign:
 
 
 class HistoryReader:
-    """Reads everything on `topics`, now and then from its cursor file in a new life, and in another of `modes`."""
+    """Reads all records of `topics`; restarts at times from its cursor file, and in another of `modes`."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class HistoryReader:
         cursor: Path,
         modes: Sequence[FollowMode] = (),
     ) -> None:
-        """`modes`: none: polled by a client that can't be pushed to."""
+        """`modes`: empty: it only polls, since nothing can be pushed to it."""
         self._modes = modes
         self._world, self._transport, self._service, self.topics, self._cursor = (
             world,

@@ -1,5 +1,5 @@
-"""Faults that were found and mended, each as a small patch that puts it back in: the proof that the simulation would
-find it again."""
+"""Patches that bring back faults that were fixed: the proof that the simulation would
+find them again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Final
 @dataclass(frozen=True)
 class Break:
     what: str
-    # of what, which attribute, by what; imported only when it is asked for
+    # module, attribute, replacement; imported only if the break is applied
     patches: Callable[[], list[tuple[Any, str, Any]]]
-    needs: str = ""  # the name in plan.py of what must happen
-    kinds: tuple[str, ...] = ("chain", "foreign", "static")  # of worlds in which it is looked for
+    needs: str = ""  # the name in plan.py of a fault that must happen
+    kinds: tuple[str, ...] = ("chain", "foreign", "static")  # of worlds to search
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -36,7 +36,7 @@ Patches = list[tuple[Any, str, Any]]
 def _restart_that_records() -> Patches:
     from usubscription_client.table import InterestSource
 
-    # so what is known counts from the newest seq, whenever it came to be known
+    # so what is known counts from the newest seq, independent of when it became known
     return [(InterestSource, "decided", lambda self, topic: True)]
 
 

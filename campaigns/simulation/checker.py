@@ -1,9 +1,9 @@
-"""Knows what was acknowledged and what was wanted, and says what is wrong.
+"""Knows which messages were acknowledged and wanted, and reports what is wrong.
 
-publishes, acknowledged -> Sent --owed to every hearer whose want was confirmed before--> heard | told | let off
+publishes, acknowledged -> Sent --owed to every hearer with a want confirmed before--> heard | reported | excused
                                                                                            '-> order, phantom, duplicate
-told: as a dead letter, or a gap
-A hearer is let off where the configuration, an Unsubscribe or the end of a volatile log says so; nowhere else.
+reported: as a dead letter or a gap
+A hearer is excused only by the configuration, an Unsubscribe or the end of a volatile log.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client import Status
 
-VIOLATIONS_MAX: Final = 20  # of one run: who needs more?
+VIOLATIONS_MAX: Final = 20  # of one run; the first ones are enough
 
 Key = tuple[str, int, int, int]
 Id = bytes
 Hop = tuple[str, str, str]
-"""Machine, network from which, network to which."""
+"""Machine, source network, destination network."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +43,8 @@ class Sent:
     acknowledged_at: float | None = None
     heard: dict[str, int] = field(default_factory=dict)
     promised: set[str] = field(default_factory=set)  # hearers to whom it is owed, or was until it came
-    lost: bool = False  # by a network that acknowledges nothing
-    is_kept: bool = False  # by its publisher, whose history is followed: no network can lose it
+    lost: bool = False  # by a network without acknowledgements
+    is_kept: bool = False  # by its publisher, whose history is followed, so that no network can lose it
 
     @property
     def topic(self) -> Key:
@@ -69,28 +69,28 @@ class Sent:
 
 @dataclass(slots=True, eq=False)
 class Want:
-    """That a hearer wants a topic, and since when that is sure."""
+    """A hearer wants a topic; with the time since which that is certain."""
 
     hearer: str
     topic: Key
     hops: tuple[Hop, ...]
     wanted: bool = True
     confirmed_at: float | None = None
-    is_early: bool = False  # confirmed while a gateway on the way starts: sure once that is ready
+    is_early: bool = False  # confirmed while a gateway on the way starts: certain once that is ready
     answered: bool = False
     refused: str = ""
-    unsure: bool = False  # nobody knows whether the service has taken the last command
+    unsure: bool = False  # it is unknown whether the service has executed the last command
 
 
 class Wish:
-    """One command of a subscriber until it is answered."""
+    """One command of a subscriber until its answer."""
 
     def __init__(
         self, checker: Checker, want: Want, number: int, *, was_subscribed: bool, is_hurried: bool = False
     ) -> None:
         self._checker, self._want, self._number = checker, want, number
-        self._was_subscribed = was_subscribed  # as far as the service has said
-        self._is_hurried = is_hurried  # it may have taken the opposite as well, and last
+        self._was_subscribed = was_subscribed  # according to the service's answers
+        self._is_hurried = is_hurried  # the opposite command may have been executed as well, and last
         self._was_tried = False
 
     def answered(self, status: Status) -> None:
@@ -106,11 +106,11 @@ class Wish:
             )
 
     def unanswered(self) -> None:
-        """It is said again, and may have been heard."""
+        """The command is repeated, and may have been executed already."""
         self._was_tried = True
 
     def refused(self, code: int) -> None:
-        """By the service, or by the network on the way there: what was before holds."""
+        """Refused by the service or by the network on the way: the previous state holds."""
         want = self._want
         want.unsure = self._was_tried and (self._is_hurried or want.wanted != self._was_subscribed)
         if self._was_subscribed:
@@ -120,7 +120,7 @@ class Wish:
 
 
 class Checker:
-    """All methods are called by the world and by those who live in it."""
+    """The world and its applications call all methods."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -130,7 +130,7 @@ class Checker:
         self.ever: set[tuple[str, Key]] = set()
         self.sinks: dict[Key, str] = {}  # whose notifications somebody hears
         self.owed: dict[str, dict[Id, Sent]] = defaultdict(dict)
-        # by machine, of one that has been ready: from which network to which
+        # by machine that has been ready: the pairs of networks that it forwards between
         self.effective: dict[str, set[tuple[str, str]]] = {}
         self._starting: set[str] = set()  # machines, until they are ready
         self.recorded: dict[str, list[UUri]] = {}
@@ -142,9 +142,9 @@ class Checker:
         self._numbers = 0
         self._wish_numbers = 0
         self._seqs: dict[tuple[bytes, int], Id] = {}
-        self.places: dict[Id, list[tuple[str, bytes, int]]] = defaultdict(list)  # where a message is in a log
+        self.places: dict[Id, list[tuple[str, bytes, int]]] = defaultdict(list)  # positions of a message in logs
         self._owed_to_reader: dict[Id, Sent] = {}
-        self._on_reader: dict[tuple[bytes, int], Id] = {}  # what it has to see
+        self._on_reader: dict[tuple[bytes, int], Id] = {}  # records that the reader must get
         self._read: set[tuple[bytes, int]] = set()
         self._reader_gaps: list[tuple[bytes, int, int]] = []
         self._reader_last: dict[bytes, int] = {}
@@ -152,11 +152,11 @@ class Checker:
         self.reader_topics: list[UUri] = []
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.allowed_gaps = False
-        # machine, from which seq to which something waits for an endpoint that is gone
+        # by machine: a range of seqs with records for a removed endpoint
         self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine
         self._refused_alone: set[Id] = set()
-        self._maybe_told: set[Id] = set()
+        self._maybe_dead: set[Id] = set()
         self.followed: dict[str, FollowedLog] = {}  # by machine, since its log was whole
         self._followed_gaps: list[Gap] = []
         self._in_memory: set[bytes] = set()  # incarnations of logs that end with their process
@@ -173,7 +173,7 @@ class Checker:
         if len(self.violations) < VIOLATIONS_MAX:
             self.violations.append((kind, f"{text} (at {self.now:.3f} s)"))
 
-    # -- publishing and hearing
+    # -- publishing and receiving
 
     def publishes(self, message: UMessage, *, is_kept: bool = False) -> Sent:
         self._numbers += 1
@@ -184,7 +184,7 @@ class Checker:
     def acknowledged(self, sent: Sent) -> None:
         self.note("acked", sent.number, str(sent))
         if sent.lost or sent.message.attributes.ttl:
-            return  # whether it lived long enough on its way is not ours to say
+            return  # its lifetime on the way depends on delays
         if sent.sink is not None:
             hearer = self.sinks.get(sent.sink)
             if hearer is not None and self._passes(self._hops(hearer, sent)):
@@ -203,8 +203,8 @@ class Checker:
             self._owed_to_reader[sent.id] = sent
 
     def lost(self, id: Id, *, is_for_good: bool) -> None:
-        """A network that acknowledges nothing has lost it, here or there: nobody can be blamed. What a publisher keeps
-        comes all the same, but for where nobody follows."""
+        """A network without acknowledgements has lost it, so no gateway is at fault. Messages that a publisher keeps
+        must arrive all the same, except where nobody follows."""
         sent = self.sent.get(id)
         if sent is not None and (is_for_good or not sent.is_kept):
             sent.lost = True
@@ -239,23 +239,23 @@ class Checker:
             return
         last = self._last.get((hearer, sent.stream), 0)
         if sent.number < last and id in self._refused_alone:
-            last = 0  # those behind it were taken all the same: sending resumes from this one
-        elif sent.number < last and hearer in sent.promised and id not in self._maybe_told:
-            # (what was told as a dead letter, is from before the subscription, or waited when that was ended, may still
-            # come when an endpoint has its name again)
+            last = 0  # later ones were accepted all the same: sending resumes from this one
+        elif sent.number < last and hearer in sent.promised and id not in self._maybe_dead:
+            # (dead letters, messages from before the subscription and those that waited when it was ended may still
+            # arrive when an endpoint has its name again)
             self.fail(
                 "reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream"
             )
         self._last[hearer, sent.stream] = max(last, sent.number)
 
     def refused_alone(self, id: Id) -> None:
-        """A network has refused this message, and may have taken those behind it."""
+        """A network has refused this message, and may have accepted later ones."""
         self._refused_alone.add(id)
 
-    # -- what may be repeated
+    # -- permitted repetitions
 
     def disturbed(self, why: str) -> None:
-        """Something happened at this moment after which a message may come twice."""
+        """At this moment something happened after which a message may arrive twice."""
         self.disturbances.append((self.now, self.now, why))
 
     def disturbed_from(self, why: str) -> None:
@@ -267,7 +267,7 @@ class Checker:
             self.disturbances.append((begin, self.now, why))
 
     def _is_disturbed(self, begin: float, end: float, hearer: str) -> bool:
-        """By anything that excuses that `hearer` gets something twice."""
+        """True if any excuse permits `hearer` to get a message twice."""
         excuses = self.world.excuses
         return any(excuses(hearer, why) for why in self._open_disturbances) or any(
             low <= end and begin <= high and excuses(hearer, why) for low, high, why in self.disturbances
@@ -317,11 +317,11 @@ class Checker:
                 hearer, key, self.world.hops(hearer, key), confirmed=False
             )
             self.unwant(hearer, key)
-        want.refused, want.unsure = "", False  # that was an earlier one
+        want.refused, want.unsure = "", False  # about an earlier command
         return Wish(self, want, self._wish_numbers, was_subscribed=was_subscribed, is_hurried=is_hurried)
 
-    def told(self, hearer: str, topic: UUri, status: Status) -> None:
-        """What a service says of its own accord. One that comes late is about an earlier command, so the end decides,
+    def on_change(self, hearer: str, topic: UUri, status: Status) -> None:
+        """A change that a service reports. A late one is about an earlier command, so the end of the run decides,
         not this."""
         want = self.wants.get((hearer, uris.key(topic)))
         self.note("told", hearer, uris.key(topic), str(status))
@@ -347,7 +347,7 @@ class Checker:
     # -- gateways
 
     def starts(self, machine: Any) -> None:
-        """With the configuration that it has now: what that forbids is owed no more."""
+        """The gateway is ready with its present configuration: messages that this forbids are not owed any more."""
         passes = self.world.passes(machine)
         self._starting.add(machine.name)
         self.effective[machine.name] = self.effective.get(machine.name, set()) & passes
@@ -355,7 +355,7 @@ class Checker:
         for hearer in list(self.owed):
             self._let_off(hearer, lambda sent, hearer=hearer: not self._passes(self._hops(hearer, sent)))
             self._let_off(hearer, lambda sent: _matches(self.volatile, sent.message.attributes.source))
-        if machine.name == "V":  # what waits on a network for a gateway that no longer records it
+        if machine.name == "V":  # of messages that wait on a network for a gateway that no longer records them
             recorded = self.world.recorded(machine)
             for id, sent in list(self._owed_to_reader.items()):
                 if id not in self.places and not _matches(recorded, sent.message.attributes.source):
@@ -387,7 +387,7 @@ class Checker:
             self.fail(
                 "an exception that nobody foresaw", f"{machine}: {event.get('event')}: {event.get('exception', '')}"
             )
-        if "moved_to" in event:  # all of it is gone, and that is told
+        if "moved_to" in event:  # the whole log is lost, and that is reported
             self.note("moved aside", machine)
             for owed in self.owed.values():
                 owed.clear()
@@ -421,7 +421,7 @@ class Checker:
         if machine == "V" and published and _matches(self.reader_topics, message.attributes.source):
             self._on_reader[incarnation, seq] = id
 
-    # -- what is followed
+    # -- following
 
     def followed_gap(self, machine: str, gap: Gap) -> None:
         self.note("followed gap", machine, Gap.Reason.Name(gap.reason), gap.after_seq, gap.before_seq)
@@ -431,11 +431,11 @@ class Checker:
         self._followed_gaps.append(gap)
 
     def is_record(self, origin: Origin, id: Id) -> bool:
-        """As far as we know of that log."""
+        """The newest known seq of that log."""
         return self._seqs.setdefault((origin.incarnation, origin.seq), id) == id
 
     def torn(self, machine: str) -> None:
-        """What it had followed may be gone with the end of its log, and comes again."""
+        """The followed records may be lost with the end of the log, and come again."""
         self.followed.pop(machine, None)
 
     def _in_followed_gap(self, incarnation: bytes, seq: int) -> bool:
@@ -481,33 +481,33 @@ class Checker:
             place
             for place in self._on_reader
             if place not in self._read
-            and place[1] > self._reader_first.get(place[0], 0)  # it began with the earliest that there was
+            and place[1] > self._reader_first.get(place[0], 0)  # it began with the earliest record
             and not any(one == place[0] and low < place[1] < high for one, low, high in self._reader_gaps)
         ]
 
-    # -- the end
+    # -- the end of a run
 
     @property
     def outstanding(self) -> int:
-        """How much is owed still. Dead letters count only at the very end, since they are looked up on the disk."""
+        """The number of owed messages. Dead letters count only at the very end, since they are read from disk."""
         owed = sum(
-            1 for owed in self.owed.values() for id in owed if id not in self._maybe_told and not self._is_unclaimed(id)
+            1 for owed in self.owed.values() for id in owed if id not in self._maybe_dead and not self._is_unclaimed(id)
         )
         return owed + len(self._unread()) + len(self._reader_lacks())
 
-    def told_dead(self, message: UMessage) -> None:
-        self._maybe_told.add(uuids.to_bytes(message.attributes.id))
+    def dead_letter(self, message: UMessage) -> None:
+        self._maybe_dead.add(uuids.to_bytes(message.attributes.id))
         self.note("dead letter", message.payload[:40] if is_application(message) else "")
 
     def _unread(self) -> list[Sent]:
-        """Owed to the reader, and in no log."""
+        """True if it is owed to the reader, and in no log."""
         return [sent for sent in self._owed_to_reader.values() if sent.id not in self.places]
 
     def forgive(self, letters: Iterable[tuple[Id, str]]) -> None:
-        """What was told is not owed: dead letters, and gaps where a disk was torn or an absence was too long."""
-        told = {id for id, _ in letters}
+        """Reported messages are not owed: dead letters, and gaps if a disk was torn or an absence was too long."""
+        reported = {id for id, _ in letters}
         for owed in self.owed.values():
-            for id in [id for id in owed if id in told or self._is_unclaimed(id)]:
+            for id in [id for id in owed if id in reported or self._is_unclaimed(id)]:
                 del owed[id]
         if not self.allowed_gaps:
             return
@@ -518,8 +518,8 @@ class Checker:
                     del owed[id]
 
     def _is_unclaimed(self, id: Id) -> bool:
-        """It waits for an endpoint that is not configured, and readiness says so: for a person to adopt."""
-        if id not in self.places:  # it may have been committed without anybody being told, which a kill does
+        """It waits for an endpoint that is not configured; readiness reports that, so that a person can adopt it."""
+        if id not in self.places:  # a kill may have come between its commit and the acknowledgement
             return any(low < high for _, low, high in self.unclaimed)
         return any(
             one == machine and low < seq <= high
@@ -551,7 +551,7 @@ class Checker:
 
 
 class FollowedLog:
-    """What one gateway's logs have got from others: each record once, and those of a topic in their order there."""
+    """Records that one gateway's logs have from other logs: each once, and those of a topic in their order there."""
 
     def __init__(self, checker: Checker, machine: str) -> None:
         self._checker, self._machine = checker, machine

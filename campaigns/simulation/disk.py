@@ -1,7 +1,7 @@
 """A disk that can refuse, fail after the fact, lose power and tear: real SQLite on a folder in memory, behind
 storage.disk.Disk.
 
-connect -> FaultyConnection: each BEGIN, write and COMMIT asks the dice    power_lost: what was committed stays, no more
+connect -> FaultyConnection: each BEGIN, write and COMMIT may fail by chance    power_lost: only committed data stays
                                                                            tear: the write-ahead log ends at a random
                                                                            byte
 """
@@ -29,7 +29,7 @@ class DiskFaults:
 
     full: float = 0.0  # SQLITE_FULL, and nothing happened
     fail: float = 0.0  # SQLITE_IOERR, and nothing happened
-    fail_after_commit: float = 0.0  # SQLITE_IOERR from a COMMIT that has happened
+    fail_after_commit: float = 0.0  # SQLITE_IOERR from a COMMIT that was executed
 
     def __bool__(self) -> bool:
         return bool(self.full or self.fail or self.fail_after_commit)
@@ -86,8 +86,8 @@ class _Mark(Mark):
 
 
 class SimulatedDisk(Disk):
-    """The disk as one process sees it. `faults` may be changed at any time; they strike only files whose name has
-    `victim` in it."""
+    """The disk of one process. `faults` may be changed at any time; they affect only files with `victim` in their
+    name."""
 
     def __init__(self, random: random.Random, on_fault: Callable[[str], None]) -> None:
         self.alive = True
@@ -97,18 +97,18 @@ class SimulatedDisk(Disk):
         self.paths: set[Path] = set()
         self._connections: list[FaultyConnection] = []
         self._random, self._on_fault = random, on_fault
-        # called instead of the next COMMIT's answer, once it has happened
+        # called instead of returning from the next COMMIT, after it was executed
         self.power_cut: Callable[[], None] | None = None
 
     # -- storage.disk.Disk
 
     def with_reserve(self, reserve: Reserve) -> Self:
-        """It is of one process, so it has one."""
+        """The lock belongs to one process, so it is always free."""
         self.reserve = reserve
         return self
 
     def free_bytes(self, path: Path) -> int:
-        """Of a disk that only `faults` fill: what a run does must not depend on the machine's."""
+        """Only `faults` fill this disk: a run must not depend on the real disk."""
         return FREE_BYTES
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -170,8 +170,8 @@ class SimulatedDisk(Disk):
             raise _error("disk I/O error", sqlite3.SQLITE_IOERR)
 
     def power_lost(self, *, tear: str = "") -> bool:
-        """Nothing is closed: what was committed is there for the next process, and that is all. `tear` is in the name
-        of a file whose write-ahead log ends somewhere in the middle then. True if something was torn."""
+        """Nothing is closed: the next process finds only committed data. `tear`: in the name of a file whose
+        write-ahead log is cut at a random byte. Returns True if a file was cut."""
         if not self.alive:
             return False
         kept = {}

@@ -1,4 +1,4 @@
-"""Epochs in a world: who opens and closes them, who reads them, and what must hold of what was read.
+"""Epochs in a world: their publishers and readers, and the checks of what was read.
 
 Laps ---Progress---> V keeps "laps"      a Publisher ---> V keeps "signals", by bucket       (the log is the truth)
                      '--> EpochReader (comes, is killed, comes back, with a cursor or without) --> EpochsChecker
@@ -41,11 +41,11 @@ SERVICES: Final = {"V": "//vin1/4/1/0", "C": "//hub/4/1/0"}  # of the gateways w
 OUTSIDE: Final = {"V": "vehicle", "C": "cloud"}  # and the network whose names they have
 MODES: Final[tuple[FollowMode, ...]] = ("auto", "poll", "push")
 
-Place = tuple[bytes, int]  # incarnation, seq
+Position = tuple[bytes, int]  # incarnation, seq
 
 
 def sections(dice: random.Random) -> list[dict[str, Any]]:
-    """Of a gateway's configuration."""
+    """The [[epochs]] of a gateway's configuration."""
     timeout_ms = dice.choice((1_500, 4_000, 10_000))
     bucket = {"width_ms": dice.choice((200, 500, 1_000)), "lateness_ms": dice.choice((0, 0, 100, 400))}
     return [
@@ -55,13 +55,13 @@ def sections(dice: random.Random) -> list[dict[str, Any]]:
 
 
 class Laps(Publisher):
-    """Opens an epoch, publishes, and closes it with the last id and the count of each topic. Sometimes it forgets to
-    close, and sometimes it says more than ever comes."""
+    """Opens an epoch, publishes, and closes it with the last id and the count of each topic. Sometimes it does not
+    close it, and sometimes it announces more messages than it sends."""
 
     def __init__(self, world: Any, transport: LocalTransport, dice: random.Random) -> None:
         super().__init__(world, transport, "laps", [uris.parse(one) for one in LAPS], [], 0.0)
         self._dice, self._lap = dice, 0
-        self.said: dict[Time, int] = {}  # how many messages each has, from when its end is said
+        self.said: dict[Time, int] = {}  # the number of messages of each, once its end is published
 
     async def run(self, messages: int, pause_s: float) -> None:
         left = messages
@@ -105,8 +105,8 @@ class Laps(Publisher):
 
 
 class EpochReader:
-    """Reads epochs of the gateway `machine`, now and then in a new life. `cursor`: None: each life begins with what
-    comes. `topics` are as they are inside the vehicle."""
+    """Reads epochs of the gateway `machine`, with restarts. `cursor` None: each life begins with new records.
+    `topics` have their names inside the vehicle."""
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class EpochReader:
         self.topics, self.machine = [uris.parse(one) for one in topics], machine
         self._dice = random.Random(seed)
         self.lives: list[list[Assembled]] = []
-        self.kept: list[int] = []  # by life, how many are behind its cursor
+        self.kept: list[int] = []  # by life: the number of records up to its cursor
         self.gaps = 0
-        self.before_tear: set[Epoch] = set()  # what it had when the end of a log was torn off
+        self.before_tear: set[Epoch] = set()  # epochs that it had when the end of a log was cut off
         self.since_s = 0.0  # when this life began
 
     async def run(self) -> None:
-        """Until the world heals it is killed and comes back; from then on it lives."""
+        """Is killed and restarted until the world heals; then it lives on."""
         await asyncio.sleep(self._dice.random() ** 2 * 6)
         while not self._world.given_up:
             life = asyncio.create_task(self._live())
@@ -179,13 +179,13 @@ class EpochReader:
 
 
 class EpochsChecker:
-    """In the end, with what the log holds then."""
+    """At the end, with the content of the log."""
 
     def __init__(self, world: Any) -> None:
         self._world, self.readers = world, list[EpochReader]()
-        self.truth: dict[Epoch, dict[Place, UUri]] = defaultdict(dict)
+        self.truth: dict[Epoch, dict[Position, UUri]] = defaultdict(dict)
         self._oldest: dict[bytes, int] = {}
-        self.newest_healed: dict[bytes, int] = {}  # what begins behind these has to be seen by everybody
+        self.newest_healed: dict[bytes, int] = {}  # later records must reach every reader
         self.checked = self.whole = 0
 
     def _fail(self, kind: str, text: str) -> None:
@@ -200,7 +200,7 @@ class EpochsChecker:
     async def learn(self, logs: Sequence[Log]) -> None:
         self.truth.clear()
         for log in logs:
-            after, told = 0, list[tuple[int, UMessage]]()
+            after, frontiers_read = 0, list[tuple[int, UMessage]]()
             while chunks := await log.read(after):
                 for chunk in chunks:
                     for place, message in enumerate(map(decoded, chunk.messages)):
@@ -210,10 +210,10 @@ class EpochsChecker:
                         if epoch is not None:
                             self.truth[epoch][log.incarnation, seq] = message.attributes.source
                         elif is_frontiers(message.attributes.source):
-                            told.append((seq, message))
+                            frontiers_read.append((seq, message))
                 after = chunks[-1].last_seq
             if not self._is_torn:
-                self._look_at_frontiers(told)
+                self._look_at_frontiers(frontiers_read)
 
     @property
     def _is_torn(self) -> bool:
@@ -221,13 +221,13 @@ class EpochsChecker:
         return is_torn
 
     def _is_disturbed(self, reader: EpochReader) -> bool:
-        """The log that it reads went back."""
+        """The log of the readers went back."""
         return self._is_torn or bool(self._world.machines[reader.machine].torn)
 
-    def _look_at_frontiers(self, told: Sequence[tuple[int, UMessage]]) -> None:
-        """In one log: they go on, whatever befell who keeps them."""
+    def _look_at_frontiers(self, frontiers_read: Sequence[tuple[int, UMessage]]) -> None:
+        """Frontiers of one log advance, whatever happens to its keeper."""
         before: dict[str, Any] = {}
-        for seq, message in told:
+        for seq, message in frontiers_read:
             for group in Frontier.FromString(message.payload).groups:
                 old, before[group.group] = before.get(group.group), group
                 if old is None:
@@ -241,7 +241,7 @@ class EpochsChecker:
                     self._fail("a frontier that goes back", f"{group.group}, seq {seq}: {back} is not after {lower}")
 
     def owed(self, reader: EpochReader) -> set[Epoch]:
-        """What it has to have seen: all of it came while the reader lived."""
+        """The epochs whose records all came while the reader lived."""
         found = set[Epoch]()
         if reader.machine != "V" and not self._world.machines[reader.machine].config["follow"]:
             return found
@@ -251,13 +251,13 @@ class EpochsChecker:
                 found.add(epoch)
         return found - {one.epoch for one in reader.lives[-1] if one.epoch is not None} if reader.lives else found
 
-    def _of(self, reader: EpochReader, epoch: Epoch) -> set[Place]:
+    def _of(self, reader: EpochReader, epoch: Epoch) -> set[Position]:
         records = self.truth.get(epoch, {})
         return {place for place, source in records.items() if any(uris.matches(one, source) for one in reader.topics)}
 
     def finish(self) -> None:
         for reader in self.readers:
-            kept, records = set[Epoch](), set[Place]()
+            kept, records = set[Epoch](), set[Position]()
             for life, count in zip(reader.lives, reader.kept, strict=True):
                 self._look_at(reader, life)
                 again = [one.epoch for one in life if one.epoch in kept and one.incomplete != REST]
@@ -290,7 +290,7 @@ class EpochsChecker:
                 self._is_whole(reader, one.epoch, set(has))
 
     def _look_at_counts(self, reader: EpochReader) -> None:
-        """What is complete has as many as its publisher said."""
+        """A complete epoch has as many records as its publisher announced."""
         if not {uris.key(uris.parse(one)) for one in LAPS} <= {uris.key(one) for one in reader.topics}:
             return
         for one in (one for life in reader.lives for one in life):
@@ -299,24 +299,24 @@ class EpochsChecker:
                 what = f"{reader.name}: {one.epoch} as complete with {len(one.records)} of {said} messages"
                 self._fail("a part of an epoch", what)
 
-    def _is_whole(self, reader: EpochReader, epoch: Epoch, has: set[Place]) -> None:
+    def _is_whole(self, reader: EpochReader, epoch: Epoch, has: set[Position]) -> None:
         lacks = self._of(reader, epoch) - has
         more = {(log, seq) for log, seq in has if seq >= self._oldest.get(log, 1 << 64)} - self._of(reader, epoch)
-        if self._is_torn:  # what was read once is not there any more, and other records may be in its place
+        if self._is_torn:  # records that were read no longer exist, and others may have their seqs
             more.clear()
-            told = {one.epoch for life in reader.lives for one in life if one.incomplete == REST}
-            lacks = set() if epoch in told | reader.before_tear else lacks
+            frontiers_read = {one.epoch for life in reader.lives for one in life if one.incomplete == REST}
+            lacks = set() if epoch in frontiers_read | reader.before_tear else lacks
         if lacks or more:
             seqs = sorted(seq for _, seq in lacks), sorted(seq for _, seq in more)
             self._fail("a part of an epoch", f"{reader.name}: {epoch} as complete, without {seqs[0]}, with {seqs[1]}")
 
 
-def _places(one: Assembled) -> set[Place]:
+def _places(one: Assembled) -> set[Position]:
     return set(map(_place, one.records))
 
 
-def _place(record: Record) -> Place:
-    """Where it was appended first."""
+def _place(record: Record) -> Position:
+    """The log and seq in which it was appended first."""
     if record.origin is None:
         return record.incarnation, record.seq
     return record.origin.incarnation, record.origin.seq

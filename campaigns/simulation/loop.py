@@ -1,14 +1,14 @@
-"""An event loop on virtual time, on which processes can be killed between any two steps.
+"""An event loop in virtual time, on which processes can be killed between any two steps.
 
-ready -> step -> step ...      nothing is ready: the clock leaps to the next timer      no timer either: an error
+ready -> step -> step ...      nothing is ready: the clock jumps to the next timer      no timer either: an error
           '-> of a process that is dead: dropped, as if its machine had lost power
 
-A loop that is busy finds several timers due at once, and handles them in one turn: with `late_s_max` the clock leaps
-beyond the next timer, by up to so much. Without, no two things that have nothing to do with each other ever happen in
+A busy loop finds several timers due at once, and handles them in one turn: with `late_s_max` the clock jumps past
+the next timer, by up to that time. Without it, unrelated events never happen in
 one turn.
 
-Every callback belongs to the process in whose context it was scheduled (the variable PROCESS), so two gateways live on
-one loop and neither notices that the other one dies. What runs in threads in the product runs here as callbacks, at
+Every callback belongs to the process in whose context it was scheduled (the variable PROCESS), so two gateways share
+one loop and neither is affected if the other one dies. Threads of the product are callbacks here, with
 delays from the seed.
 """
 
@@ -31,16 +31,16 @@ from storage.worker import Gathering
 T = TypeVar("T")
 
 EXECUTOR_DELAY_S: Final = 0.003  # at most, before a call and after it
-EPOCH_S: Final = 1_800_000_000  # what wall clocks say when a run begins
-TURNS_MAX: Final = 100_000  # of the loop at one moment; who takes more tries something again without a pause
+EPOCH_S: Final = 1_800_000_000  # the wall clock at the begin of a run
+TURNS_MAX: Final = 100_000  # of the loop at one moment; more mean that something is repeated without a pause
 
 
 class DeadlockError(Exception):
-    """Nothing will ever happen again, or the same without end."""
+    """No callback will ever run, or the same ones repeat without end."""
 
 
 class Process:
-    """Something that can be killed. `steps` counts its callbacks; at `kill_at` it dies instead of taking one more."""
+    """A process that can be killed. `steps` counts its callbacks; at `kill_at` it dies instead of running one more."""
 
     def __init__(self, name: str, on_kill: Callable[[], None] = lambda: None) -> None:
         self.name, self.on_kill = name, on_kill
@@ -92,7 +92,7 @@ class _TimerHandle(events.TimerHandle):
 
 
 class _Clock:
-    """In the place of a selector: waiting is leaping."""
+    """Replaces the selector: instead of waiting, the clock jumps."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -103,7 +103,7 @@ class _Clock:
         if timeout is None:
             raise DeadlockError("every task waits for something that nothing will bring about")
         first = loop._scheduled[0]._when if loop._scheduled else loop.now
-        if timeout > 0 or first < loop.now + loop._clock_resolution:  # which runs now: it must not find itself early
+        if timeout > 0 or first < loop.now + loop._clock_resolution:  # the timer that runs now must not be early
             loop.now = max(loop.now, first)
         if loop.late_s_max and loop.now > before:
             loop.now += loop.lateness.random() * loop.late_s_max
@@ -125,10 +125,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = 0.0
         self.late_s_max = 0.0
-        self.lateness = random.Random(seed)  # no draw of the other dice
+        self.lateness = random.Random(seed)  # a generator of its own, so that other draws do not change
         self.over = False  # nothing may be scheduled any more
         self.random = random.Random(seed)
-        self.errors: list[dict[str, Any]] = []  # what nobody handled
+        self.errors: list[dict[str, Any]] = []  # unhandled errors
         self._selector = _Clock(self)
         self._clock_resolution = 1e-9
         self.tasks: list[asyncio.Task[Any]] = []  # of no process
@@ -201,9 +201,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def finish(self, processes: list[Process]) -> None:
-        """End what still hangs, without letting it do anything any more."""
+        """End the remaining tasks, without letting them run any further."""
         self.over = True
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what a dead process would still like to say
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # suppress the output of dead processes
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -225,8 +225,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class SimulatedWorker:
-    """storage.worker.Worker as callbacks: a batch is taken some time after its first job has come, told some time after
-    it is done."""
+    """storage.worker.Worker as callbacks: a batch begins with a delay after its first job, and its callbacks run with a
+    delay after its end."""
 
     DELAY_S: Final = 0.004  # at most; a commit takes some milliseconds
 
@@ -248,10 +248,10 @@ class SimulatedWorker:
         self._batch_max, self._weigh, self._gather_s, self._tick_s = batch_max, weigh, gather_ms / 1000, tick_s
         self._gathering = gathering
         self._is_first = False
-        self._wanted = 0  # jobs that are waited for; 0: nothing is
+        self._wanted = 0  # jobs that are waited for; 0: none
         self._waiting: asyncio.TimerHandle | None = None
         self._jobs: list[Any] = []
-        self._told: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._busy = self._closing = self._working = False
         self._last = 0.0
         self._ended: asyncio.Future[None] = loop.create_future()
@@ -269,7 +269,7 @@ class SimulatedWorker:
         self._wake()
 
     def tell(self, call: Callable[[], object]) -> None:
-        self._told.append(call)
+        self._callbacks.append(call)
 
     async def close(self) -> None:
         self._closing = True
@@ -327,11 +327,11 @@ class SimulatedWorker:
         ending = self._closing and not self._jobs
         if ending and self._finish is not None:
             self._finish()
-        told, self._told = self._told, []
-        self._loop.call_later(self._loop.random.random() * self.DELAY_S, self._tell, told, ending)
+        callbacks, self._callbacks = self._callbacks, []
+        self._loop.call_later(self._loop.random.random() * self.DELAY_S, self._tell, callbacks, ending)
 
-    def _tell(self, told: list[Callable[[], object]], ending: bool) -> None:
-        for call in told:
+    def _tell(self, callbacks: list[Callable[[], object]], ending: bool) -> None:
+        for call in callbacks:
             self._loop.call_soon(call)
         self._busy = False
         if ending:

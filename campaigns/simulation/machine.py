@@ -1,8 +1,8 @@
-"""A computer with a gateway, or a publisher that keeps its own history, on it: its files outlive the processes that run
+"""The computer of a gateway, or of a publisher that keeps its own history: its files survive the processes that run
 on it, one after the other.
 
 Machine.start -> GatewayProcess: Streamer.create, run -> ready -> stop (clean) | kill (between two steps) | died (error)
-                       '-> taps: what was appended under which seq and from where, which errors were logged
+                       '-> taps: appended records with seq and origin, logged errors
 Keeper.start --> KeeperProcess: HistoryPublisher, what is due -> the same
 """
 
@@ -42,12 +42,12 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 if TYPE_CHECKING:
     from campaigns.simulation.checker import Checker
 
-STOP_S_MAX: Final = 60.0  # after it a gateway that was asked to stop has a task that never ends
+STOP_S_MAX: Final = 60.0  # for a stop; later a task counts as never ending
 LATE_OPEN_SHARE: Final = 0.2  # of the networks that a process opens: they take up to ...
 # ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready is
 # on each network, which the checker counts on
 LATE_OPEN_S_MAX: Final = 2.4
-RESTART_S: Final = 1.0  # after which a supervisor starts anew what has died by itself
+RESTART_S: Final = 1.0  # then a supervisor restarts a process that died
 
 
 def named(task: asyncio.Task[Any]) -> str:
@@ -69,7 +69,7 @@ def runtime_of(world: Any, disk: SimulatedDisk, dice: random.Random) -> Runtime:
 
 
 class MachineProcess(Process):
-    """One life of what runs on a machine."""
+    """One life of a process on a machine."""
 
     streamer: Streamer | None = None
 
@@ -105,7 +105,7 @@ class MachineProcess(Process):
         raise NotImplementedError
 
     def ask_to_stop(self) -> bool:
-        """False if it is not there yet: nobody would hear the signal, so that just ends it."""
+        """Returns False if no handler exists yet, so that the signal just ends the process."""
         raise NotImplementedError
 
     def transports(self) -> list[LocalTransport]:
@@ -117,8 +117,8 @@ class MachineProcess(Process):
             self.machine.became_ready(self)
 
     def _tap(self, log: Log, on_append: Callable[[Sequence[Any]], Callable[[], None]] | None = None) -> None:
-        """Learn which record has which seq and origin, once it is committed. `on_append` hears of what comes, and what
-        it answers is called after the commit."""
+        """Record seq and origin of each record, once it is committed. `on_append` is called with each record, and
+        the function that it returns is called after the commit."""
         append, checker, machine = log.append, self.machine.world.checker, self.machine
 
         def tapped(streams: list[int], messages: Sequence[Any], notes: Notes | None = None) -> asyncio.Future[int]:
@@ -156,7 +156,9 @@ class GatewayProcess(MachineProcess):
         self._tap_letters(streamer)
         self._tap_gaps(streamer)
         if "late_open" not in self.machine.world.without:
-            self._open_late(random.Random(f"{self.machine.world.seed} {self.name}"))  # no draw of the others' dice
+            self._open_late(
+                random.Random(f"{self.machine.world.seed} {self.name}")
+            )  # a generator of its own, so that other draws do not change
         waiting = asyncio.ensure_future(streamer.ready.wait())
         waiting.add_done_callback(lambda done: None if done.cancelled() else self._became_ready())
         try:
@@ -165,7 +167,7 @@ class GatewayProcess(MachineProcess):
             waiting.cancel()
 
     def _open_late(self, dice: random.Random) -> None:
-        """Some networks hang for a while."""
+        """Make some networks open late."""
         for transport in self.transports():
             if dice.random() < LATE_OPEN_SHARE:
                 waits_s = dice.random() ** 2 * LATE_OPEN_S_MAX, dice.random() ** 2 * LATE_OPEN_S_MAX
@@ -182,17 +184,17 @@ class GatewayProcess(MachineProcess):
         return [one.transport for one in endpoints if isinstance(one.transport, LocalTransport)]
 
     def _tap_letters(self, streamer: Streamer) -> None:
-        """Only so that nobody waits for what has been told; whether it was stored is looked up in the end."""
+        """Only to end the wait for reported messages; the disk shows at the end whether it was stored."""
         add, checker = streamer.dead_letters.add, self.machine.world.checker
 
         def tapped(message: UMessage, *others: Any, **options: Any) -> None:
-            checker.told_dead(message)
+            checker.dead_letter(message)
             add(message, *others, **options)
 
         streamer.dead_letters.add = tapped  # type: ignore[method-assign]
 
     def _tap_gaps(self, streamer: Streamer) -> None:
-        """Of histories that are followed."""
+        """Gaps of histories that are followed."""
         on_gap, checker, name = streamer.follows.on_gap, self.machine.world.checker, self.machine.name
 
         def tapped(service: UUri, gap: Gap) -> None:
@@ -254,7 +256,7 @@ class KeeperProcess(MachineProcess):
 
             def committed() -> None:
                 for sent in sents:
-                    if sent.is_kept:  # else the plain copy is all there is: it counts from when the network has it
+                    if sent.is_kept:  # else only the plain copy exists: it counts once the network has it
                         sent.acknowledged()
 
             return committed
@@ -305,10 +307,10 @@ class Machine:
         self.disk_victim = "history"
         self.process: MachineProcess | None = None
         self.processes: list[MachineProcess] = []
-        self.wanted = False  # running is wanted
-        self.torn = False  # a write-ahead log of it was cut once
+        self.wanted = False  # it should be running
+        self.torn = False  # a write-ahead log was cut once
         self.had_disk_faults = False
-        # a process of it has ended as it should, so that the tables are in the files themselves
+        # a process has ended cleanly, so the tables are in the main files
         self.was_closed = False
         self.on_ready: list[Callable[[], None]] = []
 
@@ -363,7 +365,7 @@ class Machine:
         self.world.note("stop", self.name)
         self.world.checker.disturbed(self.name)
         process.stopping = True
-        if not process.ask_to_stop():  # it is still opening its files: there is no handler yet, so the signal ends it
+        if not process.ask_to_stop():  # it is still opening its files and has no handler, so the signal ends it
             process.kill()
             return
         done, _ = await asyncio.wait({process.task}, timeout=STOP_S_MAX)
@@ -372,7 +374,7 @@ class Machine:
             self.world.checker.fail("a task that never ends", f"{self.name} does not stop: {stuck[:5]}")
             process.kill()
 
-    # -- what a process tells
+    # -- reports of a process
 
     def became_ready(self, process: MachineProcess) -> None:
         self.world.note("ready", self.name)
@@ -381,7 +383,7 @@ class Machine:
             callback()
 
     def ended(self, process: MachineProcess) -> None:
-        """A clean end: nothing of it may still live."""
+        """A clean end: no task may be left."""
         self.process = None
         self.was_closed = True
         self.world.note("ended", self.name)
@@ -408,7 +410,7 @@ class Machine:
         self.world.checker.disturbed(self.name)
 
     def died(self, process: MachineProcess, error: Exception) -> None:
-        """By itself: a supervisor starts it anew."""
+        """It died by itself: a supervisor restarts it."""
         self.process = None
         process.alive = False
         self.world.note("died", self.name, repr(error))
@@ -425,7 +427,7 @@ class Machine:
 
 
 class Keeper(Machine):
-    """With a publisher that keeps its own history; `due` are the resources on which it has to publish, `config` the
+    """A machine of a publisher that keeps its own history. `due`: resources on which it must publish; `config`: the
     options of its HistoryPublisher."""
 
     def __init__(self, world: Any, name: str, folder: Path, config: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""A LocalNetwork that also loses, refuses with any code, and answers for a service that is short of something.
+"""A LocalNetwork that also loses messages, refuses with any code, and answers for an overloaded service.
 
 send -> lost? (a network without acknowledgement) -> refused with any UCode?
-     -> a request for a uSubscription: short of something? -> LocalNetwork.carry: fail, unsure, duplicate, late
+     -> a request for a uSubscription: overloaded? -> LocalNetwork.carry: fail, unsure, duplicate, late
      -> of a history that is followed: lost, late (behind what was sent after it), or twice, per member
 """
 
@@ -30,34 +30,34 @@ LATE_S_MAX = 3.0
 
 @dataclass(frozen=True)
 class Weather:
-    """What goes wrong on one network for a while, beside transports.local.Faults."""
+    """Faults of one network for a while, beside transports.local.Faults."""
 
     faults: Faults = NO_FAULTS
-    lose: float = 0.0  # per message and member: never arrives, though the sender was told that it was sent
-    refuse: float = 0.0  # per message: one of `codes`, and it was not sent
+    lose: float = 0.0  # per message and member: never arrives, though the sender got OK
+    refuse: float = 0.0  # per message: refused with one of `codes`
     codes: tuple[int, ...] = ()
     # per Subscribe or Unsubscribe to a uSubscription service: answered with one of `short_codes` at once
     short: float = 0.0
     short_codes: tuple[int, ...] = ()
-    # per message and member, of what must bear it: of a conversation with a history, or a plain copy of what is kept
+    # per message and member, of a conversation with a history or a plain copy of a kept message, which must tolerate it
     lose_followed: float = 0.0
-    late_followed: float = 0.0  # by up to LATE_S_MAX; every other one comes at once as well
+    late_followed: float = 0.0  # by up to LATE_S_MAX; every other one also arrives at once
 
 
 CALM = Weather()
 
 
 class SimulatedNetwork(LocalNetwork):
-    """`told(what, message, member)` hears of everything that happens to a message on the way."""
+    """`on_message(what, message, member)` is called for each event of a message on its way."""
 
-    def __init__(self, name: str, seed: int, told: Callable[[str, UMessage, LocalTransport], None]) -> None:
+    def __init__(self, name: str, seed: int, on_message: Callable[[str, UMessage, LocalTransport], None]) -> None:
         super().__init__(None, name)
         LocalNetwork._named[name] = self
         self._dice = random.Random(seed)
-        self._told = told
-        self._context = contextvars.copy_context()  # of nobody who could be killed
+        self._on_message = on_message
+        self._context = contextvars.copy_context()  # belongs to no process that could be killed
         self.weather = CALM
-        self.keeps = name.endswith("/vehicle")  # a publisher that keeps its own history is here
+        self.keeps = name.endswith("/vehicle")  # it has a publisher that keeps its own history
 
     def set_weather(self, weather: Weather) -> None:
         self.weather = weather
@@ -70,7 +70,7 @@ class SimulatedNetwork(LocalNetwork):
             return super().carry(sender, message)
         if self._hits(weather.refuse):
             code = self._dice.choice(weather.codes)
-            self._told(f"refused {UCode.Name(code)}", message, sender)
+            self._on_message(f"refused {UCode.Name(code)}", message, sender)
             return UStatus(code=code, message="the network refuses this message (the simulation wants it so)")
         attributes = message.attributes
         asks = (
@@ -93,7 +93,7 @@ class SimulatedNetwork(LocalNetwork):
     def _carry_with_loss(self, sender: LocalTransport, message: UMessage, lose: float) -> UStatus:
         lost = [member for member in self.members if member is not sender and self._hits(lose)]
         for member in lost:
-            self._told("lost", message, member)
+            self._on_message("lost", message, member)
         return self._carry_but_to(lost, sender, message)
 
     def _carry_but_to(self, others: list[LocalTransport], sender: LocalTransport, message: UMessage) -> UStatus:
@@ -111,7 +111,7 @@ class SimulatedNetwork(LocalNetwork):
                 continue
             if self._hits(weather.lose_followed):
                 others.append(member)
-                self._told("lost", message, member)
+                self._on_message("lost", message, member)
             elif self._hits(weather.late_followed):
                 if self._hits(0.5):
                     others.append(member)
@@ -122,19 +122,19 @@ class SimulatedNetwork(LocalNetwork):
 
     def _arrive_late(self, member: LocalTransport, message: UMessage) -> None:
         if member.is_open and member.connected:
-            self._told("late", message, member)
+            self._on_message("late", message, member)
             member.arrive(message)
 
     def _answer_short(self, asker: LocalTransport, request: UMessage, code: int) -> None:
-        """As a service does that is short of something just now: the command was not taken."""
-        self._told(f"short {UCode.Name(code)}", request, asker)
+        """Answer like an overloaded service: the command was not executed."""
+        self._on_message(f"short {UCode.Name(code)}", request, asker)
         status = UStatus(code=code, message="short of something (the simulation wants it so)")  # type: ignore[arg-type]
         response = error_response(request.attributes, status)
         asker.arrive(response)
 
 
 def is_followed(message: UMessage, *, keeps: bool) -> bool:
-    """Of a conversation with a history, or a plain copy of what a publisher of this network `keeps` itself."""
+    """True for a conversation with a history, or a plain copy of a message that a publisher here `keeps` itself."""
     attributes = message.attributes
     entities = {attributes.source.ue_id & 0xFFFF, attributes.sink.ue_id & 0xFFFF if attributes.HasField("sink") else -1}
     return ids.ENTITY in entities or (keeps and attributes.source.ue_id == KEEPER)

@@ -1,6 +1,6 @@
-"""What befalls a world: drawn from its seed, one thing after the other, some of them at the same time.
+"""The faults of a world: drawn from its seed, one after the other, some of them at the same time.
 
-background: publishers, wishes       foreground: `actions` things that go wrong, with pauses between       then `heal`
+background: publishers, wishes       foreground: `actions` faults, with pauses between       then `heal`
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from campaigns.simulation.world import World
 
 HOUR_MS: Final = 3_600_000
-HANG_S_MAX: Final = 20.0  # until something was sent, and the transport that does not return was opened again
+HANG_S_MAX: Final = 20.0  # until something was sent, and the hanging transport was opened again
 NEVER: Final = (UCode.OK, UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED)
 SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEVER)
-"""Everything that does not say no for good."""
+"""All codes that do not refuse for good."""
 REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK and code not in RETRYABLE)
-"""Of one message, while those behind it are taken: what may be tried again ends a batch (Faults.fail_send)."""
+"""Codes for one message while later ones are accepted: retryable codes end a batch (Faults.fail_send)."""
 
-BURSTING: Final = ("vin", "mcu", "hub")  # publishers; of the others the epochs say what is to come
+BURSTING: Final = ("vin", "mcu", "hub")  # publishers; those of epochs announce their messages
 
 KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young", "pause_undecided"})
-"""What is left out by default; `--without ''` lets all of it happen.
+"""Left out by default; `--without ''` allows all.
 
-late_error: a COMMIT that fails though it has happened. The log takes back what it refused; the subscription store does
+late_error: a COMMIT that fails though it was executed. The log undoes what it refused; the subscription store does
 not yet.
-tear_young: a log is lost whose tables are in its write-ahead log alone. That is told (damage, readiness, the topic of
-gaps), but a reader that had not begun can't know of a log that it never heard of, and the checker wants a gap there,
-too.
-pause_undecided: a topic is paused while a service of version 3 has not answered about it. It has one cursor, for who
-was served meanwhile and for who was not: after a restart those who were get it from there, twice, and from before their
-subscription.
+tear_young: a log is lost whose tables are only in its write-ahead log. That is reported (damage, readiness, the topic
+of gaps), but a reader that had not begun cannot know a log without having got a record of it, and the checker expects
+a gap, too.
+pause_undecided: a topic is paused while a service of version 3 has not answered about it. It has one cursor for
+subscribers that were served meanwhile and for others: after a restart the former get the records from there, twice, and
+from before their subscription.
 """
 
 Action = Callable[[], Awaitable[None]]
@@ -55,7 +55,7 @@ class Plan:
         self._world, self._dice = world, world.dice
         self.tasks: list[asyncio.Task[Any]] = []
         self._base: dict[str, dict[str, Any]] = {}
-        self.newest_at_heal: dict[str, int] = {}  # durable seq of each machine when it got its own configuration back
+        self.newest_at_heal: dict[str, int] = {}  # durable seq of each machine when its own configuration was restored
 
     @property
     def _v(self) -> Machine:
@@ -182,7 +182,7 @@ class Plan:
                 want = self._world.checker.wants[hearer, uris.key(topic)]
                 await subscriber.wish(topic, not want.wanted)
 
-    # -- things that go wrong
+    # -- faults
 
     def _machine(self) -> Machine:
         return self._dice.choice(list(self._world.machines.values()))
@@ -283,7 +283,7 @@ class Plan:
             machine.start(config)
 
     async def _power_cut(self) -> None:
-        """At a COMMIT: it has happened, and nobody was told."""
+        """At a COMMIT: it was executed, but the caller has not got the result."""
         machine = self._machine()
         process = machine.process
         if process is None:
@@ -316,7 +316,7 @@ class Plan:
         self._start(machine)
 
     async def _burst(self, most_s: float) -> None:
-        """More than one message on its way to a log at any time, from several networks."""
+        """Keep more than one message on its way to a log, from several networks."""
         dice = self._dice
         publishers = [one for one in self._world.publishers if one.name in BURSTING]
         seconds = dice.random() * most_s
@@ -329,7 +329,7 @@ class Plan:
         self._world.checker.disturbed_until(f"disk {machine.name}")
 
     async def _tear(self) -> None:
-        """A kill after which the write-ahead log of the history is found cut."""
+        """A kill, and then the write-ahead log of the history is cut."""
         machine = self._machine() if self._world.follows else self._v
         self._world.checker.allowed_gaps = True
         machine.had_disk_faults = True
@@ -346,7 +346,7 @@ class Plan:
         self._world.offset_ms += jump
 
     async def _long_absence(self) -> None:
-        """The cloud is away from the vehicle, or the vehicle's gateway is off, while hours or days pass on the wall."""
+        """The cloud is unreachable, or the vehicle's gateway is off, while the wall clock advances by hours or days."""
         dice, world = self._dice, self._world
         world.checker.disturbed_from("absence")
         streamer = self._v.streamer
@@ -357,11 +357,11 @@ class Plan:
         elif streamer is not None:
             transport = list(streamer.endpoints)[2].transport
             transport.disconnect()
-        await asyncio.sleep(0.5 + 2.5 * dice.random())  # something comes that waits for it
+        await asyncio.sleep(0.5 + 2.5 * dice.random())  # so that a message waits for it
         hours = dice.choice((5, 30, 73, 120))
         world.note("absence", hours)
         world.offset_ms += hours * HOUR_MS
-        await asyncio.sleep(3.5)  # retention has its turn
+        await asyncio.sleep(3.5)  # retention runs
         if transport is not None:
             transport.reconnect()
         if off:
@@ -396,7 +396,7 @@ class Plan:
         await self._with_config(config)
 
     async def _pause(self) -> None:
-        """Something is not dispatched to the cloud for a while, perhaps over another life of the gateway."""
+        """One topic is not dispatched to the cloud for a while, perhaps over a restart of the gateway."""
         dice, streamer = self._dice, self._v.streamer
         if streamer is None:
             return
@@ -448,20 +448,20 @@ class Plan:
         world.checker.disturbed_until(why)
 
     async def _nobody_listens(self) -> None:
-        """Who has subscribed does not listen for a while, as an application that is restarted."""
+        """Subscribers do not listen for a while, like an application that restarts."""
         dice, world = self._dice, self._world
         alone = [one for one in ("mcu", "hub", "cloud") if one in world.hearers]
         if world.has_hub:
-            alone.remove("cloud")  # gateways listen there, too, and who is away misses what is sent to them
+            alone.remove("cloud")  # gateways listen there, too, and absent listeners miss messages
         name = dice.choice(alone)
         if self._v.config["history"].get("volatile"):
-            return  # of which nothing waits
+            return  # nothing waits for it
         transport, hearer, topics = world.hearers[name]
         quiet = await world.until(
             lambda: not transport.arrivals.waiting and not world.networks[name].has_late, 3.0, 0.01
         )
         if not quiet:
-            return  # what has been sent would find nobody
+            return  # sent messages would reach nobody
         why = f"nobody on {name}"
         world.note("nobody listens on", name)
         world.checker.disturbed_from(why)
@@ -473,7 +473,7 @@ class Plan:
         world.checker.disturbed_until(why)
 
     async def _meanwhile(self) -> None:
-        """Some seconds, and perhaps something that befalls a gateway in them."""
+        """Some seconds, and perhaps another fault of a gateway."""
         await self._some(4.0)
         match self._dice.randrange(7):
             case 0:
@@ -507,7 +507,7 @@ class Plan:
         self._world.checker.disturbed_from("rename")
 
     async def _shortage(self) -> None:
-        """Whoever serves subscriptions is short of something for a while."""
+        """Services of subscriptions refuse commands for a while."""
         codes = tuple(self._dice.choice(SHORTAGES) for _ in range(2))
         network = self._world.networks["cloud"]
         network.set_weather(Weather(short=self._dice.choice((0.5, 1.0)), short_codes=codes))
@@ -523,7 +523,7 @@ class Plan:
                 self._spawn(subscriber.wish(topic, want is None or not want.wanted))
 
     async def _silence(self) -> None:
-        """The foreign service says nothing for a while."""
+        """The foreign service does not answer for a while."""
         assert self._world.foreign is not None
         self._world.foreign.speaking.clear()
         if self._dice.random() < 0.4:
@@ -558,15 +558,15 @@ class Plan:
         if await world.until(known, 60.0):
             world.checker.want("L", key, world.hops("L", key), confirmed=True)
 
-    # -- things that go wrong between who follows and who is followed
+    # -- faults between follower and followed
 
     async def _bad_link(self) -> None:
-        """What is said over the cloud gets lost, comes twice, or late and behind what was said after it."""
+        """Messages of following over the cloud are lost, duplicated, or late and reordered."""
         late = self._dice.choice((0.0, 0.1, 0.4))
         await self._unsound("cloud", late, wishes=self._dice.random() < 0.5)
 
     async def _bad_copies(self) -> None:
-        """The same where the publisher is that keeps its history; late only once its plain copies are of no use."""
+        """The same for the publisher that keeps its history; late only once its plain copies are not needed."""
         late = self._dice.choice((0.0, 0.1, 0.4)) if self._world.keeper_is_followed() else 0.0
         await self._unsound("vehicle", late)
 
@@ -584,7 +584,7 @@ class Plan:
         self._calm(name)
 
     async def _cuts(self) -> None:
-        """One side of the link is cut off, again and again."""
+        """One side of the link is cut off, repeatedly."""
         name = self._dice.choice(("V", "C"))
         self._world.checker.disturbed_from(f"partition {name} cloud")
         for _ in range(1 + self._dice.randrange(12)):
@@ -617,14 +617,14 @@ class Plan:
             keeper.kill_after(self._dice.randrange(200))
             await self._world.until(lambda: not keeper.running, 3.0, 0.05)
             keeper.kill()
-        if self._dice.random() < 0.2:  # its flash is another one: what nobody had followed is lost, and that is told
+        if self._dice.random() < 0.2:  # a new flash: records that nobody had followed are lost, and that is reported
             self._world.checker.allowed_gaps = True
             keeper.lose_disk()
         await self._some(4.0)
         self._start(keeper)
 
     async def _origin_gone_and_bad_disk(self) -> None:
-        """Conversations end while what they brought is on its way to a disk that may refuse it."""
+        """Conversations end while their records are on the way to a disk that may refuse them."""
         dice, world = self._dice, self._world
         follower, origin = world.machines["C"], self._v
         if world.keeper is not None and dice.random() < 0.7:
@@ -642,7 +642,7 @@ class Plan:
         self._good_disk(follower)
 
     async def _follow_not(self) -> None:
-        """The hub follows nobody for a while, or no more."""
+        """The hub follows nobody for a while, or from now on."""
         hub = self._world.machines["C"]
         if self._dice.random() < 0.3:
             self._base["C"]["follow"] = []
@@ -660,11 +660,11 @@ class Plan:
         await self._some(8.0)
         if (
             self._dice.random() < 0.7 and machine.config != self._base[machine.name]
-        ):  # else it ends with everything else
+        ):  # else it ends when the world heals
             await self._restart(before, machine, 2.0)
 
     async def _follow_otherwise(self) -> None:
-        """In another way, or something else as well."""
+        """Follow in another way, or follow more."""
         hub, dice = self._world.machines["C"], self._dice
         topics = dice.choice(([], ["//vin1/8001/1/8002"]))
         named = [uris.format(self._world.named("cloud", uris.parse(one))).removeprefix("up:") for one in topics]

@@ -11,12 +11,12 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-HASH_SEED = "0"  # the order of sets must be the same in every process, or a seed would not give the same run
+HASH_SEED = "0"  # the order of sets must be the same in every process, so that a seed gives the same run
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one seed. `epochs`: how many its readers had whole."""
+    """The result of one seed. `epochs`: the number of whole epochs of its readers."""
 
     seed: int
     kind: str
@@ -29,7 +29,7 @@ class Outcome:
 def run_seed(
     seed: int, *, verbose: bool = False, without: frozenset[str] = frozenset(), kinds: Sequence[str] = ()
 ) -> Outcome:
-    """One world, from its beginning to its end."""
+    """One world, from its begin to its end."""
     from campaigns.simulation.world import World
 
     world = World(seed, verbose=verbose, without=without, kinds=kinds)
@@ -57,7 +57,7 @@ def prepare() -> None:
 
     gc.collect()
     gc.freeze()
-    gc.disable()  # a world collects once, at its end: when it would do so by itself is not the seed's to say
+    gc.disable()  # a world collects once, at its end: automatic collections do not depend on the seed
 
 
 def outcomes(
@@ -68,7 +68,7 @@ def outcomes(
     broken: str = "",
     kinds: Sequence[str] = (),
 ) -> Iterator[Outcome]:
-    """In the order of the seeds."""
+    """The outcomes in the order of the seeds."""
     work = ((seed, without, broken, kinds) for seed in seeds)
     if jobs == 1:
         prepare()

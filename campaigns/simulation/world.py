@@ -1,17 +1,17 @@
-"""One seed, one world: gateways, those who live on their networks, and what befalls them.
+"""One seed, one world: gateways, applications on their networks, and faults.
 
       A, P  vehicle ---+              +--- cloud   L, Foreign (kind "foreign")
                        V (gateway) ---+      |
    M, P, S  mcu -------+                     C (gateway, kind "chain") --- hub   H, P
              '--- a uSubscription service without a gateway, for S
 
-kind "epochs": one of the others, and V keeps the epochs of two groups, for who reads them by epoch (epochs.py)
+kind "epochs": one of the others, and V keeps the epochs of two groups, for readers by epoch (epochs.py)
 
 kind "follow": as "chain", but C follows V over the cloud, and V follows C in some    "keeper": V follows K on the
 vehicle's network as well, a publisher that keeps its own history
 
 plan (drawn from the seed): weather, partitions, kills, restarts, other configurations, clocks, disks, wishes
-    -> everything heals -> what is owed must have come, or been told -> everything stops -> nothing may be left
+    -> everything heals -> owed messages must arrive or be reported -> everything stops -> nothing may be left
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ from usubscription.service import USubscriptionService
 from usubscription_client import Status
 
 FAR_ANSWER_S: Final = 0.1  # of the cloud's network, in every other world: pumps have several batches under way there
-OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks off the vehicle
+OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks outside the vehicle
 SUFFIX, SUFFIX_SHARE = "x1", 0.3
 KINDS: Final = ("static", "static", "chain", "foreign")
 FOLLOW_KINDS: Final = ("follow", "keeper")
 FOLLOW_SHARE: Final = 0.4
-LATE_SHARE: Final = 0.5  # of worlds, whose loop is busy: a turn of it finds together what is due within ...
+LATE_SHARE: Final = 0.5  # of worlds with a busy loop: one turn handles all timers that are due within ...
 LATE_S_MAX: Final = (0.001, 0.005, 0.02)  # ... one of these
 EPOCHS: Final = "epochs"  # may be in a world of any kind
 EPOCHS_SHARE: Final = 0.2
@@ -83,17 +83,17 @@ MODES: Final[tuple[FollowMode, ...]] = ("auto", "poll", "push")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
 WATCH_S: Final = 0.2
-PUSHED_S_MAX: Final = 2.0  # what was sent before a hand-over has arrived by then
-EPOCHS_S: Final = 45.0  # what was open is over, and every reader is back
-SEND_MS_MAX: Final = 2_000  # a transport that does not return for so long is opened again
-QUIET_S: Final = 3.0  # after all is there, for what should not come any more
+PUSHED_S_MAX: Final = 2.0  # messages sent before a hand-over have arrived after it
+EPOCHS_S: Final = 45.0  # open epochs are over, and every reader runs again
+SEND_MS_MAX: Final = 2_000  # a transport that does not return for that long is opened again
+QUIET_S: Final = 3.0  # after all has arrived, to see whether more comes
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
-REFUSED_FOR_GOOD: Final = frozenset(f"refused {code_name(code)}" for code in FINAL)  # as networks report it
+REFUSED_FOR_GOOD: Final = frozenset(f"refused {code_name(code)}" for code in FINAL)  # codes that networks report
 SHM: Final = Path("/dev/shm")
 
 AUTHORITIES: Final = {"vehicle": "vin1", "mcu": "mcu1", "cloud": "hub", "hub": "hub"}
-STATIC: Final = {  # topic -> where somebody hears it by the static file
+STATIC: Final = {  # topic -> hearers by the static file
     "//vin1/8001/1/8001": ("cloud", "mcu"),
     "//vin1/8001/1/8002": ("cloud",),
     "//mcu1/8002/1/8001": ("cloud", "vehicle"),
@@ -101,13 +101,13 @@ STATIC: Final = {  # topic -> where somebody hears it by the static file
 HEARERS: Final = {"vehicle": "A", "mcu": "M", "cloud": "L", "hub": "H"}
 WISHED_VIN: Final = ("//vin1/8001/1/8003", "//vin1/8001/1/8004")
 WISHED_HUB: Final = ("//hub/8003/1/8001", "//hub/8003/1/8002")
-LONE: Final = ("//mcu1/8002/1/8009", "//mcu1/8002/1/800A")  # nobody publishes these: only who subscribed to them counts
+LONE: Final = ("//mcu1/8002/1/8009", "//mcu1/8002/1/800A")  # topics without publishers: only subscriptions matter
 SINK: Final = "//hub/9001/1/0"
 KEPT_STATIC: Final = {"//vin1/8004/1/8001": ("hub", "mcu"), "//vin1/8004/1/8002": ("hub",)}
 KEPT_WISHED: Final = ("//vin1/8004/1/8003",)
-KEPT_YEARS_MS: Final = 10 * 365 * 86_400_000  # nobody holds its retention by age: clocks leap, and that is no hole
+KEPT_YEARS_MS: Final = 10 * 365 * 86_400_000  # no retention by age: clocks jump, and that is no loss
 EXCUSES: Final = frozenset({"C", "weather hub", "break hub", "disk C", "partition C hub", "hang C hub", "rename"})
-"""What may give who is behind the follower something twice: what befalls the follower, and the network there."""
+"""Events after which a hearer behind the follower may get a message twice."""
 
 plugins.names = functools.cache(plugins.names)  # type: ignore[assignment]  # else each start of a gateway reads all of site-packages
 
@@ -129,8 +129,8 @@ class World:
         without: frozenset[str] = frozenset(),
         kinds: Sequence[str] = (),
     ) -> None:
-        """`without` names what must not befall this world (see plan.py), to look behind a fault that is known. `kinds`:
-        it is one of these; none: of any kind."""
+        """`without`: names of faults to leave out (see plan.py), to look behind a known one. `kinds`: allowed kinds;
+        empty: all."""
         self.seed, self._verbose, self._out, self.without = seed, verbose, out or sys.stdout, without
         self.loop = VirtualLoop(seed)
         self.dice = random.Random(seed)
@@ -145,7 +145,7 @@ class World:
         self.publishers: list[Publisher] = []
         # by hearer, with the topics and the machine of its service
         self.subscribers: dict[str, tuple[Subscriber, list[UUri], str]] = {}
-        # by network: the end, its listener, and to what it listens
+        # by network: the end, its listener, and its filter
         self.hearers: dict[str, tuple[LocalTransport, Hearer, list[UUri]]] = {}
         self.foreign: Foreign | None = None
         self.lone: USubscriptionService | None = None
@@ -153,23 +153,23 @@ class World:
         self.notes = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=SHM if SHM.is_dir() else None))
-        own = random.Random(seed ^ 0xF0110)  # so that worlds of the other kinds are what they were
+        own = random.Random(seed ^ 0xF0110)  # a generator of its own, so that worlds of other kinds do not change
         kind, follow_kind = self.dice.choice(KINDS), own.choice(FOLLOW_KINDS)
         self.kind = follow_kind if own.random() < FOLLOW_SHARE else kind
         bases = [one for one in kinds if one != EPOCHS]
         if bases and self.kind not in bases:
             self.kind = next((one for one in (kind, follow_kind) if one in bases), None) or own.choice(sorted(bases))
-        self.epoch_dice = random.Random(seed ^ 0xE90C5)  # no draw of the others' dice
+        self.epoch_dice = random.Random(seed ^ 0xE90C5)  # a generator of its own, so that other draws do not change
         by_chance = self.epoch_dice.random() < EPOCHS_SHARE and EPOCHS not in without
         self.epochs = EpochsChecker(self) if by_chance or EPOCHS in kinds else None
         self.healed = False
         self.follows = self.kind in FOLLOW_KINDS
         self.has_hub = self.follows or self.kind == "chain"  # a gateway behind the cloud, and a network behind that
         self.tasks: list[asyncio.Task[Any]] = []
-        # no draw of the others' dice
+        # a generator of its own, so that other draws do not change
         has_suffix = random.Random(seed ^ 0x5FF1).random() < SUFFIX_SHARE and "suffix" not in without
-        self.suffix = SUFFIX if has_suffix else ""  # behind the vehicle's names, out there
-        own_pace = random.Random(seed ^ 0x10AD)  # no draw of the others' dice
+        self.suffix = SUFFIX if has_suffix else ""  # appended to the vehicle's names outside
+        own_pace = random.Random(seed ^ 0x10AD)  # a generator of its own
         if own_pace.random() < LATE_SHARE and "late" not in without:
             self.loop.late_s_max = own_pace.choice(LATE_S_MAX)
         self._keeper_was_followed = False
@@ -183,7 +183,9 @@ class World:
         dice = self.dice
         self.mode: FollowMode = dice.choice(MODES)
         self.is_fleet, self.is_mutual = dice.random() < 0.3, dice.random() < 0.35
-        of_fleet = {"//mcu1/8002/1/8001"} if self.is_fleet and not self.suffix else set()  # what it may not speak for
+        of_fleet = (
+            {"//mcu1/8002/1/8001"} if self.is_fleet and not self.suffix else set()
+        )  # authorities that it may not use as source
         self.static = {
             topic: tuple("hub" if one == "cloud" else one for one in places if one != "cloud" or topic not in of_fleet)
             for topic, places in STATIC.items()
@@ -211,10 +213,10 @@ class World:
     def digest(self) -> str:
         return self._digest.hexdigest()
 
-    # -- names, which the checker knows as they are inside the vehicle
+    # -- names; the checker uses those inside the vehicle
 
     def named(self, network: str, uri: UUri) -> UUri:
-        """As who is on that network writes it."""
+        """The name as written on that network."""
         if not self.suffix or network not in OUTSIDE or uri.authority_name not in ("vin1", "mcu1"):
             return uri
         return uris.uri(f"{uri.authority_name}.{self.suffix}", uri.ue_id, uri.ue_version_major, uri.resource_id)
@@ -224,7 +226,7 @@ class World:
             return uri
         return uris.uri(uri.authority_name.partition(".")[0], uri.ue_id, uri.ue_version_major, uri.resource_id)
 
-    # -- the geography, for the checker
+    # -- which networks are connected, for the checker
 
     def hops(self, hearer: str, topic: Key) -> tuple[Hop, ...]:
         if hearer == "S":
@@ -257,18 +259,18 @@ class World:
         return [*self.machines.values(), *([self.keeper] if self.keeper is not None else [])]
 
     def excuses(self, hearer: str, why: str) -> bool:
-        """Whether what happened may give a hearer something twice."""
+        """True if an event may give a hearer a message twice."""
         return not self.follows or hearer != "H" or why in EXCUSES
 
     def keeper_is_followed(self) -> bool:
-        """What it keeps from now on can't get lost any more."""
+        """From now on its kept messages cannot be lost."""
         if not self._keeper_was_followed:
             streamer = self.machines["V"].streamer
             all = streamer.follows if streamer is not None else ()
             self._keeper_was_followed = any(not one.is_gateway and one.counts["stored"] for one in all)
         return self._keeper_was_followed
 
-    # -- making it
+    # -- building it
 
     async def build(self) -> None:
         for name in ("vehicle", "mcu", "cloud", "hub") if self.has_hub else ("vehicle", "mcu", "cloud"):
@@ -293,11 +295,11 @@ class World:
         self._static(confirmed=False)
 
     def _all_started(self) -> bool:
-        """Whoever is the follower must have been there once, with its listeners."""
+        """The follower must have run once, with its listeners."""
         return self.machines["V"].ready and (not self.follows or self.machines["C"].ready)
 
     def _text(self, topic: str) -> str:
-        """As who is on the cloud writes it."""
+        """The name as written on the cloud's network."""
         return uris.format(self.named("cloud", uris.parse(topic))).removeprefix("up:")
 
     def vehicle_config(self) -> dict[str, Any]:
@@ -415,7 +417,7 @@ class World:
                 await transport.register_listener(self.named(network, uris.parse(topic)), Spy(self))
 
     async def _subscribe(self) -> None:
-        """Who makes wishes, with which service."""
+        """The subscribers, with their services."""
         version = self.dice.choice((3, 4))
         if self.kind == "static":
             await self._subscriber("L", "cloud", "vin1", version, WISHED_VIN, "V")
@@ -433,7 +435,7 @@ class World:
                     self.tasks.append(self.loop.create_task(self.foreign_is_sure(uris.parse(topic))))
 
     async def _lone_service(self) -> None:
-        """One that listens to the network itself, as `python -m usubscription` does, and is never killed."""
+        """A service that listens to the network itself, like `python -m usubscription`, and is never killed."""
         transport = await node(self, "mcu", "mcu1", 0)
         (self.folder / "lone").mkdir()
         disk = SimulatedDisk(random.Random(self.seed), lambda what: None)
@@ -458,7 +460,7 @@ class World:
         self.reader = HistoryReader(self, transport, service, topics, self.folder / "reader.json", modes)
         self.tasks.append(self.loop.create_task(self.reader.run()))
 
-    # -- when something is sure
+    # -- when a subscription is certain
 
     def _static(self, *, confirmed: bool) -> None:
         for topic, places in self.static.items():
@@ -467,7 +469,7 @@ class World:
                 self.checker.want(HEARERS[place], key, self.hops(HEARERS[place], key), confirmed=confirmed)
 
     async def foreign_is_sure(self, topic: UUri) -> None:
-        """A service that can't list has been understood: from here on nothing that it was told of may be missed."""
+        """A service that cannot list has been recognised: from now on no command to it may be missed."""
         key = uris.key(topic)
         want = self.checker.want("L", key, self.hops("L", key), confirmed=False)
         while want.wanted and not self.given_up:
@@ -484,7 +486,7 @@ class World:
 
     def _on_the_way(self, what: str, message: UMessage, member: LocalTransport) -> None:
         self.note("on the way", what, message.payload[:20] if message.attributes.source.ue_id >= 0x8000 else "")
-        if what == "lost":  # where nobody follows, it is for good
+        if what == "lost":  # without a follower it is lost for good
             is_for_good = member in (
                 *self.networks["mcu"].members,
                 *(self.networks["hub"].members if self.has_hub else ()),
@@ -497,7 +499,7 @@ class World:
             self.checker.no_for_good(uris.key(self.inside(topic)))
 
     async def watch(self) -> None:
-        """What must hold at every moment, of services and who follows."""
+        """Conditions of services and followers that must hold at every moment."""
         while True:
             await asyncio.sleep(WATCH_S)
             handed_over = False
@@ -515,10 +517,10 @@ class World:
             elif self.handed_over_since is None:
                 self.handed_over_since = self.loop.now
 
-    # -- running it
+    # -- running
 
     def run(self) -> None:
-        """The whole life. Violations are in the checker."""
+        """The whole run. The checker has the violations."""
         asyncio.set_event_loop(self.loop)
         World.current = self
         try:
@@ -601,7 +603,7 @@ class World:
         checker.finish()
 
     async def _mark_epochs(self, epochs: EpochsChecker) -> None:
-        """Everybody reads, and what was open is over: what comes now is owed to all of them."""
+        """All readers run and all old epochs are over: new epochs are owed to all of them."""
         await asyncio.sleep(EPOCHS_S)
         streamer = self.machines["V"].streamer
         if streamer is not None:
@@ -635,10 +637,10 @@ class World:
                 db.close()
         return found
 
-    # -- what is followed, in the end
+    # -- following, at the end
 
     def _unfollowed(self) -> list[str]:
-        """Why what is to be followed is not, or not up to its end."""
+        """The reasons why something is not followed, or not to its end."""
         found = []
         for machine in self.machines.values():
             streamer = machine.streamer
@@ -653,7 +655,7 @@ class World:
             for name, log, records in streamer.handovers.backlog():
                 if records > 0:
                     found.append(f"{machine.name} holds {records} records of {log} for {name}")
-            left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its lives before
+            left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its earlier lives
             readers = self.epochs.readers if self.epochs is not None else ()
             most += 2 * sum(reader.machine == machine.name for reader in readers)
             if left > most:
@@ -665,7 +667,7 @@ class World:
             self.checker.fail("never settles", "; ".join(self._unfollowed()))
 
     async def _check_followed(self) -> None:
-        """In the logs themselves, as nobody is killed any more."""
+        """The content of the logs, once no process is killed any more."""
         for machine in self.machines.values():
             if machine.streamer is None:
                 continue
@@ -687,7 +689,7 @@ class World:
             if not wrong or self.loop.now >= end:
                 break
             if self.loop.now > end - SETTLE_S_MAX + 90 and any(kind != "never settles" for kind, _ in wrong):
-                break  # what is lost does not come back by waiting
+                break  # waiting does not bring lost messages back
             await asyncio.sleep(1.0)
         for kind, text in wrong:
             self.checker.fail(kind, text)
@@ -743,15 +745,15 @@ class World:
 
 
 def is_remote_subscribe(message: UMessage) -> bool:
-    """From one uSubscription to another."""
+    """A request from one uSubscription to another."""
     attributes = message.attributes
     is_asked = attributes.type == attrs.REQUEST and attributes.sink.ue_id == attributes.source.ue_id == USUBSCRIPTION
     return is_asked and attributes.sink.resource_id == SUBSCRIBE
 
 
 def problems_of(machine: Machine) -> list[str]:
-    """What keeps it from being ready, but for what only a person can end: the cursor of a name that it had for a
-    while."""
+    """The reasons why it is not ready, except those that only a person can end: the cursor of a former
+    name."""
     if machine.streamer is None:
         return ["it does not run"]
     return [
@@ -762,7 +764,7 @@ def problems_of(machine: Machine) -> list[str]:
 
 
 class Spy(UListener):
-    """On the way between two gateways, one of which follows: no publish may be pushed there."""
+    """Between two gateways, one of which follows: no publish may be pushed there."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -771,14 +773,14 @@ class Spy(UListener):
         world, since = self._world, self._world.handed_over_since
         streamer = world.machines["V"].streamer
         if streamer is None or not all(pump.is_followed for pump in streamer.pumps if pump.peer.name == "cloud"):
-            return  # an end is under way: one log after the other is pushed again
+            return  # following is ending: one log after the other is pushed again
         if is_application(message) and since is not None and world.loop.now - since > PUSHED_S_MAX:
             world.checker.fail("pushed, though it is followed", f"{message.payload!r}, handed over at {since:.3f} s")
 
 
 @contextlib.contextmanager
 def _forgetful() -> Iterator[None]:
-    """Topics whose records are gone are forgotten soon: a world is over in minutes."""
+    """Forget topics without records soon, since a world lasts only minutes."""
     before, streams.FORGET_AFTER_S = streams.FORGET_AFTER_S, FORGET_AFTER_S
     try:
         yield
@@ -788,7 +790,7 @@ def _forgetful() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _captured(world: World) -> Any:
-    """What gateways log is material for the checker."""
+    """Pass the log lines of gateways to the checker."""
 
     def capture(_: Any, method: str, event: dict[str, Any]) -> Any:
         process = PROCESS.get()

@@ -92,7 +92,7 @@ def test_lanes_run_where_their_networks_allow() -> None:
 
 
 class End:
-    """A child that answers as it was told to."""
+    """A child that answers as it was shown to."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self._answers = list(answers)
@@ -121,7 +121,7 @@ def test_a_lane_that_loses_doubles_or_disorders_fails(seen: dict[str, int]) -> N
         made(False, **seen).run(10)
 
 
-def test_what_the_rust_streamer_loses_is_told() -> None:
+def test_losses_of_the_rust_streamer_are_reported() -> None:
     assert made(True, received=4).run(10)["lost"] == 6
     figures = LaneFigures(per_s=[1.0], p50_ms=[1.0], p99_ms=[1.0], messages=10, lost=6, paced_messages=10)
     assert figures.json()["lost_share"] == 0.6
@@ -161,13 +161,13 @@ def test_a_child_that_is_stopped_still_ends(tmp_path: Path) -> None:
 def test_ratios_and_delays_are_those_of_the_rounds() -> None:
     ours = LaneFigures([50.0, 90.0, 40.0], [1.0, 2.0, 3.0], [9.0, 9.0, 9.0], 2.0, 1_000_000, 0, 0.4, 1_000)
     bare = LaneFigures([100.0, 100.0, 50.0], [0.5, 2.5, 1.0], [1.0, 2.0, 3.0], 1.0, 1_000_000, 0, 0.1, 1_000)
-    told = Result({"streamer": ours, "bare": bare}).json()
-    assert (told["ratio"], told["ratio_least"], told["ratio_most"]) == (0.8, 0.5, 0.9)
-    assert (told["added_p50_ms"], told["added_p99_ms"]) == (0.5, 7.0)
-    assert (told["lanes"]["streamer"]["cpu_s_per_million"], told["cpu_at_1000_over_bare"]) == (2.0, 4.0)
+    shown = Result({"streamer": ours, "bare": bare}).json()
+    assert (shown["ratio"], shown["ratio_least"], shown["ratio_most"]) == (0.8, 0.5, 0.9)
+    assert (shown["added_p50_ms"], shown["added_p99_ms"]) == (0.5, 7.0)
+    assert (shown["lanes"]["streamer"]["cpu_s_per_million"], shown["cpu_at_1000_over_bare"]) == (2.0, 4.0)
 
 
-def test_a_point_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_point_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
     said: list[str] = []
 
     def work(x: int, directory: Path) -> Figures:
@@ -191,9 +191,9 @@ def test_what_is_lost_or_twice_anywhere_fails_the_bench() -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_each_target_takes_its_figure_from_a_leg_or_a_cost(compiled: bool) -> None:
     """An empty run has none of them, and says so; each is reached by figures of a name that there is."""
-    told = targets.rows({"legs": {}, "costs": {}}, compiled)
-    assert {row["reached"] for row in told} == {None}
-    assert len({row["what"] for row in told}) == len(told)
+    shown = targets.rows({"legs": {}, "costs": {}}, compiled)
+    assert {row["reached"] for row in shown} == {None}
+    assert len({row["what"] for row in shown}) == len(shown)
 
     class Asked:
         def __init__(self, *path: str) -> None:
@@ -215,9 +215,11 @@ def test_each_target_takes_its_figure_from_a_leg_or_a_cost(compiled: bool) -> No
 def test_the_page_has_the_targets() -> None:
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     table = page.partition("## Targets")[2].partition("\n## ")[0]
-    told = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table.splitlines() if line.startswith("|")]
+    shown = [
+        tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table.splitlines() if line.startswith("|")
+    ]
     rows = [*targets.rows({}, compiled=False), *targets.rows({}, compiled=True)]
-    assert sorted(told[2:]) == sorted({(row["what"], row["to_reach"]) for row in rows})
+    assert sorted(shown[2:]) == sorted({(row["what"], row["to_reach"]) for row in rows})
 
 
 def test_a_target_holds_on_its_own_side() -> None:
@@ -243,7 +245,7 @@ def test_the_tables_are_drawn_with_and_without_figures() -> None:
     assert main._target_table(rows).row_count == len(rows)
 
 
-def test_a_measurement_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_measurement_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "campaigns.bench.fleet", None)
     with pytest.raises(BenchError, match=r"campaigns\.bench\.fleet is not there"):
         elsewhere.fleet(Setting(tmp_path, print))
@@ -309,12 +311,12 @@ def test_an_unknown_leg_and_a_program_that_is_none_are_refused(
         monkeypatch.setattr(sys, "argv", ["bench", argument])
         with pytest.raises(SystemExit):
             main.main()
-    told = capsys.readouterr().err
-    assert "unknown: nothing; there are zenoh_zenoh_durable" in told
-    assert "is no program" in told
+    shown = capsys.readouterr().err
+    assert "unknown: nothing; there are zenoh_zenoh_durable" in shown
+    assert "is no program" in shown
 
 
-def test_a_leg_that_fails_is_told_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_leg_that_fails_is_reported_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     def work(name: str) -> str:
         if name == "lost":
             raise BenchError("of 9 sent 1 lost")
@@ -323,6 +325,6 @@ def test_a_leg_that_fails_is_told_and_the_others_go_on(capsys: pytest.CaptureFix
         return "figures"
 
     assert main._each(["lost", "mistake", "good"], work) == ({"good": "figures"}, False)
-    told = capsys.readouterr().err
-    assert "error: lost: of 9 sent 1 lost" in told
-    assert "KeyError: 'p50_ms'" in told
+    shown = capsys.readouterr().err
+    assert "error: lost: of 9 sent 1 lost" in shown
+    assert "KeyError: 'p50_ms'" in shown

@@ -85,7 +85,7 @@ def test_a_late_publisher_hides_no_waiting() -> None:
     assert clock.ns - began < 60_000_000  # it catches up, so the rate is the one that was asked for
 
 
-def test_topics_are_told_apart_and_named_as_the_mappings_name_them() -> None:
+def test_topics_are_distinct_and_named_as_the_mappings_name_them() -> None:
     count = 2 * wire.TOPICS_PER_ENTITY + 1
     attributes = wire.Attributes(count)
     decoded = [zenoh_mapping.decode(b"", attributes.attachment(number)) for number in range(count)]
@@ -203,7 +203,7 @@ def test_what_comes_twice_counts_also_after_the_last() -> None:
     assert (tally.result()["received"], tally.result()["doubled"]) == (3, 1)
 
 
-def test_order_holds_per_topic_and_what_is_scrambled_across_them_is_told() -> None:
+def test_order_holds_per_topic_and_disorder_across_topics_is_reported() -> None:
     tally = Tally(topics=2)
     tally.arm(7, 6, latency=False)
     made = payloads(7, 6)

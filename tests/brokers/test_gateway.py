@@ -165,7 +165,7 @@ async def test_overlapping_filters(stage: Stage, facts: dict[str, str]) -> None:
 
 
 async def test_calls_with_overlapping_filters(stage: Stage, facts: dict[str, str]) -> None:
-    """Whoever watches all that is for its host serves a call once all the same."""
+    """A client that subscribes to all messages for its host serves a call only once."""
     caller, callee = await stage.app("cloud"), await stage.app("vehicle1", SENDER)
     served, server, watched = Served(), InMemoryRpcServer(callee.transport, callee.local), Sink(WAIT_S)
     await server.register_request_handler(METHOD, served)
@@ -213,7 +213,7 @@ async def backlog(stage: Stage, facts: dict[str, str]) -> None:
     await cloud.hear_all("vehicle1")
     await cloud.transport.close()
     await send(vehicle, [*sent, b"behind"])
-    await seen.expect_payload(b"behind")  # the broker has it all by now
+    await seen.expect_payload(b"behind")  # the broker has all of them
     cloud = await stage.app("cloud", keeps_session=True)
     heard = await cloud.hear_all("vehicle1")
     await send(vehicle, [END])

@@ -69,7 +69,9 @@ def test_a_make_that_cannot_be_had_says_why(
     assert missing.value.registry_lacks_it is registry_lacks_it
 
 
-def test_a_make_is_built_once_and_anew_when_its_sources_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_make_is_built_once_and_again_when_its_sources_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(makes, "CACHE", tmp_path / "cache")
     sources = tmp_path / "sources"
     sources.mkdir()

@@ -122,7 +122,7 @@ def judged(ledger: Ledger) -> Verdict:
     return verdict
 
 
-def test_what_was_acknowledged_and_did_not_come_is_lost_unless_it_was_told() -> None:
+def test_an_acknowledged_message_that_did_not_arrive_is_lost_unless_it_was_reported() -> None:
     ledger = Ledger()
     first, second, third = sent(ledger, 3)
     sent(ledger, 2, acked=False)  # nobody has promised these

@@ -403,11 +403,11 @@ def test_check_shows_who_follows_whom(invoke: Invoke, tmp_path: Path) -> None:
     shown = [" ".join(re.findall(r"[^\s│]+", line)) for line in invoke("check", "-c", file).stdout.splitlines()]
     assert "up //hub/4/1/0 poll what is wanted here, //hub/8001/1/FFFF" in shown
     assert "up //hub/4/1/0 not to hub, office any more, once it has taken over" in shown
-    (told,) = lines_of(invoke("check", "-c", file, "--json"))
-    assert [one["followed_by"] for one in told["endpoints"]] == [None, "//hub/4/1/0"]
-    (follow,) = told["follow"]
+    (reported,) = lines_of(invoke("check", "-c", file, "--json"))
+    assert [one["followed_by"] for one in reported["endpoints"]] == [None, "//hub/4/1/0"]
+    (follow,) = reported["follow"]
     assert follow == {"endpoint": "up", "service": "//hub/4/1/0", "topics": ["//hub/8001/1/FFFF"], "mode": "poll"}
-    assert told["notes"] == []
+    assert reported["notes"] == []
 
 
 def test_check_shows_groups_of_epochs(invoke: Invoke, tmp_path: Path) -> None:
@@ -415,8 +415,8 @@ def test_check_shows_groups_of_epochs(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text(text)
     shown = [" ".join(re.findall(r"[^\s│]+", line)) for line in invoke("check", "-c", "one.toml").stdout.splitlines()]
     assert any(line.startswith("lap //vehicle1/8001/1/FFFF bucket 1000 ms") for line in shown), shown
-    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
-    (group,) = told["epochs"]
+    (reported,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    (group,) = reported["epochs"]
     assert (group["name"], group["by"], group["width_ms"], group["timeout_ms"]) == ("lap", "bucket", 1_000, 10_000)
 
 
@@ -443,38 +443,38 @@ UNASKED = "no uSubscription says what is wanted, and [history] record names noth
         ([], {"of": "*/80010004"}, []),
     ],
 )
-def test_what_is_followed_for_nothing_is_told(
+def test_following_without_effect_is_reported(
     invoke: Invoke, tmp_path: Path, more: list[str], given: dict[str, str], notes: list[str]
 ) -> None:
-    (told,) = lines_of(invoke("check", "-c", following(tmp_path, *more, **given), "--json"))
-    about = [note for note in told["notes"] if "follow" in note or "nothing is taken" in note]
+    (reported,) = lines_of(invoke("check", "-c", following(tmp_path, *more, **given), "--json"))
+    about = [note for note in reported["notes"] if "follow" in note or "nothing is taken" in note]
     assert len(about) == len(notes), about
     for note, words in zip(about, notes, strict=True):
         assert note.startswith("endpoint up: ")
         assert words in note
 
 
-def test_a_retention_that_does_not_fit_the_disk_is_told(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_retention_that_does_not_fit_the_disk_is_reported(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path) + "[history]\nretention_mib = 1_000_000_000_000\n")
-    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
-    (note,) = told["notes"]
+    (reported,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    (note,) = reported["notes"]
     assert note.startswith("history.retention_mib: 1000000000000 MiB do not fit the disk of ")
     assert not (tmp_path / "reserve").exists(), "it only looks"
 
 
-def test_following_of_which_nobody_says_what_is_told(invoke: Invoke, tmp_path: Path) -> None:
+def test_following_without_topics_is_reported(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / following(tmp_path)
     file.write_text(file.read_text().replace('"local"\n', '"local"\nusubscription = "none"\n', 1))
-    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
-    assert [note.endswith(UNASKED) for note in told["notes"]] == [True, True]
+    (reported,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    assert [note.endswith(UNASKED) for note in reported["notes"]] == [True, True]
 
 
-def test_a_follower_on_our_own_network_is_told_what_that_means(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_follower_on_our_own_network_is_reported(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text(
         ONE.format(folder=tmp_path).replace('["vehicle1"]', '["vehicle1", "hub"]\nfollowed_by = "//hub/4/1/0"')
     )
-    (told,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
-    assert any("who has subscribed on our own network gets no publish" in note for note in told["notes"])
+    (reported,) = lines_of(invoke("check", "-c", "one.toml", "--json"))
+    assert any("who has subscribed on our own network gets no publish" in note for note in reported["notes"])
 
 
 def test_publish_prints_what_it_sent(invoke: Invoke, tmp_path: Path) -> None:
@@ -534,7 +534,7 @@ def test_check_shows_no_password(invoke: Invoke, tmp_path: Path, settings: str) 
     assert "424242" not in shown.output + shown.stderr
 
 
-def test_also_the_end_of_a_streamer_is_told_as_json(tmp_path: Path) -> None:
+def test_the_end_of_a_streamer_is_logged_as_json_too(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         admin = f"127.0.0.1:{taken.getsockname()[1]}"
         text = ONE.format(folder=tmp_path).replace("[streamer]", f'[streamer]\nlog_format = "json"\nadmin = "{admin}"')

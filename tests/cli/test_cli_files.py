@@ -1,4 +1,4 @@
-"""`up-streamer check` tells of files that are missing or that can't be used, with the line that names them."""
+"""`up-streamer check` reports missing and unusable files, with the line that names them."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def check(config: Path, *options: str) -> Result:
     return CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(cli.app, ["check", "-c", str(config), *options])
 
 
-def told(result: Result, config: Path) -> list[int]:
-    """The lines of the file that were told of."""
+def reported(result: Result, config: Path) -> list[int]:
+    """The lines of the file that were reported of."""
     words = result.stderr.replace("error FAILED_PRECONDITION: ", "").splitlines()
     assert all(line.startswith(f"{config}:") for line in words), words
     return [int(line.removeprefix(f"{config}:").split(":")[0]) for line in words]
@@ -132,12 +132,12 @@ def test_a_byte_order_mark_is_no_part_of_a_file(config: Path) -> None:
     assert static_file.read(config.parent / "static.json") == []
 
 
-def test_each_missing_file_is_told_with_its_line(config: Path) -> None:
+def test_each_missing_file_is_reported_with_its_line(config: Path) -> None:
     for name in LINES:
         (config.parent / name).unlink()
     done = check(config)
     assert done.exit_code == 1
-    assert told(done, config) == sorted(LINES.values())
+    assert reported(done, config) == sorted(LINES.values())
     assert (
         f"endpoint.1.settings.tls.key_file: {config.parent}/vehicle1.key can't be read: No such file or directory"
         in done.stderr
@@ -149,16 +149,16 @@ def test_a_folder_is_no_file(config: Path, name: str) -> None:
     (config.parent / name).unlink()
     (config.parent / name).mkdir()
     done = check(config)
-    assert (done.exit_code, told(done, config)) == (1, [LINES[name]])
+    assert (done.exit_code, reported(done, config)) == (1, [LINES[name]])
     assert "is no file" in done.stderr
 
 
-def test_a_file_of_others_is_told(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_reported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read everything, and tests run as root in places, so the system's answer is taken from it here."""
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "vehicle1.key" and real(path, mode))
     done = check(config)
-    assert (done.exit_code, told(done, config)) == (1, [LINES["vehicle1.key"]])
+    assert (done.exit_code, reported(done, config)) == (1, [LINES["vehicle1.key"]])
     assert f"can't be read by the user with the id {os.geteuid()}" in done.stderr
 
 
@@ -173,18 +173,18 @@ def test_a_secret_that_everybody_can_read_is_a_note(config: Path, name: str) -> 
     assert len(notes) == len(expected)
 
 
-def test_a_data_dir_below_a_file_is_told(config: Path) -> None:
+def test_a_data_dir_below_a_file_is_reported(config: Path) -> None:
     (config.parent / "data").write_text("")
     done = check(config)
-    assert (done.exit_code, told(done, config)) == (1, [2])
+    assert (done.exit_code, reported(done, config)) == (1, [2])
     assert "can't be a folder" in done.stderr
 
 
-def test_a_data_dir_that_can_not_be_written_to_is_told(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_dir_that_can_not_be_written_to_is_reported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
     done = check(config)
-    assert (done.exit_code, told(done, config)) == (1, [2])
+    assert (done.exit_code, reported(done, config)) == (1, [2])
     assert "can't be written to" in done.stderr
 
 
@@ -204,7 +204,7 @@ def test_a_certificate_that_can_not_be_used_is_an_error(config: Path, name: str,
         case "none":
             file.write_text("{}")
     done = check(config)
-    assert (done.exit_code, told(done, config)) == (1, [LINES[f"{name}.crt"]])
+    assert (done.exit_code, reported(done, config)) == (1, [LINES[f"{name}.crt"]])
     assert f"{setting}: {file} {words[wrong]}" in done.stderr
 
 
@@ -215,6 +215,6 @@ def test_a_ca_file_that_is_none_is_an_error(config: Path, name: str, wrong: str)
     source = {"expired": authority.ca, "a leaf": authority.issue("leaf")[0], "none": config}[wrong]
     file.write_bytes(source.read_bytes())
     done = check(config)
-    assert (done.exit_code, told(done, config)) == (1, [LINES[name]])
+    assert (done.exit_code, reported(done, config)) == (1, [LINES[name]])
     words = {"expired": "has expired at", "a leaf": "no certificate of a CA", "none": "holds no certificate in PEM"}
     assert words[wrong] in done.stderr

@@ -85,11 +85,11 @@ def test_what_is_damaged_is_listed_and_the_exit_code_says_so(data_dir: Path) -> 
     assert {row["kind"] for row in found["found"]} == {"records", "cursor"}
 
 
-def test_what_was_told_is_acknowledged_once(data_dir: Path) -> None:
+def test_printed_records_are_acknowledged_once(data_dir: Path) -> None:
     damage(data_dir)
 
     async def tell() -> None:
-        async with await Log.open(data_dir / "history.db", name="told") as log:
+        async with await Log.open(data_dir / "history.db", name="reported") as log:
             await log.read(0)
             await log.read(4)
             assert len(log.damage) == 2
@@ -136,9 +136,9 @@ async def test_json_is_one_object_however_many_topics_there_are(capsys: pytest.C
     logs = [LogState(incarnation=bytes(16), newest_seq=7, newest_match_seq=5)]
     for count in (0, 1, 2_500):
         await history._print_json(logs, _topics(count))
-        told = json.loads(capsys.readouterr().out)
-        assert [log["newest_match_seq"] for log in told["logs"]] == [5]
-        assert [topic["newest_seq"] for topic in told["topics"]] == list(range(1, count + 1))
+        reported = json.loads(capsys.readouterr().out)
+        assert [log["newest_match_seq"] for log in reported["logs"]] == [5]
+        assert [topic["newest_seq"] for topic in reported["topics"]] == list(range(1, count + 1))
 
 
 async def test_tables_have_an_end_however_many_topics_there_are(

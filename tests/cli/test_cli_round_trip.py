@@ -130,8 +130,8 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     assert await asyncio.wait_for(subscriber.ended(), WAIT_S) == 0  # --count
 
     # a topic with wildcards is none that the service takes; without it, it is a filter like any other
-    _, told = await terminal.run("subscribe", "up://vehicle1/8001/1/FFFF", *terminal.cloud, code=1)
-    assert "INVALID_ARGUMENT" in told
+    _, reported = await terminal.run("subscribe", "up://vehicle1/8001/1/FFFF", *terminal.cloud, code=1)
+    assert "INVALID_ARGUMENT" in reported
     every = await terminal.background(
         "subscribe", "up://vehicle1/8001/1/FFFF", *terminal.vehicle, "-a", "vehicle1", "--no-usubscription"
     )
@@ -141,9 +141,9 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     (answer,), _ = await terminal.run("call", "up://vehicle1/4/1/1", *terminal.cloud, "--json")
     assert answer["method"] == "up://vehicle1/4/1/1"
     assert answer["milliseconds"] > 0
-    _, told = await terminal.run("call", "up://vehicle1/8001/1/66", *terminal.cloud, code=1)
-    assert "PERMISSION_DENIED" in told
-    assert "no rule" in told
+    _, reported = await terminal.run("call", "up://vehicle1/8001/1/66", *terminal.cloud, code=1)
+    assert "PERMISSION_DENIED" in reported
+    assert "no rule" in reported
 
     # replay
     (*_, done), _ = await terminal.run("replay", "--seconds", "5", *terminal.config, "--json")
@@ -168,8 +168,8 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     topic = ["up://vehicle1/8002/1/8001", *terminal.config]
     (sent,), _ = await terminal.run("publish", *topic, "--text", "one of a minute", "--json")
     await terminal.until('epochs_open{group="minute"}', 1)
-    (told,), _ = await terminal.run("history", "vehicle1", *terminal.cloud, "--epochs", "--json")
-    (group,) = told["groups"]
+    (reported,), _ = await terminal.run("history", "vehicle1", *terminal.cloud, "--epochs", "--json")
+    (group,) = reported["groups"]
     minute = int(sent["id"].replace("-", "")[:12], 16) // 60_000 * 60_000
     assert (group["group"], group["by"], group["kept by"]) == ("minute", "bucket", "//vehicle1/4/1/0")
     assert group["lower"] == group["upper"] == group["open"] == [[minute]]
@@ -196,5 +196,5 @@ async def test_a_streamer_ends_in_order(terminal: Terminal, number: signal.Signa
     second.interrupt(number)
     assert await asyncio.wait_for(second.ended(), WAIT_S) == 0
     # beside one that has the same data
-    _, told = await terminal.run("run", "-c", str(terminal.folder / "gateway.toml"), code=1)
-    assert "in use by process" in told
+    _, reported = await terminal.run("run", "-c", str(terminal.folder / "gateway.toml"), code=1)
+    assert "in use by process" in reported

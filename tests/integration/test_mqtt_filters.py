@@ -82,7 +82,7 @@ async def test_what_is_taken_out_of_the_record_is_unsubscribed_at_the_next_start
 async def test_a_subscription_that_the_broker_forbids_costs_no_other(
     make_gateway: MakeGateway, make_broker: Any, hangs_up: bool
 ) -> None:
-    """Whoever may subscribe can name such a topic."""
+    """A client that may subscribe can name such a topic."""
     broker, subscriber = make_broker(), "//vehicle1/9001/1/0"
     proxy = RefusingProxy(broker.host, broker.port)
     await proxy.start()

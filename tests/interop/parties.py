@@ -160,7 +160,7 @@ class Party(abc.ABC):
                 pass
 
     @abc.abstractmethod
-    async def until_told(self, topic: str, state: int) -> None:
+    async def until_notified(self, topic: str, state: int) -> None:
         """Raises TimeoutError if no Update arrives that says that, whether or not there is a handler yet."""
 
     @abc.abstractmethod
@@ -201,7 +201,7 @@ class RustParty(Party):
         self._process, self._ids = process, itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._ears: dict[str, Ear] = {}
-        self._told = Ear()
+        self._notified = Ear()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -262,14 +262,14 @@ class RustParty(Party):
 
     async def subscribe(self, topic: str) -> Ear:
         ear = self._ears.setdefault(topic, Ear())
-        self._told = await self.ear(f"//{self.host}/0/3/8000", self.uri(0))
+        self._notified = await self.ear(f"//{self.host}/0/3/8000", self.uri(0))
         await self.do("subscribe", topic=topic)
         return ear
 
-    async def until_told(self, topic: str, state: int) -> None:
+    async def until_notified(self, topic: str, state: int) -> None:
         """InMemorySubscriber adds its handler when the answer has come, and misses an Update that is quicker."""
         wanted = Update(topic, state)
-        await self._told.until(lambda: [one for one in self._told.messages if _update(one) == wanted], 1)
+        await self._notified.until(lambda: [one for one in self._notified.messages if _update(one) == wanted], 1)
 
     async def unsubscribe(self, topic: str) -> None:
         """Not `InMemorySubscriber.unsubscribe`, which names no topic (test_in_memory_subscriber_unsubscribes)."""
@@ -352,7 +352,7 @@ class PythonParty(Party):
         await client.subscribe(source)
         return ear
 
-    async def until_told(self, topic: str, state: int) -> None:
+    async def until_notified(self, topic: str, state: int) -> None:
         await self.until_update(topic, state)
 
     def _changed(self, change: Subscription) -> None:

@@ -262,15 +262,15 @@ async def test_subscription(stage: Stage, cell: MakeCell, crossing: tuple[str, s
     subscriber = stage.party(role, crossing[1])
     publisher = stage.party("python" if subscriber.make == "rust" else "rust", crossing[0])
     row = f"{crossing[0]} ({publisher.make} publishes) -> gateway -> {crossing[1]} ({SUBSCRIBERS[role]})"
-    subscribed, told, heard, unsubscribed = (
+    subscribed, notified, heard, unsubscribed = (
         cell(row, column) for column in ("subscribe", "update", "published", "unsubscribe")
     )
     resource = next(stage.topics)
     topic = publisher.uri(resource)
     ear = await subscribes(subscriber, topic, subscribed)
     subscribed.settle()
-    await subscriber.until_told(topic, Status.SUBSCRIBED)
-    told.settle()
+    await subscriber.until_notified(topic, Status.SUBSCRIBED)
+    notified.settle()
     await hears(stage, publisher, subscriber, ear, resource, heard)
     heard.settle()
     await subscriber.unsubscribe(topic)

@@ -125,7 +125,7 @@ def main() -> int:
             _say(f"{attack.name}: {attack.what} ...")
             (folder / attack.name).mkdir()
             verdicts.append(verdict := attempt(attack, folder / attack.name, arguments))
-            for line in (*verdict.broken, f"told: {verdict.figures.told}"):
+            for line in (*verdict.broken, f"reported: {verdict.figures.reported}"):
                 _say(f"    {line}")
             if not arguments.keep:
                 shutil.rmtree(folder / attack.name, ignore_errors=True)

@@ -19,10 +19,10 @@ _LOADED = (floods, intruders)  # for their attackers
 def main() -> None:
     name, text = sys.argv[1:]
     try:
-        told = ATTACKERS[name](Places(**json.loads(text)))
+        reported = ATTACKERS[name](Places(**json.loads(text)))
     except (OSError, RuntimeError) as error:  # thrown out, perhaps: that is for whoever judges to weigh
-        told = {"ended": repr(error)}
-    print(json.dumps(told), flush=True)
+        reported = {"ended": repr(error)}
+    print(json.dumps(reported), flush=True)
     os._exit(0)  # threads of the libraries may still wait for somebody
 
 

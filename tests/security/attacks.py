@@ -16,10 +16,10 @@ HOME, FLEET, RULES = Scene(), Scene(fleet=True), Scene(rules=True)
 UNRECORDED, RESET_OFF = Scene(records=False), Scene(usubscription='reset = "off"')
 MIB: Final = 1 << 20
 MESSAGE_BYTES_MAX: Final = MIB
-PERMISSION_DENIED, RESOURCE_EXHAUSTED = "7", "8"  # UCode, as codes are told
+PERMISSION_DENIED, RESOURCE_EXHAUSTED = "7", "8"  # UCode, as codes are reported
 
-Told = dict[str, Any]
-Check = Callable[[Told], list[str]]
+Reported = dict[str, Any]
+Check = Callable[[Reported], list[str]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Attack:
     short: dict[str, Any] | None  # what differs in `make test`; None: not there
     scene: Scene = HOME
     checks: tuple[Check, ...] = ()
-    hangs: str = ""  # a broker that hangs meanwhile
+    hanging_broker: str = ""  # a broker that hanging_broker meanwhile
     endless: bool = False  # it goes on until it is ended, after `seconds`
     # bounds that this attack is not judged by, with the reason beside it
     excused: frozenset[str] = field(default_factory=frozenset)
@@ -44,65 +44,67 @@ class Attack:
 def only(*codes: str) -> Check:
     """Every answer has one of these codes."""
 
-    def check(told: Told) -> list[str]:
-        other = {code: count for code, count in told.get("codes", {}).items() if code not in codes}
+    def check(reported: Reported) -> list[str]:
+        other = {code: count for code, count in reported.get("codes", {}).items() if code not in codes}
         return [f"answers with other codes than {', '.join(codes)}: {other}"] if other else []
 
     return check
 
 
 def some(code: str) -> Check:
-    """Who asked for too much was told."""
-    return lambda told: (
-        [] if told.get("codes", {}).get(code) else [f"nobody was answered code {code}: {told.get('codes')}"]
+    """Who asked for too much was reported."""
+    return lambda reported: (
+        [] if reported.get("codes", {}).get(code) else [f"nobody was answered code {code}: {reported.get('codes')}"]
     )
 
 
-def told_all(told: Told) -> list[str]:
-    missing = told.get("sent", 0) - sum(told.get("codes", {}).values())
-    return [f"{missing} of {told['sent']} calls got no answer"] if missing > 0 else []
+def reported_all(reported: Reported) -> list[str]:
+    missing = reported.get("sent", 0) - sum(reported.get("codes", {}).values())
+    return [f"{missing} of {reported['sent']} calls got no answer"] if missing > 0 else []
 
 
-def admin_answers(told: Told) -> list[str]:
-    return [f"the admin port: {told}"] if told.get("failed", 1) or told["slowest_s"] > 5 else []
+def admin_answers(reported: Reported) -> list[str]:
+    return [f"the admin port: {reported}"] if reported.get("failed", 1) or reported["slowest_s"] > 5 else []
 
 
-def flooder_named(told: Told) -> list[str]:
-    return [] if told.get("named") == "v0999" else [f"v0999 floods, and the ledger names {told.get('named')}"]
+def flooder_named(reported: Reported) -> list[str]:
+    return [] if reported.get("named") == "v0999" else [f"v0999 floods, and the ledger names {reported.get('named')}"]
 
 
-def nothing_denied_shown(told: Told) -> list[str]:
-    """A denied topic is as if it were not there, and whoever names it is told that he may not."""
+def nothing_denied_shown(reported: Reported) -> list[str]:
+    """A denied topic is as if it were not there, and whoever names it is reported that he may not."""
     wanted = {"allowed": 50, "shown": 0, "described": False, "exact poll": 7, "exact describe": 7}
-    return [f"{side}: {told.get(side)}, not {wanted}" for side in ("vehicle1", "cloud") if told.get(side) != wanted]
+    return [
+        f"{side}: {reported.get(side)}, not {wanted}" for side in ("vehicle1", "cloud") if reported.get(side) != wanted
+    ]
 
 
-def name_kept(told: Told) -> list[str]:
-    return [] if told == {"owner": 0, "thief": 7, "owner again": 0} else [f"the name was not kept: {told}"]
+def name_kept(reported: Reported) -> list[str]:
+    return [] if reported == {"owner": 0, "thief": 7, "owner again": 0} else [f"the name was not kept: {reported}"]
 
 
-def others_kept(told: Told) -> list[str]:
+def others_kept(reported: Reported) -> list[str]:
     """A Reset ends nothing of others, whoever says to have sent it."""
-    before, after = (told.get(when, {}).get("the vehicle's") for when in ("before", "after"))
+    before, after = (reported.get(when, {}).get("the vehicle's") for when in ("before", "after"))
     found = [] if before == after == 20 else [f"of the vehicle's clients' {before} subscriptions {after} are left"]
     return found + [
         f"Reset as {who}: OK"
-        for who, code in told.get("reset", {}).items()
+        for who, code in reported.get("reset", {}).items()
         if code == 0 and not who.startswith("cloud")
     ]
 
 
-def nothing_reset(told: Told) -> list[str]:
+def nothing_reset(reported: Reported) -> list[str]:
     """All that was subscribed still is."""
     return (
         []
-        if told.get("after") == told.get("before") and told.get("after")
-        else [f"{told.get('before')} became {told.get('after')}"]
+        if reported.get("after") == reported.get("before") and reported.get("after")
+        else [f"{reported.get('before')} became {reported.get('after')}"]
     )
 
 
-def nothing_suppressed(told: Told) -> list[str]:
-    return [] if told.get("heard") == told.get("sent") else [f"ids were taken: {told}"]
+def nothing_suppressed(reported: Reported) -> list[str]:
+    return [] if reported.get("heard") == reported.get("sent") else [f"ids were taken: {reported}"]
 
 
 ATTACKS: Final = (
@@ -157,7 +159,7 @@ ATTACKS: Final = (
         "requests",
         {"count": 250, "seconds": 20, "bytes": 4 * MIB},
         None,
-        hangs="lost",
+        hanging_broker="lost",
     ),
     Attack(
         "stalled-900k",
@@ -165,7 +167,7 @@ ATTACKS: Final = (
         "requests",
         {"count": 1_000, "seconds": 20, "bytes": 900 << 10},
         {"count": 300, "seconds": 4},
-        hangs="lost",
+        hanging_broker="lost",
         checks=(some(RESOURCE_EXHAUSTED),),
     ),
     Attack(

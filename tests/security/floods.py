@@ -25,7 +25,7 @@ from tests.security.hostile import (
     MARK,
     ME,
     Places,
-    Told,
+    Reported,
     ask,
     attacker,
     begin,
@@ -38,7 +38,7 @@ from tests.security.raw import RawMqtt, properties, publish
 
 
 @attacker
-def topics(at: Places) -> Told:
+def topics(at: Places) -> Reported:
     """`count` topics that nobody has ever heard of: publishes on a recorded pattern, or notifications to sinks behind
     the gateway."""
     link = RawMqtt(at.cloud, "attacker")
@@ -57,7 +57,7 @@ def topics(at: Places) -> Told:
 
 
 @attacker
-def polls(at: Places) -> Told:
+def polls(at: Places) -> Reported:
     """One client asks for `count` pages as large as there are, of records that it has itself put there."""
     link = RawMqtt(at.cloud, "attacker-fills")
     link.say([Message(new_id(), PUBLISH, Uri("cloud", 0x8300, 1, 0x8001), None, payload(60_000)) for _ in range(30)])
@@ -67,14 +67,14 @@ def polls(at: Places) -> Told:
 
 
 @attacker
-def requests(at: Places) -> Told:
+def requests(at: Places) -> Reported:
     """`count` requests of `bytes`: denied ones, or to an authority whose network hangs."""
     method = Uri("vehicle1", 0x8400, 1, 1) if at.kind == "denied" else Uri("lost", 0x8001, 1, 1)
     return ask(at, ((method, payload(at.bytes)) for _ in range(at.count)))
 
 
 @attacker
-def huge(at: Places) -> Told:
+def huge(at: Places) -> Reported:
     """Publishes of `bytes` on a recorded topic, over MQTT or over Zenoh."""
     if at.kind == "zenoh":
         zenoh = ZenohLink(at.zenoh)
@@ -95,7 +95,7 @@ def huge(at: Places) -> Told:
 
 
 @attacker
-def leases(at: Places) -> Told:
+def leases(at: Places) -> Reported:
     """One client takes `count` consumers' names for a week."""
     return ask(
         at, ((at.history, field(4, 1) + field(7, f"mine-{one}") + field(12, FOREVER_MS)) for one in range(at.count))
@@ -103,14 +103,14 @@ def leases(at: Places) -> Told:
 
 
 @attacker
-def subscriptions(at: Places) -> Told:
+def subscriptions(at: Places) -> Reported:
     """One client subscribes to `count` topics."""
     service = Uri(at.home, 0, 3, 1)
     return ask(at, ((service, field(1, made_up(one)._replace(authority=at.home).encode())) for one in range(at.count)))
 
 
 @attacker
-def subscribed_topics(at: Places) -> Told:
+def subscribed_topics(at: Places) -> Reported:
     """`count` topics that somebody's subscriptions with a wildcard cover, from Zenoh: each instance of an entity is one
     more."""
     made, _ = caller(at, ME)
@@ -143,7 +143,7 @@ def loudest(at: Places) -> str | None:
 
 
 @attacker
-def flood(at: Places) -> Told:
+def flood(at: Places) -> Reported:
     """One vehicle of many says `count` things within `seconds`, all on one topic, over the fleet's broker."""
     link = RawMqtt(at.fleet, "attacker")
     source, sink = (
@@ -159,7 +159,7 @@ def flood(at: Places) -> Told:
 
 
 @attacker
-def admin(at: Places) -> Told:
+def admin(at: Places) -> Reported:
     """`count` connections to the admin port that say half a request and then nothing."""
     begin()
     held, slowest, failed = [], 0.0, 0
@@ -181,7 +181,7 @@ def admin(at: Places) -> Told:
 
 
 @attacker
-def churn(at: Places) -> Told:
+def churn(at: Places) -> Reported:
     """Connections that come, say something wrong or nothing, and go: at the gateway's Zenoh port, and whole clients at
     the broker."""
     begin()
@@ -197,7 +197,7 @@ def churn(at: Places) -> Told:
 
 
 @attacker
-def reads_nothing(at: Places) -> Told:
+def reads_nothing(at: Places) -> Reported:
     """Zenoh clients that want everything and then read nothing, while somebody beside them says `count` things of
     `bytes`."""
     for _ in range(3):
@@ -216,7 +216,7 @@ def reads_nothing(at: Places) -> Told:
 
 
 @attacker
-def bogus(at: Places) -> Told:
+def bogus(at: Places) -> Reported:
     """`count` Unsubscribes and Fetches of what does not exist."""
     unsubscribe, fetch = Uri(at.home, 0, 3, 2), Uri(at.home, 0, 3, 3)
 

@@ -1,6 +1,6 @@
 """What attackers have in common: where things are, how much is to be done, and many requests at once.
 
-Places (from whoever started the process) -> attacker -> begin() ... -> Told
+Places (from whoever started the process) -> attacker -> begin() ... -> Reported
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Places:
         return Uri(self.home, 4, 1, 2)
 
 
-Told = dict[str, Any]
-Attacker = Callable[[Places], Told]
+Reported = dict[str, Any]
+Attacker = Callable[[Places], Reported]
 ATTACKERS: Final[dict[str, Attacker]] = {}
 
 
@@ -83,7 +83,7 @@ def status_of(body: bytes) -> int:
     return int(body[at + 6 : at + 6 + body[at + 5]]) if at >= 0 else 0
 
 
-def ask(at: Places, requests: Iterator[tuple[Uri, bytes]], me: Uri = ME) -> Told:
+def ask(at: Places, requests: Iterator[tuple[Uri, bytes]], me: Uri = ME) -> Reported:
     """Send these to their methods as fast as the broker takes them, and count the answers by code until all are there,
     or time is over."""
     codes: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from campaigns.chaos.judges import MqttLink, ZenohLink, zenoh_caller
 from campaigns.chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Message, Uri, field, new_id, parse
-from tests.security.hostile import MARK, ME, Places, Told, attacker, begin, caller, code, made_up, paced
+from tests.security.hostile import MARK, ME, Places, Reported, attacker, begin, caller, code, made_up, paced
 from tests.security.raw import RawMqtt, properties, publish, user
 
 
@@ -32,13 +32,13 @@ def shown(answer: Message | None) -> list[Message]:
 
 
 @attacker
-def pull(at: Places) -> Told:
+def pull(at: Places) -> Reported:
     """Poll and Describe what a rule keeps from this side; both ways, 50 records each."""
     me = Uri("vehicle1", 0xA001, 1, 0)
     in_cloud, _ = caller(at, ME)
     in_vehicle, zenoh = zenoh_caller(at.zenoh, me)
     time.sleep(1)
-    told: Told = {}
+    reported: Reported = {}
     begin()
     says = RawMqtt(at.cloud, "attacker-says")
     for side, made in (("vehicle1", in_cloud), ("cloud", in_vehicle)):
@@ -57,18 +57,18 @@ def pull(at: Places) -> Told:
         every = shown(made.call(at.history, both, 10))
         exact = made.call(at.history, field(1, denied.encode()) + both, 10)
         described = made.call(at.history._replace(resource=1), b"", 10)
-        told[side] = {
+        reported[side] = {
             "allowed": sum(one.source == allowed for one in found),
             "shown": sum(one.source == denied for one in found + every + shown(exact)),
             "described": described is not None and denied.encode() in described.payload,
             "exact poll": code(exact),
             "exact describe": code(made.call(at.history._replace(resource=1), field(1, denied.encode()), 10)),
         }
-    return told
+    return reported
 
 
 @attacker
-def theft(at: Places) -> Told:
+def theft(at: Places) -> Reported:
     """Another entity polls as `spark-job`, acknowledges everything, and wants a lease of a millisecond."""
     owner, _ = caller(at, Uri("cloud", 0x9401, 1, 0))
     thief, _ = caller(at, Uri("cloud", 0x9402, 1, 0))
@@ -88,7 +88,7 @@ def theft(at: Places) -> Told:
 
 
 @attacker
-def reset(at: Places) -> Told:
+def reset(at: Places) -> Reported:
     """Somebody who says to be the uSubscription of the cloud, and of the vehicle, ends what clients of both have
     subscribed to.
 
@@ -120,7 +120,7 @@ def reset(at: Places) -> Told:
 
 
 @attacker
-def suppress(at: Places) -> Told:
+def suppress(at: Places) -> Reported:
     """Ids of messages that somebody else is going to send, sent first: in his name from the wrong network, and in one's
     own."""
     heard: Counter[bytes] = Counter()
@@ -149,7 +149,7 @@ def suppress(at: Places) -> Told:
 
 
 @attacker
-def odd(at: Places) -> Told:
+def odd(at: Places) -> Reported:
     """What is well formed and makes no sense: wildcards in sinks, ids of the future and the past, the least and the
     greatest ttl."""
     link = RawMqtt(at.cloud, "attacker")
@@ -180,7 +180,7 @@ def odd(at: Places) -> Told:
 
 
 @attacker
-def malformed(at: Places) -> Told:
+def malformed(at: Places) -> Reported:
     """What is no message at all, `count` times: on MQTT properties that are noise, on Zenoh attachments that are."""
     rng = random.Random(1)
     topic = Uri("vehicle1" if at.kind == "zenoh" else "cloud", 0x8001, 1, 0x8001)
@@ -215,7 +215,7 @@ def malformed(at: Places) -> Told:
 
 
 @attacker
-def properties_without_end(at: Places) -> Told:
+def properties_without_end(at: Places) -> Reported:
     """Messages with as many user properties as a packet takes: `bytes` of them in each."""
     link = RawMqtt(at.cloud, "attacker")
     topic = Uri("cloud", 0x8500, 1, 0x8001)

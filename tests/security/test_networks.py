@@ -250,7 +250,7 @@ async def test_dds_keeps_nobody_out_who_reaches_the_domain_so_reset_is_off_there
 
 
 async def test_dds_security_is_not_in_the_wheel() -> None:
-    """As the page says; where this fails, the page has to tell of something better."""
+    """What docs/security.md says. If this fails, the page can describe something better."""
     xml = "<CycloneDDS><Domain><Security><Authentication/></Security></Domain></CycloneDDS>"
     transport = DdsTransport(DdsConfig(domain_id=dds_domain(), cyclone_xml=xml), LocalUriProvider("vehicle1", 1, 1))
     with pytest.raises(UStatusError) as error:

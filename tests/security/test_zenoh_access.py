@@ -51,7 +51,7 @@ SUBSCRIBE: Final = uris.uri("vehicle1", 0, 4, 1)  # of core.usubscription
 DEADLINE_S = 30.0
 LINK_MS = 20_000
 NO_LINK_MS = 400  # of who must not be linked, and says so only by not being answered
-ANSWER_S = 0.3  # of a query; whoever may answer does so within milliseconds
+ANSWER_S = 0.3  # to a query; an entitled service answers within milliseconds
 PASSWORDS: Final = "ecu1:secret of ecu1\necu2:secret of ecu2\n"
 
 
@@ -154,7 +154,7 @@ EVERYTHING: Final = ((uris.ANY, None), (uris.ANY, uris.ANY))
 
 @spec("req~utransport-send-prevent-address-spoofing~1")
 async def test_a_host_sends_as_its_own_authority_alone(network: Network) -> None:
-    """To the gateway and to another host. What is forbidden is answered OK, and neither counted nor told."""
+    """To the gateway and to another host. What is forbidden is answered OK, and neither counted nor reported."""
     heard = await listening(network.gateway, *EVERYTHING)
     async with network.host("ecu1") as ecu1, network.host("ecu2") as ecu2:
         heard_there = await listening(ecu2, (uris.ANY, uris.pattern("ecu2")))
@@ -228,7 +228,7 @@ async def test_a_host_hears_what_is_for_it_and_nothing_else(network: Network) ->
 
 
 async def test_what_a_host_is_sent_is_a_fence_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may subscribe to everything, by mistake, gets what is for it all the same, and no more."""
+    """A client that may subscribe to everything by mistake gets only messages for itself."""
     monkeypatch.chdir(tmp_path)
     may_listen = RULES[RULES.index('id = "ecu1 listens"') : RULES.index('id = "ecu1 is sent"')]
     mistaken = re.sub(r"key_exprs = .*", 'key_exprs = ["up/**"]', may_listen)
@@ -266,9 +266,9 @@ async def test_hosts_call_one_another_and_the_gateway(network: Network, capsys: 
                 assert await _answer(client, method_of(called)) == b"echo", f"{caller} calls {called}"
         for transport in names.values():
             await transport.close()
-    told = capsys.readouterr().out
-    assert UNREAD not in told
-    assert "don't confirm" not in told
+    reported = capsys.readouterr().out
+    assert UNREAD not in reported
+    assert "don't confirm" not in reported
 
 
 async def _echo(message: UMessage) -> UPayload:
@@ -524,7 +524,7 @@ async def _replies(session: zenoh.Session, key: str) -> list[str]:
     return await asyncio.to_thread(ask)
 
 
-# -- What does not hold, as the page says: where one of these fails, the page may tell of something better
+# -- Protection that is missing, as docs/security.md says. If one of these fails, the page can describe something better
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ class Figures:
     drain_s: float = 0.0
     late_lost: int = 0
     ms: dict[str, tuple[float, float]] = field(default_factory=dict)  # phase: p50, p99
-    told: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Trial:
             if self.attack.hangs:
                 self.stage.hang(self.attack.hangs, hung=True)
             seconds = self.options.get("seconds", 5.0)
-            figures.told = attacking.wait(seconds if self.attack.endless else seconds + GRACE_S)
+            figures.reported = attacking.wait(seconds if self.attack.endless else seconds + GRACE_S)
         finally:
             attacking.end()
             if self.attack.hangs:
@@ -241,7 +241,7 @@ class Trial:
         broken = [
             f"{name}: {detail}" for name, is_broken, detail in bounds if is_broken and name not in self.attack.excused
         ]
-        return broken + [problem for check in self.attack.checks for problem in check(found.told)]
+        return broken + [problem for check in self.attack.checks for problem in check(found.reported)]
 
     def _failures(self) -> str:
         found = {(one.method, one.code) for one in self.honest.failed_calls("attack")}

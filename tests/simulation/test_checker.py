@@ -51,7 +51,7 @@ def subscribed(checker: Checker) -> None:
     checker.wishes("L", TOPIC, True).answered(Status.SUBSCRIBED)
 
 
-def test_what_is_heard_out_of_order_is_told(checker: Checker) -> None:
+def test_messages_out_of_order_are_reported(checker: Checker) -> None:
     subscribed(checker)
     first, second = published(checker, "1"), published(checker, "2")
     checker.heard("L", second.message)
@@ -76,7 +76,7 @@ def test_commands_in_a_hurry_owe_nothing_from_before_their_unsubscribe(checker: 
     published(checker, "before")
     wish = checker.wishes("L", TOPIC, True, is_hurried=True)
     published(checker, "between")
-    checker.told("L", TOPIC, Status.SUBSCRIBED)  # by the first
+    checker.on_change("L", TOPIC, Status.SUBSCRIBED)  # by the first
     published(checker, "before the Unsubscribe was taken")
     wish.answered(Status.SUBSCRIBED)
     after = published(checker, "after")
@@ -155,7 +155,7 @@ def test_what_waited_on_a_network_is_owed_to_no_reader_once_it_is_not_recorded(
     assert checker.outstanding == int(is_recorded)
 
 
-def test_a_loop_in_which_no_time_passes_is_told() -> None:
+def test_a_loop_without_progress_in_time_is_reported() -> None:
     loop = VirtualLoop(0)
 
     def again() -> None:

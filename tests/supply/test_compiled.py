@@ -116,22 +116,22 @@ def test_what_was_built_from_other_sources_is_not_used(tree: Path, change: str) 
     assert state(tree) == "interpreted (built from other sources: make)"
 
 
-def test_what_was_built_of_a_source_that_is_gone_is_not_used(tree: Path) -> None:
+def test_a_library_of_a_deleted_source_is_not_used(tree: Path) -> None:
     (tree / "one.py").unlink()
     assert state(tree).startswith("interpreted (")
 
 
-def test_nothing_built_is_told(tmp_path: Path) -> None:
+def test_a_missing_build_is_reported(tmp_path: Path) -> None:
     assert state(tmp_path) == "interpreted (not built for this Python)"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 7}'])
-def test_a_damaged_manifest_is_told(tree: Path, text: str) -> None:
+def test_a_damaged_manifest_is_reported(tree: Path, text: str) -> None:
     (tree / "core" / compiled.MANIFEST).write_text(text)
     assert state(tree).startswith("interpreted (what was built can't be read: ")
 
 
-def test_a_library_that_cannot_be_loaded_is_told(tree: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_reported(tree: Path) -> None:
     (tree / "core" / f"nothing_of_ours{EXTENSION}").write_bytes(b"for another machine")
     assert state(tree).startswith("interpreted (it can't be loaded: ")
 
@@ -210,8 +210,8 @@ def test_without_a_compiler_the_python_does(small: Path) -> None:
     failed = python("hatch_build.py", root=small, CC="/no/such/compiler", UP_STREAMER_COMPILED="1")
     assert failed.returncode == 1
     assert "the core can't be compiled: there is no C compiler" in failed.stderr
-    told = python("hatch_build.py", root=small, UP_STREAMER_COMPILED="0").stderr
-    assert told == "the core is interpreted: UP_STREAMER_COMPILED=0\n"
+    reported = python("hatch_build.py", root=small, UP_STREAMER_COMPILED="0").stderr
+    assert reported == "the core is interpreted: UP_STREAMER_COMPILED=0\n"
 
 
 def test_what_compiles_is_pinned_with_what_is_tested() -> None:

@@ -308,7 +308,7 @@ def test_the_unit_is_not_exposed() -> None:
     assert "Unknown" not in said.stderr, said.stderr
 
 
-def test_the_unit_is_told_how_we_are_and_leaves_a_wrong_file_alone() -> None:
+def test_the_unit_gets_our_state_and_does_not_restart_with_a_wrong_file() -> None:
     assert unit("Type") == ["notify"]
     assert int(unit("WatchdogSec")[0]) > 0
     assert unit("RestartPreventExitStatus") == [str(EXIT_CONFIG)]

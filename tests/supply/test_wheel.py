@@ -93,7 +93,7 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("module", ["uprotocol.v1.uri_pb2", "streamer.commands.cli", "history.log.log"])
-def test_up_python_in_the_same_folder_is_told_at_import(site: Path, module: str) -> None:
+def test_up_python_in_the_same_folder_is_reported_at_import(site: Path, module: str) -> None:
     assert imported(module, site).returncode == 0
     (site / "up_python-0.2.0.dev0.dist-info").mkdir()
     done = imported(module, site)
@@ -104,7 +104,7 @@ def test_up_python_in_the_same_folder_is_told_at_import(site: Path, module: str)
 
 
 @pytest.mark.parametrize("module", ["streamer.commands.cli", "transports.plugin", "transports.zenoh"])
-def test_up_python_before_us_on_the_path_is_told_at_import(
+def test_up_python_before_us_on_the_path_is_reported_at_import(
     site: Path, tmp_path_factory: pytest.TempPathFactory, module: str
 ) -> None:
     other = tmp_path_factory.mktemp("other")

@@ -40,11 +40,11 @@ def points(xs: Iterable[Any], setting: Setting, work: Callable[[Any, Path], Figu
             found[str(x)] = {"failed": str(error)}
             setting.say(f"error: {name}: {error}")
         else:
-            setting.say(f"{name}: " + ", ".join(f"{key} {_told(value)}" for key, value in found[str(x)].items()))
+            setting.say(f"{name}: " + ", ".join(f"{key} {_shown(value)}" for key, value in found[str(x)].items()))
     return found
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
