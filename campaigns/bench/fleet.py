@@ -104,9 +104,7 @@ def measure(
             seen = ends.ask(ends.backend, look=True)
             if time.monotonic() - shown_at >= TELL_S:
                 shown_at = time.monotonic()
-                say(
-                    f"{shown_at - started:.0f} s: {seen['pending']:,} answered, {seen['subscribed']:,} of {topics:,} stand"
-                )
+                say(f"{shown_at - started:.0f} s: {seen['pending']:,} answered, {seen['subscribed']:,} of {topics:,}")
         cpu_s, meanwhile_s = ends.bridge.cpu_s() - cpu_s, time.monotonic() - started
         meanwhile = ends.ask(ends.backend, delays=True)
         cpu_before, began = ends.bridge.cpu_s(), time.monotonic()

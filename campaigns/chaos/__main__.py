@@ -1,11 +1,11 @@
-"""`python -m campaigns.chaos`: hurt a gateway in every way that this machine allows, and see that nothing
-acknowledged is lost.
+"""`python -m campaigns.chaos`: subject a gateway to every fault that this machine allows, and check that no
+acknowledged message is lost.
 
 python -m campaigns.chaos --minutes 10 --seed 7          python -m campaigns.chaos --only kill-record --minutes 1
 --json result.json
 
-Each campaign is a process of its own; they run side by side, one on each core. Exit code 1 if anything that was
-acknowledged is lost or reordered, or a damage is not told. The last line of stdout is the summary as JSON.
+Each campaign is a process of its own; they run side by side, one on each core. Exit code 1 if an acknowledged
+message is lost or reordered, or damage is not reported. The last line of stdout is the summary as JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, Final
 from campaigns.chaos import campaigns, machine
 from campaigns.chaos.ledger import Verdict
 
-OVERHEAD_S: Final = 25.0  # of a campaign, beside its faults: to build, to drain, to judge
-HANG_S: Final = 240.0  # beyond its time: then it hangs, which is a failure
+OVERHEAD_S: Final = 25.0  # of a campaign, beside its faults: building, draining, judging
+HANG_S: Final = 240.0  # beyond its time: then it counts as hanging, which is a failure
 FAULTS_S_MIN: Final = 5.0
 SUMMED: Final = (
     "kills",
@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _one(name: str, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """Run a campaign in a process of its own; what it says at last."""
+    """Run a campaign in a process of its own; returns its verdict."""
     if reason := campaigns.why_not(name):
         _say(f"{name}: skipped: {reason}")
         return dataclasses.asdict(Verdict(skipped=1, notes=[f"skipped: {reason}"]))
@@ -116,7 +116,7 @@ def _one(name: str, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 def _shares(chosen: list[str], minutes: float, parallel: int) -> dict[str, float]:
-    """Seconds of faults for each campaign, so that all of them end within `minutes`."""
+    """Seconds of faults for each campaign, so that all end within `minutes`."""
     able = [name for name in chosen if not campaigns.why_not(name)]
     time_s = minutes * 60 * min(parallel, max(1, len(able))) - OVERHEAD_S * len(able)
     weight = sum(campaigns.share(name) for name in able) or 1.0
@@ -143,7 +143,7 @@ def main() -> int:
     if arguments.campaign is not None:
         verdict = campaigns.run(arguments.campaign, seed, arguments.seconds, arguments.folder)
         print(json.dumps(dataclasses.asdict(verdict)), flush=True)
-        os._exit(0 if verdict.good else 1)  # threads of the raw clients may still wait for brokers that are gone
+        os._exit(0 if verdict.good else 1)  # threads of the raw clients may still wait for brokers that have ended
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = arguments.only or list(campaigns.NAMES)
     _say(f"seed {seed}")

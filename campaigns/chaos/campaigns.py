@@ -1,6 +1,6 @@
-"""The campaigns: worlds and their faults as a table, and how one is run.
+"""The campaigns: a table of worlds and their faults, and the function that runs one.
 
-build -> talk -> fault, fault, ... until the time is up -> heal -> drain -> judge
+build -> send -> fault, fault, ... until the time is up -> heal -> drain -> judge
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def no_mosquitto() -> str:
 
 
 _KILLS: Final = {"kill_gateway": 4, "kill_gateway_early": 3, "stop_gateway": 1, "pause_gateway": 1}
-# ten cuts for a kill
+# ten cuts per kill
 _FOLLOWING: Final = {
     "net_burst": 8,
     "net_cut": 1,
@@ -40,14 +40,14 @@ _FOLLOWING: Final = {
 _BROKER: Final = (no_mosquitto,)
 
 PLANS: Final[dict[str, Plan]] = {
-    # What is wanted stands in a file; nothing is recorded beyond that.
+    # A static file has the interest; no more is recorded.
     "kill-static": Plan(_KILLS, needs=_BROKER),
-    # The README's own file: everything of the vehicle is recorded, the uSubscription runs inside.
+    # The README's own file: all records of the vehicle, and an embedded uSubscription.
     "kill-record": Plan(
         _KILLS | {"kill_reader": 2, "kill_all": 1}, interest="embedded", record=True, reader=True, needs=_BROKER
     ),
     "kill-embedded": Plan(_KILLS | {"kill_reader": 2}, interest="embedded", reader=True, needs=_BROKER),
-    # The cloud has a uSubscription of its own, which the gateway asks and follows.
+    # The cloud has a uSubscription of its own, which the gateway calls and mirrors.
     "kill-remote": Plan(
         _KILLS | {"kill_service": 4, "stop_service": 2, "kill_all": 2}, interest="remote", needs=_BROKER, share=1.2
     ),
@@ -101,7 +101,7 @@ PLANS: Final[dict[str, Plan]] = {
         record=True,
         needs=_BROKER,
     ),
-    # Nothing is recorded: what is followed changes with each subscription, while it is published.
+    # Nothing is recorded: the followed topics change with each subscription, while messages are published.
     "following-wanted": Plan(
         _FOLLOWING | {"kill_publisher": 3, "stop_publisher": 1, "pause_publisher": 1},
         vehicle="zenoh",
@@ -109,7 +109,7 @@ PLANS: Final[dict[str, Plan]] = {
         follows="publisher",
         needs=_BROKER,
     ),
-    # All of an epoch, or none, for who reads where it is followed.
+    # A reader behind the follower gets all of an epoch, or none.
     "epochs": Plan(
         _FOLLOWING | {"net_stall": 1, "net_half_close": 1, "kill_reader": 4},
         interest="embedded",
@@ -123,7 +123,7 @@ PLANS: Final[dict[str, Plan]] = {
     "brokers": Plan(
         {"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", needs=_BROKER
     ),
-    # Wrong access rules: what a broker refuses waits, and the rest goes on.
+    # Wrong access rules: messages that a broker refuses wait, and others are sent.
     "refused": Plan(
         {"broker_refuse": 6, "kill_gateway": 1, "net_cut": 1},
         interest="embedded",
@@ -151,7 +151,7 @@ PLANS: Final[dict[str, Plan]] = {
         {"disk_full": 4, "disk_reader": 2, "disk_read_only": 2, "kill_gateway": 1},
         interest="embedded",
         record=True,
-        disk_bytes=64 << 20,  # what a minute records, twice over: once in the log, once in its write-ahead log
+        disk_bytes=64 << 20,  # twice the records of a minute: in the log, and in its write-ahead log
         needs=(*_BROKER, machine.no_tmpfs),
     ),
     "disk-error": Plan(
@@ -167,22 +167,22 @@ NAMES: Final = (*PLANS, *damage.KINDS)
 
 
 def is_apart(name: str) -> bool:
-    """It needs a network namespace of its own."""
+    """True if it needs a network namespace of its own."""
     return name in PLANS and PLANS[name].road == "dds"
 
 
 def share(name: str) -> float:
-    """Of the time, beside the others."""
+    """Its share of the time."""
     return PLANS[name].share if name in PLANS else 1.0
 
 
 def why_not(name: str) -> str:
-    """Why this machine can't, or nothing."""
+    """The reason why this machine cannot run it; empty if it can."""
     return "; ".join(filter(None, (need() for need in PLANS[name].needs))) if name in PLANS else ""
 
 
 def run(name: str, seed: int, seconds: float, folder: Path) -> Verdict:
-    """One campaign. Never raises for what the world does: a failure is in the verdict."""
+    """Run one campaign. Does not raise for failures of the world: they are in the verdict."""
     if name in damage.KINDS:
         return asyncio.run(damage.campaign(name, seed, seconds, folder))
     world = World(name, PLANS[name], folder, random.Random(f"{seed}/{name}"))
@@ -221,4 +221,4 @@ def _hurt(world: World, deadline: float) -> None:
         FAULTS[fault](world)
         world.log("over")
         for gateway in world.gateways:
-            gateway.metrics()  # gaps that were told, before the next kill takes the counters
+            gateway.metrics()  # gaps reported so far, before the next kill resets the counters

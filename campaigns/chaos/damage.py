@@ -1,10 +1,10 @@
-"""Damaged files: a stopped gateway's data_dir with one file torn or one bit turned, then started. What may not happen
-is silence.
+"""Damaged files: a stopped gateway's data_dir with one torn file or one flipped bit, then started. Unreported damage
+is a failure.
 
-base: half delivered, half waiting -> copy -> tear at a byte, or turn a bit -> start -> delivered, shown by Poll, told
+base: half delivered, half waiting -> copy -> tear or flip a bit -> start -> delivered, shown by Poll, reported
 
-In one process and over `transports.local`, for speed: hundreds of starts in a minute. Judged against what the undamaged
-base has shown.
+In one process and over `transports.local`, for speed: hundreds of starts in a minute. The undamaged base shows the
+expected content.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from usubscription_client.client import USubscriptionClient
 
 TOPICS: Final = [uris.uri("vehicle1", 0x8001, 1, 0x8001 + place) for place in range(3)]
 AFTER: Final = b"after the damage"
-ROUNDS: Final = 40  # of one message a topic, before the cloud goes away, and again after that
-SHOWN_MAX: Final = 20  # of each kind of trouble; the counts go on
-CASE_S_MAX: Final = 15.0  # a start and all that it has to say; more is a hang
+ROUNDS: Final = 40  # of one message per topic, before the cloud disconnects, and again after that
+SHOWN_MAX: Final = 20  # of each kind of failure; the counts continue
+CASE_S_MAX: Final = 15.0  # for a start and all its records; longer is a hang
 SETTLE_S_MAX: Final = 3.0  # for the pumps, after it is ready
-QUIET_S: Final = 0.15  # the pumps have nothing to do for so long: what has not come doesn't come
+QUIET_S: Final = 0.15  # without activity of the pumps; later nothing more arrives
 # of a problem in /readyz
 TELLING: Final = re.compile(r"damage|corrupt|lost|gap|hole|missing|moved aside|answers nobody", re.IGNORECASE)
 AIMED: Final = (
@@ -62,9 +62,9 @@ AIMED: Final = (
     b"cloud",
 )
 AIMED_SHARE: Final = 0.6  # of the flips
-AIMED_BYTES: Final = 48  # round about such a word
-LOG_FILE: Final = "history.db"  # may refuse: a file of a newer program, or none of ours, is left as it is
-UNREAD: Final = (".lock", "-shm")  # rebuilt from the others: no promise rests on their content
+AIMED_BYTES: Final = 48  # around such a word
+LOG_FILE: Final = "history.db"  # it may refuse to start: a file of a newer or foreign program stays unchanged
+UNREAD: Final = (".lock", "-shm")  # rebuilt from the others, so their content does not matter
 
 CONFIG: Final = """
 [streamer]
@@ -91,23 +91,23 @@ Content = tuple[bytes, bytes, bytes]  # id, source, payload
 
 @dataclass
 class Base:
-    """What was true before the damage."""
+    """The state before the damage."""
 
     folder: Path
     incarnation: bytes
     records: dict[int, Content]  # by seq
-    waiting: set[int]  # seqs that the cloud has not had
-    only: str = ""  # damaged are files whose name begins with this
+    waiting: set[int]  # seqs that the cloud has not received
+    only: str = ""  # only files whose name begins with this are damaged
 
     @property
     def first(self) -> int:
-        """What the reader has had before the damage."""
+        """The records that the reader had before the damage."""
         return min(self.records)
 
 
 @dataclass
 class Seen:
-    """What a start on damaged files shows."""
+    """The result of a start with damaged files."""
 
     delivered: list[Content] = field(default_factory=list)
     polled: dict[int, Content] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Seen:
     letters: set[bytes] = field(default_factory=set)
     peer_gaps: int = 0
     same_log: bool = True
-    refused: str = ""  # it did not start, and said why
+    refused: str = ""  # the reason why it did not start
 
 
 def _content(message: UMessage) -> Content:
@@ -139,7 +139,7 @@ class Hearer:
 
 @dataclass
 class Stage:
-    """A streamer between two networks in this process, and who stands there."""
+    """A streamer between two networks in this process, and the clients on them."""
 
     streamer: Streamer
     vehicle: LocalTransport
@@ -163,7 +163,7 @@ def _config(data_dir: Path) -> tuple[Config, dict[str, LocalNetwork]]:
 
 @asynccontextmanager
 async def _running(data_dir: Path) -> AsyncIterator[Stage]:
-    """Raises UStatusError if it refuses to start, TimeoutError if it is not ready in time, and whatever breaks it."""
+    """Raises UStatusError if it refuses to start, TimeoutError if it is not ready in time, or another error."""
     config, networks = _config(data_dir)
     async with AsyncExitStack() as stack:
         vehicle = LocalTransport.on(networks["vehicle"], LocalUriProvider("vehicle1", 0x8001, 1))
@@ -190,7 +190,7 @@ async def _running(data_dir: Path) -> AsyncIterator[Stage]:
 
 
 async def _settled(stage: Stage, has_come: Callable[[], bool]) -> None:
-    """Until what is waited for has come and nothing follows; what is lost is waited for in vain."""
+    """Wait until the expected messages have arrived and no more follow; lost ones run into the limit."""
     deadline, quiet = time.monotonic() + SETTLE_S_MAX, time.monotonic()
     heard = -1
     while time.monotonic() < deadline and (not has_come() or time.monotonic() - quiet < QUIET_S):
@@ -200,8 +200,8 @@ async def _settled(stage: Stage, has_come: Callable[[], bool]) -> None:
 
 
 async def _read_history(stage: Stage, incarnation: bytes, had: int, seen: Seen) -> None:
-    """As somebody who knows the log `incarnation` and has read it up to `had`; without an incarnation, as somebody
-    new."""
+    """Read as a reader of the log `incarnation` up to `had`; without an incarnation, as a new
+    reader."""
     local = LocalUriProvider("vehicle1", 0x9201, 1)
     node = LocalTransport.on(stage.vehicle.network, local)
     async with node, InMemoryRpcClient(node, local) as rpc:
@@ -255,7 +255,7 @@ async def make_base(folder: Path) -> tuple[Base, Base]:
 
 
 async def observe(base: Base, data_dir: Path) -> Seen:
-    """Start on `data_dir`, publish one more message on each topic, and see what comes. Raises what it breaks with, but
+    """Start on `data_dir`, publish one more message on each topic, and collect the results. Raises any error except
     UStatusError."""
     seen = Seen()
     try:
@@ -263,7 +263,7 @@ async def observe(base: Base, data_dir: Path) -> Seen:
             await stage.vehicle.send_batch([_publication(topic, AFTER.decode()) for topic in TOPICS])
             await _settled(stage, lambda: sum(content[2] == AFTER for content in stage.hearer.heard) >= len(TOPICS))
             seen.delivered = list(stage.hearer.heard)
-            with contextlib.suppress(UStatusError):  # then it shows nothing, and is judged by that
+            with contextlib.suppress(UStatusError):  # then it has no results, and is judged by that
                 await _read_history(stage, base.incarnation, base.first, seen)
             streamer = stage.streamer
             seen.problems = [problem for problem in streamer.problems() if TELLING.search(problem)]
@@ -280,7 +280,7 @@ async def observe(base: Base, data_dir: Path) -> Seen:
 
 
 def judge(base: Base, seen: Seen) -> list[str]:
-    """What happened without a word, or wrongly; empty: all is well or told."""
+    """Unreported or wrong results; empty: everything arrived or was reported."""
     if seen.refused:
         return []
     faults: list[str] = []
@@ -295,8 +295,8 @@ def judge(base: Base, seen: Seen) -> list[str]:
     reused = [seq for seq, content in seen.polled.items() if seq in base.records and content[0] != base.records[seq][0]]
     if reused and seen.same_log:
         faults.append(f"{len(reused)} seqs name other records than before, the first {min(reused)}")
-    told = _told_by_poll(seen)
-    silent = [seq for seq in base.records if seq != base.first and seq not in seen.polled and not told(seq)]
+    is_reported = _reported_by_poll(seen)
+    silent = [seq for seq in base.records if seq != base.first and seq not in seen.polled and not is_reported(seq)]
     if silent:
         faults.append(f"{len(silent)} records can't be read and no gap says so, the first {min(silent)}")
     had = {content[0] for content in seen.delivered}
@@ -315,7 +315,7 @@ def judge(base: Base, seen: Seen) -> list[str]:
     return faults
 
 
-def _told_by_poll(seen: Seen) -> Callable[[int], bool]:
+def _reported_by_poll(seen: Seen) -> Callable[[int], bool]:
     whole = any(gap.reason == Gap.REASON_INCARNATION for gap in seen.gaps)
     ranges = [(gap.after_seq, gap.before_seq) for gap in seen.gaps if gap.reason != Gap.REASON_INCARNATION]
     return lambda seq: whole or any(after < seq and (seq < before or not before) for after, before in ranges)
@@ -352,7 +352,7 @@ def _flipped(base: int, file: str, at: int, bit: int) -> Damage:
 
 
 def _files(bases: list[Base]) -> list[tuple[int, str, Path]]:
-    """(base, name, path) of every file whose content something rests on."""
+    """(base, name, path) of every file whose content matters."""
     return [
         (number, path.relative_to(base.folder).as_posix(), path)
         for number, base in enumerate(bases)
@@ -362,7 +362,7 @@ def _files(bases: list[Base]) -> list[tuple[int, str, Path]]:
 
 
 def tears(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
-    """Small files at every byte, great ones at some sixty places and then at random bytes; for ever, in a random
+    """Small files are cut at every byte, large ones at some sixty offsets and then at random ones; endless, in random
     order."""
     files = _files(bases)
     first: list[Damage] = []
@@ -377,7 +377,7 @@ def tears(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
 
 
 def flips(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
-    """Anywhere in any file, and by turns near what matters: cursors, counters, addresses. For ever."""
+    """Bits anywhere in any file, and alternately near important words: cursors, counters, addresses. Without end."""
     files = _files(bases)
     aims = {
         path: [match.start() for word in AIMED for match in re.finditer(re.escape(word), path.read_bytes())]
@@ -407,9 +407,9 @@ async def _case(base: Base, damage: Damage, folder: Path, verdict: Verdict) -> N
     faults = judge(base, seen)
     if seen.refused:
         verdict.faults["refused to start"] = verdict.faults.get("refused to start", 0) + 1
-        # one part that is damaged must not stop the rest
-        told = verdict.notes if damage.file.startswith(LOG_FILE) else verdict.problems
-        told.append(f"{where}: refused to start: {seen.refused[:160]}")
+        # one damaged part must not stop the others
+        destination = verdict.notes if damage.file.startswith(LOG_FILE) else verdict.problems
+        destination.append(f"{where}: refused to start: {seen.refused[:160]}")
     elif seen.gaps or seen.problems or seen.peer_gaps or not seen.same_log:
         verdict.told += 1
     if faults:
@@ -418,13 +418,13 @@ async def _case(base: Base, damage: Damage, folder: Path, verdict: Verdict) -> N
 
 
 async def campaign(kind: str, seed: int, seconds: float, folder: Path, only: str = "") -> Verdict:
-    """As many damages as `seconds` allow, of files whose name begins with `only`."""
+    """Try as many damages as `seconds` allow, on files whose name begins with `only`."""
     structlog.configure(processors=[_silence], cache_logger_on_first_use=False)
     rng, verdict = random.Random(f"{seed}/{kind}"), Verdict()
     bases = list(await make_base(folder))
     for base in bases:
         base.only = only
-    for base in bases:  # without damage nothing may be said
+    for base in bases:  # without damage nothing may be reported
         shutil.copytree(base.folder, folder / "whole", dirs_exist_ok=True)
         faults = judge(base, await observe(base, folder / "whole"))
         shutil.rmtree(folder / "whole")

@@ -1,4 +1,4 @@
-"""The end of a campaign: wait for what is owed, hear what was told, and judge.
+"""The end of a campaign: wait for owed messages, collect reports, and judge.
 
 all run, all ready -> hush -> PUBACKs -> Poll at the end -> drain -> reader, dead letters, metrics -> ledger.judge
 """
@@ -28,24 +28,24 @@ from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.ids import is_frontiers
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier
 
-READY_S: Final = 90.0  # after the last fault, for each thing that has to come back
-QUIET_S: Final = 8.0  # without an arrival, backlog or problem: what has not come by then doesn't come
-STUCK_S: Final = 45.0  # without an arrival though there is a backlog or a problem: it is stuck
-RETRY_S: Final = 75.0  # the same, while something is held that a broker has refused: it is tried once a minute
-REFUSED_MIN: Final = 3  # wrong rules, of which one at least must have had something held
+READY_S: Final = 90.0  # after the last fault, for each recovery
+QUIET_S: Final = 8.0  # without an arrival, backlog or problem; later nothing more arrives
+STUCK_S: Final = 45.0  # without an arrival despite a backlog or a problem: it is stuck
+RETRY_S: Final = 75.0  # the same, while records are held because a broker refused them: they are tried once a minute
+REFUSED_MIN: Final = 3  # wrong rules, of which at least one must have held something
 EPOCHS_MIN: Final = 20  # seen whole
 LETTERS_MAX: Final = 10_000  # all that a gateway keeps
 
 
 def finish(world: World) -> Verdict:
-    """After the last fault is healed."""
+    """Wait for recovery after the last fault is healed."""
     for process in world.processes:
         process.restart_if_ended()
     for process in world.processes:
         process.wait_ready()
     world.await_links(READY_S)
     _await(world, "everything ready", lambda: not _problems(world), lambda: str(_problems(world)))
-    if world.plan.follows:  # senders send until it has, so that something is judged
+    if world.plan.follows:  # senders continue until it has, so that there is something to judge
         hub = world.gateways[-1]
         _await(world, f"anything that {hub.name} has followed", lambda: any(_followed(hub).values()), lambda: "nothing")
     world.hush()
@@ -74,7 +74,7 @@ def finish(world: World) -> Verdict:
 
 
 def _await(world: World, what: str, condition: Callable[[], bool], why: Callable[[], str]) -> None:
-    """Told as a problem if it does not come."""
+    """A time-out is reported as a problem."""
     deadline = time.monotonic() + READY_S
     while not condition():
         world.note_ends()
@@ -95,7 +95,7 @@ def _unacked(world: World) -> int:
 
 
 def _await_history(world: World) -> None:
-    """Poll has shown what there is now."""
+    """Wait until Poll has shown all present records."""
     now = time.monotonic()
     for poller in world.pollers:
         _await(
@@ -107,7 +107,7 @@ def _await_history(world: World) -> None:
 
 
 def _drain(world: World) -> None:
-    """Until everything that is owed has come, or nothing comes any more."""
+    """Wait until all owed messages have arrived, or no more arrive."""
     arrivals, since = -1, time.monotonic()
     while world.ledger.missing():
         if world.ledger.arrivals != arrivals:
@@ -122,7 +122,7 @@ def _drain(world: World) -> None:
 
 
 def _check_reader(world: World) -> None:
-    """Each record that Poll has shown has reached the reader's file."""
+    """Check that each record that Poll has shown is in the reader's file."""
     if world.reader is None:
         return
     path = world.folder / "reader.out"
@@ -146,14 +146,14 @@ def _check_reader(world: World) -> None:
 
 
 def _check_epochs(world: World) -> None:
-    """What the vehicle's log holds of an epoch is the truth: the reader has all of it, or is told that it has not."""
+    """The vehicle's log has the content of each epoch: the reader must have all of it, or a report of a loss."""
     path, verdict = world.folder / "reader.out", world.verdict
     truth, ended = _epochs_of(world.gateways[0].data_dir / "history.db")
     size, since = -1, time.monotonic()
     while True:
         lines = path.read_text(errors="replace").splitlines()
         seen = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        seen = [one for one in seen if one["time"] is not None]  # else it came while nothing was followed yet
+        seen = [one for one in seen if one["time"] is not None]  # else it came before anything was followed
         times = {one["time"] for one in seen}
         owed = {one for one in ended if times and one > min(times)} - times
         if len(lines) != size:
@@ -178,7 +178,7 @@ def _check_epochs(world: World) -> None:
 
 
 def _epochs_of(path: Path) -> tuple[dict[int, set[str]], set[int]]:
-    """Ids of the records that the reader asks for, by epoch; and which have ended."""
+    """Ids of the reader's records in the log, by epoch; and the epochs that have ended."""
     topics = {str(topic) for topic in UP}
     truth: dict[int, set[str]] = {}
     ended: set[int] = set()
@@ -191,13 +191,13 @@ def _epochs_of(path: Path) -> tuple[dict[int, set[str]], set[int]]:
                 if epoch is not None and uris.format(attributes.source) in topics:
                     truth.setdefault(epoch.time[0], set()).add(uuids.to_bytes(attributes.id).hex())
                 elif is_frontiers(attributes.source):
-                    told = Frontier.FromString(message.payload).groups
-                    ended |= {one.time.numbers[0] for group in told for one in group.ended}
+                    groups = Frontier.FromString(message.payload).groups
+                    ended |= {one.time.numbers[0] for group in groups for one in group.ended}
     return truth, ended & truth.keys()
 
 
 def _check_refused(world: World) -> None:
-    """Refused messages were held, and none became a dead letter or a gap: the rules were wrong for seconds only."""
+    """Refused messages were held, and none became a dead letter or a gap: the rules were wrong only for seconds."""
     verdict = world.verdict
     refused = sum(count for name, count in world.tally.items() if name.startswith("refuse "))
     if refused >= REFUSED_MIN and not world.held_max:
@@ -216,13 +216,13 @@ def _is_of(authority: str, flow: str) -> bool:
 
 
 def _check_followed(world: World) -> None:
-    """What is followed: in the log of who follows, exactly once and in order; heard behind it, once but for those
-    copies that a kill makes between a delivery and its note. Nothing is told as lost: nothing was."""
+    """Followed messages are in the follower's log exactly once and in order, and arrive behind it once, except for
+    copies caused by a kill between a delivery and its cursor. No loss may be reported, since nothing was lost."""
     verdict, ledger, is_followed = world.verdict, world.ledger, world.plan.is_followed
     hub = world.gateways[-1]
     for side, gateway in ((VEHICLE, hub), (CLOUD, world.gateways[0])):
         ledger.judge_copies(lambda flow, side=side: is_followed(flow) and _is_of(side, flow), gateway.deaths)  # type: ignore[misc]
-    lost = {entry.id for entry in ledger.missing()}  # counted as such anyway
+    lost = {entry.id for entry in ledger.missing()}  # counted as lost anyway
     unlogged = [entry for entry in ledger.unlogged(is_followed) if _is_of(VEHICLE, entry.flow)]
     missing = [entry for entry in unlogged if entry.id not in lost]
     if missing:
@@ -234,7 +234,7 @@ def _check_followed(world: World) -> None:
 
 
 def _followed(gateway: Gateway) -> dict[str, int]:
-    """Records since its start, by what became of them."""
+    """Records since its start, by result."""
     return {
         name.partition('what="')[2][:-2]: int(value)
         for name, value in gateway.metrics().items()
@@ -243,7 +243,7 @@ def _followed(gateway: Gateway) -> dict[str, int]:
 
 
 def _read_letters(world: World, data_dir: str) -> None:
-    """What became a dead letter is told; read by the command line, as a person would."""
+    """Dead letters are reported losses; read by the command line, as a person would."""
     command = [
         sys.executable,
         "-m",
@@ -266,12 +266,14 @@ def _read_letters(world: World, data_dir: str) -> None:
 
 
 def _note(world: World) -> None:
-    """What a person should know, though nothing is lost."""
+    """Notes for a person, though nothing is lost."""
     notes = world.verdict.notes
     for poller in world.pollers:
         if poller.gaps:
             notes.append(f"Poll told {len(poller.gaps)} gaps: {poller.gaps[:5]}")
-    notes += [f"/readyz of {gateway.name} told: {told}" for gateway in world.gateways for told in sorted(gateway.told)]
+    notes += [
+        f"/readyz of {gateway.name} reported: {one}" for gateway in world.gateways for one in sorted(gateway.reported)
+    ]
     for process in world.processes:
         notes += process.notes
         if tracebacks := process.log.read_text(errors="replace").count("Traceback (most recent call last)"):

@@ -1,7 +1,7 @@
-"""What is done to a world. Each fault happens, lasts a random while, and is healed when its function returns.
+"""The faults of a world. Each function causes a fault, waits a random time, and heals it before it returns.
 
-A gateway may be left starting: the next fault then meets it before it is ready. `world.gateway` is the one whose turn
-it is.
+A gateway may be left starting, so that the next fault meets it before it is ready. `world.gateway` is the one that is
+affected.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from campaigns.chaos.plan import Refusal, access_rules
 from campaigns.chaos.processes import Process
 from campaigns.chaos.world import World
 
-# with 7 days of retention none of these alone ages a record
+# with 7 days of retention none of these alone deletes a record by age
 LEAPS_S: Final = (-30 * 86_400, -86_400, -3_600, -30, 30, 3_600, 86_400)
-BACK_S_MAX: Final = 60.0  # for gateways to find a broker that is back
+BACK_S_MAX: Final = 60.0  # for gateways to find a broker after its restart
 BURST: Final = (5, 20)  # cuts in a row
-# a wrong access rule lasts: else what is under way behind a refused message is taken, and overtakes it
+# a wrong access rule lasts this long: otherwise messages in flight behind a refused one are accepted, and overtake it
 WRONG_S_MIN: Final = 0.3
 SOME: Final = 0.6  # of the wrong access rules concern some topics, the others all
 WHILE_REFUSED: Final = (
     *("kill_gateway", "kill_gateway", "kill_gateway_early", "stop_gateway", "kill_all"),
     *("net_cut", "net_cut", "kill", "stop", "another rule", "right for a moment"),
 )
-PASS_S_MAX: Final = 3.0  # for something to come behind a link that was mended
+PASS_S_MAX: Final = 3.0  # for a message to pass a healed link
 ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EROFS)
 
 
@@ -45,7 +45,7 @@ def _maybe_ready(world: World, process: Process, chance: float = 0.6) -> None:
 
 
 def _again(world: World, process: Process) -> None:
-    """Down for a moment, then up, perhaps not yet ready."""
+    """Down for a moment, then up, perhaps before it is ready."""
     _sleep(world, 0, 0.8)
     process.start()
     _maybe_ready(world, process)
@@ -57,7 +57,7 @@ def kill_gateway(world: World) -> None:
 
 
 def kill_gateway_early(world: World) -> None:
-    """Several times before it is ready."""
+    """Killed several times before it is ready."""
     gateway, rng = world.gateway, world.rng
     gateway.kill()
     for _ in range(rng.randint(1, 3)):
@@ -73,7 +73,7 @@ def stop_gateway(world: World) -> None:
 
 
 def pause_gateway(world: World) -> None:
-    """For a while; sometimes it never wakes."""
+    """Paused for a while; sometimes killed while paused."""
     world.gateway.pause()
     _sleep(world, 0.2, 3)
     if world.rng.random() < 0.3:
@@ -110,7 +110,7 @@ def kill_reader(world: World) -> None:
 
 
 def kill_all(world: World) -> None:
-    """Everything of ours at once, as when the power goes."""
+    """All processes of ours at once, as in a power cut."""
     parts = (*world.gateways, world.service, world.reader, world.publisher)
     ours = [one for one in parts if one is not None]
     for process in ours:
@@ -130,7 +130,7 @@ def _side(world: World) -> str:
 
 
 def _late_at(world: World, side: str) -> set[str]:
-    """Flows of that side which were subscribed to after the world was built, and which its broker knows by now: a
+    """Flows of that side which were subscribed to after the world was built, and which the broker knows already: a
     gateway waits for one that is away only a moment before it answers a Subscribe, and a publisher may be connected to
     it again before the gateway is."""
     if world.plan.service is None or not world.await_gateways(BACK_S_MAX):
@@ -139,7 +139,7 @@ def _late_at(world: World, side: str) -> set[str]:
 
 
 def broker_stop(world: World) -> None:
-    """It keeps what it has acknowledged."""
+    """A stop: it keeps acknowledged messages."""
     side = _side(world)
     _stop_broker(world, side)
     world.ledger.not_known_yet(_late_at(world, side))
@@ -163,7 +163,7 @@ def broker_pause(world: World) -> None:
     _sleep(world, 0.2, 4)
     hung = world.rng.random() < 0.3
     if hung:
-        world.gateway.stop()  # nobody answers its goodbyes
+        world.gateway.stop()  # so that it cannot disconnect cleanly
     broker.resume()
     if hung:
         _again(world, world.gateway)
@@ -171,13 +171,13 @@ def broker_pause(world: World) -> None:
 
 
 def broker_kill(world: World) -> None:
-    """It forgets what it has acknowledged and not passed on, and subscriptions since it last wrote to its disk.
+    """A kill: it loses acknowledged messages that it has not sent, and subscriptions since its last save.
 
-    A plain client loses what that costs, too, so it does not count.
+    A plain client loses these, too, so they do not count.
     """
     side = _side(world)
     _kill_broker(world, side)
-    _learns_anew(world, side)
+    _resubscribes(world, side)
     _sleep(world, 0, 2)
 
 
@@ -188,9 +188,9 @@ def _kill_broker(world: World, side: str, refusal: Refusal | None = None) -> Non
     broker = world.brokers[side]
     broker.kill()
     for link in world.links_of(side):
-        link.lost.wait(10)  # what was under way in its connection has been read by then
+        link.lost.wait(10)  # by then the gateway has read the packets in its connection
     sent_there = {flow.name for flow in world.flows if flow.side == side}
-    world.ledger.exclude(lambda flow: flow in sent_there, acked_only=True)  # the rest is sent to it again
+    world.ledger.exclude(lambda flow: flow in sent_there, acked_only=True)  # others are sent to it again
     world.ledger.exclude(lambda flow: flow not in sent_there, acked_only=False, but_for=never_had)
     _sleep(world, 0, 2)
     if world.rng.random() < 0.3:
@@ -200,15 +200,15 @@ def _kill_broker(world: World, side: str, refusal: Refusal | None = None) -> Non
     broker.wait_ready()
 
 
-def _learns_anew(world: World, side: str) -> None:
-    """A broker that was killed did not know for a while what the gateway wants."""
+def _resubscribes(world: World, side: str) -> None:
+    """After its kill a broker did not know for a while what the gateway wants."""
     late = _late_at(world, side)
     world.ledger.exclude(lambda flow: flow in late, acked_only=False)
 
 
 def broker_refuse(world: World) -> None:
-    """A wrong access rule: for a while it does not let the gateways publish to some topics, or to any. Meanwhile the
-    gateways and it are killed and stopped, links are cut, and another wrong rule may come."""
+    """A wrong access rule: for a while the gateways may not publish to some topics, or to any. Meanwhile the
+    gateways and the broker are killed and stopped, links are cut, and another wrong rule may come."""
     side, rng = _side(world), world.rng
     refusal, killed, stopped = _refuse(world, side), False, False
     _sleep(world, WRONG_S_MIN, 3)
@@ -222,7 +222,7 @@ def broker_refuse(world: World) -> None:
             stopped = True
         elif what == "another rule":
             refusal = _refuse(world, side)
-        elif what == "right for a moment":  # wrong again while what was held is read back
+        elif what == "right for a moment":  # wrong again while held records are read back
             world.brokers[side].change_access(access_rules(()))
             _sleep(world, 0, 2.5)
             refusal = _refuse(world, side)
@@ -235,7 +235,7 @@ def broker_refuse(world: World) -> None:
     world.log(f"  the right rule, {held} records are held")
     world.brokers[side].change_access(access_rules(()))
     if killed:
-        _learns_anew(world, side)
+        _resubscribes(world, side)
     elif stopped:
         world.ledger.not_known_yet(_late_at(world, side))
 
@@ -278,7 +278,7 @@ def net_half_close(world: World) -> None:
 
 
 def net_burst(world: World) -> None:
-    """Cut as soon as something has passed again, some times in a row."""
+    """Cut as soon as a message has passed, several times in a row."""
     for _ in range(world.rng.randint(*BURST)):
         side = world.rng.choice(sorted(world.proxies))
         before, deadline = world.ledger.arrivals, time.monotonic() + PASS_S_MAX
@@ -320,7 +320,7 @@ def pause_publisher(world: World) -> None:
 
 
 def disk_full(world: World) -> None:
-    """Not a byte is left, for a while; sometimes it starts, or is killed, on the full disk."""
+    """The disk is full for a while; sometimes the gateway starts, or is killed, on it."""
     filler = world.data_dir / "filler"
     world.tally["disk full"] += 1
     try:
@@ -343,8 +343,8 @@ def disk_full(world: World) -> None:
 
 
 def disk_reader(world: World) -> None:
-    """Somebody reads the log's file without end, so that its write-ahead log can't be emptied, for a while."""
-    with contextlib.suppress(sqlite3.Error):  # it is being made, or the disk has no room for one who reads
+    """A reader of the log's file keeps its write-ahead log from being emptied for a while."""
+    with contextlib.suppress(sqlite3.Error):  # it is being created, or the disk has no space for a reader
         path = world.data_dir / "history.db"
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as reader:
             reader.execute("BEGIN")
@@ -354,7 +354,7 @@ def disk_reader(world: World) -> None:
 
 
 def disk_read_only(world: World) -> None:
-    """It starts on a disk that can't be written; then it can."""
+    """It starts on a disk that cannot be written, and later can."""
     world.gateway.kill()
     if machine.remount(world.data_dir, read_only=True):
         world.tally["disk read-only"] += 1
@@ -366,7 +366,7 @@ def disk_read_only(world: World) -> None:
 
 
 def io_error(world: World) -> None:
-    """From the n-th write on, or only that one."""
+    """All writes from the n-th on fail, or only that one."""
     assert world.io is not None
     rng = world.rng
     world.io.arm(rng.choice(ERRORS), skip=rng.randint(0, 60), times=rng.choice((1, 3, -1)))
@@ -382,7 +382,7 @@ def io_error(world: World) -> None:
 
 
 def io_die(world: World) -> None:
-    """Killed in the middle of a write: half of it is there."""
+    """Killed in the middle of a write: half of it is on disk."""
     assert world.io is not None
     for _ in range(world.rng.randint(1, 3)):
         world.io.arm(machine.DIE, skip=world.rng.choice((0, 1, 2, 3, 5, 8, 13, 30, 80)), times=1)
@@ -390,7 +390,7 @@ def io_die(world: World) -> None:
         while world.gateway.running and time.monotonic() < deadline:
             time.sleep(0.02)
         world.io.disarm()
-        time.sleep(0.1)  # one that met it just now has died by then
+        time.sleep(0.1)  # a process that has met it is dead by then
         world.gateway.restart_if_ended()
     _maybe_ready(world, world.gateway)
 
@@ -441,7 +441,7 @@ FAULTS: Final[dict[str, Callable[[World], None]]] = {
 
 
 def heal(world: World) -> None:
-    """Whatever was on when the time ran out."""
+    """End all faults that lasted when the time ran out."""
     for proxy in world.proxies.values():
         proxy.mend()
     if world.io is not None:

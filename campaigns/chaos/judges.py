@@ -1,4 +1,4 @@
-"""The raw clients: plain paho-mqtt and plain eclipse-zenoh, and messages that wire.py writes by hand. None of our code.
+"""The raw clients: plain paho-mqtt and plain eclipse-zenoh, and messages encoded by wire.py. No code of the product.
 
 Sender  -> ledger.sent ... PUBACK -> ledger.acked          Hearer -> ledger.arrived          Caller: request -> response
 """
@@ -39,10 +39,10 @@ from campaigns.chaos.wire import (
     parse,
 )
 
-UNACKED_MAX: Final = 400  # beyond it a sender waits: a broker that is away must not be flooded when it comes back
+UNACKED_MAX: Final = 400  # beyond it a sender waits, so that a broker is not flooded after its restart
 SESSION_S: Final = 86_400
 RECONNECT_S: Final = 0.2
-NO_SUBSCRIBER: Final = 0x10  # PUBACK: taken, and nobody was there to get it
+NO_SUBSCRIBER: Final = 0x10  # PUBACK: accepted, without a subscriber
 FAILURE: Final = 0x80  # and all above it
 
 REASONS: Final = {1: "retention", 2: "incarnation", 3: "corruption"}
@@ -51,25 +51,25 @@ Heard = Callable[[Message], None]
 
 
 def flow_of(message: Message) -> str:
-    """The name of (source, sink); a streamer's sink of a publish is none."""
+    """The name of (source, sink); a publish has no sink."""
     if message.sink is None or message.sink.is_any:
         return str(message.source)
     return f"{message.source} > {message.sink}"
 
 
 class MqttLink:
-    """One paho client with a persistent session, which connects again for ever."""
+    """One paho client with a persistent session, which always reconnects."""
 
     def __init__(self, port: int, name: str, *, filters: tuple[str, ...] = (), heard: Heard | None = None) -> None:
         self.name, self._filters, self._heard = name, filters, heard
         self.connected, self.subscribed, self.lost = threading.Event(), threading.Event(), threading.Event()
         self.losses = 0  # connections that have ended
         self._waiting: dict[int, Callable[[int], None]] = {}
-        self._early: dict[int, int] = {}  # PUBACKs that came before `publish` had returned
+        self._early: dict[int, int] = {}  # PUBACKs that came before `publish` returned
         self._lock = threading.Lock()
         self.unheard = 0  # acknowledged, though nobody was subscribed
         made = paho.Client(CallbackAPIVersion.VERSION2, client_id=name, protocol=paho.MQTTv5)
-        # never reached: paho sends in the order in which it was asked to
+        # never reached: paho sends in the order of calls
         made.max_inflight_messages_set(2 * UNACKED_MAX)
         made.max_queued_messages_set(0)
         made.reconnect_delay_set(RECONNECT_S, RECONNECT_S)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ class MqttLink:
     def _on_publish(self, _: Any, __: Any, mid: int, reason: Any, ___: Any) -> None:
         if reason.value == NO_SUBSCRIBER:
             self.unheard += 1
-        with self._lock:  # never held while paho is called: paho calls us with locks of its own
+        with self._lock:  # not held while paho is called, since paho calls back with locks of its own
             done = self._waiting.pop(mid, None)
             if done is None:
                 self._early[mid] = reason.value
@@ -136,7 +136,7 @@ class MqttLink:
 
 
 class ZenohLink:
-    """One Zenoh session in client mode; Zenoh itself connects again."""
+    """One Zenoh session in client mode; Zenoh reconnects by itself."""
 
     def __init__(self, port: int, keys: tuple[str, ...] = (), heard: Heard | None = None) -> None:
         config = zenoh.Config()
@@ -176,7 +176,7 @@ class ZenohLink:
 
 
 class Sender(ABC):
-    """Sends numbered messages of some flows and tells the ledger."""
+    """Sends numbered messages of some flows, and reports them to the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -242,27 +242,29 @@ class ZenohSender(Sender):
 
 
 class PublisherSender(Sender):
-    """Has a process of ours publish (campaigns/chaos/publishing.py), which answers when `publish` has returned. What
-    it had not
-    answered when it was killed was not promised."""
+    """Lets a process of ours publish (campaigns/chaos/publishing.py), which answers when `publish` has returned. A
+    message that was not
+    answered before a kill is not owed."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
         self._link: socket.socket | None = None
-        self._asked: dict[bytes, bytes] = {}  # of this link: what it was asked to publish, by the message's name
+        self._asked: dict[
+            bytes, bytes
+        ] = {}  # by name of the message: messages that this connection was asked to publish
         threading.Thread(target=self._serve, daemon=True).start()
 
     def publish(self, source: Uri, sink: Uri | None, payload: bytes) -> None:
         message = Message(new_id(), PUBLISH, source, sink, payload)
-        named = message.id + payload  # the publisher gives it another id
+        named = message.id + payload  # the publisher assigns another id
         self._ledger.sent(message.id, flow_of(message), named)
         self._asked[message.id] = named
         self.send(Message(message.id, PUBLISH, source, sink, named))
 
     def send(self, message: Message) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # it was killed just now
+        with contextlib.suppress(OSError, AttributeError):  # it was just killed
             self._link.sendall(f"{message.source.resource:X} {message.payload.hex()}\n".encode())  # type: ignore[union-attr]
 
     def _serve(self) -> None:
@@ -292,7 +294,7 @@ class PublisherSender(Sender):
 
 
 def name_in(payload: bytes) -> bytes:
-    """What a PublisherSender calls the message that has this payload."""
+    """The name of a message with this payload for a PublisherSender."""
     return payload[:16]
 
 
@@ -312,7 +314,7 @@ class Caller:
 
     def call(self, method: Uri, payload: bytes, timeout_s: float) -> Message | None:
         with self._arrived:
-            self._answers.clear()  # those that came too late
+            self._answers.clear()  # late answers
         request = Message(
             new_id(), REQUEST, self.me, method, payload, ttl_ms=int(timeout_s * 1000), format=FORMAT_PROTOBUF
         )
@@ -354,7 +356,7 @@ def subscribe(caller: Caller, service: str, topic: Uri, timeout_s: float = 3.0) 
 
 
 class Poller(threading.Thread):
-    """Reads the history at `authority` from its beginning for ever, over a Caller, and tells the ledger what it
+    """Reads the history at `authority` from its beginning without end, over a Caller, and reports to the ledger what it
     shows."""
 
     def __init__(
@@ -367,15 +369,15 @@ class Poller(threading.Thread):
         followed: Callable[[str], bool] = lambda _: False,
         key: Callable[[Message], bytes] = lambda message: message.id,
     ) -> None:
-        """`pulled`: flows that may arrive this way. `followed`: those which that history follows. `key`: what a message
-        is called in the ledger."""
+        """`pulled`: flows that may arrive this way. `followed`: flows that this history follows. `key`: the name of a
+        message in the ledger."""
         super().__init__(daemon=True)
         self._followed, self._key = followed, key
         self._ledger, self._caller, self._method, self._pulled = ledger, caller, Uri(authority, 4, 1, 2), pulled
         self._positions: list[bytes] = []
         self._newest: dict[bytes, int] = {}
         self._ended = False
-        self.caught_up_at = 0.0  # time.monotonic() of an answer that had no more
+        self.caught_up_at = 0.0  # time.monotonic() of an answer without more records
         self.gaps: list[str] = []
         self.polls = self.failed = 0
 
@@ -384,7 +386,7 @@ class Poller(threading.Thread):
             self.poll_once()
 
     def poll_once(self, timeout_s: float = 2.0) -> bool:
-        """True if everything that there is has been shown."""
+        """True if all present records have been shown."""
         request = b"".join(field(2, one) for one in self._positions) + field(11, 500)
         asked_at = time.monotonic()
         answer = self._caller.call(self._method, request, timeout_s)

@@ -1,8 +1,8 @@
-"""What was promised and what came: every message by its id, judged at the end.
+"""Every message by its id, sent and arrived; judged at the end.
 
-sent -> acked (by a party that outlived the fault) or shown (by Poll) -> owed -> delivered, told, or lost
-                                     '-- excluded: a broker that was killed has forgotten it, too; or nobody had
-                                                   told the broker yet that it is wanted
+sent -> acked (by a party that outlived the fault) or shown (by Poll) -> owed -> delivered, reported, or lost
+                                     '-- excluded: a killed broker has lost it; or the
+                                                   broker did not know yet that it is wanted
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Entry:
     acked_at: float = 0.0  # 0: never
     shown_at: float = 0.0  # in the history, by Poll
     arrived_at: float = 0.0
-    heard_at: float = 0.0  # by the one who is pushed to
+    heard_at: float = 0.0  # by the hearer that gets pushes
     copies: int = 0
-    unheard: bool = False  # acknowledged, though nobody was subscribed
+    unheard: bool = False  # acknowledged without a subscriber
     excluded: bool = False
     told: bool = False
 
@@ -53,14 +53,14 @@ class Verdict:
     told: int = 0
     excluded: int = 0
     wrong: int = 0  # never sent, or with another payload or source than sent
-    untold: int = 0  # damage that nobody was told of
-    doubled: int = 0  # of what is followed: twice in the log of who follows, or heard twice though that one lived
+    untold: int = 0  # damage that was not reported
+    doubled: int = 0  # a followed message: twice in the follower's log, or twice at the hearer without a kill
     skipped: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     examples: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what a person should know, though nothing was lost
-    # what failed beside messages: a process that ended by itself, never ready
+    notes: list[str] = field(default_factory=list)  # for a person, though nothing was lost
+    # failures beside messages: a process that ended by itself, or was never ready
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -69,7 +69,7 @@ class Verdict:
 
 
 class Ledger:
-    """Used by many threads."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,16 +81,18 @@ class Ledger:
         self._reordered: set[bytes] = set()
         self._examples: dict[str, list[str]] = {}
         self._wrong = 0
-        self._logged: set[bytes] = set()  # by who follows
+        self._logged: set[bytes] = set()  # by the follower
         self._doubled: set[bytes] = set()
-        self._copies: list[tuple[Entry, float, float]] = []  # of what is followed: when it was heard, and when again
-        self._settled = 0  # entries from before it counted
-        self._unknown_until: dict[str, float] = {}  # flows of which their broker may not have known until then
+        self._copies: list[
+            tuple[Entry, float, float]
+        ] = []  # of followed messages: times of the first arrival and of a repeated one
+        self._settled = 0  # entries from before the count began
+        self._unknown_until: dict[str, float] = {}  # by flow: until then the broker may not have known its subscription
         self.arrivals = 0
-        self.gap_records = 0  # told as gaps: so many are gone
+        self.gap_records = 0  # reported in gaps
 
     def begin(self) -> None:
-        """What counts begins now: forget what was sent to see that everything works."""
+        """Start counting: forget the messages that were sent to see that everything works."""
         with self._lock:
             for entry in self._entries.values():
                 entry.excluded = True
@@ -100,7 +102,7 @@ class Ledger:
             self._examples.clear()
 
     def silent_flows(self) -> list[str]:
-        """Those of which nothing has arrived."""
+        """Flows of which nothing has arrived."""
         with self._lock:
             return sorted(set(self._counts) - {e.flow for e in self._entries.values() if e.copies})
 
@@ -129,7 +131,7 @@ class Ledger:
             self._excuse(entry)
 
     def shown(self, id: bytes) -> None:
-        """Poll has it. What we have not sent is no business of ours (dead letters are published, too)."""
+        """Poll has shown it. Messages of others do not count (dead letters are published, too)."""
         with self._lock:
             if (entry := self._entries.get(id)) is not None:
                 entry.shown_at = entry.shown_at or self.now()
@@ -165,8 +167,8 @@ class Ledger:
     def exclude(
         self, flows: Callable[[str], bool], *, acked_only: bool, but_for: Callable[[Entry], bool] = lambda _: False
     ) -> int:
-        """What is under way now counts no more: the broker that has just been killed may have forgotten it. `but_for`:
-        that it never had."""
+        """Messages in flight do not count any more: the broker that was killed may have lost them. `but_for`: except
+        those that it never had."""
         with self._lock:
             under_way = [e for e in self._entries.values() if not e.arrived_at and not e.excluded and flows(e.flow)]
             if acked_only:
@@ -177,8 +179,8 @@ class Ledger:
             return len(under_way)
 
     def not_known_yet(self, flows: Iterable[str]) -> None:
-        """Their broker may have heard only now that they are wanted. What nobody heard until then counts no more, be
-        the broker's word for it still under way."""
+        """Their broker may not have known until now that they are wanted. Messages that have not arrived do not count,
+        even if the broker's PUBACK is still in flight."""
         with self._lock:
             self._unknown_until |= dict.fromkeys(flows, self.now())
             for entry in self._entries.values():
@@ -189,7 +191,7 @@ class Ledger:
             entry.excluded = True
 
     def logged(self, id: bytes, flow: str, payload: bytes) -> None:
-        """It is in the log of who follows: there each is once, and in order."""
+        """It is in the follower's log, where each message is once and in order."""
         self.arrived("log", id, flow, payload)
         with self._lock:
             if id in self._logged and id not in self._doubled:
@@ -198,16 +200,16 @@ class Ledger:
             self._logged.add(id)
 
     def unlogged(self, flows: Callable[[str], bool]) -> list[Entry]:
-        """Owed, of `flows`, and not in the log of who follows."""
+        """Owed messages of `flows` that are not in the follower's log."""
         with self._lock:
             return [e for e in self._entries.values() if _owed(e) and e.id not in self._logged and flows(e.flow)]
 
     def judge_copies(self, flows: Callable[[str], bool], deaths: Iterable[float]) -> None:
-        """Who follows sends each message on once, unless it died (time.monotonic()) before it could note that."""
+        """A follower sends each message once, unless it died (time.monotonic()) before its cursor was saved."""
         died = [death - self._began for death in deaths]
         with self._lock:
             for entry, heard_at, again_at in self._copies:
-                # what a dead one has sent may be heard late, on a busy machine
+                # a message of a killed process may arrive late, on a busy machine
                 excused = any(entry.sent_at <= death <= again_at for death in died)
                 if flows(entry.flow) and not entry.excluded and not excused and entry.id not in self._doubled:
                     self._doubled.add(entry.id)
@@ -220,7 +222,7 @@ class Ledger:
                     entry.told = True
 
     def missing(self) -> list[Entry]:
-        """Owed, and not yet there."""
+        """Owed messages that have not arrived."""
         with self._lock:
             return [e for e in self._entries.values() if _owed(e) and not e.arrived_at]
 
@@ -229,7 +231,7 @@ class Ledger:
             return sum(not e.acked_at for e in self._entries.values())
 
     def unshown(self, flows: Callable[[str], bool]) -> list[Entry]:
-        """Owed, of `flows`, and not in the history."""
+        """Owed messages of `flows` that are not in the history."""
         with self._lock:
             return [e for e in self._entries.values() if _owed(e) and not e.shown_at and flows(e.flow)]
 

@@ -1,5 +1,5 @@
-"""What this machine lets us do to a process: a small disk, failing writes, another clock. What it doesn't is skipped
-with the reason.
+"""Faults of the machine for a process: a small disk, failing writes, another clock. Impossible ones are skipped with a
+reason.
 
 small_disk(): a tmpfs    IoFault: campaigns/chaos/faultio.c, compiled here and preloaded    Clock: libfaketime, moved
 meanwhile
@@ -25,7 +25,7 @@ FAKETIME_PATHS: Final = (
     "/usr/local/lib/faketime/libfaketimeMT.so.1",
 )
 _CONTROL: Final = struct.Struct("<iiii")  # error, skip, times, hits: struct control of faultio.c
-# before a command: it gets a network of its own, which is a loopback interface
+# before a command: gives it a network of its own, which is a loopback interface
 NAMESPACE: Final = ("unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 DIE: Final = -1  # as an error: write half, then die
 
@@ -38,7 +38,7 @@ def mount(folder: Path, bytes: int) -> None:
 
 
 def remount(folder: Path, *, read_only: bool) -> bool:
-    """False if the kernel refuses, which it does while a file is open for writing."""
+    """Returns False if the kernel refuses, as while a file is open for writing."""
     mode = "ro" if read_only else "rw"
     return (
         subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=False, capture_output=True).returncode
@@ -47,7 +47,7 @@ def remount(folder: Path, *, read_only: bool) -> bool:
 
 
 def unmount_below(folder: Path) -> None:
-    """Every mount in `folder`, however its campaign ended."""
+    """Unmount everything in `folder`, whether or not its campaign ended normally."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
             place = line.split()[1]
@@ -57,7 +57,7 @@ def unmount_below(folder: Path) -> None:
 
 @cache
 def no_tmpfs() -> str:
-    """Why there is no small disk; empty: there is."""
+    """The reason why a small disk is not possible; empty if it is."""
     if os.name != "posix" or shutil.which("mount") is None:
         return "there is no mount command"
     if os.geteuid() != 0:
@@ -73,7 +73,7 @@ def no_tmpfs() -> str:
 
 @cache
 def no_namespace() -> str:
-    """Why a campaign has no network of its own, whose datagrams it may drop; empty: it has."""
+    """The reason why a campaign cannot have a network of its own, to drop datagrams; empty if it can."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return "there is no unshare or no ip command"
     rule = ("ip", "rule", "add", "ipproto", "udp", "blackhole", "pref", "50")
@@ -84,7 +84,7 @@ def no_namespace() -> str:
 
 @cache
 def no_preload() -> str:
-    """Why writes can't be made to fail; empty: they can."""
+    """The reason why writes cannot fail on demand; empty if they can."""
     return "" if shutil.which("cc") is not None else "there is no C compiler (cc)"
 
 
@@ -99,10 +99,10 @@ def no_faketime() -> str:
 
 
 class IoFault:
-    """Lets the writes of a process fail, below one folder, from the next call on."""
+    """Makes the writes of a process below one folder fail, from the next call on."""
 
     def __init__(self, folder: Path, root: Path) -> None:
-        """Raises CalledProcessError if it can't be compiled."""
+        """Raises CalledProcessError if it cannot be compiled."""
         self._library = folder / "faultio.so"
         source = Path(__file__).with_name("faultio.c")
         command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(self._library), str(source), "-ldl"]
@@ -135,7 +135,7 @@ class IoFault:
 
 
 class Clock:
-    """The wall clock of a process, ahead of ours or behind; its monotonic clock stays true, as in a real leap."""
+    """The wall clock of a process, ahead or behind; its monotonic clock does not change, as with a real jump."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "clock"
@@ -148,7 +148,7 @@ class Clock:
         return {
             "LD_PRELOAD": library,
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            # seconds; without it the file is read each time that somebody asks for the time
+            # seconds; otherwise the file is read at each reading of the time
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "DONT_FAKE_MONOTONIC": "1",

@@ -1,9 +1,9 @@
-"""Processes that start quickly: Python and the product are loaded once, and every start is a fork of that.
+"""Processes that start quickly: Python and the product are loaded once, and every start is a fork of that process.
 
 Nursery: "start" -> the loaded process forks -> the child runs `up-streamer ARGUMENTS`, output in a file -> "ended CODE"
 
-Loading takes most of a start's time, and a process that is killed while it loads has nothing to lose. So this makes
-more kills, and more of them where they hurt. What runs is the command itself; the first start of each process is an
+Loading takes most of a start's time, and a kill during it loses nothing. So forks allow
+more kills at relevant moments. The command itself runs; the first start of each process is an
 ordinary one all the same.
 """
 
@@ -34,11 +34,11 @@ LOADED: Final = (
     "streamer.commands.cli",
 )
 
-CHILDREN_S_MAX: Final = 5.0  # for the pipe to end: one that was just forked holds it, too
+CHILDREN_S_MAX: Final = 5.0  # for the pipe to end, which a fresh fork holds, too
 
 
 class Child:
-    """As much of subprocess.Popen as a Process needs."""
+    """The part of subprocess.Popen that a Process needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -106,7 +106,7 @@ class Nursery:
                 self._started.release()
 
     def close(self) -> None:
-        """Its children end on their own, or are ended before."""
+        """Its children end by themselves, or are ended before."""
         assert self._loaded.stdin is not None
         assert self._loaded.stdout is not None
         self._loaded.kill()
@@ -118,7 +118,7 @@ class Nursery:
 
 
 def _become(module: str, arguments: list[str], log: str) -> None:
-    """In the forked child: what `python -m module arguments` would be. Never returns."""
+    """In the forked child: run `python -m module arguments`. Never returns."""
     die_with_parent(signal.SIGKILL)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -145,7 +145,7 @@ def _become(module: str, arguments: list[str], log: str) -> None:
 
 
 def serve() -> None:
-    """Fork for each line of stdin; tell each start and each end."""
+    """Fork for each line of stdin; report each start and each end."""
     for name in LOADED:
         importlib.import_module(name)
     wake_read, wake_write = os.pipe()

@@ -1,4 +1,4 @@
-"""The processes that are hurt: started, killed at any moment, started again. All die with us, however we end.
+"""The processes of a campaign: started, killed at any moment, started again. All end with the campaign's process.
 
 Process -> start, wait_ready, kill (-9), stop (SIGTERM), pause, resume      Broker(Process): mosquitto  Gateway(Process)
 """
@@ -26,9 +26,9 @@ from streamer.demo.processes import die_with_parent
 from transports.ports import free_port
 
 READY_S_MAX: Final = 90.0  # for a process to say that it is ready, on a busy machine
-START_S_MAX: Final = 4.0  # what a start may take to count as usual; more was spent waiting for others
+START_S_MAX: Final = 4.0  # of a usual start; a longer one waited for other processes
 STOP_S_MAX: Final = 30.0  # for a process to end after SIGTERM
-STOP_S_TOLD: Final = 5.0  # promised; a container is killed after 10
+STOP_S_PROMISED: Final = 5.0  # promised limit; a container is killed after 10
 LOG_TAIL_BYTES: Final = 1_500
 RELOADING: Final = "Reloading config."  # mosquitto does it before it reads the next packet
 TELLS: Final = "nobody has acknowledged"
@@ -38,11 +38,11 @@ MOSQUITTO: Final = shutil.which("mosquitto") or shutil.which(
 
 
 class ChaosError(Exception):
-    """The campaign can't go on: something that nobody hurt has failed."""
+    """The campaign cannot continue: something failed without a fault."""
 
 
 class Process:
-    """A command that is started again and again; its output of all starts is in one file."""
+    """A command that is started repeatedly; the output of all starts is in one file."""
 
     def __init__(
         self, name: str, argv: list[str], folder: Path, tally: Counter[str], environment: dict[str, str] | None = None
@@ -51,10 +51,10 @@ class Process:
         self._tally, self._environment = tally, environment or {}
         self._process: subprocess.Popen[bytes] | Child | None = None
         self._nursery: Nursery | None = None
-        self._said_from = 0  # where the output of this start begins
+        self._said_from = 0  # offset of this start's output
         self._started_at = 0.0
-        self.start_s = 0.7  # how long a start takes, as seen lately: early kills come within that
-        self._is_usual = False  # this start is one of many: the first one also loads everything
+        self.start_s = 0.7  # duration of a recent start: early kills come within that
+        self._is_usual = False  # false for the first start, which also loads everything
         self.notes: list[str] = []
         self.exits = 0  # starts that ended by themselves
         self.deaths: list[float] = []  # time.monotonic() of each kill
@@ -91,7 +91,7 @@ class Process:
         return self._process.pid
 
     def said(self) -> str:
-        """What this start has said so far."""
+        """The output of this start."""
         with self.log.open("rb") as log:
             log.seek(self._said_from)
             return log.read().decode(errors="replace")
@@ -134,7 +134,7 @@ class Process:
             self.deaths.append(time.monotonic())
 
     def stop(self) -> None:
-        """SIGTERM; one that does not hear it is killed, and noted."""
+        """SIGTERM; a process that does not end is killed, and noted."""
         assert self._process is not None
         began = time.monotonic()
         self._process.terminate()
@@ -144,13 +144,13 @@ class Process:
             self._process.kill()
             self._process.wait()
         took = time.monotonic() - began
-        if took > STOP_S_TOLD:
+        if took > STOP_S_PROMISED:
             self.notes.append(f"{self.name} took {took:.1f} s to end after SIGTERM")
         self._process = None
         self._tally[f"stop {self.name}"] += 1
 
     def forget(self) -> None:
-        """It has ended by itself, or was ended by what it met: clear the way for a start."""
+        """It has ended by itself or by a fault: prepare the next start."""
         assert self._process is not None
         assert self._process.poll() is not None
         if self._process.returncode == -signal.SIGKILL:
@@ -160,7 +160,7 @@ class Process:
         self._process = None
 
     def restart_if_ended(self) -> None:
-        """What a supervisor does."""
+        """Restart it if it has ended, like a supervisor."""
         if self._process is not None and not self.running:
             self.forget()
         if self._process is None:
@@ -174,7 +174,7 @@ class Process:
         self.signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it without a word."""
+        """End it without a check."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -185,8 +185,8 @@ class Process:
 
 
 class Broker(Process):
-    """A real mosquitto. `persistent`: it writes its sessions to disk when it is stopped; a kill takes what came
-    since."""
+    """A real mosquitto. `persistent`: it saves its sessions when it is stopped; a kill loses those since the last
+    save."""
 
     def __init__(self, name: str, folder: Path, tally: Counter[str], access: str | None = None) -> None:
         """`access`: the text of an access file, which `change_access` changes."""
@@ -255,7 +255,7 @@ class Gateway(Process):
         self.data_dir, self._admin_port = data_dir, admin_port
         self._gaps_seen = 0.0  # of this start
         self.gap_records = 0.0
-        self.told: set[str] = set()  # of damage
+        self.reported: set[str] = set()  # damage reported in /readyz
 
     def start(self) -> None:
         super().start()
@@ -272,11 +272,11 @@ class Gateway(Process):
             return None
 
     def problems(self) -> list[str]:
-        """What /readyz says, but for damage that it tells of until a person has acknowledged it: that is kept in
+        """The problems in /readyz, except damage that is reported until a person acknowledges it: that is stored in
         `told`."""
         text = self._get("/readyz")
         found: list[str] = ["it does not answer"] if text is None else json.loads(text)["problems"]
-        self.told |= {problem for problem in found if TELLS in problem}
+        self.reported |= {problem for problem in found if TELLS in problem}
         return [problem for problem in found if TELLS not in problem]
 
     def metrics(self) -> dict[str, float]:
@@ -291,7 +291,7 @@ class Gateway(Process):
         return found
 
     def held(self, what: str = "addresses") -> float:
-        """What waits because a broker refuses it; `what`: or "records", as far as they are known since the start."""
+        """The number of held addresses; `what` "records": of held records, as far as known since the start."""
         metrics = self.metrics().items()
         return sum(value for name, value in metrics if name.startswith(f"held_{what}") and 'reason="refused"' in name)
 

@@ -5,7 +5,7 @@ python -m campaigns.chaos.reader '{"transport": ..., "settings": ..., "authority
 ..., "out": ...,
 "topics": [...]}'
 
-Each record's id is a line of `out`, written before the cursor moves; what is told as a gap is a line, too. With
+Each record's id is a line of `out`, written before the cursor moves; a gap is a line, too. With
 `epochs` a line is an epoch, as JSON: its time, why it may not be whole, and the ids of its records.
 """
 

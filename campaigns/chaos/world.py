@@ -1,4 +1,4 @@
-"""One world: brokers, a gateway or two, raw clients on both sides, and what is said between them.
+"""One world: brokers, one or two gateways, raw clients on both sides, and the messages between them.
 
 vehicle (MQTT in-vehicle, or Zenoh)  <->  gateway (data_dir: perhaps a small disk)  <->  cloud (MQTT off-vehicle)
  up: topics that the cloud wants, notifications    Poller, reader: the history    down: publishes, notifications
@@ -62,8 +62,8 @@ from campaigns.chaos.proxy import Datagrams, Link, Proxy
 from campaigns.chaos.wire import NOTIFICATION, PUBLISH, Message, Uri
 from transports.ports import free_port
 
-LATE_S_MAX: Final = 3.0  # between two subscriptions while things are hurt
-SETTLE_S_MAX: Final = 60.0  # for everything to pass before the first fault
+LATE_S_MAX: Final = 3.0  # between two subscriptions during faults
+SETTLE_S_MAX: Final = 60.0  # for messages to pass before the first fault
 
 
 @dataclass
@@ -79,13 +79,13 @@ class World:
     def __post_init__(self) -> None:
         self.brokers: dict[str, Broker] = {}
         self.gateways: list[Gateway] = []
-        self.gateway: Gateway  # whose turn it is to be hurt
+        self.gateway: Gateway  # the one that faults affect
         self.proxies: dict[str, Link] = {}
         self.service: Process | None = None
         self.reader: Process | None = None
         self.publisher: Process | None = None
         self.poller: Poller | None = None
-        self.follower: Poller | None = None  # of the log that gets what is followed, if that is another one
+        self.follower: Poller | None = None  # poller of the follower's log, if that is another one
         self._closers: list[Callable[[], None]] = []
         self._talking = threading.Event()
         self.data_dir = self.folder / "data"
@@ -94,8 +94,8 @@ class World:
         self.clock: machine.Clock | None = None
         self.senders: dict[str, Sender] = {}
         self.hearers: dict[str, MqttLink | ZenohLink] = {}
-        self.held_max = 0  # records at once that gateways held as a broker refused them
-        self.flows = self.plan.flows  # and later those that are subscribed to
+        self.held_max = 0  # maximum of records held at once because a broker refused them
+        self.flows = self.plan.flows  # later also those that are subscribed to
 
     # Building
 
@@ -188,7 +188,7 @@ class World:
         self.gateways.append(self.gateway)
 
     def _join(self) -> None:
-        """The raw clients take their places."""
+        """Connect the raw clients."""
         cloud, off_vehicle = self.brokers[CLOUD].port, self.plan.off_vehicle[CLOUD]
 
         def hears(message: Message) -> None:
@@ -223,7 +223,7 @@ class World:
         return flow.startswith(f"up://{VEHICLE}/") and self.plan.is_followed(flow)
 
     def _key(self, message: Message) -> bytes:
-        """What the ledger calls it."""
+        """The name of a message in the ledger."""
         is_publishers = self.publisher is not None and message.source._replace(resource=0) == PUBLISHER
         return name_in(message.payload) if is_publishers and message.type == PUBLISH else message.id
 
@@ -253,7 +253,7 @@ class World:
                     time.sleep(0.2)
 
     def _settle(self) -> None:
-        """Everything passes, again and again until it does; then what is sent counts."""
+        """Send until messages of every flow arrive; then start to count."""
         assert self.poller is not None
         for poller in self.pollers:
             poller.start()
@@ -308,8 +308,8 @@ class World:
     # Talking
 
     def subscribe_late(self) -> None:
-        """One topic more every now and then. What is sent on it counts from the answer SUBSCRIBED on, whatever dies
-        then."""
+        """Subscribe to one more topic at intervals. Its messages count from the answer SUBSCRIBED on, even if processes
+        die then."""
         service, rng = self.plan.service, random.Random(self.rng.random())
         if service is None:
             return
@@ -371,7 +371,7 @@ class World:
         return [one for one in links if isinstance(one, MqttLink)]
 
     def await_links(self, timeout_s: float) -> None:
-        """Until every raw MQTT client is connected and subscribed again. Raises ChaosError."""
+        """Wait until every raw MQTT client is connected and subscribed again. Raises ChaosError."""
         deadline = time.monotonic() + timeout_s
         for side in self.brokers:
             for link in self.links_of(side):
@@ -396,7 +396,7 @@ class World:
                 gateway.restart_if_ended()
 
     def close(self) -> None:
-        """End everything, however far it came."""
+        """End everything, also after a failure."""
         self._talking.clear()
         for poller in self.pollers:
             poller.end()
