@@ -341,17 +341,17 @@ def main() -> None:
         run()
     skipped = listed_as_skipped()
     rows, collected = list(requirements()), collect(skipped)
-    errors, gone = assign(rows, collected.marks), skipped - collected.tests
+    errors, removed = assign(rows, collected.marks), skipped - collected.tests
     text = render(rows)
     if "--check" in sys.argv[1:]:
         errors += [
             f"tools/spec_skipped.txt: {test}: no marked test has that name: run make spec-coverage"
-            for test in sorted(gone)
+            for test in sorted(removed)
         ]
         if not OUT.exists() or OUT.read_text() != text:
             errors.append(f"{OUT.relative_to(ROOT)} is stale: run make spec-coverage")
     else:
-        write_skipped(skipped - gone)
+        write_skipped(skipped - removed)
         OUT.write_text(text)
     for error in errors:
         print(error, file=sys.stderr)

@@ -104,8 +104,12 @@ async def end(me: str, other: str, domain: int, asks: str, sends: bool) -> None:
         if asks:
             await asyncio.wait_for(arrived.all.wait(), CASE_S_MAX)
         await sending
-        told = {"seconds": time.perf_counter() - began, "cpu_s": cpu_s() - used, "waited_ms": arrived.waited_s * 1_000}
-        print(json.dumps(told | {"messages": arrived.messages if asks else TOPICS}), flush=True)
+        figures = {
+            "seconds": time.perf_counter() - began,
+            "cpu_s": cpu_s() - used,
+            "waited_ms": arrived.waited_s * 1_000,
+        }
+        print(json.dumps(figures | {"messages": arrived.messages if asks else TOPICS}), flush=True)
         await lines.get()
         if known is not None:
             known.cancel()
@@ -147,18 +151,18 @@ def _case(name: str, directory: Path) -> dict[str, float]:
             if step == "known":
                 for child in children:
                     child.answer(CASE_S_MAX)
-        told = [child.answer(CASE_S_MAX) for child in children]
+        answers = [child.answer(CASE_S_MAX) for child in children]
         for child in children:
             child.tell(end=True)
     finally:
         for child in children:
             child.close()
-    if any(one["messages"] != TOPICS for one in told):
-        raise BenchError(f"{name}: of {TOPICS} topics came {[one['messages'] for one in told]} messages")
+    if any(one["messages"] != TOPICS for one in answers):
+        raise BenchError(f"{name}: of {TOPICS} topics came {[one['messages'] for one in answers]} messages")
     return {
-        "seconds": max(one["seconds"] for one in told),
-        "cpu_s": sum(one["cpu_s"] for one in told),
-        "known_waited_ms": max(one["waited_ms"] for one in told),
+        "seconds": max(one["seconds"] for one in answers),
+        "cpu_s": sum(one["cpu_s"] for one in answers),
+        "known_waited_ms": max(one["waited_ms"] for one in answers),
         "registered_s": registered,
     }
 

@@ -74,7 +74,7 @@ def batches(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[list[bytes]]:
     """`messages` payloads of `size` bytes, due evenly at `rate` per second (0: as fast as they are taken), in batches
-    of what is due by now. The stamp is the time at which a message was due, however late it leaves."""
+    of the messages that are due. The stamp is the time at which a message was due, however late it leaves."""
     pack, padding = _STAMP.pack, b"x" * (size - PAYLOAD_BYTES_MIN)
     together = max(1, min(BATCH_MESSAGES, BATCH_BYTES // size))
     began, number = now_ns(), 0
@@ -217,7 +217,7 @@ _ID_PROPERTY: Final = b"\x26\x00\x011\x00\x24"  # user property "1", a text of 3
 
 
 def message_id(data: bytes, start: int, end: int) -> bytes:
-    """The 16 bytes of the uProtocol id in a PUBLISH. Raises ValueError where there is none."""
+    """The 16 bytes of the uProtocol id in a PUBLISH. Raises ValueError if it is missing."""
     at = data.index(_ID_PROPERTY, start, end) + len(_ID_PROPERTY)
     return bytes.fromhex(data[at : at + 36].decode().replace("-", ""))
 

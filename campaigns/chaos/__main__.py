@@ -41,10 +41,10 @@ SUMMED: Final = (
     "doubled",
     "duplicated",
     "reordered",
-    "told",
+    "reported",
     "excluded",
     "wrong",
-    "untold",
+    "unreported",
     "skipped",
 )
 
@@ -165,7 +165,7 @@ def main() -> int:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
     print(text)
     total = summary["total"]
-    return 1 if any(total[key] for key in ("lost", "doubled", "reordered", "wrong", "untold", "problems")) else 0
+    return 1 if any(total[key] for key in ("lost", "doubled", "reordered", "wrong", "unreported", "problems")) else 0
 
 
 if __name__ == "__main__":

@@ -307,7 +307,7 @@ def judge(base: Base, seen: Seen) -> list[str]:
     ]
     if len(missing) > seen.peer_gaps and not seen.problems:
         faults.append(
-            f"{len(missing)} records were never delivered, {seen.peer_gaps} told: the first {missing[0]}, "
+            f"{len(missing)} records were never delivered, {seen.peer_gaps} reported: the first {missing[0]}, "
             f"the last {missing[-1]}"
         )
     if len(new) < len(TOPICS) and not seen.problems:
@@ -411,10 +411,10 @@ async def _case(base: Base, damage: Damage, folder: Path, verdict: Verdict) -> N
         destination = verdict.notes if damage.file.startswith(LOG_FILE) else verdict.problems
         destination.append(f"{where}: refused to start: {seen.refused[:160]}")
     elif seen.gaps or seen.problems or seen.peer_gaps or not seen.same_log:
-        verdict.told += 1
+        verdict.reported += 1
     if faults:
-        verdict.untold += 1
-        verdict.examples.append(f"untold: {where}: {'; '.join(faults)}")
+        verdict.unreported += 1
+        verdict.examples.append(f"unreported: {where}: {'; '.join(faults)}")
 
 
 async def campaign(kind: str, seed: int, seconds: float, folder: Path, only: str = "") -> Verdict:

@@ -140,7 +140,7 @@ def _check_reader(world: World) -> None:
         gaps = sum(line.startswith("gap") for line in lines)
         world.verdict.lost += len(missing)
         world.verdict.examples.append(
-            f"lost: the reader never had {len(missing)} records that Poll shows ({gaps} gaps told)"
+            f"lost: the reader never had {len(missing)} records that Poll shows ({gaps} gaps reported)"
         )
     world.tally["records read by the reader"] = len(have)
 
@@ -167,7 +167,9 @@ def _check_epochs(world: World) -> None:
         verdict.lost += len(owed)
         verdict.examples.append(f"lost: epochs that the reader never had: {sorted(owed)[:5]}")
     if wrong or doubled:
-        verdict.problems.append(f"{len(wrong)} epochs are told as whole and are not: {wrong[:5]}; {doubled} doubled")
+        verdict.problems.append(
+            f"{len(wrong)} epochs are reported as whole and are not: {wrong[:5]}; {doubled} doubled"
+        )
     whole = {one["time"] for one in seen if not one["incomplete"]}
     if len(whole) < EPOCHS_MIN:
         verdict.problems.append(f"only {len(whole)} of {len(truth)} epochs were seen whole: nothing was judged")
@@ -202,9 +204,9 @@ def _check_refused(world: World) -> None:
     refused = sum(count for name, count in world.tally.items() if name.startswith("refuse "))
     if refused >= REFUSED_MIN and not world.held_max:
         verdict.problems.append(f"{refused} wrong access rules, and nothing was held: nothing was judged")
-    if verdict.told:
+    if verdict.reported:
         verdict.problems.append(
-            f"{verdict.told} messages became dead letters or gaps, though refused messages are held"
+            f"{verdict.reported} messages became dead letters or gaps, though refused messages are held"
         )
     verdict.notes.append(f"at most {world.held_max} records were held as a broker refused them")
     if held := sum(int(gateway.held()) for gateway in world.gateways):
@@ -229,7 +231,7 @@ def _check_followed(world: World) -> None:
         verdict.lost += len(missing)
         verdict.examples += [f"lost: not in the log of who follows: {entry}" for entry in missing[:3]]
     if ledger.gap_records or any(poller.gaps for poller in world.pollers):
-        verdict.problems.append("a gap was told, though nothing is ever lost where a history is followed")
+        verdict.problems.append("a gap was reported, though nothing is ever lost where a history is followed")
     verdict.notes.append(f"since its last start {hub.name} has followed: {_followed(hub)}")
 
 
@@ -270,7 +272,7 @@ def _note(world: World) -> None:
     notes = world.verdict.notes
     for poller in world.pollers:
         if poller.gaps:
-            notes.append(f"Poll told {len(poller.gaps)} gaps: {poller.gaps[:5]}")
+            notes.append(f"Poll reported {len(poller.gaps)} gaps: {poller.gaps[:5]}")
     notes += [
         f"/readyz of {gateway.name} reported: {one}" for gateway in world.gateways for one in sorted(gateway.reported)
     ]

@@ -33,7 +33,7 @@ class Entry:
     copies: int = 0
     unheard: bool = False  # acknowledged without a subscriber
     excluded: bool = False
-    told: bool = False
+    reported: bool = False
 
     def __str__(self) -> str:
         times = f"sent {self.sent_at:.2f}, acked {self.acked_at:.2f}, shown {self.shown_at:.2f}"
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Verdict:
-    """Counts of one campaign. `lost`, `doubled`, `reordered`, `wrong` and `untold` must be 0."""
+    """Counts of one campaign. `lost`, `doubled`, `reordered`, `wrong` and `unreported` must be 0."""
 
     kills: int = 0
     acked: int = 0
@@ -50,10 +50,10 @@ class Verdict:
     lost: int = 0
     duplicated: int = 0
     reordered: int = 0
-    told: int = 0
+    reported: int = 0
     excluded: int = 0
     wrong: int = 0  # never sent, or with another payload or source than sent
-    untold: int = 0  # damage that was not reported
+    unreported: int = 0  # damage that was not reported
     doubled: int = 0  # a followed message: twice in the follower's log, or twice at the hearer without a kill
     skipped: int = 0
     faults: dict[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        return not (self.lost or self.doubled or self.reordered or self.wrong or self.untold or self.problems)
+        return not (self.lost or self.doubled or self.reordered or self.wrong or self.unreported or self.problems)
 
 
 class Ledger:
@@ -219,7 +219,7 @@ class Ledger:
         with self._lock:
             for id in ids:
                 if (entry := self._entries.get(id)) is not None:
-                    entry.told = True
+                    entry.reported = True
 
     def missing(self) -> list[Entry]:
         """Owed messages that have not arrived."""
@@ -239,18 +239,18 @@ class Ledger:
         missing = self.missing()
         with self._lock:
             entries = list(self._entries.values())
-        lost = [e for e in missing if not e.told]
-        told_by_gap = min(len(lost), self.gap_records)
+        lost = [e for e in missing if not e.reported]
+        reported_by_gap = min(len(lost), self.gap_records)
         verdict.acked += sum(1 for e in entries if _owed(e))
         verdict.delivered += sum(1 for e in entries[self._settled :] if e.arrived_at)
-        verdict.told += len(missing) - len(lost) + told_by_gap
-        verdict.lost += len(lost) - told_by_gap
+        verdict.reported += len(missing) - len(lost) + reported_by_gap
+        verdict.lost += len(lost) - reported_by_gap
         verdict.duplicated += sum(max(0, e.copies - 1) for e in entries[self._settled :])
         verdict.reordered += len(self._reordered)
         verdict.excluded += sum(1 for e in entries[self._settled :] if e.excluded and not e.arrived_at)
         verdict.wrong += self._wrong
         verdict.doubled += len(self._doubled)
-        for entry in lost[told_by_gap:][:EXAMPLES_MAX]:
+        for entry in lost[reported_by_gap:][:EXAMPLES_MAX]:
             self.example("lost", str(entry))
         for examples in self._examples.values():
             verdict.examples += examples

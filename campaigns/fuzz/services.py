@@ -210,8 +210,8 @@ def epochs_assembled(data: bytes) -> None:
             record = Record(log, seq, 0, 0, _publication(CALLER, UPayload(b"x", _FORMATS[0])), None, epoch)
         else:
             type = ustreamer.Beginning if kind & 3 == 1 else ustreamer.Frontier
-            told = UPayload.pack(made(type, dice)) if kind & 4 else UPayload(dice.some(), _FORMATS[0])
-            record = Record(log, seq, 0, 0, _publication(at(OWN, BEGINNINGS if kind & 3 == 1 else FRONTIERS), told))
+            payload = UPayload.pack(made(type, dice)) if kind & 4 else UPayload(dice.some(), _FORMATS[0])
+            record = Record(log, seq, 0, 0, _publication(at(OWN, BEGINNINGS if kind & 3 == 1 else FRONTIERS), payload))
         if kind & 0x30 == 0:
             assembler.lose()
         if kind & 0xC0 == 0:
@@ -371,20 +371,20 @@ def usubscription_changes(data: bytes) -> None:
     payload = payload_of(dice, v3.Update if major == 3 else v4.Subscription)
     codec = CODECS[major]
     with refusing(UCode.INVALID_ARGUMENT):
-        told = codec.read_change(payload, strict=True)
-        if told.topic.resource_id:
-            topic, subscriber = uris.key(told.topic), uris.key(told.subscriber)
+        received = codec.read_change(payload, strict=True)
+        if received.topic.resource_id:
+            topic, subscriber = uris.key(received.topic), uris.key(received.subscriber)
             change = Change(
                 topic,
                 subscriber,
-                told.status,
+                received.status,
                 major,
-                expires_ms=told.expires_ms,
-                sample_period_ms=told.sample_period_ms,
+                expires_ms=received.expires_ms,
+                sample_period_ms=received.sample_period_ms,
             )
             again = codec.read_change(UPayload.pack(codec.change(change)), strict=True)
             assert (uris.key(again.topic), uris.key(again.subscriber)) == (topic, subscriber)
-            assert again[2:] == told[2:], "it reads otherwise when it is told on"
+            assert again[2:] == received[2:], "it differs after encoding and decoding"
 
 
 @target

@@ -198,7 +198,7 @@ def _a_follower_holds_nothing() -> Patches:
     return [(HandOvers, "_hold", hold)]
 
 
-def _told_ahead() -> Patches:
+def _end_reported_too_early() -> Patches:
     from history.epochs import keeper
 
     insert = keeper._insert
@@ -252,7 +252,7 @@ def _begun_untold() -> Patches:
     return [(Followed, "_tell_begun", keep_quiet)]
 
 
-def _hang_for_ever() -> Patches:
+def _wait_without_limit() -> Patches:
     from streamer.egress.sends import Sends
 
     return [(Sends, "_look", lambda self: None)]
@@ -269,82 +269,93 @@ IN_EPOCHS: Final = ("epochs", "static")
 
 BREAKS: Final[dict[str, Break]] = {
     "restart that records": Break(
-        "what came while a gateway that records was away counts as from before the subscriptions", _restart_that_records
+        "messages that arrived during an outage of a recording gateway count as older than the subscriptions",
+        _restart_that_records,
     ),
     "renamed endpoint": Break("the cursor of an endpoint that is not configured is dropped", _renamed_endpoint),
-    "retention by age": Break("age takes what an endpoint has not had, and nobody is told", _retention_by_age),
+    "retention by age": Break(
+        "retention by age deletes records that an endpoint has not had, without a report", _retention_by_age
+    ),
     "passing shortage": Break(
-        "any answer of a remote service but UNAVAILABLE and DEADLINE_EXCEEDED ends a subscription",
+        "any error of a remote service except UNAVAILABLE and DEADLINE_EXCEEDED ends a subscription",
         _passing_shortage,
         "shortage",
     ),
-    "silent service": Break("a topic is passed over while a foreign service is silent about it", _silent_service),
+    "silent service": Break("a topic is skipped while a foreign service does not answer about it", _silent_service),
     "order of commands": Break(
-        "each method is its own queue, so an Unsubscribe overtakes the Subscribe behind it", _order_of_commands, "hurry"
+        "each method has a queue of its own, so an Unsubscribe overtakes an earlier Subscribe",
+        _order_of_commands,
+        "hurry",
     ),
-    "hang": Break("a transport that does not return from sending is waited for without end", _hang_for_ever, "hang"),
+    "hang": Break(
+        "the wait for a transport that does not return from sending has no limit", _wait_without_limit, "hang"
+    ),
     "failure heard late": Break(
-        "messages are appended after a transaction has failed and before those of it that come again",
+        "new messages are appended between a failed transaction and its repetition",
         _failure_heard_late,
     ),
     "held back at a pause": Break(
-        "what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"
+        "records that were read ahead for a peer are lost when their topic is paused", _held_back, "pause"
     ),
     "holds forgotten": Break(
-        "what a network refuses waits in memory alone, and is lost at a restart", _holds_forgotten, "access_rule"
+        "refused records wait only in memory, and are lost at a restart", _holds_forgotten, "access_rule"
     ),
     "taken from here on": Break(
-        "an address that takes one message again gets what comes, not what has waited",
+        "an address that accepts messages again gets new ones, not those that have waited",
         _taken_from_here_on,
         "access_rule",
     ),
     "held and not handed over": Break(
-        "what was held when a follower took over is neither pushed nor followed",
+        "records held when a follower took over are neither pushed nor followed",
         _held_not_handed_over,
         "access_rule",
         FOLLOWED,
     ),
     "place ahead of its records": Break(
-        "how far a log was followed is on disk before what was followed is", _place_ahead, kinds=FOLLOWED
+        "the position in a followed log is on disk before the followed records", _place_ahead, kinds=FOLLOWED
     ),
-    "frames with holes": Break("a frame is taken though one before it was lost", _frames_with_holes, kinds=FOLLOWED),
+    "frames with holes": Break(
+        "a frame is accepted though an earlier one was lost", _frames_with_holes, kinds=FOLLOWED
+    ),
     "new log from its end": Break(
-        "of a log that is new where we follow we take what comes, not what is in it",
+        "a new log of a followed history is read from its end, not from its begin",
         _new_log_from_its_end,
         kinds=FOLLOWED,
     ),
     "copies before a place": Break(
-        "plain messages are not stored though what they are copies of is not followed yet",
+        "plain messages are not stored though their originals are not followed yet",
         _copies_before_a_place,
         kinds=FOLLOWED,
     ),
     "handed over where it was read": Break(
-        "following begins at the newest record, though some before it were not sent",
+        "following begins at the newest record, though earlier ones were not sent",
         _handed_over_where_it_was_read,
         kinds=FOLLOWED,
     ),
     "pushed again from the end": Break(
-        "who ends following is pushed what comes, not what it has not had", _pushed_again_from_the_end, kinds=FOLLOWED
+        "after the end of following only new records are pushed, not those that were not followed",
+        _pushed_again_from_the_end,
+        kinds=FOLLOWED,
     ),
     "never pushed again": Break(
-        "who is configured to follow no more says so to nobody", _never_pushed_again, kinds=FOLLOWED
+        "a gateway that follows no more does not report that", _never_pushed_again, kinds=FOLLOWED
     ),
     "a follower holds nothing": Break(
-        "retention by age takes what a follower has not had", _a_follower_holds_nothing, kinds=FOLLOWED
+        "retention by age deletes records that a follower has not had", _a_follower_holds_nothing, kinds=FOLLOWED
     ),
     "end of an epoch ahead": Break(
-        "what ends an epoch is told in front of its last record", _told_ahead, kinds=IN_EPOCHS
+        "the end of an epoch is published before its last record", _end_reported_too_early, kinds=IN_EPOCHS
     ),
     "begun in the middle": Break(
-        "nobody is told that what is followed from here on has a hole before it",
+        "a hole before the first followed record is not reported",
         _begun_untold,
         kinds=("epochs", *FOLLOWED),
     ),
-    "no filter": Break("who comes gets the rest of what had begun, as whole", _no_filter, kinds=IN_EPOCHS),
+    "no filter": Break("a new reader gets the rest of a begun epoch as a whole one", _no_filter, kinds=IN_EPOCHS),
     "handed over again": Break(
-        "a reader's cursor forgets which epochs it had beyond it", _handed_lost, kinds=IN_EPOCHS
+        "a reader's cursor loses the epochs that were delivered beyond it", _handed_lost, kinds=IN_EPOCHS
     ),
     "closed at once": Break(
-        "an epoch ends when its publisher says so, whatever of it is still to come", _closed_at_once, kinds=IN_EPOCHS
+        "an epoch ends when its publisher announces it, before its last records", _closed_at_once, kinds=IN_EPOCHS
     ),
 }

@@ -121,7 +121,7 @@ class Plan:
             (1, self._clock),
             (1.5, self._long_absence),
             (1.5, self._rename),
-            (1, self._rule_gone),
+            (1, self._rule_removed),
             (1, self._record_or_not),
             (2.5, self._access_rule),
             (2, self._nobody_listens),
@@ -147,14 +147,14 @@ class Plan:
             (2, self._restart),
             (1, self._power_cut),
             (1, self._bad_disk),
-            (1, self._origin_gone_and_bad_disk),
+            (1, self._origin_lost_and_bad_disk),
             (0.5, self._tear),
             (1, self._clock),
             (1, self._long_absence),
             (2, self._follow_not),
             (2, self._followed_by_nobody),
             (1, self._follow_otherwise),
-            (1, self._rule_gone),
+            (1, self._rule_removed),
             (1, self._record_or_not),
             (2, self._access_rule),
             (1, self._nobody_listens),
@@ -379,14 +379,14 @@ class Plan:
                     rule[side] = name
         await self._with_config(config, era=True)
 
-    async def _rule_gone(self) -> None:
+    async def _rule_removed(self) -> None:
         config = copy.deepcopy(self._v.config)
         if "rule" in config:
             del config["rule"]
         else:
             names = [one["name"] for one in config["endpoint"]]
-            gone = self._dice.choice([("vehicle", names[2]), ("vehicle", "mcu"), ("mcu", names[2])])
-            config["rule"] = [{"from": a, "to": b} for a in names for b in names if a != b and (a, b) != gone]
+            removed = self._dice.choice([("vehicle", names[2]), ("vehicle", "mcu"), ("mcu", names[2])])
+            config["rule"] = [{"from": a, "to": b} for a in names for b in names if a != b and (a, b) != removed]
         await self._with_config(config)
 
     async def _record_or_not(self) -> None:
@@ -623,7 +623,7 @@ class Plan:
         await self._some(4.0)
         self._start(keeper)
 
-    async def _origin_gone_and_bad_disk(self) -> None:
+    async def _origin_lost_and_bad_disk(self) -> None:
         """Conversations end while their records are on the way to a disk that may refuse them."""
         dice, world = self._dice, self._world
         follower, origin = world.machines["C"], self._v

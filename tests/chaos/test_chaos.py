@@ -129,7 +129,7 @@ def test_an_acknowledged_message_that_did_not_arrive_is_lost_unless_it_was_repor
     ledger.arrived("push", first, "flow", first)
     ledger.tell([second])
     verdict = judged(ledger)
-    assert (verdict.acked, verdict.delivered, verdict.told, verdict.lost) == (3, 1, 1, 1)
+    assert (verdict.acked, verdict.delivered, verdict.reported, verdict.lost) == (3, 1, 1, 1)
     assert third.hex() in verdict.examples[0]
     assert not verdict.good
     ledger.gap_records = 1
@@ -417,7 +417,7 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
     verdict = asyncio.run(damage.campaign(kind, seed=1, seconds=3, folder=tmp_path, only=damage.LOG_FILE))
     structlog.reset_defaults()
     assert sum(verdict.faults.values()) > 0
-    assert (verdict.untold, verdict.problems) == (0, []), verdict.examples
+    assert (verdict.unreported, verdict.problems) == (0, []), verdict.examples
 
 
 @full
@@ -449,4 +449,4 @@ def test_a_short_campaign_loses_nothing(name: str, tmp_path: Path) -> None:
     assert sum(result["faults"].values()) > 0
     assert name != "kill-record" or total["kills"] > 0
     assert total["acked"] > 100
-    assert [total[key] for key in ("lost", "doubled", "reordered", "wrong", "untold")] == [0] * 5
+    assert [total[key] for key in ("lost", "doubled", "reordered", "wrong", "unreported")] == [0] * 5

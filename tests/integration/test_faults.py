@@ -66,7 +66,7 @@ async def reached(published: list[int], count: int) -> None:
 async def test_a_streamer_killed_mid_stream_loses_nothing_that_was_acknowledged(
     make_gateway: MakeGateway, make_broker: Any
 ) -> None:
-    """From one broker to another, QoS 1 both: whoever kills the streamer finds everything at the other end, in
+    """From one broker to another, QoS 1 both: after a kill of the streamer everything is at the other end, in
     order."""
     inside, outside = make_broker(persistent=True), make_broker(persistent=True)
     more = f"""

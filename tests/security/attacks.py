@@ -72,7 +72,7 @@ def flooder_named(reported: Reported) -> list[str]:
 
 
 def nothing_denied_shown(reported: Reported) -> list[str]:
-    """A denied topic is as if it were not there, and whoever names it is reported that he may not."""
+    """A denied topic is invisible, and a client that names it gets PERMISSION_DENIED."""
     wanted = {"allowed": 50, "shown": 0, "described": False, "exact poll": 7, "exact describe": 7}
     return [
         f"{side}: {reported.get(side)}, not {wanted}" for side in ("vehicle1", "cloud") if reported.get(side) != wanted
@@ -84,7 +84,7 @@ def name_kept(reported: Reported) -> list[str]:
 
 
 def others_kept(reported: Reported) -> list[str]:
-    """A Reset ends nothing of others, whoever says to have sent it."""
+    """A Reset ends nothing of others, whatever sender it names."""
     before, after = (reported.get(when, {}).get("the vehicle's") for when in ("before", "after"))
     found = [] if before == after == 20 else [f"of the vehicle's clients' {before} subscriptions {after} are left"]
     return found + [

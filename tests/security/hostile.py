@@ -1,6 +1,6 @@
 """What attackers have in common: where things are, how much is to be done, and many requests at once.
 
-Places (from whoever started the process) -> attacker -> begin() ... -> Reported
+Places (from the parent process) -> attacker -> begin() ... -> Reported
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MQTT 5 over a bare socket, for whoever wants to send faster, larger or wronger than a client library does.
+"""MQTT 5 over a bare socket, to send faster, larger or more wrongly than a client library does.
 
 RawMqtt: CONNECT, then whatever bytes; a thread reads what comes and acknowledges it, or does not read at all.
 """

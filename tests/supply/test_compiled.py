@@ -1,4 +1,4 @@
-"""The compiled core: it is made of these sources or not used, whoever is imported first, and can be left out."""
+"""The compiled core: it is built from these sources or not used, in any order of imports, and is optional."""
 
 from __future__ import annotations
 

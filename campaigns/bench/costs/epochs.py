@@ -67,7 +67,7 @@ async def _measure(setting: Setting) -> Figures:
 
 
 def _batches(number: int) -> list[list[EncodedMessage]]:
-    """Made anew for each round, since what was appended may not change; not part of what is measured."""
+    """Created for each round, since what was appended may not change; not part of what is measured."""
     begin_ms = 1_700_000_000_000 + number * SECONDS_PASS * 1_000
     payload = UPayload(bytes(PAYLOAD_BYTES), UPayloadFormat.UPAYLOAD_FORMAT_RAW)
     made = []
