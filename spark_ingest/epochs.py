@@ -16,7 +16,16 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED, begins, begins_with_frontiers, concerns
+from history.epochs.assembling import (
+    BEGUN,
+    BEGUN_THERE,
+    MISSED,
+    ODD,
+    UNREPORTED,
+    begins,
+    begins_with_frontiers,
+    concerns,
+)
 from history.epochs.frontier import NOTHING, Antichain, Time, is_covered, maximal, minimal, not_passed, raised
 from history.epochs.group_state import GROUPS_MAX, REST
 from history.epochs.merging import LOGS_MAX, is_replaced, passed_unread, times_of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple, Self
 
 from storage import faults
-from storage.reserve import NO_RESERVE, Reserve, retry_if_full
+from storage.reserve import NO_RESERVE, Reserve, with_room
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that this process owns is still shared with its readers, and with a backup
 STATEMENTS_CACHED: Final = 256
@@ -154,7 +154,7 @@ class Disk:
 
     def replace_text(self, path: Path, text: str) -> None:
         """Replace the file. After a crash it holds the old text or the new one; after this returns, the new one."""
-        retry_if_full(self.reserve, path, lambda: self._replace_text(path, text))
+        with_room(self.reserve, path, lambda: self._replace_text(path, text))
 
     def _replace_text(self, path: Path, text: str) -> None:
         fresh = path.with_name(path.name + ".new")

@@ -54,7 +54,7 @@ class LogOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Does nothing: the thread writes each line as soon as possible."""
+        """The thread writes each line as soon as it can."""
 
     def close(self) -> None:
         """Wait until all lines are written, at most CLOSE_S_MAX."""

@@ -202,8 +202,8 @@ def _json(_: Any, __: str, event: Event) -> str:
 @dataclass(slots=True)
 class _Kind:
     until: float
-    reason: Any = None  # of the last written line
-    changes: int = 0  # lines written because of another reason
+    reason: Any = None  # of the last line that was written
+    changes: int = 0  # lines that were written for another reason
     held: int = 0
     method: str = ""
     last: Event = field(default_factory=dict)
@@ -257,13 +257,13 @@ class Repeats:
                 elif kind.held and kind.held_reason == reason:
                     event["repeated"] = kind.held + 1
                 elif kind.held:
-                    before = kind.take()
+                    before = kind.taken()
                 self._kinds[key] = _Kind(now + PERIOD_S, reason)
             elif kind.reason == reason or kind.changes >= CHANGES_MAX or key[1] is None:
                 kind.held_reason = reason
                 self._hold(kind, method, event, now)
             else:
-                before = kind.take()
+                before = kind.taken()
                 kind.reason, kind.changes = reason, kind.changes + 1
         if before is not None:
             self._emit(*before)
@@ -272,7 +272,7 @@ class Repeats:
     def _hold(self, kind: _Kind, method: str, event: Event, now: float) -> NoReturn:
         kind.held += 1
         if error := _error(event.pop("exc_info", None)):
-            event.setdefault("error", repr(error))  # the first line has shown its frames
+            event.setdefault("error", repr(error))  # its frames were shown with the first line
         kind.method, kind.last = method, event
         self._wait(kind.until - now)
         raise structlog.DropEvent
@@ -355,4 +355,4 @@ def _uncaught(
         if thread is None and error is not None:
             sys.__excepthook__(kind, error, trace)
         return
-    log.error("uncaught exception", exc_info=error, thread=thread.name if thread is not None else "main")
+    log.error("an exception that nobody caught", exc_info=error, thread=thread.name if thread is not None else "main")

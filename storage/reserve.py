@@ -70,7 +70,7 @@ class Reserve:
             try:
                 os.truncate(self.path, 0)
             except OSError as error:
-                log.error("the reserve cannot be given up", path=str(self.path), error=str(error))
+                log.error("the reserve can't be given up", path=str(self.path), error=str(error))
                 return False
             if not self._is_loss_logged:
                 self._is_loss_logged = True
@@ -100,11 +100,11 @@ class Reserve:
                     os.truncate(self.path, 0)
                 if not is_full(error, self.path) and str(error) != self._trouble:
                     self._trouble = str(error)
-                    log.warning("the reserve cannot be created", path=str(self.path), error=self._trouble)
+                    log.warning("the reserve can't be made", path=str(self.path), error=self._trouble)
                 return False
             if self._is_loss_logged:
                 self._is_loss_logged = False
-                log.info("the reserve of the disk is restored", path=str(self.path), bytes=self.bytes)
+                log.info("the reserve of the disk is there again", path=str(self.path), bytes=self.bytes)
             return True
 
     def _is_made(self) -> bool:
@@ -206,6 +206,6 @@ def with_room(reserve: Reserve, path: Path, work: Callable[[], T]) -> T:
         return work()
     except (sqlite3.Error, OSError, UStatusError) as error:
         is_short = error.code == UCode.RESOURCE_EXHAUSTED if isinstance(error, UStatusError) else is_full(error, path)
-        if not is_short or not reserve.free_space(path):
+        if not is_short or not reserve.make_room(path):
             raise
     return work()

@@ -39,7 +39,7 @@ WAITING_MAX: Final = 20_000  # questions before a worker: some seconds of work; 
 
 LOOK_MIN: Final = 8  # turns between two probes if probes bring jobs ...
 LOOK_MAX: Final = 1_024  # ... and if they don't: one lost window in so many turns does not matter
-UNLIMITED: Final = 1 << 30
+WHATEVER_COMES: Final = 1 << 30
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class Gathering:
         """Returns the number of jobs to wait for. `is_first`: the worker was idle when the first of them came. A probe
         begins there if possible, so that it sees a burst from its beginning."""
         self._is_look = self._left <= 0 and (is_first or self._left <= -LOOK_MIN)
-        return UNLIMITED if self._is_look else self._expected
+        return WHATEVER_COMES if self._is_look else self._expected
 
     def took(self, jobs: int, *, waited: bool, in_vain: bool) -> None:
         """A turn begins with this many jobs. `waited`: for more than there were. `in_vain`: the window ended before

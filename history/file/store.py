@@ -48,7 +48,7 @@ from history.records.chunk import Allowance, Chunk, RetentionLoss, encode, unpac
 from history.records.stream import NO_RECORDS, Stream, StreamProgress, growth_of
 from storage.faults import is_full
 from storage.file import delete_rows, empty_wal, insert_rows, pragma, transaction
-from storage.reserve import retry_if_full
+from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a small gateway's flash has enough space
@@ -109,7 +109,7 @@ class Store:
         self.room = DiskRoom(path, self.reserve)
         self.sizes = Sizes(bytes_max, self._wal_max)
         self._is_choked = False  # a reader is active, and the disk has no space for a longer write-ahead log
-        opening = retry_if_full(self.reserve, path, lambda: self._opened(now_ms or runtime.now_ms))
+        opening = with_room(self.reserve, path, lambda: self._opened(now_ms or runtime.now_ms))
         self.file, self.loaded, self.extent = opening.file, opening.loaded, opening.loaded.extent
         self.allowance = Allowance()
         self.heard_seq = self.loaded.start_seq  # the loop has applied all progress up to here; set on the loop
@@ -221,7 +221,7 @@ class Store:
                 return False  # a reader is active: writing only makes the write-ahead log longer
         except sqlite3.Error:  # usually for lack of space
             self.file.reset()
-        has_room = self.reserve.free_space(self.path)
+        has_room = self.reserve.make_room(self.path)
         self._measure()
         return has_room
 

@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 from storage.disk import REAL_DISK, Disk
 from storage.faults import DamagedError, is_damage, move_aside
 from storage.file import FileKind, SqliteFile, delete_rows, insert_rows, pragma, transaction
-from storage.reserve import retry_if_full
+from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
 from streamer.letters.rate import PERIOD_S, PerMinute
@@ -143,7 +143,7 @@ class LetterStore:
         self.path, self.moved_to = path, Path()
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
         self._letters: FairQueue[int] | None = None  # their numbers, by source authority; None: to be counted
-        retry_if_full(disk.reserve, path, lambda: self._open_or_close(read_only=read_only))
+        with_room(disk.reserve, path, lambda: self._open_or_close(read_only=read_only))
 
     def _open_or_close(self, *, read_only: bool) -> None:
         try:
@@ -185,7 +185,7 @@ class LetterStore:
 
     def write(self, letters: Sequence[LetterRow]) -> None:
         """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
-        retry_if_full(self._file.disk.reserve, self.path, lambda: self._try(letters))
+        with_room(self._file.disk.reserve, self.path, lambda: self._try(letters))
 
     def _try(self, letters: Sequence[LetterRow]) -> None:
         db = self._file.connect()

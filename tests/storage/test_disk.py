@@ -1,4 +1,4 @@
-"""The real disk: locks between processes, marks in place, files that are replaced as a whole."""
+"""The real disk: locks between processes, marks in place, files that are replaced whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from storage.disk import REAL_DISK, InUseError
 
 
-def test_a_lock_excludes_other_processes_and_names_its_owner(tmp_path: Path) -> None:
+def test_a_lock_holds_others_off_and_says_who_has_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = REAL_DISK.lock(path)
     with pytest.raises(InUseError) as error:
@@ -39,7 +39,7 @@ def test_a_mark_is_overwritten_in_place(tmp_path: Path) -> None:
     mark.close()
 
 
-def test_a_text_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_a_text_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "text.json"
     REAL_DISK.replace_text(path, "long text")
     REAL_DISK.replace_text(path, "new")

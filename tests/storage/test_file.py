@@ -1,4 +1,4 @@
-"""A file with one owner: one process, one kind, one version, no damage; and one error for each fault."""
+"""A file with an owner: one process, one kind, one version, whole; and one answer for each trouble."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fill(db: sqlite3.Connection) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A complete file, closed."""
+    """A whole one, closed."""
     file = SqliteFile(NOTES, tmp_path / "notes.db")
     file.take()
     assert not file.look()
@@ -73,7 +73,7 @@ def test_it_belongs_to_one_owner_at_a_time(path: Path) -> None:
     second.close()
 
 
-def test_reading_changes_no_byte_and_finds_the_version(path: Path) -> None:
+def test_looking_changes_no_byte_of_the_file_and_knows_the_version(path: Path) -> None:
     before = path.read_bytes()
     file = SqliteFile(NOTES, path)
     assert file.look()
@@ -88,7 +88,7 @@ def test_reading_changes_no_byte_and_finds_the_version(path: Path) -> None:
         (["PRAGMA application_id = 7", "DROP TABLE note", "CREATE TABLE song(x)"], "but not a note store"),
     ],
 )
-def test_a_foreign_or_newer_file_is_refused(path: Path, statements: list[str], match: str) -> None:
+def test_what_is_not_ours_or_newer_is_refused(path: Path, statements: list[str], match: str) -> None:
     execute(path, *statements)
     before = path.read_bytes()
     with pytest.raises(UStatusError, match=match) as error:
@@ -102,7 +102,7 @@ def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
         SqliteFile(NOTES, tmp_path).look()
 
 
-def test_an_id_with_flipped_bits_is_corrected(path: Path) -> None:
+def test_an_id_whose_bits_have_turned_is_put_right(path: Path) -> None:
     execute(path, "PRAGMA application_id = 1")
     file = SqliteFile(NOTES, path)
     assert file.look()
@@ -112,7 +112,7 @@ def test_an_id_with_flipped_bits_is_corrected(path: Path) -> None:
     file.close()
 
 
-def test_an_older_version_is_migrated_completely_or_not_at_all(path: Path) -> None:
+def test_an_older_version_is_brought_to_todays_whole_or_not_at_all(path: Path) -> None:
     execute(path, "ALTER TABLE note DROP COLUMN author", "PRAGMA user_version = 1")
 
     def half(db: sqlite3.Connection) -> None:
@@ -145,8 +145,8 @@ def test_damage_is_found_before_the_file_is_used_and_moved_aside_by_its_owner(pa
     file = SqliteFile(NOTES, path)
     with pytest.raises((DamagedError, sqlite3.DatabaseError)) as error:
         file.look()
-    fault = NOTES.fault(error.value, path, "opened")
-    assert (fault.code, "call somebody" in fault.message) == (UCode.DATA_LOSS, True)
+    told = NOTES.fault(error.value, path, "opened")
+    assert (told.code, "call somebody" in told.message) == (UCode.DATA_LOSS, True)
     moved_to = move_aside(path)
     assert not path.exists()
     assert moved_to.name.startswith("notes.db.damaged-")
@@ -156,7 +156,7 @@ def test_damage_is_found_before_the_file_is_used_and_moved_aside_by_its_owner(pa
     file.close()
 
 
-def test_a_file_that_cannot_be_created_completely_does_not_exist(tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_made_whole_is_not_there(tmp_path: Path) -> None:
     def half(db: sqlite3.Connection) -> None:
         fill(db)
         raise sqlite_error(sqlite3.SQLITE_FULL)
@@ -186,7 +186,7 @@ def test_after_an_error_the_next_connection_is_a_new_one(path: Path) -> None:
     file.close()
 
 
-def test_waiting_for_a_reader_has_a_limit(path: Path) -> None:
+def test_a_reader_is_waited_for_no_longer_than_asked(path: Path) -> None:
     file = SqliteFile(NOTES, path)
     db = file.connect()
     reader = sqlite3.connect(path, isolation_level=None)
@@ -217,16 +217,16 @@ def test_waiting_for_a_reader_has_a_limit(path: Path) -> None:
         (sqlite_error(sqlite3.SQLITE_BUSY), UCode.UNAVAILABLE, "can't be opened"),
     ],
 )
-def test_each_fault_has_one_error_that_names_the_file(
+def test_each_trouble_has_one_answer_that_names_the_file(
     path: Path, error: Exception, code: UCode.ValueType, words: str
 ) -> None:
-    raised = NOTES.not_opened(error, path)
-    assert raised.code == code
-    assert words in raised.message
-    assert str(path) in raised.message
+    told = NOTES.not_opened(error, path)
+    assert told.code == code
+    assert words in told.message
+    assert str(path) in told.message
 
 
-def test_a_file_that_may_not_be_written_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_written_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everything
     assert NOTES.not_opened(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.PERMISSION_DENIED
     while_used = NOTES.fault(sqlite_error(sqlite3.SQLITE_READONLY), path, "written")
@@ -235,7 +235,7 @@ def test_a_file_that_may_not_be_written_is_reported(path: Path, monkeypatch: pyt
     assert NOTES.not_opened(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.UNAVAILABLE
 
 
-def test_a_deleted_or_replaced_file_is_not_written(path: Path) -> None:
+def test_a_file_that_is_gone_or_another_one_is_not_written_to(path: Path) -> None:
     file = SqliteFile(NOTES, path)
     file.take()
     assert file.look()

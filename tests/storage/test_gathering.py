@@ -1,4 +1,4 @@
-"""Gathering: waiting must bring jobs, and must not slow a sender that waits for each answer."""
+"""Waiting for others: it has to bring something, and who waits for each answer must not be slowed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPLY_S = 0.0002  # until a sender that was answered sends on
 
 @dataclass
 class Model:
-    """A worker and its senders in virtual time. A sender has a number, and sends again when it is answered; None: sends
+    """A worker and its senders in virtual time. A sender has a number, and sends again when it is answered; None sends
     once."""
 
     gathering: Gathering | None
@@ -135,7 +135,7 @@ def test_a_burst_is_one_commit_and_is_not_held_when_it_is_whole() -> None:
     assert sorted(made.waits)[len(made.waits) // 2] < 0.002
 
 
-def test_waiting_ends_when_there_is_enough() -> None:
+def test_no_more_than_enough_is_waited_for() -> None:
     made = model()
     for number in range(20_000):
         made.at(number / 20_000, made.send)
@@ -143,7 +143,7 @@ def test_waiting_ends_when_there_is_enough() -> None:
     assert max(made.waits[:-ENOUGH]) < 0.002  # those at the end wait for what would follow
 
 
-def test_waiting_ends_soon_after_jobs_stop() -> None:
+def test_what_comes_no_longer_is_soon_not_waited_for() -> None:
     gathering = Gathering(WINDOW_MS, 1_000)
     for _ in range(LOOK_MIN):
         gathering.took(1, waited=False, in_vain=False)

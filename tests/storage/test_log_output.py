@@ -1,4 +1,4 @@
-"""A log without a reader, or on a full disk, loses lines of the log and affects nothing else."""
+"""A log that nobody reads, or that does not fit on its disk, costs lines of the log and nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_lines_come_whole_and_in_order() -> None:
     assert output.lost_lines == 0
 
 
-def test_a_stalled_reader_blocks_nothing_and_gets_the_number_of_lost_lines() -> None:
+def test_a_reader_that_stands_still_holds_nobody_up_and_learns_how_many_lines_were_lost() -> None:
     reader, writer = os.pipe()
     output, lines = LogOutput(writer), 3 * WAITING_BYTES_MAX // len(LINE)
     for _ in range(lines):
@@ -55,7 +55,7 @@ def test_a_stalled_reader_blocks_nothing_and_gets_the_number_of_lost_lines() -> 
     assert len(got.splitlines()) == lines - output.lost_lines + len(said) + 1
 
 
-def test_a_missing_reader_loses_lines() -> None:
+def test_a_reader_that_is_gone_costs_lines() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     output = LogOutput(writer)
@@ -64,7 +64,7 @@ def test_a_missing_reader_loses_lines() -> None:
     assert output.lost_lines == 1
 
 
-def test_a_non_blocking_descriptor_loses_nothing() -> None:
+def test_a_descriptor_that_does_not_block_loses_nothing() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     output = LogOutput(writer)
@@ -75,7 +75,7 @@ def test_a_non_blocking_descriptor_loses_nothing() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which answers each write as a full disk")
-def test_a_full_disk_loses_lines() -> None:
+def test_a_full_disk_costs_lines() -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     output = LogOutput(descriptor)
     output.write("1\n2\n")
@@ -119,11 +119,11 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("reader", ["missing", "stalled", "full disk"])
-def test_a_process_continues_if_its_log_fails(reader: str) -> None:
+@pytest.mark.parametrize("reader", ["gone", "still", "full disk"])
+def test_a_process_goes_on_whatever_becomes_of_its_log(reader: str) -> None:
     with contextlib.ExitStack() as stack:
         reading, writing = os.pipe()
-        if reader == "missing":
+        if reader == "gone":
             os.close(reading)
         else:
             stack.callback(os.close, reading)

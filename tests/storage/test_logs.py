@@ -1,5 +1,5 @@
-"""The log: escapes foreign text, shows no variables and no secrets, writes one line per kind and minute,
-and loses none."""
+"""The log: nothing of a stranger's making in it but escaped, no variables, no secrets, one line of a kind and minute,
+and none lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOSTILE = "x\n2026-01-01 00:00:00 [error    ] forged\r\x1b[2J\x9b31m\u202e\u2028
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`written("json")` configures the log and returns what was written; global state is restored."""
+    """`written("json")` sets the log up and answers what was written; everything global is put back."""
     before = structlog.get_config()
     handlers, level = logging.root.handlers[:], logging.root.level
     for name in ("excepthook", "unraisablehook"):
@@ -71,7 +71,7 @@ def test_json_has_utc_with_milliseconds_level_event_and_the_fields(written: Any)
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_foreign_names_forge_no_line_and_move_no_cursor(written: Any, format: logs.Format) -> None:
+def test_names_of_a_strangers_making_forge_no_line_and_move_no_cursor(written: Any, format: logs.Format) -> None:
     file = written(format)
     logs.log.warning("dropped", source=HOSTILE, names=[HOSTILE], thing=Shown())
     logs.log.warning(HOSTILE)
@@ -139,7 +139,7 @@ class Clock:
 
 
 class Desk:
-    """Repeats with a clock of its own, without threads."""
+    """Repeats on a clock of its own, without threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
@@ -152,8 +152,8 @@ class Desk:
             self.lines.append(self.repeats(None, level, {"event": event, **fields}))
 
     @property
-    def reported(self) -> int:
-        """The number of events according to the written lines."""
+    def told(self) -> int:
+        """How often it happened, by what was written."""
         return sum(line.get("repeated", 1) for line in self.lines)
 
 
@@ -162,7 +162,7 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     return Desk(monkeypatch)
 
 
-def test_the_first_of_a_kind_is_written_at_once_and_the_others_after_the_minute(desk: Desk) -> None:
+def test_the_first_of_a_kind_is_written_at_once_and_the_others_are_told_when_the_minute_is_over(desk: Desk) -> None:
     for seq in range(100):
         desk.log("lost", endpoint="cloud", seq=seq)
     desk.log("lost", endpoint="vehicle", seq=0)
@@ -182,16 +182,16 @@ def test_the_first_of_a_kind_is_written_at_once_and_the_others_after_the_minute(
     desk.clock.now += 120
     desk.repeats.flush()
     assert desk.repeats._kinds == {}
-    assert desk.reported == 104
+    assert desk.told == 104
 
 
-def test_debug_lines_are_never_held(desk: Desk) -> None:
+def test_debug_is_for_who_wants_it_all(desk: Desk) -> None:
     for _ in range(10):
         desk.log("detail", "debug")
     assert len(desk.lines) == 10
 
 
-def test_kinds_made_by_strangers_are_bounded_and_counted(desk: Desk) -> None:
+def test_kinds_of_a_strangers_making_are_bounded_and_counted(desk: Desk) -> None:
     for number in range(5_000):
         desk.log("two hosts go by one name", authority=f"made-up-{number}")
     assert len(desk.lines) <= logs.KINDS_PER_TEXT_MAX + 1
@@ -200,9 +200,9 @@ def test_kinds_made_by_strangers_are_bounded_and_counted(desk: Desk) -> None:
     assert len(desk.repeats._kinds) <= logs.KINDS_MAX + 1
     desk.log("honest")
     desk.repeats.close()
-    assert desk.reported == 10_001
+    assert desk.told == 10_001
     desk.log("after the end")
-    assert desk.lines[-1]["event"] == "after the end", "nothing is held after close"
+    assert desk.lines[-1]["event"] == "after the end", "nothing is held that nobody would tell"
 
 
 EVENTS = st.sampled_from(["a", "connected", "connection lost"])
@@ -221,7 +221,7 @@ def test_nothing_is_lost(happened: list[tuple[str, str | None, str | None, int]]
             fields = {"endpoint": endpoint, "why": why}
             desk.log(event, **{name: value for name, value in fields.items() if value is not None})
         desk.repeats.close()
-        assert desk.reported == len(happened)
+        assert desk.told == len(happened)
 
 
 def test_another_reason_is_never_held_back(desk: Desk) -> None:
@@ -237,7 +237,7 @@ def test_another_reason_is_never_held_back(desk: Desk) -> None:
     ]
     desk.log("no connection", endpoint="cloud", error="timeout after 17 ms")
     desk.log("no connection", endpoint="cloud", error="timeout after 18 ms")
-    assert desk.lines[-1]["error"] == "timeout after 17 ms", "a number does not make another reason"
+    assert desk.lines[-1]["error"] == "timeout after 17 ms", "a number makes no other reason"
     desk.log("it failed", exc_info=ValueError("first"))
     desk.log("it failed", exc_info=ValueError("second"))
     assert desk.lines[-1]["exc_info"].args == ("second",), "with its frames"
@@ -251,19 +251,19 @@ def test_the_end_of_a_condition_is_never_held_back_and_neither_is_its_return(des
     assert [line["event"] for line in desk.lines] == ["connection lost", "connected"] * 3
     assert not any("repeated" in line for line in desk.lines)
     desk.log("connected", endpoint="cloud")
-    assert len(desk.lines) == 6, "the state had been written"
+    assert len(desk.lines) == 6, "that was known"
 
 
-def test_reasons_made_by_strangers_are_bounded_and_the_last_one_is_written(desk: Desk) -> None:
+def test_reasons_of_a_strangers_making_are_bounded_and_the_last_one_is_told(desk: Desk) -> None:
     for number in range(1_000):
         desk.log("refused", authority="car", why="x" * (number % 200))
     assert len(desk.lines) == logs.CHANGES_MAX + 1
     desk.clock.now += logs.PERIOD_S
     desk.repeats.flush()
     assert desk.lines[-1]["why"] == "x" * 199
-    assert desk.reported == 1_000
+    assert desk.told == 1_000
     desk.log("refused", authority="car", why="x" * 199)
-    assert desk.reported == 1_000, "it has just been written"
+    assert desk.told == 1_000, "it was told just now"
 
 
 @pytest.mark.parametrize("text", [text for texts in logs.CONDITIONS for text in texts])
@@ -273,7 +273,7 @@ def test_the_text_of_a_condition_is_logged_somewhere(text: str) -> None:
     assert any(f'"{text}"' in file.read_text() for folder in folders for file in (root / folder).rglob("*.py"))
 
 
-def test_a_held_line_is_written_without_another_line() -> None:
+def test_what_is_held_is_written_though_no_other_line_comes() -> None:
     lines: list[Any] = []
     written = threading.Event()
 
@@ -322,7 +322,7 @@ end(password)
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_a_process_logs_uncaught_exceptions_and_held_lines_at_its_end(format: str) -> None:
+def test_a_process_tells_what_nobody_caught_and_what_is_held_when_it_ends(format: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, format], capture_output=True, text=True, timeout=100, check=False
     )

@@ -1,4 +1,4 @@
-"""The reserve of a disk: allocated blocks, freed when the disk is full, allocated again when there is space."""
+"""The reserve of a disk: made of allocated blocks, given up for whoever has no room, made again when there is some."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from storage import reserve as reserve_module
 from storage.disk import REAL_DISK, Disk
 from storage.faults import disk_bytes
-from storage.reserve import DEFAULT_BYTES_MAX, NO_RESERVE, Reserve, reserve_of, retry_if_full
+from storage.reserve import DEFAULT_BYTES_MAX, NO_RESERVE, Reserve, reserve_of, with_room
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -57,19 +57,19 @@ def test_a_file_system_that_does_not_count_blocks(tmp_path: Path, monkeypatch: p
     assert reserve.is_whole
     made = reserve.path.stat().st_mtime_ns
     assert reserve.restore(PLENTY)
-    assert reserve.path.stat().st_mtime_ns == made, "it is not written again each time"
+    assert reserve.path.stat().st_mtime_ns == made, "it is not made again each time"
     assert reserve.give_up()
     assert not reserve.is_whole
 
 
-def test_it_is_created_only_if_that_leaves_a_margin(tmp_path: Path) -> None:
+def test_it_is_made_only_where_that_leaves_something(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / "reserve", MIB)
     assert not reserve.restore(MIB)
     assert not reserve.held
     assert reserve.restore(3 * MIB)
 
 
-def test_a_full_disk_keeps_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_keeps_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(file: int, offset: int, bytes: int) -> None:
         os.pwrite(file, b"x" * 65_536, 0)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -80,7 +80,7 @@ def test_a_full_disk_keeps_no_part_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert disk_bytes(reserve.path) == 0
 
 
-def test_the_size_can_be_changed(reserve: Reserve) -> None:
+def test_another_size_is_brought_about(reserve: Reserve) -> None:
     assert Reserve(reserve.path, 2 * MIB).restore(PLENTY)
     assert reserve.path.stat().st_size == 2 * MIB
     smaller = Reserve(reserve.path, MIB // 2)
@@ -114,7 +114,7 @@ def sqlite_full() -> sqlite3.Error:
 
 
 def failing(error: Exception) -> tuple[list[int], Callable[[], int]]:
-    """Work that fails once; counts its calls."""
+    """Work that fails once; and how often it was tried."""
     tries: list[int] = []
 
     def work() -> int:
@@ -129,36 +129,36 @@ def failing(error: Exception) -> tuple[list[int], Callable[[], int]]:
 @pytest.mark.parametrize(
     "error", [sqlite_full(), OSError(errno.ENOSPC, "full"), UStatusError(UCode.RESOURCE_EXHAUSTED, "full")]
 )
-def test_work_on_a_full_disk_is_repeated_once_without_it(reserve: Reserve, error: Exception) -> None:
+def test_work_on_a_full_disk_is_tried_once_more_without_it(reserve: Reserve, error: Exception) -> None:
     tries, work = failing(error)
-    assert retry_if_full(reserve, reserve.path, work) == 7
+    assert with_room(reserve, reserve.path, work) == 7
     assert (len(tries), reserve.held) == (2, 0)
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("locked"), UStatusError(UCode.UNAVAILABLE, "I/O")])
-def test_other_errors_do_not_change_it(reserve: Reserve, error: Exception) -> None:
+def test_other_errors_leave_it_alone(reserve: Reserve, error: Exception) -> None:
     tries, work = failing(error)
     with pytest.raises(type(error)):
-        retry_if_full(reserve, reserve.path, work)
+        with_room(reserve, reserve.path, work)
     assert (len(tries), reserve.is_whole) == (1, True)
 
 
 def test_without_a_reserve_nothing_is_tried_again(tmp_path: Path) -> None:
     tries, work = failing(sqlite_full())
     with pytest.raises(sqlite3.OperationalError):
-        retry_if_full(NO_RESERVE, tmp_path / "some.db", work)
+        with_room(NO_RESERVE, tmp_path / "some.db", work)
     assert len(tries) == 1
 
 
-def test_a_second_store_uses_the_space_that_the_first_one_freed(reserve: Reserve) -> None:
-    """Two stores fail at once: the reserve can be given up only once."""
+def test_who_comes_second_finds_the_room_that_the_first_one_made(reserve: Reserve) -> None:
+    """Two stores fail at once: the reserve can be given up once only."""
     assert reserve.give_up()
     tries, work = failing(sqlite_full())
-    assert retry_if_full(reserve, reserve.path, work) == 7
+    assert with_room(reserve, reserve.path, work) == 7
     assert len(tries) == 2
 
 
-def test_a_small_file_uses_the_reserve_too(reserve: Reserve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_has_room_as_well(reserve: Reserve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = REAL_DISK.with_reserve(reserve)
     replace_text, tries = Disk._replace_text, []
 

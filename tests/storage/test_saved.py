@@ -19,7 +19,7 @@ def saved(folder: Path, disk: Disk | None = None) -> SavedFile[list[tuple[str, i
     return SavedFile(folder / "pairs.json", PAIRS, 40, disk or Disk())
 
 
-def test_a_saved_value_is_loaded(tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert saved(tmp_path).load() is None
     saved(tmp_path).save([("a", 1), ("b", 2)])
     assert saved(tmp_path).load() == [("a", 1), ("b", 2)]
@@ -40,7 +40,7 @@ def test_foreign_content_is_refused_and_kept(tmp_path: Path, content: bytes) -> 
     assert kept.read_bytes() == content
 
 
-def test_a_text_that_is_too_long_changes_nothing(tmp_path: Path) -> None:
+def test_what_is_too_long_changes_nothing(tmp_path: Path) -> None:
     saved(tmp_path).save([("a", 1)])
     with pytest.raises(UStatusError, match="may have at most 40 bytes, got 51: nothing is saved") as raised:
         saved(tmp_path).save([("x" * 42, 1)])

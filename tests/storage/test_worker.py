@@ -12,11 +12,11 @@ WAIT_S = 20
 
 
 class Recorder:
-    """Keeps the batches of a worker, blocks it if asked to, and records the callbacks on the loop."""
+    """Keeps the batches of a worker, holds it up while asked to, and is told on the loop."""
 
     def __init__(self, **options: Any) -> None:
         self.batches: list[list[int]] = []
-        self.called_back: list[int] = []
+        self.told: list[int] = []
         self.finished = False
         self.go, self.busy = threading.Event(), threading.Event()
         self.ticked = asyncio.Event()
@@ -28,7 +28,7 @@ class Recorder:
         self.go.wait(WAIT_S)
         self.batches.append(batch)
         for job in batch:
-            self.worker.tell(lambda job=job: self.called_back.append(job))
+            self.worker.tell(lambda job=job: self.told.append(job))
         if not batch:
             self.worker.tell(self.ticked.set)
 
@@ -37,18 +37,18 @@ class Recorder:
         self.finished = True
 
 
-async def test_jobs_are_done_and_reported_in_order_and_the_end_waits_for_all() -> None:
+async def test_jobs_are_done_and_told_in_order_and_the_end_waits_for_all() -> None:
     recorder = Recorder(batch_max=4)
     for job in range(10):
         recorder.worker.put(job)
     await recorder.worker.close()
     await recorder.worker.close()
-    assert [job for batch in recorder.batches for job in batch] == recorder.called_back == list(range(10))
+    assert [job for batch in recorder.batches for job in batch] == recorder.told == list(range(10))
     assert max(map(len, recorder.batches)) <= 4
     assert recorder.finished
 
 
-async def test_waiting_jobs_make_one_batch_of_bounded_weight() -> None:
+async def test_what_has_come_meanwhile_is_one_batch_of_bounded_weight() -> None:
     recorder = Recorder(batch_max=6, weigh=lambda job: job)
     recorder.go.clear()
     recorder.worker.put(1)
@@ -68,7 +68,7 @@ async def test_an_idle_worker_ticks() -> None:
     assert [] in recorder.batches
 
 
-def test_a_loop_that_has_ended_is_logged_only() -> None:
+def test_a_loop_that_has_ended_does_no_harm() -> None:
     async def start() -> Recorder:
         recorder = Recorder()
         recorder.go.clear()
@@ -81,11 +81,11 @@ def test_a_loop_that_has_ended_is_logged_only() -> None:
     recorder.go.set()
     while len(recorder.batches) < 2:
         recorder.go.wait(0.001)
-    assert recorder.called_back == []
+    assert recorder.told == []
 
 
 class Gather(Gathering):
-    """Wants three jobs, and records the turns."""
+    """Wants three, and keeps what came of it."""
 
     def __init__(self, window_ms: float, enough: int) -> None:
         super().__init__(window_ms, enough)
@@ -130,9 +130,9 @@ async def test_a_batch_waits_no_longer_than_the_window_or_until_there_is_enough(
     assert [sum(batch) for batch in recorder.batches] == [100]
 
 
-async def test_closing_waits_for_no_further_jobs() -> None:
+async def test_the_end_waits_for_nobody() -> None:
     recorder = Recorder(gathering=Gather(FOR_EVER_MS, 100))
     recorder.worker.put(1)
     recorder.worker.put(2)
     await asyncio.wait_for(recorder.worker.close(), WAIT_S)
-    assert [job for batch in recorder.batches for job in batch] == recorder.called_back == [1, 2]
+    assert [job for batch in recorder.batches for job in batch] == recorder.told == [1, 2]

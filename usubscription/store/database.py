@@ -24,7 +24,7 @@ import structlog
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.faults import DamagedError, is_full
 from storage.file import SqliteFile, transaction
-from storage.reserve import retry_if_full
+from storage.reserve import with_room
 from uprotocol import uri as uris
 from uprotocol.communication.shares import UNIT_BYTES, Quota, UEntity, weight
 from uprotocol.status import UStatusError
@@ -168,7 +168,7 @@ class Database:
 
     def open(self) -> None:
         """Raises UStatusError as schema.open_store and FileKind.not_opened. A damaged file is left unchanged."""
-        retry_if_full(self._file.disk.reserve, self.path, self._open)
+        with_room(self._file.disk.reserve, self.path, self._open)
 
     def _open(self) -> None:
         try:
@@ -260,7 +260,7 @@ class Database:
         if the disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
         batch = list(events)
-        return retry_if_full(self._file.disk.reserve, self.path, lambda: self._apply_all(batch, now_ms))
+        return with_room(self._file.disk.reserve, self.path, lambda: self._apply_all(batch, now_ms))
 
     def _apply_all(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         tables = self._tables
