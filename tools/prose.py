@@ -53,8 +53,6 @@ NAMES: Final = {
     "heed": "refresh, apply",
     "heeds": "refresh, apply",
     "deaf": "name the state",
-    "hang": "stall",
-    "hangs": "check_coherence",
     "anew": "again, new",
 }
 SUFFIXES: Final = (".py", ".md")
