@@ -1,4 +1,4 @@
-"""Sets of topics of a followed history: what is held there for us, and what is followed without a hole."""
+"""Sets of topics of a followed history: those that are held there for us, and those followed without a hole."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Digest = bytes  # see Covered
 
 
 class HeldThere:
-    """What was not pushed of a log before we took over: these topics, each from a seq on."""
+    """The records of a log that were not pushed before we took over: these topics, each from a seq on."""
 
     def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
-        """Of all that comes up to `pushed_to` only this is new to us."""
+        """Of the records up to `pushed_to`, only those of `held` are new to us."""
         self.pushed_to = pushed_to
         self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
         self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
@@ -33,7 +33,7 @@ class HeldThere:
 
 
 class Covered:
-    """Topics and patterns of which all that comes is had from here on, without a hole."""
+    """Topics and patterns that are followed from here on without a hole."""
 
     def __init__(self, topics: Iterable[UUri] = ()) -> None:
         self._exact: dict[uris.Key, UUri] = {}
@@ -46,7 +46,7 @@ class Covered:
         return chain(self._exact.values(), self._wide.values())
 
     def __contains__(self, topic: UUri) -> bool:
-        """As it is, or as a part of a pattern."""
+        """True if the topic itself or a pattern that covers it is in the set."""
         key = uris.key(topic)
         return key in self._exact or key in self._wide or any(uris.matches(one, topic) for one in self._wide.values())
 
@@ -60,7 +60,7 @@ class Covered:
             self._sum += _digest(key)
 
     def discard(self, topic: UUri) -> bool:
-        """False: it was not there."""
+        """Returns False if it was not in the set."""
         key = uris.key(topic)
         if self._holds(topic).pop(key, None) is None:
             return False
@@ -73,7 +73,7 @@ class Covered:
         self._sum = 0
 
     def meeting(self, topic: UUri) -> list[UUri]:
-        """Those that mean something that `topic` does."""
+        """Returns the members that share a topic with `topic`."""
         if uris.has_wildcard(topic):
             return [one for one in self if uris.meets(one, topic)]
         exact = self._exact.get(uris.key(topic))

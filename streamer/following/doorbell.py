@@ -25,12 +25,12 @@ log = structlog.get_logger()
 
 
 class Doorbell:
-    """Of one history. Lives on the loop."""
+    """The doorbell of one history. It is used on the event loop only."""
 
     def __init__(self, history: str, ask: Callable[[], None], backoff: Backoff, counts: Counter[str]) -> None:
         """`ask()` asks the history now, if there is a conversation; `backoff` is between two conversations."""
         self._history, self._ask, self._backoff, self._counts = history, ask, backoff, counts
-        self.copies_since: bytes | None = None  # plain messages with later ids are copies; None: not known yet
+        self.copies_since: bytes | None = None  # plain messages with later ids are copies; None: unknown yet
         self.denied: set[uris.Key] = set()  # topics that we may not read there: their plain messages count
         self.has_kept_copies = False  # plain messages were kept since this was last reset
         self._unanswered_since: float | None = None  # loop time of the first doorbell since the last answer
@@ -40,7 +40,7 @@ class Doorbell:
         return f"Doorbell({self._history}, is_trusted={self._is_trusted})"
 
     def on_doorbell(self, message: EncodedMessage) -> bool:
-        """A plain message has come, so the history has something new. True: it is a copy, and is not kept."""
+        """A plain message has come, so the history has something new. Returns True for a copy, which is not kept."""
         self._counts["doorbells"] += 1
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -61,14 +61,14 @@ class Doorbell:
         return not self.denied or uris.key(message.stamp.attributes.source) not in self.denied
 
     def stop_trusting_history(self) -> None:
-        """Plain messages count until it answers."""
+        """Store plain messages until the history answers."""
         if self._is_trusted:
             self._is_trusted = False
             what = "a history that is followed does not answer: until it does, plain copies count again"
             log.warning(what, service=self._history)
 
     def _ask_again_if_silent(self, since: float) -> None:
-        """The answer to the call that is under way may never come."""
+        """Ask again: the answer to the call that is under way may never come."""
         if self._unanswered_since == since:
             self._ask()
 

@@ -1,13 +1,13 @@
-"""One history that is followed into ours: what is in it is in our log exactly once, and in order.
+"""One history that is followed into ours: each of its records is in our log exactly once, and in order.
 
-answer -> Acceptor -> what is wanted: the verdicts of the ingress, ids -> one append: records, origins, place
+answer -> Acceptor -> what is wanted: the verdicts of the ingress, ids -> one append: records, origins, position
              |            '- of an authority that it does not speak for: dropped, "spoofed"
-             '- gaps: told                            '- refused by the log: back to the place that is committed
+             '- gaps: reported                        '- refused by the log: back to the committed position
 
-The place in the other log and the records up to it are one transaction, so a kill on either side, or a link that is cut
-at any moment, loses nothing and doubles nothing. A gateway that has handed over pushes no publish; until then nothing
-of it is followed. A publisher goes on with its plain copies. Each is a doorbell: it makes us ask now, and is not stored
-if it was made after we had a place. So what was published before it is followed is taken as it comes.
+The position in the other log and the records up to it are stored in one transaction. So nothing is lost or doubled when
+either side is killed, or the link is cut, at any moment. A gateway is followed only after it has handed over; then it
+pushes no publish. A publisher goes on sending plain copies. Each copy is a doorbell: we ask the history at once, and do
+not store the copy if it was made after we had a position. Publishes from before that are stored as they come.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
 PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service; and one answer beside it
-CAUGHT_UP_S: Final = 30.0  # at most, for what came before anything was followed, and the log has refused
-# what can't be followed, and will not be soon: until then plain copies count
+CAUGHT_UP_S: Final = 30.0  # at most, for messages that came before we followed, and that the log has refused
+# such a history can't be followed for some time: until then plain copies count
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
-COVERED: Final = "topics of "  # in front of the key of a place: what has been followed up to there without a hole
-NAMED_MAX: Final = 1_000  # patterns of a Beginning; of more a reader takes less for whole than there is
-DENIED_TOLD_MAX: Final = 100  # lines of a log about topics that may not be read
+COVERED: Final = "topics of "  # prefix of a key: the topics that have been followed up to the position without a hole
+NAMED_MAX: Final = 1_000  # patterns of a Beginning; with more, a reader takes fewer epochs for complete than there are
+DENIED_TOLD_MAX: Final = 100  # lines in our log about topics that we may not read
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Follow:
-    """One of [[follow]]. `topics`: none: what is wanted here."""
+    """One [[follow]] section. Without `topics`, what is wanted here is followed."""
 
     endpoint: Endpoint
     service: AccessPattern
@@ -81,8 +81,9 @@ class Follow:
 
 
 def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
-    """Whether a history may have records of a topic. A publisher's own: of its type on its host. A gateway's: of its
-    host, and of the family of that; `is_named`, by our configuration: of whatever lives on its network."""
+    """True if a history may have records of this topic. The history of a publisher has records of its type on its host.
+    The history of a gateway has those of its host and the family of that, and those of its whole network if our
+    configuration names it (`is_named`)."""
     if service.ue_id >> 16:
         return ids.covers(service, topic)
     authority, family = topic.authority_name, family_of(service.authority_name)
@@ -91,7 +92,7 @@ def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
 
 @dataclass
 class Pending:
-    """Accepted, and not yet in a log."""
+    """Records that are accepted, and not yet in a log."""
 
     records: list[Record | Beginning] = field(default_factory=list)
     bytes: int = 0
@@ -101,7 +102,7 @@ class Pending:
 
 
 class _RestartedError(UStatusError):
-    """The other side knows nothing of us any more."""
+    """The other side was restarted, and does not know us."""
 
 
 class Followed:
@@ -158,16 +159,16 @@ class Followed:
         return speaks_for(self.service, source, is_named=self.is_named)
 
     def records(self, source: UUri) -> bool:
-        """It is followed whether or not somebody wants it."""
+        """True if this topic is followed whether or not somebody wants it."""
         return self.follow is not None and any(uris.matches(pattern, source) for pattern in self.follow.topics)
 
     def _end_here(self, topic: UUri) -> None:
-        """It is not followed any more. Who reads epochs must know: of what is open there is a part here."""
+        """Stop following a topic. Readers of epochs are told: only a part of each open epoch is in our log."""
         if self._covered.discard(topic):
             self._begun.append(topic)
 
     def _begin(self, following: Following, topic: UUri) -> None:
-        """From here on it is followed. Who reads epochs must know of what has come of it, and is not here."""
+        """Follow a topic from here on. Readers of epochs are told: its earlier records are not in our log."""
         following.follow(topic)
         if topic not in self._covered:
             self._begun.append(topic)
@@ -175,11 +176,11 @@ class Followed:
 
     @property
     def is_gateway(self) -> bool:
-        """Not a publisher that keeps what it publishes."""
+        """False for a publisher that keeps its own history."""
         return not self.service.ue_id >> 16
 
     def listen_for(self, topic: UUri) -> None:
-        """It may be wanted now, or no more."""
+        """The interest in this topic has changed."""
         following = self._following
         if following is None:
             return
@@ -193,7 +194,7 @@ class Followed:
                 self._tell_begun()
 
     def listen_anew(self) -> None:
-        """Anything may be wanted now, or no more."""
+        """The interest in any topic may have changed."""
         following = self._following
         if following is None:
             return
@@ -220,7 +221,8 @@ class Followed:
             self._tell_begun()
 
     def _tell_begun(self) -> None:
-        """In the log, in front of what comes with the next answer; where nobody tells of epochs nobody has to know."""
+        """Put what has begun into the log, before the records of the next answer. Logs without epochs need no such
+        record."""
         if self._acceptor is None:
             return  # when it is followed
         begun, self._begun = self._begun, []
@@ -242,7 +244,8 @@ class Followed:
 
     @property
     def _covered_digest(self) -> Digest:
-        """For a restart; of what is withheld nothing is known then, so all of it is told as begun."""
+        """Kept for a restart. It is empty if topics are withheld, since a restart does not know which: then all topics
+        begin again."""
         return b"" if self._withheld else self._covered.digest
 
     def _beginning(self, topics: Sequence[UUri], but: Sequence[UUri] = ()) -> Beginning:
@@ -252,7 +255,7 @@ class Followed:
         return Beginning(topics=topics, service=self.service, but=but[:NAMED_MAX])
 
     def _narrowed(self, pattern: UUri) -> list[UUri]:
-        """To what it may have."""
+        """Returns `pattern`, limited to what this history may have."""
         if not self.is_gateway:
             narrowed = ids.narrowed(self.service, pattern)
             return [] if narrowed is None else [narrowed]
@@ -264,7 +267,7 @@ class Followed:
         return [uris.of_authority(pattern, one) for one in sorted(there)]
 
     def announced(self) -> None:
-        """It is there (again), and may hand over by now; a call that waits for it may wait for one of before."""
+        """The history was announced: it may hand over now. A call that is under way may wait for its last run."""
         self._backoff.wake()
         self._ask_now()
 
@@ -298,7 +301,7 @@ class Followed:
 
     async def _converse(self) -> None:
         places = self._committed()
-        if self._begun or self._missing or self._untold:  # and not stored: it is told again
+        if self._begun or self._missing or self._untold:  # these were not stored: they are reported again
             self._covered.clear()
             self._begun, self._missing, self._untold = [], [], 0
         client = self._follows.client(self.service)
@@ -333,7 +336,7 @@ class Followed:
             await client.close()
 
     def _forgotten(self) -> None:
-        """It was restarted, and may have another log, of which all is new to us; and whether it pushes."""
+        """The history was restarted: its log may be another one, and it may push again."""
         raise _RestartedError(UCode.ABORTED, f"{self.key} was restarted")
 
     def _denied(self, topic: UUri) -> None:
@@ -347,7 +350,7 @@ class Followed:
             log.warning(what, service=self.key, topic=uris.format(topic))
 
     async def _take_over(self, following: Following, places: ReaderState) -> None:
-        """Ask that no publish is pushed to us any more. Raises what it answers: then all are, and nothing is
+        """Ask the gateway to stop pushing publishes. Raises its refusal; then it pushes them all, and nothing is
         followed."""
         if not self._has_place:  # on disk before we ask: else nobody would know whom to tell when we are not to follow
             await self._keep_first(places)
@@ -370,8 +373,8 @@ class Followed:
         self.is_handed_over = True
 
     async def _find_place(self, following: Following) -> ReaderState:
-        """Where its logs end, and ours says so on disk: what comes later is followed. Which ids that has, the same
-        answer tells."""
+        """Save the ends of its logs as our position: what comes later is followed. The same answer says which ids that
+        has."""
         acceptor = Acceptor(read=self._follows.read)
         while not acceptor.state.positions:
             answer = await following.next(acceptor.state)
@@ -401,7 +404,7 @@ class Followed:
         self._came.set()
 
     async def _pull(self, following: Following, places: ReaderState) -> None:
-        """Accept, while what was accepted before is committed."""
+        """Accept answers, while records that were accepted before are committed."""
         acceptor = self._acceptor = Acceptor(state=places, read=self._follows.read)
         self._pending = Pending(places=acceptor.state.copy(), has_moved=self._told_since != self._doorbell.copies_since)
         if not self._begun:  # else with the first answer, which says what we may not read
@@ -446,7 +449,7 @@ class Followed:
             self._came.set()
 
     def _holes(self, accepted: Accepted) -> list[tuple[int, list[UUri]]]:
-        """In front of which records something is missing, and of which topics."""
+        """Returns the indexes of records that follow a hole, and the topics of each hole."""
         if not self._log.frontier_ids:
             return []
         gaps = [gap for gap in accepted.gaps if gap.before_seq]
@@ -461,7 +464,7 @@ class Followed:
     # -- into the log
 
     async def _store_on(self, acked: dict[bytes, int]) -> None:
-        """What is pending, all of it at once, again and again; `acked` follows. Raises what the log answers."""
+        """Store all pending records, again and again, and keep `acked` up to date. Raises the error of the log."""
         while True:
             await self._came.wait()
             self._came.clear()
@@ -480,7 +483,7 @@ class Followed:
             acked.update(pending.places.positions)
 
     async def _store(self, pending: Pending) -> None:
-        """Records and place, in one transaction."""
+        """Store records and position in one transaction."""
         if self._doorbell.has_kept_copies:  # of which one may be the first of two, and not in a log yet, or never
             self._doorbell.has_kept_copies = False
             await self._follows.ingress(self.endpoint).settled()
@@ -495,7 +498,7 @@ class Followed:
             self._doorbell.copies_since = since
 
     async def _append(self, pending: Pending) -> bool:
-        """True: the place is on disk, with records."""
+        """Returns True if the position is on disk, with records."""
         place = self._stored(pending.places, pending.covered)
         shares: dict[Log, list[Sorted]] = {}
         for record in pending.records:
@@ -507,7 +510,7 @@ class Followed:
                 shares.setdefault(found.target, []).append(found)
             self.counts["records"] += 1
         is_kept = False
-        # what is in memory first: the place stands for both
+        # the log in memory first: the position stands for both
         for target in sorted(shares, key=lambda one: one.durable):
             share = shares.pop(target)
             epochs = [one.epoch for one in share]
@@ -530,13 +533,13 @@ class Followed:
         return is_kept
 
     def _keep_covered(self, digest: Digest) -> None:
-        """Apart from the place, which has only a digest of it: it is long, and changes seldom."""
+        """Save the covered topics beside the position, which has only their digest: they are long and change seldom."""
         topics = Beginning(topics=self._covered).SerializeToString()
         self._log.followed.keep(COVERED + self.key, topics if len(topics) <= POSITION_BYTES_MAX else None, at_once=True)
         self._covered_kept = digest
 
     def _covered_before(self, stored: bytes | None) -> Covered:
-        """A restart; nothing, where what is known of it is not of that place."""
+        """Returns the topics of the last run, and none if they do not belong to the stored position."""
         kept = self._log.followed.position(COVERED + self.key)
         if stored is None or kept is None:
             return Covered()
@@ -544,13 +547,13 @@ class Followed:
         return covered if covered.digest == FollowedPlaces.FromString(stored).topics else Covered()
 
     def _told_here(self, said: Beginning) -> Sorted:
-        """As a record of ours."""
+        """Returns a Beginning as a record of our own."""
         topic = self._follows.local.get_resource(ids.BEGINNINGS)
         message = EncodedMessage.of(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(said))
         return Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
 
     def _committed(self) -> ReaderState:
-        """Where we are, as far as our log says."""
+        """Returns the positions that our log has."""
         places, stored = ReaderState(), self._log.followed.position(self.key)
         if stored is not None:
             for position in FollowedPlaces.FromString(stored).positions:
@@ -570,7 +573,7 @@ class Followed:
         return stored.SerializeToString()
 
     async def end(self) -> None:
-        """Tell the other side to push again, from where we are. Raises UStatusError."""
+        """Ask the other side to push again, from our position on. Raises UStatusError."""
         client = self._follows.client(self.service)
         rng, random_bytes = self._follows.rng, self._follows.random_bytes
         options = FollowingOptions(mode="poll", rng=rng, random_bytes=random_bytes)

@@ -73,7 +73,7 @@ class Follows(Intake, UListener):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_running = False
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
-        self._refused = 0  # announced, and no room
+        self._refused = 0  # that were announced above FOLLOWED_MAX
 
     def __repr__(self) -> str:
         return f"Follows({list(self._followed)})"
@@ -84,7 +84,7 @@ class Follows(Intake, UListener):
     # -- life
 
     def load(self) -> None:
-        """Who is followed, before anything comes from there."""
+        """Find out who is followed, before any message comes from there."""
         for endpoint in self._endpoints:
             self._load(endpoint)
         for key in self.logs.durable.followed.positions():
@@ -124,7 +124,7 @@ class Follows(Intake, UListener):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self) -> None:
-        """Raises what the hosted transport says."""
+        """Raises the error of the hosted transport."""
         await self._rpc.open()
         await self._hosted.register_listener(GATEWAYS, self, self.local.get_source())
         self._interest.on_change(self._interest_changed)
@@ -149,8 +149,8 @@ class Follows(Intake, UListener):
         return uris.uri(follow.service.authority, address.ue_id, address.ue_version_major)
 
     def _resume(self, key: str, endpoint: Endpoint) -> None:
-        """Who was followed before the restart is, whether it announces itself or not. Who is not to be any more is told
-        to push again."""
+        """Follow a history as before the restart, whether it announces itself or not. If it is not to be followed any
+        more, ask it to push again."""
         service = uris.parse(key.partition(":")[2])
         follow = self._follow_for(service, endpoint)
         if follow is not None or service.ue_id >> 16:
@@ -159,7 +159,7 @@ class Follows(Intake, UListener):
             self._run(key, functools.partial(self._end, key, service, endpoint))
 
     async def _end(self, key: str, service: UUri, endpoint: Endpoint) -> None:
-        """Of a history that is not followed any more: have it pushed again, whenever that can be said."""
+        """Ask a history that is not followed any more to push again, until it answers."""
         backoff = self.backoff()
         while True:
             try:
@@ -180,7 +180,7 @@ class Follows(Intake, UListener):
             self._to_run[key] = run
 
     def _follow_for(self, service: UUri, endpoint: Endpoint) -> Follow | None:
-        """Those that name it before those that name many."""
+        """Returns the section for this service: one that names it before one that names many."""
         found = [one for one in self._configured if one.names(service, endpoint)]
         return min(found, key=lambda one: one.is_wide, default=None)
 
@@ -200,12 +200,12 @@ class Follows(Intake, UListener):
         if followed.is_named:
             self._named.append(followed)
         self._run(followed.key, followed.run)
-        self._ingresses[endpoint.name].forget_verdicts()  # a plain copy of what it has means something else now
+        self._ingresses[endpoint.name].forget_verdicts()  # plain copies of its topics are doorbells now
 
     # -- announcements
 
     def on_receive(self, message: UMessage) -> None:
-        """A gateway tells us, by whom it may be followed, that it is there."""
+        """A gateway that we may follow announces itself."""
         self.announced(message)
 
     def on_announcement(self, message: EncodedMessage) -> bool:
@@ -214,7 +214,7 @@ class Follows(Intake, UListener):
         return False
 
     def announced(self, message: UMessage) -> None:
-        """From the network; whose address it is has been looked at."""
+        """Follow the service that `message` announces. Its address was checked before."""
         try:
             announcement = UPayload.of(message).unpack(Announcement)
         except UStatusError:
@@ -232,7 +232,7 @@ class Follows(Intake, UListener):
             self._follow(service, endpoint, follow)
 
     def _has_room(self, endpoint: Endpoint, service: UUri) -> bool:
-        """For one more publisher: it has something that is wanted, and its host not too many."""
+        """True if this publisher has a wanted topic, and its host has fewer than PUBLISHERS_OF_ONE_MAX."""
         authority = service.authority_name
         there = (one for one in self._by_name.get(authority, ()) if one.service.authority_name == authority)
         if sum(not one.is_gateway for one in there) >= PUBLISHERS_OF_ONE_MAX:
@@ -273,12 +273,12 @@ class Follows(Intake, UListener):
     # -- for the ingress
 
     def of(self, endpoint: Endpoint, source: UUri) -> Followed | None:
-        """Whose history has this topic."""
+        """Returns the history at `endpoint` that has this topic."""
         there = (one for one in self._about(source) if one.endpoint is endpoint and one.speaks_for(source))
         return min(there, key=lambda one: one.is_gateway, default=None)
 
     def _about(self, topic: UUri) -> Iterator[Followed]:
-        """Those that may have it, and few others."""
+        """Returns the histories that may have this topic, and few others."""
         authority = topic.authority_name
         names = {authority, family_of(authority)} if authority != uris.WILDCARD_AUTHORITY else self._by_name
         found = (one for name in names for one in self._by_name.get(name, ()))

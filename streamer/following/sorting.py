@@ -42,7 +42,7 @@ WINDOWS_BYTES_MAX: Final = 64 << 20  # of what is under way to us, from all of t
 
 
 def family_of(authority: str) -> str:
-    """What stands behind the first dot; "": nothing does."""
+    """Returns what stands after the first dot of a name; "" if there is none."""
     return authority.partition(".")[2]
 
 
@@ -70,7 +70,7 @@ class Intake:
         self._topics: dict[str, dict[uris.Key, UUri]] = {}
 
     def attach(self, dispatch: Dispatch, ingresses: Mapping[str, Ingress]) -> None:
-        """Where followed records go; before `start`."""
+        """Set where followed records go; called before `start`."""
         self.dispatch, self._ingresses = dispatch, ingresses
         self.logs = dispatch.logs
         self.own_incarnations = frozenset(one.incarnation for one in dispatch.logs)
@@ -83,12 +83,12 @@ class Intake:
         return (topic for topic in topics if self.is_wanted(endpoint, topic))
 
     def _of_names(self, authority: str) -> Iterable[UUri]:
-        """Of an authority and its family."""
+        """Returns the topics of an authority and its family."""
         names = {authority, family_of(authority)} - {""} | {uris.WILDCARD_AUTHORITY}
         return chain.from_iterable(self._topics[name].values() for name in names if name in self._topics)
 
     def always_wanted(self) -> Iterator[UUri]:
-        """What is recorded; everything, while it is not known yet who wants what."""
+        """Returns what is recorded; everything while the interest is not known yet."""
         yield from [uris.ANY] if self._wants_all else self.logs.record
 
     def lives_there(self, endpoint: Endpoint, topic: UUri) -> bool:
@@ -155,7 +155,7 @@ class Sorting:
         self.held_there: dict[bytes, HeldThere] = {}  # by incarnation, until its records are past it
 
     def sort(self, record: Record) -> Sorted | None:
-        """Where it goes; None: it is not for us."""
+        """Returns where the record goes; None if it is not for us."""
         message, dispatch = record.message, self._follows.dispatch
         assert isinstance(message, EncodedMessage), "as it was read"
         origin = record.origin or Origin(record.incarnation, record.seq)
@@ -203,7 +203,7 @@ class Sorting:
     def _kept_in_order(
         self, source: UUri, message: EncodedMessage, origin: Origin, epoch: Epoch | None
     ) -> Sorted | None:
-        """Epochs and what tells of them, in one log: only there it is known what came first."""
+        """Records of epochs, and records about epochs, go into one log, which keeps their order."""
         key = message.id_bytes + source.SerializeToString()
         if epoch is None and not self._follows.dispatch.window.take(key):
             self._counts["duplicate"] += 1
@@ -211,7 +211,7 @@ class Sorting:
         return Sorted(self._log, self._log.stream_id(source, wanted=True), message, key, origin, epoch)
 
     def _is_valid(self, message: EncodedMessage) -> bool:
-        """By its attributes, but for the id those of many."""
+        """Look at its attributes, which many messages share but for the id."""
         known = self._follows.valid
         if message.stamp.is_shared and message.stamp.suffix in known:
             return True

@@ -16,6 +16,7 @@ import pytest
 import structlog
 
 from streamer import app as apps
+from streamer import order
 from streamer.config import loads
 from streamer.demo.mosquitto import Broker
 from streamer.operating import clocks, metrics, states
@@ -220,7 +221,7 @@ async def test_why_a_broker_is_away_is_the_reason(tmp_path: Path, make_broker: C
 async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apps, "LOOK_S", 0.01)
+    monkeypatch.setattr(order, "LOOK_S", 0.01)
     world = await with_admin(
         make_world, {"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 2\n"
     )
@@ -246,7 +247,7 @@ async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
 async def test_a_lost_session_waits_for_a_person_if_it_is_set_so(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apps, "LOOK_S", 0.01)
+    monkeypatch.setattr(order, "LOOK_S", 0.01)
     world = await make_world({"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 0\n")
     world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], "the session is gone", None)
     log, now_ms = world.streamer.logs.durable, uuids.now_ms()
@@ -317,7 +318,7 @@ def test_messages_that_come_encoded_count_alike(end: tuple[LocalTransport, Clock
 async def test_calls_through_a_gateway_whose_clock_is_fast_are_told(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apps, "LOOK_S", 0.01)
+    monkeypatch.setattr(order, "LOOK_S", 0.01)
     world = await with_admin(make_world, {"vehicle": "", "cloud": "none"})
     caller = await world.node("vehicle", "vehicle1")
     to = uris.parse("up://cloud/8002/1/1")
