@@ -38,14 +38,12 @@ from streamer.operating.losses import LossReports
 from streamer.operating.states import STARTING, STREAMER, Condition, Sample, States
 from streamer.quotas.ledger import AuthorityLedger, Pressure
 from streamer.quotas.limits import CALLERS_SHARE
-from streamer.walk.access import Access
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.walk.networks import Networks
-from streamer.walk.rules import Rules
-from streamer.walk.view import View
+from streamer.walk.view import Access, Rules, View
 from transports.certificates import Expiries
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -20,7 +20,7 @@ from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.lifecycle import NETWORKS_CLOSE_S, within
 from streamer.operating import metrics
 from streamer.operating.states import Condition, Sample
-from streamer.walk.rules import Rule
+from streamer.walk.view import Rule
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -24,11 +24,10 @@ from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.following.followed import Follow
 from streamer.quotas.limits import MemoryLimits
-from streamer.walk.access import AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
-from streamer.walk.rules import Rule
+from streamer.walk.view import AccessEntry, AccessPattern, Rule
 from transports import plugin as plugins
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile

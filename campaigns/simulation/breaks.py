@@ -164,20 +164,20 @@ def _copies_before_a_place() -> Patches:
 def _handed_over_where_it_was_read() -> Patches:
     from streamer.egress.publishes import Publishes
 
-    stop = Publishes.stop
+    stop = Publishes.stop_now
 
     def stop_here(self: Publishes) -> int:
         stop(self)
         return self._log.newest_seq
 
-    return [(Publishes, "stop", stop_here)]
+    return [(Publishes, "stop_now", stop_here)]
 
 
 def _pushed_again_from_the_end() -> Patches:
     from streamer.egress.publishes import Publishes
 
-    resume = Publishes.resume
-    return [(Publishes, "resume", lambda self, seq, had: resume(self, self._log.newest_seq, had))]
+    resume = Publishes.resume_now
+    return [(Publishes, "resume_now", lambda self, seq, had=0: resume(self, self._log.newest_seq, had))]
 
 
 def _never_pushed_again() -> Patches:

@@ -772,7 +772,7 @@ class Spy(UListener):
     def on_receive(self, message: UMessage) -> None:
         world, since = self._world, self._world.handed_over_since
         streamer = world.machines["V"].streamer
-        if streamer is None or not all(pump.is_followed for pump in streamer.pumps if pump.peer.name == "cloud"):
+        if streamer is None or not all(pump.plans.is_followed for pump in streamer.pumps if pump.peer.name == "cloud"):
             return  # following is ending: one log after the other is pushed again
         if is_application(message) and since is not None and world.loop.now - since > PUSHED_S_MAX:
             world.checker.fail("pushed, though it is followed", f"{message.payload!r}, handed over at {since:.3f} s")

@@ -29,7 +29,7 @@ from streamer.config.sections import (
     is_loopback,
 )
 from streamer.walk import names
-from streamer.walk.access import AccessPattern
+from streamer.walk.view import AccessPattern
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import ENTITY

@@ -14,7 +14,7 @@ from streamer.egress.holds import HELD_HOURS
 from streamer.egress.sends import SEND_MS_MAX
 from streamer.quotas.ledger import UNITS_PER_S
 from streamer.quotas.limits import MEMORY_MIB
-from streamer.walk.access import AccessPattern
+from streamer.walk.view import AccessPattern
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.ids import ENTITY, VERSION

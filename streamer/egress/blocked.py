@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from operator import itemgetter
 from typing import Final
 
-from streamer.egress.priority_queue import PriorityQueue
+from streamer.egress.sender import PriorityQueue
 from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff
 

@@ -17,12 +17,13 @@ from typing import Final
 
 import structlog
 
+from history.records.chunk import Scan
 from streamer.egress.blocked import Item, Outbox
 from streamer.egress.holds import AddressHold
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.reading import Reading
 from streamer.egress.sender import Sender
+from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
@@ -36,24 +37,53 @@ GATHER_S: Final = 0.2
 GATHERED_MAX: Final = 512
 LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of a hold at its limit; beyond it only the range is reported
 
+READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
+READ_BYTES_MAX: Final = 4 << 20  # per read of the log
+
 log = structlog.get_logger()
+
+
+OnGap = Callable[[int, int, Gap.Reason.ValueType], None]
+"""The records between these two seqs are lost to the peer, and why."""
+
+
+class Reading:
+    """A pump reads its log from disk, and reports what the peer does not get. Shares the plans."""
+
+    def __init__(self, plans: Plans, dead_letters: DeadLetters, on_gap: OnGap) -> None:
+        self._plans, self._log, self._peer, self.on_gap = plans, plans.log, plans.peer, on_gap
+        self._dead_letters = dead_letters
+        self.gaps = 0  # records that were lost to retention or damage before the peer got them
+
+    async def scan(self, position: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
+        """Read what follows `position` and is not in memory any more. Raises UStatusError."""
+        found = await self._log.scan(
+            position, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
+        )
+        for after, before in found.gaps:
+            self.lost(after, before)
+        return found
+
+    def lost(self, after: int, before: int) -> None:
+        """Report the records between these two as lost."""
+        self.gaps += before - after - 1
+        what = "records were lost to retention or damage before the peer got them"
+        log.error(what, peer=self._peer.name, after=after, before=before)
+        is_retention = before - 1 <= self._log.floor_seq
+        self.on_gap(after, before, Gap.REASON_RETENTION if is_retention else Gap.REASON_CORRUPTION)
+
+    def dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
+        self._peer.dropped["undeliverable"] += 1
+        self._dead_letters.add(item[1], code, reason, self._peer.name)
 
 
 class CatchUp:
     """Of one pump, whose plans, holds and outbox it shares."""
 
-    def __init__(
-        self,
-        plans: Plans,
-        outbox: Outbox,
-        sender: Sender[Item],
-        reading: Reading,
-        dead: Callable[[Item, UCode.ValueType, str], None],
-    ) -> None:
-        """`dead` writes a dead letter."""
+    def __init__(self, plans: Plans, outbox: Outbox, sender: Sender[Item], reading: Reading) -> None:
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
-        self._outbox, self._sender, self._reading, self._dead = outbox, sender, reading, dead
+        self._outbox, self._sender, self.reading = outbox, sender, reading
         self.recheck: dict[int, None] = {}  # held topics of which the interest has changed
         self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, and by whom
         self.taken: set[AddressHold] = set()  # whose first message the network has taken
@@ -182,7 +212,7 @@ class CatchUp:
     async def _read_back(self) -> bool:
         """One step; False while what was read has to leave first."""
         if self.position < self.until and self.targets:
-            found = await self._reading.scan(self.position, self.targets.keys(), self.until)
+            found = await self.reading.scan(self.position, self.targets.keys(), self.until)
             now = uuids.now_ms()
             for item in chain.from_iterable(map(items_of, found.chunks)):
                 self._add(item, now)
@@ -264,7 +294,7 @@ class CatchUp:
             targets = await self._targets_in(hold)
             if after >= until or not targets:
                 return None
-            found = await self._reading.scan(after, targets.keys(), until)
+            found = await self.reading.scan(after, targets.keys(), until)
             for item in chain.from_iterable(map(items_of, found.chunks)):
                 wanted = tuple(one for one in targets.get(item[2], ()) if item[0] > one.since)
                 if not wanted:
@@ -283,7 +313,7 @@ class CatchUp:
         """It has waited for as long as it may."""
         after, until = hold.after, self._plans.read
         targets = await self._targets_in(hold)
-        found = await self._reading.scan(after, targets.keys(), until) if targets else None
+        found = await self.reading.scan(after, targets.keys(), until) if targets else None
         why = f"{hold.why}; it has waited for as long as it may (egress.{hold.kind}_hours)"
         count = 0
         for item in chain.from_iterable(map(items_of, found.chunks)) if found is not None else ():
@@ -291,14 +321,14 @@ class CatchUp:
             for copy in self._plans.copies(self._plans.unheld_plan(item[2], wanted), item) if wanted else ():
                 count += 1
                 if count <= LETTERS_OF_HOLD_MAX:
-                    self._dead(copy, hold.code, why)
+                    self.reading.dead(copy, hold.code, why)
         records, letters = max(hold.records, count), min(count, LETTERS_OF_HOLD_MAX)
         self._peer.dropped["held_too_long"] += records - letters
         what = "messages are not tried any more: the network did not take them for as long as they may wait"
         counts = {"records": records, "dead_letters": letters}
         log.error(what, endpoint=self._peer.name, to=hold.name, why=hold.why, after=after, until=until, **counts)
         if records > letters:
-            self._reading.on_gap(after, until + 1, Gap.REASON_UNDELIVERED)
+            self.reading.on_gap(after, until + 1, Gap.REASON_UNDELIVERED)
         self._address_holds.ended += 1
         if not hold.is_over:
             self._release(hold)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence, Set
+from itertools import chain
 from typing import Final
 
+from history.log.log import RetentionLoss
 from streamer.egress.blocked import Item, OrderKey, Outbox, key_of
 from streamer.egress.catch_up import CatchUp
 from streamer.egress.holds import AddressHold, Kind
-from streamer.egress.plans import Plans
+from streamer.egress.plans import Plans, items_of
 from streamer.egress.sender import Sender
-from streamer.letters.dead_letter import DeadLetters
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
@@ -57,12 +58,11 @@ class Deliveries:
         sender: Sender[Item],
         outbox: Outbox,
         catch_up: CatchUp,
-        dead_letters: DeadLetters,
         backoff: Backoff,
     ) -> None:
         self._plans, self._peer, self._log, self._address_holds = plans, plans.peer, plans.log, plans.address_holds
         self._sender, self._outbox, self._aside, self._catch_up = sender, outbox, outbox.aside, catch_up
-        self._dead_letters, self._backoff = dead_letters, backoff
+        self._dead, self._backoff = catch_up.reading.dead, backoff
         # holds whose batch mates may still be under way, until `_held_lately_until` batches have been answered: one of
         # those that is taken shows that the network takes such messages now
         self._held_lately: set[AddressHold] = set()
@@ -101,7 +101,7 @@ class Deliveries:
         expired = item[1].is_expired(now_ms)
         if expired:
             self._catch_up.skip_trial(item)
-            self.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+            self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
         return expired
 
     async def pause(self) -> None:
@@ -123,7 +123,7 @@ class Deliveries:
             self._heard.update([item[2] for item in settled.sent])
         self._peer.forwarded += len(settled.sent)
         for item, status in settled.refused:
-            self.dead(item, status.code, status.message or code_name(status.code))
+            self._dead(item, status.code, status.message or code_name(status.code))
         again = [item for item, _ in settled.again]
         stuck = set[OrderKey]()  # the streams that failed though others got through
         if settled.sent:
@@ -138,10 +138,6 @@ class Deliveries:
             self.letters_left = PASSED_LETTERS_MAX
             if was_failing:
                 self._backoff.reset()
-
-    def dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
-        self._peer.dropped["undeliverable"] += 1
-        self._dead_letters.add(item[1], code, reason, self._peer.name)
 
     def _sort_out_held(self, settled: Settled[Item]) -> Settled[Item]:
         """Hold the messages whose address is refused or unheard, and note the trials that were taken. Returns the rest:
@@ -263,6 +259,42 @@ class Deliveries:
                 self._address_holds.try_now(hold)
         if self._sender.ended >= self._held_lately_until:
             self._held_lately.clear()
+
+    # What the log has lost
+
+    def passed(self, passed: RetentionLoss, cursor: int) -> None:
+        """Retention has deleted records that this peer may not have had: a dead letter for each while they are few,
+        beyond that one range is reported."""
+        plans, catch_up = self._plans, self._catch_up
+        items = chain.from_iterable(map(items_of, passed.chunks))
+        lost = [item for item in items if self._still_wants(item[2], item[0])]
+        reported = lost[: self.letters_left]
+        self.letters_left -= len(reported)
+        for item in reported:
+            self._dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
+        last = passed.before - 1
+        seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
+        if len(lost) > len(reported) or last > max(seen, plans.read):
+            catch_up.reading.lost(max(passed.after, min(cursor, last)), passed.before)
+        for stream, held in plans.topic_holds.items():
+            if held.after < last:
+                plans.topic_holds.move(stream, last)
+        for hold in self._address_holds.values():
+            self._address_holds.move(hold, last)
+        catch_up.position = max(catch_up.position, min(last, catch_up.until))
+        plans.read = max(plans.read, last)
+
+    def _still_wants(self, stream: int, seq: int) -> bool:
+        held, catch_up = self._plans.topic_holds.get(stream), self._catch_up
+        if held is not None:
+            return seq > (max(held.after, catch_up.position) if stream in catch_up.targets else held.after)
+        for hold in self._plans.holds_of(stream):
+            if seq > (max(hold.after, catch_up.position) if hold.is_returning else hold.after):
+                return True
+        if seq <= self._plans.read:
+            return False  # it waits in memory, or has left
+        targets, is_open = self._plans.wanted(stream)
+        return is_open or any(seq > target.since for target in targets)
 
     def forget(self, streams: frozenset[int]) -> None:
         """The log has forgotten these streams."""

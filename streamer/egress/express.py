@@ -174,41 +174,33 @@ class ExpressQueue:
     def put(self, message: EncodedMessage, *, is_ours: bool = False) -> Full | None:
         """Returns the limit that `message` exceeds; None: it waits now. `is_ours`: it is our answer to a refused
         request."""
-        entry = ExpressMessage(message.ByteSize(), message, self._accounts(message.stamp.attributes, is_ours))
-        for shares, whose in entry.accounts:
-            if (full := shares.full(whose, entry.size)) is not None:
+        attributes = message.stamp.attributes
+        accounts: list[tuple[Shares[Hashable], Hashable]]
+        if is_ours:
+            accounts = [(self._answers, attributes.sink.authority_name)]
+        else:
+            caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
+            account = caller.authority_name, caller.ue_id
+            if attributes.type == attrs.NOTIFICATION:
+                accounts = [(self._frames, account)]
+            else:
+                accounts = [(self._callers, account), (self._senders, attributes.source.authority_name)]
+        size = message.ByteSize()
+        for shares, whose in accounts:
+            if (full := shares.full(whose, size)) is not None:
                 return full
-        self._sender.queue.add([entry])
-        self._count(entry, 1)
+        for shares, whose in accounts:
+            shares.add(whose, 1, size)
+        self._sender.queue.add([ExpressMessage(size, message, accounts)])
         self._wake.set()
         return None
 
-    def _accounts(self, attributes: UAttributes, is_ours: bool) -> list[tuple[Shares[Hashable], Hashable]]:
-        if is_ours:
-            return [(self._answers, attributes.sink.authority_name)]
-        caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
-        account = caller.authority_name, caller.ue_id
-        if attributes.type == attrs.NOTIFICATION:
-            return [(self._frames, account)]
-        return [(self._callers, account), (self._senders, attributes.source.authority_name)]
-
-    def _count(self, entry: ExpressMessage, sign: int) -> None:
+    def _uncount(self, entry: ExpressMessage) -> None:
         for shares, whose in entry.accounts:
-            shares.add(whose, sign, sign * entry.size)
-
-    def _take(self) -> list[ExpressMessage]:
-        """Returns the next batch, highest class first; an expired message fails instead."""
-        batch: list[ExpressMessage] = []
-        now = uuids.now_ms()
-        for entry in self._sender.queue.take(BATCH_MAX, BATCH_BYTES_MAX):
-            if entry.message.is_expired(now):
-                self._end(entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it")
-            else:
-                batch.append(entry)
-        return batch
+            shares.add(whose, -1, -entry.size)
 
     def _end(self, entry: ExpressMessage, code: UCode.ValueType, reason: str) -> None:
-        self._count(entry, -1)
+        self._uncount(entry)
         if dropped := _asked_again(entry.message):
             self.peer.dropped[dropped] += 1
         else:
@@ -229,9 +221,19 @@ class ExpressQueue:
     async def _step(self) -> None:
         sender = self._sender
         if sender.has_answer:
-            await self._settle(*await sender.land())
+            if sender.have_failed:
+                await sender.answered()
+            await self._settle(*sender.landed())
         elif sender.may_send:
-            if batch := self._take():
+            batch: list[ExpressMessage] = []
+            now = uuids.now_ms()
+            for entry in sender.queue.take(BATCH_MAX, BATCH_BYTES_MAX):  # the highest class first
+                if entry.message.is_expired(now):
+                    what = f"its ttl ran out before endpoint {self.peer.name!r} took it"
+                    self._end(entry, UCode.DEADLINE_EXCEEDED, what)
+                else:
+                    batch.append(entry)
+            if batch:
                 await sender.send(batch)
         else:
             self._wake.clear()
@@ -244,7 +246,7 @@ class ExpressQueue:
         sent, again, refused = settle(batch, statuses)
         refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
         for entry in sent:
-            self._count(entry, -1)
+            self._uncount(entry)
         for entry, status in refused:
             what = status.message or code_name(status.code)
             self._end(entry, status.code, f"endpoint {self.peer.name!r}: {what}")

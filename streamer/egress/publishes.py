@@ -17,7 +17,7 @@ from streamer.egress.blocked import Outbox
 from streamer.egress.catch_up import CatchUp
 from streamer.egress.deliveries import Deliveries
 from streamer.egress.holds import OwedTopics
-from streamer.egress.plans import Plans
+from streamer.egress.plans import OwnedCursor, Plans
 from uprotocol.status import UStatusError
 
 
@@ -25,9 +25,17 @@ class Publishes:
     """Of one pump, whose outbox, plans and holds it shares."""
 
     def __init__(
-        self, plans: Plans, owed: OwedTopics, outbox: Outbox, catch_up: CatchUp, deliveries: Deliveries
+        self,
+        plans: Plans,
+        owned: OwnedCursor,
+        owed: OwedTopics,
+        outbox: Outbox,
+        catch_up: CatchUp,
+        deliveries: Deliveries,
+        wake: Callable[[], None],
     ) -> None:
         self._plans, self._log, self._owed, self._outbox = plans, plans.log, owed, outbox
+        self._owned, self._wake = owned, wake
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
         self._catch_up, self._deliveries = catch_up, deliveries
         # changes that wait until nothing is in flight
@@ -41,8 +49,9 @@ class Publishes:
         """Some of them wait at a position of their own."""
         return bool(self._owed) or any(map(self._is_publish, self._topic_holds)) or bool(self._address_holds)
 
-    async def when_nothing_is_in_flight(self, change: Callable[[], int]) -> int:
-        """Have the pump make this change; the caller wakes it. Returns what the change returns."""
+    async def _when_nothing_is_in_flight(self, change: Callable[[], int]) -> int:
+        """Have the pump make this change. Returns what the change returns."""
+        self._wake()
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.changes.append((change, done))
         return await done
@@ -60,7 +69,15 @@ class Publishes:
                 if not done.done():
                     done.set_result(result)
 
-    def stop(self) -> int:
+    async def stop(self) -> int:
+        """Send none any more. Returns as `stop_now`."""
+        return await self._when_nothing_is_in_flight(self.stop_now)
+
+    async def resume(self, seq: int, had: int) -> None:
+        """As `resume_now`, while the pump runs."""
+        await self._when_nothing_is_in_flight(lambda: self.resume_now(seq, had))
+
+    def stop_now(self) -> int:
         """Returns up to which seq all of them have left, but for those that are `owed` from now on."""
         publishes = set(filter(self._is_publish, self._outbox.streams))
         unsent = self._outbox.take_out(lambda item: item[2] in publishes)
@@ -94,7 +111,7 @@ class Publishes:
             self._catch_up.withdraw_topic(stream)
         self._owed.add(owed)
 
-    def resume(self, seq: int, had: int) -> int:
+    def resume_now(self, seq: int, had: int = 0) -> int:
         """Send those again that have a greater seq, and what is owed beyond `had`. Returns the seq from which on the
         log is read now."""
         plans = self._plans
@@ -107,4 +124,7 @@ class Publishes:
         plans.by_stream.clear()
         if seq < plans.read:
             plans.pushed_to, plans.read = plans.read, max(seq, self._log.floor_seq)
+        if plans.read < self._owned.seq:
+            self._owned.seq = plans.read
+            self._owned.save()
         return plans.read

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final
@@ -21,15 +22,13 @@ from typing import Final
 import structlog
 
 from history.log.log import Log, RetentionLoss
-from streamer.egress.absences import OwnedCursor
 from streamer.egress.blocked import Aside, Item, Outbox
-from streamer.egress.catch_up import CatchUp
+from streamer.egress.catch_up import CatchUp, Reading
 from streamer.egress.deliveries import Deliveries
 from streamer.egress.holds import HELD_HOURS, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.paused import Pause, Paused
-from streamer.egress.plans import Plans, items_of
+from streamer.egress.plans import OwnedCursor, Plans
 from streamer.egress.publishes import Publishes
-from streamer.egress.reading import Reading
 from streamer.egress.sender import LAND_S, Sender
 from streamer.letters.dead_letter import DeadLetters
 from streamer.quotas.ledger import units_of
@@ -40,7 +39,6 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client.table import Topics
 
 # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
@@ -98,11 +96,13 @@ class Pump:
         self.aside = Aside(backoff.sibling(), _loop_time)  # streams that don't get through though others do
         self.outbox = Outbox(self.sender.queue, self.aside)
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
-        self.reading = Reading(self.plans, lambda after, before, reason: on_gap(peer, source, after, before, reason))
-        self.catch_up = CatchUp(self.plans, self.outbox, self.sender, self.reading, self._dead)
-        self.deliveries = Deliveries(self.plans, self.sender, self.outbox, self.catch_up, dead_letters, backoff)
-        self._publishes = Publishes(self.plans, self.owed, self.outbox, self.catch_up, self.deliveries)
+        self.reading = Reading(self.plans, dead_letters, functools.partial(on_gap, peer, source))
+        self.catch_up = CatchUp(self.plans, self.outbox, self.sender, self.reading)
+        self.deliveries = Deliveries(self.plans, self.sender, self.outbox, self.catch_up, backoff)
         self.owned = OwnedCursor(source, CURSOR_PREFIX + peer.name, absent_ms_max)
+        self.publishes = Publishes(
+            self.plans, self.owned, self.owed, self.outbox, self.catch_up, self.deliveries, self.wake
+        )
         self.is_new = False  # it had no cursor before this start
         self.trouble = ""  # why reading or sending does not go on
         self._registrations = [
@@ -133,14 +133,6 @@ class Pump:
     def cursor(self) -> int:
         """The last seq confirmed."""
         return self.owned.seq
-
-    @property
-    def retries(self) -> int:
-        return self.deliveries.retries
-
-    @property
-    def gaps(self) -> int:
-        return self.reading.gaps
 
     @property
     def read(self) -> int:
@@ -211,7 +203,7 @@ class Pump:
     def _confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits."""
         sender, aside, holds = self.sender, self.aside, self.address_holds
-        firsts = chain(sender.queue.firsts, sender.waiting)
+        firsts = chain([first[0] for first in sender.queue.classes if first], sender.waiting)
         cursor = min((item[0] - 1 for item in firsts), default=self.plans.read)
         if aside and (oldest := aside.oldest_seq) is not None:
             cursor = min(cursor, oldest - 1)
@@ -244,12 +236,12 @@ class Pump:
 
     async def _step(self) -> None:
         self._wake.clear()
-        if self._publishes.changes:
+        if self.publishes.changes:
             await self.sender.answered()
             await self._land()
             self.refresh_plans()
             await self.catch_up.find_streams_of_holds()
-            self._publishes.make_changes()
+            self.publishes.make_changes()
         before, at_the_end = self.trouble, False
         try:
             at_the_end = await self._fill()
@@ -292,7 +284,9 @@ class Pump:
 
     async def _land(self) -> None:
         """Settle what was answered; after a failure all that is under way, and pause."""
-        self.deliveries.settle(*await self.sender.land())
+        if self.sender.have_failed:
+            await self.sender.answered()
+        self.deliveries.settle(*self.sender.landed())
         self._confirm()
         if self.sender.is_failing:
             await self.deliveries.pause()
@@ -347,9 +341,6 @@ class Pump:
             plans.read = max(plans.read, covered)
         return False
 
-    def _dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
-        self.deliveries.dead(item, code, reason)
-
     # Rules, interest and pauses
 
     async def _refresh_in_order(self) -> None:
@@ -386,43 +377,6 @@ class Pump:
         self._pauses_known = pauses
         self.catch_up.recheck = dict.fromkeys(self.topic_holds)
 
-    # The publishes, handed over and taken back
-
-    @property
-    def is_followed(self) -> bool:
-        """The peer reads the publishes from our history (handover.py)."""
-        return self.plans.is_followed
-
-    @is_followed.setter
-    def is_followed(self, is_followed: bool) -> None:
-        self.plans.is_followed = is_followed
-
-    @property
-    def holds_publishes(self) -> bool:
-        """Some of them wait at a position of their own."""
-        return self._publishes.are_held
-
-    async def stop_publishes(self) -> int:
-        """Send no publish any more. Returns up to which seq all of them have left, but for those that are `owed`."""
-        self.wake()
-        return await self._publishes.when_nothing_is_in_flight(self._publishes.stop)
-
-    async def resume_publishes(self, seq: int, had: int = 0) -> None:
-        """Send those again that have a greater seq, and all that come; and what is owed beyond `had`."""
-        self.wake()
-        await self._publishes.when_nothing_is_in_flight(lambda: self._resume_publishes(seq, had))
-
-    def go_back(self, seq: int) -> None:
-        """Before it runs: push publishes after `seq` (again)."""
-        self._resume_publishes(seq, 0)
-
-    def _resume_publishes(self, seq: int, had: int) -> int:
-        read = self._publishes.resume(seq, had)
-        if read < self.owned.seq:
-            self.owned.seq = read
-            self.owned.save()
-        return read
-
     # What the log forgets, and what retention took
 
     def _in_hand(self) -> set[int]:
@@ -436,39 +390,9 @@ class Pump:
         self.deliveries.forget(streams)
 
     def _passed(self, passed: RetentionLoss) -> None:
-        """Retention has deleted records that this peer may not have had: a dead letter for each while they are few,
-        beyond that one range is reported."""
-        items = chain.from_iterable(map(items_of, passed.chunks))
-        lost = [item for item in items if self._still_wants(item[2], item[0])]
-        reported = lost[: self.deliveries.letters_left]
-        self.deliveries.letters_left -= len(reported)
-        for item in reported:
-            self._dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
-        last = passed.before - 1
-        seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
-        if len(lost) > len(reported) or last > max(seen, self.plans.read):
-            self.reading.lost(max(passed.after, min(self.cursor, last)), passed.before)
-        for stream, held in self.topic_holds.items():
-            if held.after < last:
-                self.topic_holds.move(stream, last)
-        for hold in self.address_holds.values():
-            self.address_holds.move(hold, last)
-        self.owed.move(last)
-        self.catch_up.position = max(self.catch_up.position, min(last, self.catch_up.until))
-        self.plans.read = max(self.plans.read, last)
+        self.deliveries.passed(passed, self.cursor)
+        self.owed.move(passed.before - 1)
         self._wake.set()
-
-    def _still_wants(self, stream: int, seq: int) -> bool:
-        held, catch_up = self.topic_holds.get(stream), self.catch_up
-        if held is not None:
-            return seq > (max(held.after, catch_up.position) if stream in catch_up.targets else held.after)
-        for hold in self.plans.holds_of(stream):
-            if seq > (max(hold.after, catch_up.position) if hold.is_returning else hold.after):
-                return True
-        if seq <= self.plans.read:
-            return False  # it waits in memory, or has left
-        targets, is_open = self.plans.wanted(stream)
-        return is_open or any(seq > target.since for target in targets)
 
 
 def _loop_time() -> float:

@@ -11,15 +11,17 @@ round trip, however fast the network is.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from streamer.egress.priority_queue import PriorityQueue
 from streamer.walk.endpoint import Endpoint
 from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Pace
 from uprotocol.status import OK, RETRYABLE, is_nobody_listening
+from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 BATCHES_MAX: Final = 32  # in flight at once; each is a task of some 3 KB
@@ -32,6 +34,69 @@ BYTES_MAX: Final = 16 << 20
 LAND_S: Final = 0.5
 
 T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
+
+
+class PriorityQueue(Generic[T]):
+    """Messages to be sent: the highest priority class first, the oldest first within a class. Items are tuples with the
+    message in the middle. `messages` of them wait, with `bytes` of payload."""
+
+    def __init__(self) -> None:
+        self.classes: list[deque[T]] = [deque() for _ in UPriority.values()]  # the lowest first
+        self.messages = self.bytes = 0
+
+    def __len__(self) -> int:
+        return self.messages
+
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(reversed(self.classes))
+
+    def add(self, items: Sequence[T]) -> None:
+        priorities = {item[1].stamp.priority for item in items}
+        if len(priorities) == 1:  # as most batches are
+            self.classes[priorities.pop()].extend(items)
+        else:
+            for item in items:
+                self.classes[item[1].stamp.priority].append(item)
+        self.messages += len(items)
+        self.bytes += sum([len(item[1].payload) for item in items])
+
+    def put_back(self, items: Sequence[T]) -> None:
+        """Put items back that were taken in this order and have not got through."""
+        for item in reversed(items):
+            self.classes[item[1].stamp.priority].appendleft(item)
+        self.messages += len(items)
+        self.bytes += sum([len(item[1].payload) for item in items])
+
+    def take(self, messages_max: int, bytes_max: int) -> list[T]:
+        """Remove and return the next items; the last one may exceed `bytes_max`."""
+        if self.messages <= messages_max and self.bytes <= bytes_max:  # the common case: all of them
+            batch = [item for queue in reversed(self.classes) for item in queue]
+            self.messages = self.bytes = 0
+            for queue in self.classes:
+                queue.clear()
+            return batch
+        batch = []
+        for queue in reversed(self.classes):
+            batch += [queue.popleft() for _ in range(min(len(queue), messages_max - len(batch)))]
+        sizes = list(accumulate([len(item[1].payload) for item in batch], initial=0))
+        fits = bisect_left(sizes, bytes_max)  # including the item that reaches it
+        if fits < len(batch):
+            for item in reversed(batch[fits:]):
+                self.classes[item[1].stamp.priority].appendleft(item)
+            del batch[fits:]
+        self.messages -= len(batch)
+        self.bytes -= sizes[len(batch)]
+        return batch
+
+    def take_out(self, which: Callable[[T], bool]) -> list[T]:
+        """Remove and return the items for which `which` is true."""
+        taken = [item for item in self if which(item)]
+        if taken:
+            out = set(map(id, taken))
+            self.classes = [deque(item for item in queue if id(item) not in out) for queue in self.classes]
+            self.messages -= len(taken)
+            self.bytes -= sum([len(item[1].payload) for item in taken])
+        return taken
 
 
 class Flight(NamedTuple, Generic[T]):
@@ -144,14 +209,9 @@ class Sender(Generic[T]):
         """The oldest batch in flight is answered: `land` has something to return."""
         return bool(self.flights) and self.flights[0].answer.done()
 
-    async def land(self) -> Landed[T]:
-        """Returns the batches that were answered, up to the first that was not; after a failure, all in flight."""
-        if self.have_failed:
-            await self.answered()
-        return self.landed()
-
     def landed(self) -> Landed[T]:
-        """As `land`, without waiting."""
+        """Returns the batches that were answered, up to the first that was not. After a failure, call it when all in
+        flight are `answered`."""
         landed: Landed[T] = Landed([], [])
         while self.flights and self.flights[0].answer.done():
             items, octets, _, answer = self.flights.popleft()

@@ -121,18 +121,14 @@ class Sends:
                 statuses = await self._send(messages)
                 if self.trouble and call in self._calls:
                     self._works()
-            if call in self._calls:
-                self._answer(call, statuses)
+            if call in self._calls and not call.answer.done():
+                call.on_answer(statuses)
+                call.answer.set_result(statuses)
         except asyncio.CancelledError:
             call.answer.cancel()
             raise
         finally:
             self._forget(call)
-
-    def _answer(self, call: _SendCall, statuses: Statuses) -> None:
-        if not call.answer.done():
-            call.on_answer(statuses)
-            call.answer.set_result(statuses)
 
     def _forget(self, call: _SendCall) -> None:
         if call in self._calls:
@@ -171,7 +167,10 @@ class Sends:
         self.hung.set()
         for call in calls:
             self._forget(call)
-            self._answer(call, [REOPENED] * call.messages)
+            if not call.answer.done():
+                statuses = [REOPENED] * call.messages
+                call.on_answer(statuses)
+                call.answer.set_result(statuses)
         for call in calls:
             if call.task is not None:
                 call.task.cancel()

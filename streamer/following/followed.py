@@ -29,8 +29,8 @@ from history.reading.following import Following, FollowingOptions, FollowMode
 from streamer.following.covered import Covered, Digest, HeldThere
 from streamer.following.doorbell import Doorbell
 from streamer.following.sorting import Intake, Sorted, Sorting, family_of
-from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import Endpoint
+from streamer.walk.view import AccessPattern
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids

@@ -123,11 +123,11 @@ class HandOvers:
         for pump in pumps:
             seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
             if name in self._followed_by:
-                pump.is_followed = True
+                pump.plans.is_followed = True
                 if seq is None:  # of a log in memory
                     self._hold(name, pump.log, pump.cursor)
             elif seq is not None:
-                pump.go_back(seq)
+                pump.publishes.resume_now(seq)
                 pump.log.cursors.drop(FOLLOWED_PREFIX + name)
 
     def _hold(self, name: str, source: Log, seq: int) -> None:
@@ -201,12 +201,12 @@ class HandOvers:
         if name not in self._taken and (pauses := self._paused.toward(self._endpoints[name])):
             what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
             raise UStatusError(UCode.UNAVAILABLE, what)
-        if not takes_held and any(pump.holds_publishes for pump in self._pumps[name]):
+        if not takes_held and any(pump.publishes.are_held for pump in self._pumps[name]):
             what = f"topics wait for endpoint {name!r}, and this follower does not read what is held (takes_held)"
             raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
-            if not pump.is_followed:
-                self._hold(name, pump.log, await pump.stop_publishes())
+            if not pump.plans.is_followed:
+                self._hold(name, pump.log, await pump.publishes.stop())
         if name not in self._taken:
             self._taken.add(name)
             log.info("publishes are not pushed any more, but followed", endpoint=name)
@@ -227,7 +227,7 @@ class HandOvers:
                 continue
             had = positions.get(pump.log.incarnation, 0)
             seq = min(max(seq, had), pump.log.newest_seq)
-            await pump.resume_publishes(seq, had)
+            await pump.publishes.resume(seq, had)
             pump.log.cursors.drop(FOLLOWED_PREFIX + name)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
         if name in self._taken:

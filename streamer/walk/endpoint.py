@@ -89,14 +89,14 @@ class Endpoint:
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        await self._guarded(self.transport.register_listener, *self._filters(source_filter, listener, sink_filter))
+        ((source, sink),) = self._outside([(source_filter, sink_filter)])
+        await self._guarded(self.transport.register_listener, source, listener, sink)
 
     async def register_listeners(
         self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:
         """As UTransport.register_listeners; never raises."""
-        asked = [self._filters(source, listener, sink) for source, sink in filters]
-        named = [(source, sink) for source, _, sink in asked]
+        named = self._outside(filters)
         try:
             return await self._guarded(self.transport.register_listeners, named, listener, answers=len(named))
         except UStatusError as error:
@@ -104,8 +104,7 @@ class Endpoint:
 
     def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
         """As UTransport.register_before_open; never raises."""
-        asked = [self._filters(source, listener, sink) for source, sink in filters]
-        named = [(source, sink) for source, _, sink in asked]
+        named = self._outside(filters)
         try:
             statuses = self.transport.register_before_open(named, listener)
         except Exception as error:
@@ -117,12 +116,15 @@ class Endpoint:
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        await self._guarded(self.transport.unregister_listener, *self._filters(source_filter, listener, sink_filter))
+        ((source, sink),) = self._outside([(source_filter, sink_filter)])
+        await self._guarded(self.transport.unregister_listener, source, listener, sink)
 
-    def _filters(self, source: UUri, listener: UListener, sink: UUri | None) -> tuple[UUri, UListener, UUri | None]:
+    def _outside(self, filters: Sequence[tuple[UUri, UUri | None]]) -> Sequence[tuple[UUri, UUri | None]]:
+        """Returns pairs of a source filter and a sink filter as they are called on the network."""
         if self.names is None:
-            return source, listener, sink
-        return self.names.filter(source), listener, None if sink is None else self.names.filter(sink)
+            return filters
+        filter = self.names.filter
+        return [(filter(source), None if sink is None else filter(sink)) for source, sink in filters]
 
     async def send(self, message: UMessage) -> None:
         """Raises UStatusError."""

@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from streamer.walk.doorbells import PUBLISHERS
 from streamer.walk.endpoint import Endpoint
+from streamer.walk.hosted import HostedTransport
+from streamer.walk.view import View
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.transport import Capability, UListener
@@ -28,11 +30,9 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
-if TYPE_CHECKING:
-    from streamer.walk.ingress import Dispatch
-
 CHECKED_MAX: Final = 256  # topics in one step of the loop, some 3 ms
 ASKED_AT_ONCE: Final = 1_024  # filters that are registered together, and as many more as one step finds
+PUBLISHERS: Final = ids.of_publisher(uris.ANY, ids.ANNOUNCEMENTS)  # announcements of any that has its own history
 
 FilterKey = tuple[Key, Key | None]
 EndpointFilter = tuple[UUri, UUri | None]
@@ -42,8 +42,12 @@ EndpointFilter = tuple[UUri, UUri | None]
 class EndpointFilters:
     """The filters with which `listener` is registered at one endpoint. Lives on the loop."""
 
-    def __init__(self, endpoint: Endpoint, dispatch: Dispatch, listener: UListener) -> None:
-        self._endpoint, self._dispatch, self._listener = endpoint, dispatch, listener
+    def __init__(
+        self, endpoint: Endpoint, view: View, hosted: HostedTransport, record: Iterable[UUri], listener: UListener
+    ) -> None:
+        """`record`: the topics that are kept though nobody has subscribed."""
+        self._endpoint, self._view, self._hosted = endpoint, view, hosted
+        self._record, self._listener = tuple(record), listener
         # where publishes carry the streamer's sink, no topic needs a filter of its own
         self._takes_topics = Capability.PUBLISH_WITHOUT_SINK in endpoint.transport.capabilities
         self._registered: dict[FilterKey, EndpointFilter] = {}
@@ -119,7 +123,7 @@ class EndpointFilters:
 
     def _find_due(self, interest: Interest) -> None:
         """New fixed filters come first, and superfluous ones last, so that what one of them covers is never missed."""
-        rules, can_list = self._dispatch.rules.version, interest.can_list
+        rules, can_list = self._view.rules.version, interest.can_list
         topics = interest.changed_since(self._seen) if self._seen is not None else None
         old = self._fixed
         if self._made_for != (rules, can_list):
@@ -144,13 +148,13 @@ class EndpointFilters:
     def _make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, EndpointFilter]:
         """Returns the fixed filters, without those that another one covers, since a network may deliver once for each
         filter. `all_publishes`: a uSubscription can't list topics, so listen to every publish."""
-        peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self._endpoint.name)]
+        peers = [self._view.endpoints[name] for name in self._view.rules.egresses(self._endpoint.name)]
         known = {authority for peer in peers for authority in peer.authorities}
         if any(map(uris.is_pattern, known)):
             known = {uris.WILDCARD_AUTHORITY}
         sinks = [uris.pattern(authority) for authority in sorted(known)]
         if uris.WILDCARD_AUTHORITY not in known:
-            sinks += [filter for filter in self._dispatch.hosted.sinks() if filter.authority_name not in known]
+            sinks += [filter for filter in self._hosted.sinks() if filter.authority_name not in known]
         fixed: dict[FilterKey, EndpointFilter] = {
             (uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks
         }
@@ -158,7 +162,7 @@ class EndpointFilters:
             return fixed
         sources = {
             uris.key(source): source
-            for pattern in ([uris.ANY] if all_publishes else [*self._dispatch.logs.record, PUBLISHERS])
+            for pattern in ([uris.ANY] if all_publishes else [*self._record, PUBLISHERS])
             for source in self._at_home(pattern)
         }
         self._covers = {key: None for key in sources if uris.shape(key) != uris.EXACT}
@@ -168,7 +172,7 @@ class EndpointFilters:
 
     def _at_home(self, pattern: UUri) -> list[UUri]:
         """Returns `pattern`, limited to the authorities of this endpoint."""
-        endpoints, authorities = self._dispatch.endpoints, self._endpoint.authorities
+        endpoints, authorities = self._view.endpoints, self._endpoint.authorities
         if pattern.authority_name != uris.WILDCARD_AUTHORITY:
             authorities = frozenset([pattern.authority_name])
         elif any(map(uris.is_pattern, authorities)):
@@ -190,14 +194,23 @@ class EndpointFilters:
         if sink is not None or not self._takes_topics or self._is_covered(source):
             return None
         topic = to_uri(source)
-        return (topic, None) if self._dispatch.view.leaves(self._endpoint, topic) else None
+        return (topic, None) if self._view.leaves(self._endpoint, topic) else None
 
     async def _check_due(self) -> None:
         due, missing = list(self._due), dict[FilterKey, EndpointFilter]()
         for start in range(0, len(due), CHECKED_MAX):
             if start:
                 await asyncio.sleep(0)
-            superfluous = self._check(due[start : start + CHECKED_MAX], missing)
+            superfluous: dict[FilterKey, EndpointFilter] = {}
+            for key in due[start : start + CHECKED_MAX]:
+                self.looks += 1
+                wanted, known = self._wanted(key), self._registered.get(key)
+                if wanted is not None and (known is None or key in self._unsure):
+                    missing[key] = wanted
+                elif wanted is None and known is not None:
+                    superfluous[key] = known
+                else:
+                    del self._due[key]
             is_last = start + CHECKED_MAX >= len(due)
             if missing and (superfluous or is_last or len(missing) >= ASKED_AT_ONCE):
                 if not await self._register(missing):
@@ -205,22 +218,6 @@ class EndpointFilters:
                 missing.clear()
             if superfluous:
                 await self._unregister(superfluous)
-
-    def _check(
-        self, keys: Iterable[FilterKey], missing: dict[FilterKey, EndpointFilter]
-    ) -> dict[FilterKey, EndpointFilter]:
-        """Add filters that have to be registered to `missing`. Returns those that have to be unregistered."""
-        superfluous: dict[FilterKey, EndpointFilter] = {}
-        for key in keys:
-            self.looks += 1
-            wanted, known = self._wanted(key), self._registered.get(key)
-            if wanted is not None and (known is None or key in self._unsure):
-                missing[key] = wanted
-            elif wanted is None and known is not None:
-                superfluous[key] = known
-            else:
-                del self._due[key]
-        return superfluous
 
     async def _register(self, filters: dict[FilterKey, EndpointFilter]) -> bool:
         """False: the network answers nothing now, so the rest is left for later."""

@@ -249,7 +249,9 @@ class Appender:
         if self._redelivers and self._is_ahead(offered):
             what = "what the log has refused before this comes again first"
             self._refuse(offered, UStatusError(UCode.UNAVAILABLE, what))
-        elif self._holds and self._is_holding(offered):
+        elif self._holds and (
+            self._held or self._refusing_since is not None or not self._log.healthy or self._is_failing(offered)
+        ):
             self._hold(offered)
         else:
             taken = self._log.append(streams, batch)
@@ -304,10 +306,6 @@ class Appender:
         self._on_refused(offered.batch)
 
     # What the log refuses for a while
-
-    def _is_holding(self, offered: _Offered) -> bool:
-        is_refusing = self._refusing_since is not None or not self._log.healthy
-        return bool(self._held) or is_refusing or self._is_failing(offered)
 
     def _hold(self, offered: _Offered) -> None:
         heapq.heappush(self._held, offered)

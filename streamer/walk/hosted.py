@@ -37,7 +37,6 @@ from uprotocol.transport import (
     UTransport,
     validate_filters,
 )
-from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -156,10 +155,9 @@ class HostedTransport(UTransport):
         completes when every service has taken its messages."""
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         for message in messages:
-            attributes = message.attributes
-            entity, version, resource = _key(attributes.sink)
-            found = self._listeners.get((entity, version, resource), _NOBODY)
-            whole = self._listeners.get((entity, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
+            attributes, sink = message.attributes, message.attributes.sink
+            found = self._listeners.get((sink.ue_id, sink.ue_version_major, sink.resource_id), _NOBODY)
+            whole = self._listeners.get((sink.ue_id, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
             listeners = found.of(attributes.source) + whole.of(attributes.source)
             for listener in listeners:
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
@@ -197,34 +195,32 @@ class HostedTransport(UTransport):
         Behind a notification or publish that was not taken, no other one to the same destination is tried, to keep
         their order.
         """
-        batch = _ServiceBatch(messages)
+        assert self._ingress is not None, "connect() was called"
+        batch, enter, owner = _ServiceBatch(messages), self._ingress.on_receive_encoded, self._endpoints.owner
         for index in batch.due():
             attributes = messages[index].attributes
             if self.owns(attributes.sink):
                 batch.inside.append(index)
-            elif (network := self._neighbour(attributes)) is not None:
+                continue
+            network, source = owner(attributes.sink.authority_name), attributes.source.authority_name
+            # where the sender is on the network of the sink, its message goes there directly
+            if network is not None and network is (self._home if source == self.authority else owner(source)):
                 batch.by_network.setdefault(network, []).append(index)
             else:
                 (batch.ordered if attributes.type in _ORDERED else batch.calls).append(index)
                 if not attributes.HasField("sink"):
                     batch.by_network.setdefault(self._home, []).append(index)
-        batch.hand(batch.inside, batch.plain, functools.partial(self.deliver, inside=True))
-        batch.hand(batch.calls, batch.encoded, self._enter)  # apart, since these do not wait for a log
-        batch.hand(batch.ordered, batch.encoded, self._enter)
+        batch.hand(
+            batch.inside,
+            lambda indexes: [messages[index] for index in indexes],
+            functools.partial(self.deliver, inside=True),
+        )
+        batch.hand(batch.calls, batch.encoded, enter)  # apart, since these do not wait for a log
+        batch.hand(batch.ordered, batch.encoded, enter)
         await _together(batch.pending)
         # after the log, which may refuse
         await _together([batch.send(network, indexes) for network, indexes in batch.by_network.items()])
         return batch.statuses
-
-    def _enter(self, messages: list[EncodedMessage]) -> Awaitable[None] | None:
-        assert self._ingress is not None, "connect() was called"
-        return self._ingress.on_receive_encoded(messages)
-
-    def _neighbour(self, attributes: UAttributes) -> Endpoint | None:
-        """Returns the network of the sink, if the sender is there, too: then its batch goes there directly."""
-        network, source = self._endpoints.owner(attributes.sink.authority_name), attributes.source.authority_name
-        at = self._home if source == self.authority else self._endpoints.owner(source)
-        return network if network is at else None
 
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
@@ -291,9 +287,6 @@ class _ServiceBatch:
                     stopped[destination] = _EXPIRED
             else:
                 yield index
-
-    def plain(self, indexes: Iterable[int]) -> list[UMessage]:
-        return [self._messages[index] for index in indexes]
 
     def encoded(self, indexes: Iterable[int]) -> list[EncodedMessage]:
         known, messages = self._encoded, self._messages

@@ -12,21 +12,19 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import structlog
 
 from history.log.log import Log, TopicsFullError
 from streamer.egress.express import Express
 from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
-from streamer.walk.doorbells import PUBLISHERS, Doorbells
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.filters import EndpointFilters
+from streamer.walk.filters import PUBLISHERS, EndpointFilters
 from streamer.walk.flow import Appender, Flow
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.names import may_carry_addresses
-from streamer.walk.rules import Rules
-from streamer.walk.view import Version, View
+from streamer.walk.view import Rules, Version, View
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import cache as caches
@@ -121,6 +119,30 @@ class Logs:
         return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self.record)
 
 
+class FollowedHistory(Protocol):
+    """The history of one origin that is followed (streamer/following)."""
+
+    @property
+    def is_gateway(self) -> bool:
+        """False for a publisher, which sends plain copies beside its history."""
+
+    def records(self, source: UUri) -> bool:
+        """True if this topic is followed whether or not somebody wants it."""
+
+    def on_doorbell(self, message: EncodedMessage) -> bool:
+        """A plain message has come. True: it is a copy of what is followed, and is not kept."""
+
+
+class Doorbells(Protocol):
+    """All followed histories."""
+
+    def of(self, endpoint: Endpoint, source: UUri) -> FollowedHistory | None:
+        """The history at `endpoint` that has this topic."""
+
+    def on_announcement(self, message: EncodedMessage) -> bool:
+        """A publisher announces its history. False: the announcement is not kept back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """The parts that all ingresses share."""
@@ -158,7 +180,7 @@ class Ingress(EncodedListener):
         # keys of messages that a log has refused and the network will redeliver; the event: all have come
         self._missing: set[bytes] = set()
         self._missing_came = asyncio.Event()
-        self.filters = EndpointFilters(endpoint, dispatch, self)
+        self.filters = EndpointFilters(endpoint, dispatch.view, dispatch.hosted, dispatch.logs.record, self)
         redelivers = self._redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
         self._appenders = {
             log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)

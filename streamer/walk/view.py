@@ -1,26 +1,95 @@
-"""View: decides which peers must get a record, and for which authorities.
+"""View: what may pass between networks. The rules, who must get a record, and what a caller sees of the history.
 
     (source, sink) -> rule allows? -> sink's authority is theirs, or somebody there subscribed? -> Decision(legs, open)
-                                      a service has not answered yet: its peers are open
+    (View)                            a service has not answered yet: its peers are open
                                       the topic is paused (paused.py): that peer is open, too
 
-Decided once per topic; callers cache the answer. When `version` has changed, `changed_since` returns which topics.
+    caller   -> inside this process: everything
+    (Access) -> an [[access]] entry names it: `allow` (if empty: as below), without `deny`
+             -> else: messages from its own network, and those that the rules let pass there
+
+Decided once per topic (and, for callers, once for all with the same sight); callers cache the answer. When
+`View.version` has changed, `changed_since` returns which topics. Polling shows nothing that pushing would not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from history.log.log import Log
+from history.service.matches import EVERYTHING, Sight, Sights
 from streamer.egress.paused import Paused
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.rules import Rules
+from streamer.walk.hosted import is_inside
 from uprotocol import uri as uris
+from uprotocol.cache import Cache
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 from usubscription_client.table import Want
+
+SIGHTS_CACHED_MAX: Final = 65_536  # callers whose sight is cached; the cache is cleared when it is full
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Messages of endpoint `ingress` may go to endpoint `egress`, if their address passes deny and allow.
+
+    The address is the source of a publish or notification, and the method of a request or response.
+    """
+
+    ingress: str
+    egress: str
+    allow: Sequence[UUri] = field(default=(), compare=False)
+    deny: Sequence[UUri] = field(default=(), compare=False)
+
+    def allows(self, address: UUri) -> bool:
+        if any(uris.matches(pattern, address) for pattern in self.deny):
+            return False
+        return not self.allow or any(uris.matches(pattern, address) for pattern in self.allow)
+
+
+class Rules:
+    """The rules in force. `version` rises with every change, so that caches become invalid."""
+
+    def __init__(self) -> None:
+        self._rules: dict[tuple[str, str], Rule] = {}
+        self.version = 0
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self._rules.values())
+
+    def add(self, rule: Rule) -> None:
+        """Raises ALREADY_EXISTS if there is one between the two endpoints."""
+        if (rule.ingress, rule.egress) in self._rules:
+            raise UStatusError(
+                UCode.ALREADY_EXISTS,
+                f"there is a rule from {rule.ingress!r} to {rule.egress!r} already: remove it first",
+            )
+        self._rules[rule.ingress, rule.egress] = rule
+        self.version += 1
+
+    def remove(self, ingress: str, egress: str) -> Rule:
+        """Raises NOT_FOUND."""
+        rule = self._rules.pop((ingress, egress), None)
+        if rule is None:
+            raise UStatusError(UCode.NOT_FOUND, f"there is no rule from {ingress!r} to {egress!r}")
+        self.version += 1
+        return rule
+
+    def endpoints_changed(self) -> None:
+        """Another endpoint may own an authority now: whatever was derived from the rules is derived anew."""
+        self.version += 1
+
+    def between(self, ingress: str, egress: str) -> Rule | None:
+        return self._rules.get((ingress, egress))
+
+    def egresses(self, ingress: str) -> list[str]:
+        """Returns the endpoints to which messages of `ingress` may go."""
+        return [rule.egress for rule in self if rule.ingress == ingress]
 
 
 class Target(NamedTuple):
@@ -62,18 +131,18 @@ class View:
     def __init__(
         self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused
     ) -> None:
-        self._endpoints, self._rules, self._interest, self._paused = endpoints, rules, interest, paused
+        self.endpoints, self.rules, self._interest, self._paused = endpoints, rules, interest, paused
         self._indexes = {log: index for index, log in enumerate(logs)}
 
     @property
     def version(self) -> Version:
         """Changes whenever an answer of `decide` may."""
-        return (self._rules.version, self._interest.version, self._paused.version)
+        return (self.rules.version, self._interest.version, self._paused.version)
 
     def changed_since(self, version: Version) -> frozenset[uris.Key] | None:
         """Returns the topics for which `decide` may answer differently by now; None: any topic. Only publishes:
         messages with a sink do not depend on subscriptions."""
-        if (self._rules.version, self._paused.version) != (version[0], version[2]):
+        if (self.rules.version, self._paused.version) != (version[0], version[2]):
             return None
         changed = self._interest.changed_since(version[1])
         if changed is None or any(uris.shape(topic) != uris.EXACT for topic in changed):
@@ -87,11 +156,11 @@ class View:
 
     def wanted(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
         """As `decide`, without pauses."""
-        origin = self._endpoints.owner(source.authority_name)
+        origin = self.endpoints.owner(source.authority_name)
         if origin is None:
             return NOBODY
         if sink is not None:
-            peer = self._endpoints.owner(sink.authority_name)
+            peer = self.endpoints.owner(sink.authority_name)
             if peer is None or not self._passes(origin, peer, source):
                 return NOBODY
             return Decision((Leg(peer, (Target(sink.authority_name, 0, None),)),))
@@ -112,11 +181,11 @@ class View:
     def _subscribed(self, origin: Endpoint, topic: UUri, wants: Mapping[str, Want], index: int) -> tuple[Leg, ...]:
         targets: dict[str, list[Target]] = {}
         for authority, want in wants.items():
-            peer = self._endpoints.owner(authority)
+            peer = self.endpoints.owner(authority)
             if peer is not None and self._passes(origin, peer, topic):
                 since = want.since[index] if want.since else 0
                 targets.setdefault(peer.name, []).append(Target(authority, since, want.sample_period_ms or None))
-        return tuple(Leg(self._endpoints[name], tuple(those)) for name, those in targets.items())
+        return tuple(Leg(self.endpoints[name], tuple(those)) for name, those in targets.items())
 
     def _open(self, origin: Endpoint, topic: UUri) -> tuple[Endpoint, ...]:
         """Returns the peers of services that have not answered yet: both the subscriber's and the topic's service know
@@ -125,15 +194,15 @@ class View:
         if not undecided:
             return ()
         if uris.WILDCARD_AUTHORITY in undecided or topic.authority_name in undecided:
-            peers = {endpoint.name: endpoint for endpoint in self._endpoints}
+            peers = {endpoint.name: endpoint for endpoint in self.endpoints}
         else:
-            owners = [owner for scope in undecided if (owner := self._endpoints.owner(scope)) is not None]
+            owners = [owner for scope in undecided if (owner := self.endpoints.owner(scope)) is not None]
             peers = {owner.name: owner for owner in owners}
         return tuple(peer for peer in peers.values() if self._passes(origin, peer, topic))
 
     def comes_from(self, peer: Endpoint, source: UUri) -> bool:
         """True if `source` is on the network of `peer`, so nothing from it goes there."""
-        return self._endpoints.owner(source.authority_name) is peer
+        return self.endpoints.owner(source.authority_name) is peer
 
     def names(self, topic: UUri) -> bool:
         """True if a subscription names exactly `topic`."""
@@ -142,12 +211,147 @@ class View:
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
         """True iff `topic` is published at `origin`, and somebody on another network has subscribed to exactly this
         topic or pattern."""
-        if self._endpoints.owner(topic.authority_name) is not origin:
+        if self.endpoints.owner(topic.authority_name) is not origin:
             return False
         return bool(self._subscribed(origin, topic, self._interest.wants_by_name(topic), 0))
 
     def _passes(self, origin: Endpoint, peer: Endpoint, address: UUri) -> bool:
         if peer is origin:
             return False
-        rule = self._rules.between(origin.name, peer.name)
+        rule = self.rules.between(origin.name, peer.name)
         return rule is not None and rule.allows(address)
+
+
+@dataclass(frozen=True)
+class AccessPattern:
+    """A pattern of addresses. Its authority may be a family (`*.vin123`), or empty: the caller's own."""
+
+    address: UUri
+    authority: str
+
+    @classmethod
+    def parse(cls, text: str) -> AccessPattern:
+        """Raises INVALID_ARGUMENT."""
+        rest = text.removeprefix("up:")
+        authority, slash, path = rest.removeprefix("//").partition("/")
+        if not rest.startswith("//") or not uris.is_family(authority):
+            address = uris.parse(text)
+            return cls(address, address.authority_name)
+        uris.validate_authority(authority[2:])
+        return cls(uris.parse(f"//*{slash}{path}"), authority)
+
+    @property
+    def is_own(self) -> bool:
+        """Its authority is the caller's own."""
+        return not self.authority
+
+    def matches(self, candidate: UUri, own: str) -> bool:
+        if uris.is_family(self.authority):
+            return candidate.authority_name.endswith(self.authority[1:]) and uris.matches(self.address, candidate)
+        return uris.matches(uris.with_authority(self.address, own), candidate)
+
+
+@dataclass(frozen=True)
+class AccessEntry:
+    """One entry of [[access]]. `endpoint`: only callers of that endpoint; "": of any."""
+
+    endpoint: str = ""
+    callers: Sequence[AccessPattern] = ()
+    allow: Sequence[AccessPattern] = ()
+    deny: Sequence[AccessPattern] = ()
+
+    def names(self, caller: UUri, endpoint: Endpoint | None) -> bool:
+        if self.endpoint and (endpoint is None or endpoint.name != self.endpoint):
+            return False
+        return not self.callers or any(pattern.matches(caller, caller.authority_name) for pattern in self.callers)
+
+
+class _Sight(Sight):
+    """The sight of callers at one endpoint, under one entry or none."""
+
+    def __init__(
+        self, key: Hashable, endpoint: Endpoint | None, entry: AccessEntry, own: str, endpoints: Endpoints, rules: Rules
+    ) -> None:
+        self.key = key
+        self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
+        self._allow, self._deny = _owned(entry.allow, own), _owned(entry.deny, own)
+        into = [rule for rule in rules if endpoint is not None and rule.egress == endpoint.name]
+        patterns = [pattern for rule in into for pattern in (*rule.allow, *rule.deny)]
+        named = {one.authority for one in (*self._allow, *self._deny)} | {one.authority_name for one in patterns}
+        self._named = named - {uris.WILDCARD_AUTHORITY}
+        per_rule = max((len(rule.allow) + len(rule.deny) for rule in into), default=0)
+        self._cost = len(self._allow) + len(self._deny) + per_rule
+
+    @property
+    def cost(self) -> int:
+        return self._cost
+
+    def alike(self, authority: str) -> Hashable:
+        """Authorities with the same result are alike: they are on one network, and no pattern names one of them."""
+        origin = self._endpoints.owner(authority)
+        is_named = uris.is_one_of(authority, self._named)
+        return origin.name if origin is not None else "", authority if is_named else ""
+
+    def sees_all(self, authority: str) -> bool:
+        """True if no pattern restricts what the caller sees of `authority`."""
+        origin = self._endpoints.owner(authority)
+        if origin is None or self._endpoint is None or self._allow or self._deny:
+            return False
+        rule = self._rules.between(origin.name, self._endpoint.name)
+        return origin is self._endpoint or (rule is not None and not rule.allow and not rule.deny)
+
+    def sees(self, source: UUri, sink: UUri | None) -> bool:
+        if any(pattern.matches(source, self._own) for pattern in self._deny):
+            return False
+        if self._allow:
+            return any(pattern.matches(source, self._own) for pattern in self._allow)
+        origin = self._endpoints.owner(source.authority_name)
+        if origin is None or self._endpoint is None:
+            return False
+        if origin is self._endpoint:
+            return True
+        if sink is not None and self._endpoints.owner(sink.authority_name) is not self._endpoint:
+            return False  # it is for another network
+        rule = self._rules.between(origin.name, self._endpoint.name)
+        return rule is not None and rule.allows(source)
+
+
+def _owned(patterns: Sequence[AccessPattern], own: str) -> list[AccessPattern]:
+    """Returns `patterns` with the caller's own authority filled in."""
+    return [AccessPattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
+
+
+class Access(Sights):
+    """The first of `entries` that names a caller applies."""
+
+    def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[AccessEntry]) -> None:
+        self._endpoints, self._rules, self._entries = endpoints, rules, entries
+        self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
+        self._cached_version = rules.version
+
+    def __repr__(self) -> str:
+        return f"Access({len(self._entries)} entries, version={self.version})"
+
+    @property
+    def version(self) -> int:
+        return self._rules.version
+
+    def of(self, caller: UUri) -> Sight:
+        if is_inside():
+            return EVERYTHING
+        if self._cached_version != self._rules.version:
+            self._cached.clear()
+            self._cached_version = self._rules.version
+        key = (caller.authority_name, caller.ue_id, caller.ue_version_major)
+        sight = self._cached.get(key)
+        if sight is None:
+            sight = self._cached[key] = self._made(caller)
+        return sight
+
+    def _made(self, caller: UUri) -> _Sight:
+        endpoint = self._endpoints.owner(caller.authority_name)
+        naming = (one for one in enumerate(self._entries) if one[1].names(caller, endpoint))
+        number, entry = next(naming, (-1, AccessEntry()))
+        own = caller.authority_name if any(pattern.is_own for pattern in (*entry.allow, *entry.deny)) else ""
+        key = (self.version, endpoint.name if endpoint is not None else "", number, own)
+        return _Sight(key, endpoint, entry, own, self._endpoints, self._rules)

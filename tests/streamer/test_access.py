@@ -14,9 +14,8 @@ from history.log.log import Log
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from history.service.matches import Match
 from streamer.config import loads
-from streamer.walk.access import Access, AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.rules import Rule, Rules
+from streamer.walk.view import Access, AccessEntry, AccessPattern, Rule, Rules
 from tests.tiers import examples
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris

@@ -419,7 +419,7 @@ async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(
     assert numbers == sorted(set(numbers))
     assert len(numbers) < count
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and not pump.log.durable)
-    assert pump.gaps == count - len(numbers)  # counted, never silent
+    assert pump.reading.gaps == count - len(numbers)  # counted, never silent
 
 
 async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: Any) -> None:
@@ -432,7 +432,7 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
         message = publish("//vehicle1/8001/1/8001")
         message.payload = large
         await vehicle.send(message)
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.retries)
+    await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.deliveries.retries)
     assert pump.sender.queue.bytes <= WINDOW_BYTES_MAX + (8 << 20)
     hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
     world.streamer.endpoints["cloud"].transport.reconnect()

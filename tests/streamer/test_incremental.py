@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from streamer.app import Streamer
 from streamer.config import loads
 from streamer.egress.paused import Pause, Paused
-from streamer.walk.doorbells import PUBLISHERS
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.filters import ASKED_AT_ONCE, EndpointFilters
+from streamer.walk.filters import ASKED_AT_ONCE, PUBLISHERS, EndpointFilters
 from streamer.walk.ingress import Ingress
-from streamer.walk.rules import Rule, Rules
-from streamer.walk.view import View
+from streamer.walk.view import Rule, Rules, View
 from tests.streamer.conftest import THREE, endpoints, publication
 from tests.tiers import examples
 from uprotocol import uri as uris
@@ -238,7 +236,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await world.until(lambda: pumps["cloud"].cursor == pumps["mcu"].cursor == 2_000)
     streamer.endpoints["mcu"].transport.disconnect()
     await vehicle.send(publish(known[0]))
-    await world.until(lambda: pumps["mcu"].retries > 3 and pumps["cloud"].cursor == 2_001)
+    await world.until(lambda: pumps["mcu"].deliveries.retries > 3 and pumps["cloud"].cursor == 2_001)
     ingress = streamer.ingresses["vehicle"]
     verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"].plans.by_stream)
     assert len(verdicts) == len(plans) == 2_000
@@ -294,14 +292,8 @@ def refusing() -> tuple[Refusing, EndpointFilters, Interest, InterestSource]:
     rules.add(Rule("here", "there"))
     interest = Interest([source])
     paused = Paused(Path(), known, "")
-    dispatch: Any = SimpleNamespace(
-        endpoints=known,
-        rules=rules,
-        view=View(known, rules, interest, [], paused),
-        logs=SimpleNamespace(record=()),
-        hosted=SimpleNamespace(sinks=list),
-    )
-    return network, EndpointFilters(here, dispatch, None), interest, source  # type: ignore[arg-type]
+    view, hosted = View(known, rules, interest, [], paused), SimpleNamespace(sinks=list)
+    return network, EndpointFilters(here, view, hosted, (), None), interest, source  # type: ignore[arg-type]
 
 
 def wants(source: InterestSource, topics: list[UUri], status: Status = Status.SUBSCRIBED) -> None:

@@ -27,8 +27,7 @@ from streamer.operating import control
 from streamer.operating.control import ControlSocket, ask
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
-from streamer.walk.rules import Rule, Rules
-from streamer.walk.view import View
+from streamer.walk.view import Rule, Rules, View
 from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
@@ -145,7 +144,7 @@ async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nob
     await world.until(lambda: len(pump.topic_holds) == 1 and not pump.backlog)
     transport.disconnect()
     await streamer.paused.resume(SPEED, "cloud")
-    await world.until(lambda: pump.catch_up.is_under_way and pump.retries)
+    await world.until(lambda: pump.catch_up.is_under_way and pump.deliveries.retries)
     await streamer.paused.pause(SPEED, "cloud")
     await streamer.remove_rule("vehicle", "cloud")
     await world.until(lambda: not len(pump.topic_holds))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamer.egress.priority_queue import PriorityQueue
+from streamer.egress.sender import PriorityQueue
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
@@ -17,6 +17,11 @@ def item(number: int, priority: UPriority.ValueType, stream: str = "") -> Item:
     return number, EncodedMessage.of(builder.build_from_upayload(UPayload(bytes(10)))), stream
 
 
+def firsts(queue: PriorityQueue[Item]) -> list[Item]:
+    """The oldest item of each class."""
+    return [waiting[0] for waiting in queue.classes if waiting]
+
+
 def numbers(items: list[Item]) -> list[int]:
     return [number for number, _, _ in items]
 
@@ -25,12 +30,21 @@ def test_the_highest_class_leaves_first_and_what_comes_back_stays_ahead() -> Non
     queue: PriorityQueue[Item] = PriorityQueue()
     low, high = UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS4
     queue.add([item(1, low), item(2, high), item(3, low), item(4, high)])
-    assert (len(queue), queue.bytes, sorted(numbers(queue.firsts))) == (4, 40, [1, 2])
+    assert (len(queue), queue.bytes, sorted(numbers(firsts(queue)))) == (
+        4,
+        40,
+        [1, 2],
+    )
     taken = queue.take(3, 1_000)
     assert numbers(taken) == [2, 4, 1]
     queue.put_back(taken)
     assert numbers(queue.take(10, 1_000)) == [2, 4, 1, 3]
-    assert (len(queue), queue.bytes, list(queue), queue.firsts) == (0, 0, [], [])
+    assert (len(queue), queue.bytes, list(queue), firsts(queue)) == (
+        0,
+        0,
+        [],
+        [],
+    )
 
 
 def test_a_batch_is_bounded_in_bytes_and_has_one_message_at_least() -> None:

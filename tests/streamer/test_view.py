@@ -18,8 +18,7 @@ from streamer.egress.paused import Paused
 from streamer.walk import endpoint as endpoints_
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.ingress import IdWindow
-from streamer.walk.rules import Rule, Rules
-from streamer.walk.view import View
+from streamer.walk.view import Rule, Rules, View
 from uprotocol import uri as uris
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
