@@ -1,7 +1,7 @@
 """Claims on the logs: how long each endpoint has been away, and which records wait for endpoints not configured.
 
     away_s(endpoint) --> absent_ms now  --watch, every SAVE_S--> cursors: retention by age waits for them until the
-                         '-> conditions: reported before the     limit (absences.py)
+                         '-> conditions: reported before the     limit (plans.py)
                              claim ends
 
 Absence is counted while the streamer runs, by a monotonic clock: a week in the garage ends no claim.

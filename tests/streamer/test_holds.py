@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import holds, reading
+from streamer.egress import catch_up, holds
 from streamer.egress import pump as egress
 from streamer.egress.holds import AddressHolds
 from tests.streamer.conftest import Hearer, MakeWorld, World
@@ -166,7 +166,7 @@ async def test_what_is_refused_again_while_it_is_read_back_arrives_in_order(
     monkeypatch.setattr(holds, "RETRY_S_MIN", 0.0)
     for limit in ("WINDOW_MESSAGES_MAX", "BATCH_MESSAGES_MAX"):
         monkeypatch.setattr(egress, limit, window)
-    monkeypatch.setattr(reading, "READ_MESSAGES_MAX", window)
+    monkeypatch.setattr(catch_up, "READ_MESSAGES_MAX", window)
     here = await stage(make_world)
     world, heard = here.world, here.speed
     await here.refuses(publish, 100)

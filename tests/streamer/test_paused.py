@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log, RetentionLoss
+from streamer.egress import catch_up
 from streamer.egress import paused as pauses
 from streamer.egress import pump as egress
-from streamer.egress import reading
 from streamer.egress.paused import PAUSES_MAX, Pause, Paused
 from streamer.egress.pump import Pump
 from streamer.operating import control
@@ -133,7 +133,7 @@ async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nob
 ) -> None:
     """The window is so small that the peer, which is away, leaves most of it to be read back."""
     monkeypatch.setattr(egress, "WINDOW_MESSAGES_MAX", 4)
-    monkeypatch.setattr(reading, "READ_MESSAGES_MAX", 4)
+    monkeypatch.setattr(catch_up, "READ_MESSAGES_MAX", 4)
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, streamer = await world.node("vehicle", "vehicle1"), world.streamer
     transport = streamer.endpoints["cloud"].transport
