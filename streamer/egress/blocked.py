@@ -39,9 +39,6 @@ class Aside(dict[OrderKey, deque[Item]]):
         self.due_at = 0.0  # loop time of the next try
         self.messages = self.bytes = 0
 
-    def __repr__(self) -> str:
-        return f"Aside({len(self)} streams, {self.messages} messages)"
-
     @property
     def known_streams(self) -> set[int]:
         """Their ids in the log."""

@@ -122,11 +122,11 @@ class CatchUp:
 
     @property
     def _is_time_to_read_back(self) -> bool:
-        return bool(self.taken) and (len(self.taken) >= GATHERED_MAX or self.read_back_at <= _loop_time())
+        return bool(self.taken) and (len(self.taken) >= GATHERED_MAX or self.read_back_at <= loop_time())
 
     async def step(self) -> bool | None:
         """Returns True after a step, False while what was read has to leave first, None if there is nothing to do."""
-        if (due_at := self._due_at) is not None and due_at <= _loop_time():
+        if (due_at := self._due_at) is not None and due_at <= loop_time():
             await self._try_held()
         if self.recheck:
             await self._check_topics()
@@ -256,7 +256,7 @@ class CatchUp:
 
     async def _try_held(self) -> None:
         """Put the first message of the holds that are due in front of the queue."""
-        self._try_at = _loop_time() + TRY_EVERY_S
+        self._try_at = loop_time() + TRY_EVERY_S
         await self.find_streams_of_holds()
         due = deque(self._address_holds.take_due(TRIED_AT_ONCE))
         try:
@@ -343,7 +343,7 @@ class CatchUp:
         if hold.unit.startswith("=") and hold.tried == item[0]:
             self._address_holds.move(hold, item[0])
         if not self.taken:
-            self.read_back_at = _loop_time() + GATHER_S
+            self.read_back_at = loop_time() + GATHER_S
         self.taken.add(hold)
 
     def withdraw_trial(self, item: Item) -> None:
@@ -411,7 +411,7 @@ class CatchUp:
         return held.difference(beyond)
 
 
-def _loop_time() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 

@@ -90,9 +90,6 @@ class Claims:
         self._saved_at = asyncio.get_running_loop().time()
         self.unclaimed: list[Unclaimed] = []
 
-    def __repr__(self) -> str:
-        return f"Claims(unclaimed={[waits.endpoint for waits in self.unclaimed]})"
-
     def load(self) -> None:
         """Find the records that wait for endpoints that are not configured; drop their cursors if none wait."""
         self.find_unclaimed()

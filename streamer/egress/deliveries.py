@@ -30,8 +30,6 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 # dead letters of what retention took before the peer was back; beyond it only the range is reported
 PASSED_LETTERS_MAX: Final = 100
-# after a failure of a network that is there: it may be one stream's, and others should not wait long
-CONNECTED_WAIT_MS_MAX: Final = 500
 # a refusal that a person or time can end, and that concerns more than this message
 HELD_CODES: Final = frozenset(
     {
@@ -103,10 +101,6 @@ class Deliveries:
             self._catch_up.skip_trial(item)
             self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
         return expired
-
-    async def pause(self) -> None:
-        """After a failure."""
-        await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self._peer.connected else None)
 
     # What the network has answered
 

@@ -164,9 +164,6 @@ class ExpressQueue:
         """Messages that wait, and those being sent."""
         return self._callers.pieces + self._frames.pieces + self._answers.pieces
 
-    def __repr__(self) -> str:
-        return f"ExpressQueue({self.peer.name}, waiting={len(self)}, bytes={self.bytes})"
-
     @property
     def bytes(self) -> int:
         return self._callers.bytes + self._frames.bytes + self._answers.bytes

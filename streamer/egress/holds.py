@@ -117,9 +117,6 @@ class TopicHolds(dict[int, TopicHold]):
         self._ages = _Ages[int](self._is_there)
         self._notes: list[tuple[float, int, float]] = []  # a heap: when the next save is due, which stream, `began`
 
-    def __repr__(self) -> str:
-        return f"TopicHolds({len(self)} topics)"
-
     @property
     def free_capacity(self) -> int:
         """Returns how many more topics may be held."""
@@ -351,9 +348,6 @@ class AddressHolds(dict[str, AddressHold]):
         self.ended = 0  # holds that were ended at their limit
         self.merges = 0  # how often several units became one
 
-    def __repr__(self) -> str:
-        return f"AddressHolds({len(self)} units)"
-
     # Look up
 
     def at(self, address: str) -> AddressHold | None:
@@ -448,7 +442,8 @@ class AddressHolds(dict[str, AddressHold]):
             wait_s = 0.0 if known.is_woken else min(RETRY_S_MIN * 2.0 ** min(known.tries, 10), RETRY_S_MAX)
             known.due_at, known.is_woken = now + wait_s, False
             known.tries += 1
-            self._save_at_times(known, now)
+            if known.has_row and now - known.began >= known.saved_s + NOTE_S:
+                self._save(known)
             self._push(known)
         return known
 
@@ -665,10 +660,6 @@ class AddressHolds(dict[str, AddressHold]):
         heapq.heappush(self._due, (hold.due_at, next(self._count), hold))
 
     # On disk
-
-    def _save_at_times(self, hold: AddressHold, now: float) -> None:
-        if hold.has_row and now - hold.began >= hold.saved_s + NOTE_S:
-            self._save(hold)
 
     def _row_of(self, hold: AddressHold) -> str:
         return f"{HELD_PREFIX}{self._peer}:{hold.kind[0]}{hold.unit}"

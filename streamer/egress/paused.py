@@ -102,9 +102,6 @@ class Paused:
         self.version = 0
         self.trouble = ""  # why the pauses could not be loaded
 
-    def __repr__(self) -> str:
-        return f"Paused({len(self._patterns)})"
-
     def __len__(self) -> int:
         return len(self._patterns)
 

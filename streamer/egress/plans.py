@@ -34,9 +34,6 @@ class OwnedCursor:
         self.seq = 0  # the last seq that the owner has had
         self.absent_ms = 0  # as it was last saved
 
-    def __repr__(self) -> str:
-        return f"OwnedCursor({self.name}, seq={self.seq}, absent_ms={self.absent_ms})"
-
     def begin(self) -> bool:
         """Load it, and save it at the position to go on from. Returns True if it is new: then nothing of what the log
         has already is for the owner."""

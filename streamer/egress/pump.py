@@ -23,7 +23,7 @@ import structlog
 
 from history.log.log import Log, RetentionLoss
 from streamer.egress.blocked import Aside, Item, Outbox
-from streamer.egress.catch_up import CatchUp, Reading
+from streamer.egress.catch_up import CatchUp, Reading, loop_time
 from streamer.egress.deliveries import Deliveries
 from streamer.egress.holds import HELD_HOURS, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.paused import Pause, Paused
@@ -45,6 +45,8 @@ from usubscription_client.table import Topics
 WINDOW_MESSAGES_MAX = 2_000
 WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small computer
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
+# after a failure of a network that is there: it may be one stream's, and others should not wait long
+CONNECTED_WAIT_MS_MAX: Final = 500
 CURSOR_PREFIX: Final = "egress:"
 # where a peer began that was new while records waited for one that is not configured: after that seq it has had its own
 BEGAN_PREFIX: Final = "began:"
@@ -78,7 +80,7 @@ class Pump:
         self._pauses_known = frozenset[Pause]()
         self._backoff, self._flow = backoff, flow
         self.topic_holds = TopicHolds(source, peer.name, absent_ms_max)
-        self.address_holds = AddressHolds(source, peer.name, _loop_time, refused_hours * 3_600, unheard_hours * 3_600)
+        self.address_holds = AddressHolds(source, peer.name, loop_time, refused_hours * 3_600, unheard_hours * 3_600)
         self.owed = OwedTopics(source, peer.name)
         self._wake = asyncio.Event()
         # Where messages are paced, a batch is a quarter of a second's: what is urgent waits behind a batch, and one
@@ -93,7 +95,7 @@ class Pump:
             pace=pace,
             cost=_units_of_batch,
         )
-        self.aside = Aside(backoff.sibling(), _loop_time)  # streams that don't get through though others do
+        self.aside = Aside(backoff.sibling(), loop_time)  # streams that don't get through though others do
         self.outbox = Outbox(self.sender.queue, self.aside)
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
         self.reading = Reading(self.plans, dead_letters, functools.partial(on_gap, peer, source))
@@ -259,7 +261,7 @@ class Pump:
         sender, aside = self.sender, self.aside
         if sender.has_answer:
             await self._land()
-        elif sender.may_send or (aside and not sender.flights and aside.due_at <= _loop_time()):
+        elif sender.may_send or (aside and not sender.flights and aside.due_at <= loop_time()):
             if self._view.version != self._version:  # what was paused since does not leave
                 await self._refresh_in_order()
             await self.deliveries.send(WINDOW_BYTES_MAX)
@@ -289,7 +291,7 @@ class Pump:
         self.deliveries.settle(*self.sender.landed())
         self._confirm()
         if self.sender.is_failing:
-            await self.deliveries.pause()
+            await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
 
     # Reading ahead
 
@@ -393,10 +395,6 @@ class Pump:
         self.deliveries.passed(passed, self.cursor)
         self.owed.move(passed.before - 1)
         self._wake.set()
-
-
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _units_of_batch(batch: list[Item]) -> int:

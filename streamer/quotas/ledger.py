@@ -144,9 +144,6 @@ class AuthorityLedger:
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
 
-    def __repr__(self) -> str:
-        return f"AuthorityLedger(accounts={len(self._accounts)}, busy={self.pressure.share:.2f})"
-
     def __len__(self) -> int:
         return len(self._accounts)
 

@@ -236,9 +236,6 @@ class Appender:
         self._retrying: asyncio.Task[None] | None = None
         self._awaited: _Awaited | None = None
 
-    def __repr__(self) -> str:
-        return f"Appender({self._log.name}, under_way={len(self._under_way)}, held={len(self._held)})"
-
     def append(self, streams: list[int], batch: Sequence[EncodedMessage]) -> asyncio.Future[int]:
         """As Log.append; fails when waiting did not help."""
         return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))

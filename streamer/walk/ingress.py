@@ -192,9 +192,6 @@ class Ingress(EncodedListener):
             *(log.on_forgotten(functools.partial(self.forget_streams, log)) for log in dispatch.logs),
         ]
 
-    def __repr__(self) -> str:
-        return f"Ingress({self.endpoint.name}, listening to {len(self.filters)} filters)"
-
     # What arrives
 
     def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> Awaitable[None] | None:

@@ -80,9 +80,6 @@ class Names:
         self._end, self.is_inside = f".{suffix}", is_inside
         self._leaving: Cache[bytes, Leaving] = Cache()  # by address
 
-    def __repr__(self) -> str:
-        return f"Names(*{self._end})"
-
     def endpoints_changed(self) -> None:
         """Another authority may be inside now."""
         self._leaving.clear()

@@ -66,9 +66,6 @@ class Networks:
         for endpoint in endpoints:
             self.add_endpoint(endpoint)
 
-    def __repr__(self) -> str:
-        return f"Networks(open={sorted(self._open)}, troubles={self._troubles})"
-
     def add_endpoint(self, endpoint: Endpoint) -> None:
         """It is opened by `run`."""
         name = endpoint.name

@@ -329,9 +329,6 @@ class Access(Sights):
         self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
         self._cached_version = rules.version
 
-    def __repr__(self) -> str:
-        return f"Access({len(self._entries)} entries, version={self.version})"
-
     @property
     def version(self) -> int:
         return self._rules.version
