@@ -40,12 +40,12 @@ async def world() -> AsyncIterator[World]:
     await made.close()
 
 
-def command(number: int, *topics: UUri, gone: tuple[UUri, ...] = (), name: bytes = NAME) -> CommandRequest:
+def command(number: int, *topics: UUri, removed: tuple[UUri, ...] = (), name: bytes = NAME) -> CommandRequest:
     """Follows `topics`, then unfollows those that are `gone`."""
     asked = CommandRequest(follower=name, number=number, lease_ms=60_000)
     for topic in topics:
         asked.changes.add().follow.topic.CopyFrom(topic)
-    for topic in gone:
+    for topic in removed:
         asked.changes.add().unfollow.CopyFrom(topic)
     return asked
 
@@ -105,7 +105,7 @@ async def test_a_restarted_service_knows_nobody(world: World) -> None:
     assert await refused(world.client, command(2)) == UCode.NOT_FOUND
 
 
-async def test_a_follower_that_a_late_copy_has_made_anew_is_not_polled(world: World) -> None:
+async def test_a_follower_that_a_late_duplicate_created_again_is_not_polled(world: World) -> None:
     """After a restart: it would be answered for what the first command says, and what came later skipped."""
     first = command(1, TOPICS[0])
     await world.client.command(first)

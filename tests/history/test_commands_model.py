@@ -56,7 +56,9 @@ class CommandMachine(RuleBasedStateMachine):
         self.followed: dict[int, int] = {}
         self.names = 0
         self.number = 0
-        self.done: list[tuple[CommandRequest, CommandResponse]] = []  # by this follower, whoever knows it
+        self.done: list[
+            tuple[CommandRequest, CommandResponse]
+        ] = []  # commands of this follower, known to the service or not
 
     def run(self, awaitable: Coroutine[Any, Any, Any]) -> Any:
         asyncio.set_event_loop(self.loop)
@@ -77,9 +79,9 @@ class CommandMachine(RuleBasedStateMachine):
         self.world = HistoryWorld()
         await self.world.open(await Log.open(None, name="model", now_ms=lambda: self.now_ms))
         self.client = HistoryClient(self.world.rpc, SERVICE, timeout_ms=60_000)
-        self._begin_anew()
+        self._create_client()
 
-    def _begin_anew(self) -> None:
+    def _create_client(self) -> None:
         self.names += 1
         self.number = 0
         self.done.clear()
@@ -156,12 +158,12 @@ class CommandMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.run(self.world.service.stop())
         self.run(self.world.serve())
-        self.tell_anew()
+        self.repeat_commands()
 
     @rule()
     def lease_runs_out(self) -> None:
         self.run(asyncio.sleep(OVER_S))
-        self.tell_anew()
+        self.repeat_commands()
 
     @rule(times=st.integers(1, 5))
     def polls_keep_the_lease(self, times: int) -> None:
@@ -169,18 +171,18 @@ class CommandMachine(RuleBasedStateMachine):
             self.run(asyncio.sleep(LEASE_MS / 1_000 * 0.8))
             self.run(self.client.poll(self.poll()))
 
-    def tell_anew(self) -> None:
+    def repeat_commands(self) -> None:
         assert not len(self.world.service.followers)
         self.refused(UCode.NOT_FOUND, self.poll())
         if self.number:
             self.refused(UCode.NOT_FOUND, self.command([], self.number + 1))
         if len(self.done) > 1:
-            # a copy of the first command comes only now: it is made anew with what that says, but not polled by us
+            # a duplicate of the first command arrives only now: it creates the follower again, and we do not poll it
             self.run(self.client.command(self.done[0][0]))
             self.refused(UCode.NOT_FOUND, self.poll())
             self.run(asyncio.sleep(OVER_S))
             assert not len(self.world.service.followers)
-        self._begin_anew()
+        self._create_client()
         self.tell(self.command(list(self.followed.items()), 1))
 
     # -- what the service gives

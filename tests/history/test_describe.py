@@ -84,7 +84,7 @@ async def test_a_notification_is_not_the_newest(world: World) -> None:
     assert [log.newest_match_seq for log in await world.client.logs()] == [1, 0]
 
 
-async def test_beyond_the_old_bound_the_logs_are_told_and_their_answer_stays_small(world: World) -> None:
+async def test_beyond_the_old_limit_all_logs_are_listed_and_the_answer_stays_small(world: World) -> None:
     topics = [topic(vehicle, place) for vehicle in range(300) for place in range(30)]
     sizes = []
     for part in (topics[:100], topics[100:]):
@@ -167,7 +167,7 @@ async def test_any_page_that_can_be_one_is_borne(world: World) -> None:
         assert len(answer.topics) <= 2
 
 
-async def test_a_log_that_is_gone_between_two_pages_doubles_nothing_of_the_others(
+async def test_a_log_that_is_removed_between_two_pages_duplicates_no_record_of_the_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(describe_module, "PAGE_TOPICS_MAX", 3)

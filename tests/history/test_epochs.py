@@ -78,7 +78,7 @@ def signals(*created_ms: int) -> list[IncomingRecord]:
 
 
 class Watch:
-    """Buckets of a second, 300 ms late; what is told of them."""
+    """Buckets of one second, records up to 300 ms late, and the reports about them."""
 
     def __init__(self) -> None:
         self.kept = Buckets(SECOND)
@@ -91,8 +91,8 @@ class Watch:
         return [(epoch.time[0] - START_MS) // 1_000 for epoch in found if epoch is not None]
 
     def ended(self) -> list[tuple[int, str]]:
-        told = self.kept.report()
-        return [((one.time.numbers[0] - START_MS) // 1_000, one.incomplete) for one in told.ended]
+        report = self.kept.report()
+        return [((one.time.numbers[0] - START_MS) // 1_000, one.incomplete) for one in report.ended]
 
 
 # -- buckets
@@ -195,7 +195,7 @@ def test_whatever_clocks_do_each_record_has_an_open_epoch_and_the_lower_frontier
 
 
 class Laps:
-    """A progress group, and what is told of it."""
+    """A progress group and its reports."""
 
     def __init__(self) -> None:
         self.kept = Progress(LAP, dict)
@@ -454,8 +454,8 @@ class World(HistoryWorld):
         stream = log.known_id(FRONTIERS)
         assert stream is not None
         chunks = await log.read(0, streams={stream})
-        told = (Frontier.FromString(message.payload) for chunk in chunks for message in chunk.messages)
-        return [group for one in told for group in one.groups if group.group == name]
+        frontiers = (Frontier.FromString(message.payload) for chunk in chunks for message in chunk.messages)
+        return [group for one in frontiers for group in one.groups if group.group == name]
 
 
 @pytest.fixture
@@ -472,9 +472,9 @@ async def test_progress_over_the_wire(world: World) -> None:
     assert [tuple(one.numbers) for one in answer.lower] == [(1,)]
     await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
     await world.say("car", 0x21, ((2,), 1), ((1,), -1))
-    told = await world.frontiers()
-    assert [tuple(one.time.numbers) for group in told for one in group.ended] == [(1,)]
-    updates = [(tuple(one.time.numbers), one.change) for group in told for one in group.updates]
+    frontiers = await world.frontiers()
+    assert [tuple(one.time.numbers) for group in frontiers for one in group.ended] == [(1,)]
+    updates = [(tuple(one.time.numbers), one.change) for group in frontiers for one in group.updates]
     assert updates == [((1,), 1), ((1,), -1), ((2,), 1)]
 
 
@@ -532,11 +532,13 @@ async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: py
         for refused in (sent[1:2], sent[2:]):
             with pytest.raises(UStatusError):
                 await world.append_all(world.logs[0], refused)
-    assert not any(told.ended for told in await world.frontiers())
+    assert not any(frontier.ended for frontier in await world.frontiers())
     await world.append_all(world.logs[0], sent[1:2])
-    other = message(LAPS[2], START_MS, DICE)  # something that makes the keeper tell what it could not
+    other = message(LAPS[2], START_MS, DICE)  # another record, which makes the keeper publish what it could not before
     await world.append_all(world.logs[0], [sent[2], other])
-    ended = [(tuple(one.time.numbers), one.incomplete) for told in await world.frontiers() for one in told.ended]
+    ended = [
+        (tuple(one.time.numbers), one.incomplete) for frontier in await world.frontiers() for one in frontier.ended
+    ]
     assert [time for time, _ in ended] == [(1,)]
     whole = not ended[0][1]
     stored = [epoch for chunk in await world.logs[0].read(0) for epoch in chunk.epochs or () if epoch is not None]
@@ -546,7 +548,7 @@ async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: py
 async def test_a_disk_that_is_full_for_long_makes_no_frontier_long(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was open before is told of when there is room again; what came and went meanwhile nobody heard of."""
+    """Epochs that were open before are reported when there is capacity again; those that began and ended meanwhile are not."""
     log, seconds = world.logs[0], [START_MS + 1_000 * second for second in range(2 * ACTIVE_MAX)]
     await world.append_all(log, [message(SIGNALS[0], seconds[0], DICE)])
     with monkeypatch.context() as patch:
@@ -555,13 +557,13 @@ async def test_a_disk_that_is_full_for_long_makes_no_frontier_long(
             with pytest.raises(UStatusError):
                 await world.append_all(log, [message(SIGNALS[0], second, DICE)])
     await world.append_all(log, [message(SIGNALS[0], seconds[-1] + 1, DICE)])
-    told = await world.frontiers("second")
-    assert [tuple(one.time.numbers) for frontier in told for one in frontier.ended] == [(START_MS,)]
-    assert tuple(told[-1].active[-1].numbers) == (seconds[-1],)
-    assert max(map(GroupFrontier.ByteSize, told)) < 500
+    frontiers = await world.frontiers("second")
+    assert [tuple(one.time.numbers) for frontier in frontiers for one in frontier.ended] == [(START_MS,)]
+    assert tuple(frontiers[-1].active[-1].numbers) == (seconds[-1],)
+    assert max(map(GroupFrontier.ByteSize, frontiers)) < 500
 
 
-def test_what_is_refused_after_its_epoch_was_closed_is_told_with_its_end() -> None:
+def test_a_record_that_is_refused_after_its_epoch_was_closed_is_reported_with_its_end() -> None:
     """What is closed counts messages that are on their way to the disk, and may not end before what precedes it."""
     laps = Laps()
     laps.say(((1,), 1), ((2,), 1))
@@ -642,23 +644,23 @@ async def test_the_snapshot_is_as_of_where_reading_begins(world: World) -> None:
         await world.append_all(log, [message(SIGNALS[0], START_MS + second * 1_000 + ms, DICE) for ms in (0, 400)])
     chunks = await log.read(0)
     stream = log.known_id(FRONTIERS)
-    told = [seq for chunk in chunks for seq, id in zip(chunk.seqs, chunk.streams, strict=True) if id == stream]
+    frontier_seqs = [seq for chunk in chunks for seq, id in zip(chunk.seqs, chunk.streams, strict=True) if id == stream]
     for seq in range(log.newest_seq + 1):
         request = PollRequest(frontiers=True, max_records=1)
         request.positions.add(incarnation=log.incarnation, seq=seq)
         answer = await world.client.poll(request)
         assert answer.has_frontiers
-        expected = max((one for one in told if one <= seq), default=0)
+        expected = max((one for one in frontier_seqs if one <= seq), default=0)
         assert [one for batch in answer.frontiers for one in batch.seq] == ([expected] if expected else [])
 
 
 async def fleet_tells(log: Log, vehicles: int, bytes: int = 0) -> set[str]:
     """That each vehicle has an epoch open. Their authorities."""
     names = [f"v{place}.fleet" for place in range(vehicles)]
-    told = GroupFrontier(group="second", number=5, version=5, logs=[OTHER_LOG])
-    told.active.add(numbers=[START_MS])
-    told.kept.incomplete.add(incomplete="x" * bytes)
-    said = UPayload.pack(Frontier(groups=[told]))
+    group = GroupFrontier(group="second", number=5, version=5, logs=[OTHER_LOG])
+    group.active.add(numbers=[START_MS])
+    group.kept.incomplete.add(incomplete="x" * bytes)
+    said = UPayload.pack(Frontier(groups=[group]))
     for first in range(0, vehicles, 500):
         sent = [UMessageBuilder.publish(at(name, 0x8005)).build_from_upayload(said) for name in names[first:][:500]]
         await log.append([log.stream_id(one.attributes.source) for one in sent], sent)
@@ -670,14 +672,14 @@ async def test_a_fleet_tells_in_pages_how_far_it_has_come(
     world: World, vehicles: int, bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many there are, and whatever they say, no answer is too long for a transport."""
-    log, topic, polled, is_told = world.logs[0], SIGNALS[0], list[PollResponse](), asyncio.Event()
+    log, topic, polled, has_frontiers = world.logs[0], SIGNALS[0], list[PollResponse](), asyncio.Event()
     names = await fleet_tells(log, vehicles, bytes)
     poll = HistoryClient.poll
 
     async def counted(self: HistoryClient, *arguments: Any, **more: Any) -> PollResponse:
         polled.append(await poll(self, *arguments, **more))
         if polled[-1].has_frontiers:
-            is_told.set()
+            has_frontiers.set()
         return PollResponse.FromString(polled[-1].SerializeToString())
 
     monkeypatch.setattr(HistoryClient, "poll", counted)
@@ -685,12 +687,12 @@ async def test_a_fleet_tells_in_pages_how_far_it_has_come(
     at_begin = await world.client.frontiers(PollRequest(earliest=True))
     assert (sum(len(batch.seq) for batch in at_end), at_begin) == (vehicles, [])
     assembler = Assembler([topic], each=True)
-    is_told.clear()
+    has_frontiers.clear()
     async with GaplessSubscriber(
         world.client, [topic], start=PollRequest(latest=True), assembler=assembler, mode="poll"
     ) as subscriber:
         reading = asyncio.create_task(anext(subscriber.epochs()))
-        await asyncio.wait_for(is_told.wait(), 30)
+        await asyncio.wait_for(has_frontiers.wait(), 30)
         await world.append_all(log, [message(topic, START_MS, DICE), message(topic, START_MS + 10_000, DICE)])
         await asyncio.wait_for(reading, 30)
     assert len([name for name, _, upper in assembler.frontiers() if upper == {(START_MS,)}]) >= len(names)
@@ -738,7 +740,7 @@ def test_a_cursor_file_with_epochs_that_are_none_is_refused(tmp_path: Path) -> N
 # -- the assembler by itself
 
 
-class Told:
+class FakeLog:
     """Records of a log, numbered."""
 
     def __init__(self, log: bytes = LOG, keeper: str = "gateway") -> None:
@@ -750,10 +752,10 @@ class Told:
 
     def frontier(self, lower: Sequence[Time], active: Sequence[Time], number: int = 0, **more: object) -> Record:
         self.seq, self.version = self.seq + 1, self.version + 1
-        told = GroupFrontier(group="second", number=number or self.version, version=self.version, logs=[self.log])
-        told.lower.extend(LogicalTime(numbers=time) for time in lower)
-        told.active.extend(LogicalTime(numbers=time) for time in active)
-        said = Frontier(groups=[told])
+        group = GroupFrontier(group="second", number=number or self.version, version=self.version, logs=[self.log])
+        group.lower.extend(LogicalTime(numbers=time) for time in lower)
+        group.active.extend(LogicalTime(numbers=time) for time in active)
+        said = Frontier(groups=[group])
         sent = UMessageBuilder.publish(self.topic).pack(said)
         return Record(self.log, self.seq, 0, 0, sent)
 
@@ -769,26 +771,26 @@ def times(assembled: Sequence[Assembled]) -> list[tuple[Time, str]]:
 
 def test_the_documents_example_at_the_subscriber() -> None:
     """completed 0-2, active 3 and 5, latent 4 and 6 on: it sees 6, and neither 5 nor 4."""
-    told, reader = Told(), Assembler()
-    reader.begin([told.frontier([(3,)], [(3,), (5,)], number=9)], 0.0)
-    came = [told.data((time,)) for time in (3, 4, 5, 6)]
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(3,)], [(3,), (5,)], number=9)], 0.0)
+    came = [source.data((time,)) for time in (3, 4, 5, 6)]
     assert reader.take(came, 0.0) == []
-    assert times(reader.take([told.frontier([(7,)], [(7,)])], 0.0)) == [((6,), "")]
+    assert times(reader.take([source.frontier([(7,)], [(7,)])], 0.0)) == [((6,), "")]
     assert reader.dropped["filtered"] == 3
 
 
 def test_incomparable_times_are_not_dropped() -> None:
-    told, reader = Told(), Assembler()
-    reader.begin([told.frontier([(0, 0)], [(0, 0), (2, 1)], number=9)], 0.0)
-    reader.take([told.data(time) for time in ((0, 2), (2, 0), (2, 1), (3, 0), (1, 1))], 0.0)
-    assert times(reader.take([told.frontier([], [])], 0.0)) == [((0, 2), ""), ((3, 0), "")]
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(0, 0)], [(0, 0), (2, 1)], number=9)], 0.0)
+    reader.take([source.data(time) for time in ((0, 2), (2, 0), (2, 1), (3, 0), (1, 1))], 0.0)
+    assert times(reader.take([source.frontier([], [])], 0.0)) == [((0, 2), ""), ((3, 0), "")]
 
 
 def test_a_coarser_filter_and_none() -> None:
-    told = Told()
+    source = FakeLog()
     coarse, none = Assembler(beyond={"second": [(6,)]}), Assembler(filter="all")
-    snapshot = told.frontier([(3,)], [(3,), (5,)], number=9)
-    came = [*(told.data((time,)) for time in (5, 6, 7)), told.frontier([(9,)], [(9,)])]
+    snapshot = source.frontier([(3,)], [(3,), (5,)], number=9)
+    came = [*(source.data((time,)) for time in (5, 6, 7)), source.frontier([(9,)], [(9,)])]
     for reader in (coarse, none):
         reader.begin([snapshot], 0.0)
     assert times(coarse.take(came, 0.0)) == [((7,), "")]
@@ -796,7 +798,7 @@ def test_a_coarser_filter_and_none() -> None:
 
 
 def test_several_logs_of_one_group_are_over_when_all_are() -> None:
-    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()
+    one, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler()
     reader.begin([one.frontier([(1,)], [(1,)], 9), other.frontier([(1,)], [(1,), (2,)], 9)], 0.0)
     reader.take([one.data((2,)), one.data((3,)), other.data((3,))], 0.0)
     assert times(reader.take([one.frontier([(4,)], [(4,)])], 0.0)) == []
@@ -804,8 +806,8 @@ def test_several_logs_of_one_group_are_over_when_all_are() -> None:
     assert reader.dropped["filtered"] == 1
 
 
-def test_a_log_that_is_silent_is_waited_for_and_then_told() -> None:
-    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(timeout_s=10)
+def test_a_silent_log_is_waited_for_and_then_reported() -> None:
+    one, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler(timeout_s=10)
     reader.begin([one.frontier([(1,)], [], 9), other.frontier([(1,)], [], 9)], 0.0)
     reader.take([one.data((2,)), one.frontier([(4,)], [(4,)])], 5.0)
     assert reader.due == 10.0
@@ -817,50 +819,56 @@ def test_a_log_that_is_silent_is_waited_for_and_then_told() -> None:
 
 
 def test_after_a_gap_what_was_open_may_not_be_whole() -> None:
-    told, reader = Told(), Assembler()
-    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
-    reader.take([told.data((2,))], 0.0)
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(1,)], [(1,)], 9)], 0.0)
+    reader.take([source.data((2,))], 0.0)
     reader.lose()
-    reader.begin([told.frontier([(2,)], [(2,), (3,)], 12)], 0.0)
-    reader.take([told.data((3,)), told.data((4,))], 0.0)
-    assert times(reader.take([told.frontier([], [])], 0.0)) == [((2,), MISSED), ((3,), MISSED), ((4,), "")]
+    reader.begin([source.frontier([(2,)], [(2,), (3,)], 12)], 0.0)
+    reader.take([source.data((3,)), source.data((4,))], 0.0)
+    assert times(reader.take([source.frontier([], [])], 0.0)) == [((2,), MISSED), ((3,), MISSED), ((4,), "")]
 
 
 def test_where_the_log_went_back_what_was_open_may_not_be_whole() -> None:
     """A disk was damaged. The reader had all of it, and so hears of no gap; how (1) and (2) ended is lost."""
-    told, reader = Told(), Assembler()
-    opened = [told.frontier([(1,)], [(1,)]), told.frontier([(1,)], [(1,), (2,)]), told.frontier([(1,)], [(1,), (2,)])]
-    assert reader.take([*opened, told.data((1,)), told.data((2,))], 0.0) == []
-    told.version = 1
-    assert times(reader.take([told.frontier([], [])], 0.0)) == [((1,), MISSED), ((2,), MISSED)]
-    later = [told.frontier([(3,)], [(3,)]), told.data((3,)), told.frontier([], [])]
+    source, reader = FakeLog(), Assembler()
+    opened = [
+        source.frontier([(1,)], [(1,)]),
+        source.frontier([(1,)], [(1,), (2,)]),
+        source.frontier([(1,)], [(1,), (2,)]),
+    ]
+    assert reader.take([*opened, source.data((1,)), source.data((2,))], 0.0) == []
+    source.version = 1
+    assert times(reader.take([source.frontier([], [])], 0.0)) == [((1,), MISSED), ((2,), MISSED)]
+    later = [source.frontier([(3,)], [(3,)]), source.data((3,)), source.frontier([], [])]
     assert times(reader.take(later, 0.0)) == [((3,), "")]
 
 
 def test_what_is_too_big_is_handed_over_in_parts() -> None:
-    told, reader = Told(), Assembler(bytes_max=10_000)
-    reader.begin([told.frontier([(1,)], [], 9)], 0.0)
-    handed = [part for _ in range(10) for part in reader.take([told.data((2,)) for _ in range(5)], 0.0)]
-    handed += reader.take([told.frontier([(3,)], [])], 0.0)
+    source, reader = FakeLog(), Assembler(bytes_max=10_000)
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    handed = [part for _ in range(10) for part in reader.take([source.data((2,)) for _ in range(5)], 0.0)]
+    handed += reader.take([source.frontier([(3,)], [])], 0.0)
     assert sum(len(one.records) for one in handed) == 50
     assert not any(one.is_complete for one in handed)
 
 
 def test_what_can_not_be_read_or_compared_is_counted() -> None:
-    told, reader = Told(), Assembler()
-    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
-    reader.take([told.data((2,))], 0.0)
-    assert times(reader.take([told.junk(), told.frontier([(1, 2)], []), told.data((1, 2))], 0.0)) == [((1, 2), ODD)]
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(1,)], [(1,)], 9)], 0.0)
+    reader.take([source.data((2,))], 0.0)
+    assert times(reader.take([source.junk(), source.frontier([(1, 2)], []), source.data((1, 2))], 0.0)) == [
+        ((1, 2), ODD)
+    ]
     sent = UMessageBuilder.publish(at("hub", 0x8006)).build_from_upayload(UPayload(b"\xff\xff", 2))
     reader.take([Record(LOG, 99, 0, 0, sent)], 0.0)
     assert reader.dropped["unreadable"] == 3
-    assert times(reader.take([told.frontier([(3,)], [])], 0.0)) == [((2,), "")]
+    assert times(reader.take([source.frontier([(3,)], [])], 0.0)) == [((2,), "")]
 
 
-def test_a_group_may_begin_anew_with_times_of_another_length() -> None:
-    told, other, reader = Told(), Told(OTHER_LOG), Assembler()
-    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
-    reader.take([told.data((2,)), told.frontier([], [])], 0.0)
+def test_a_group_may_start_again_with_times_of_another_length() -> None:
+    source, other, reader = FakeLog(), FakeLog(OTHER_LOG), Assembler()
+    reader.begin([source.frontier([(1,)], [(1,)], 9)], 0.0)
+    reader.take([source.data((2,)), source.frontier([], [])], 0.0)
     came = [other.frontier([(0, 1)], [(0, 1)], 1), other.data((0, 1)), other.frontier([(1, 0)], [])]
     came[0].message.payload = _opened(came[0].message.payload)
     assert times(reader.take(came, 0.0)) == [((0, 1), "")]
@@ -874,9 +882,9 @@ def _opened(payload: bytes) -> bytes:
     return frontier.SerializeToString()
 
 
-def reborn(reader: Assembler, told: Told, held: Sequence[Assembled] = ()) -> Assembler:
+def reborn(reader: Assembler, source: FakeLog, held: Sequence[Assembled] = ()) -> Assembler:
     """After a restart, with what it had saved when all of `told` was read, and `held` not taken."""
-    positions = reader.safe({told.log: told.seq}, held)
+    positions = reader.safe({source.log: source.seq}, held)
     saved = json.loads(json.dumps(reader.save(positions, held)))
     again = Assembler(timeout_s=10)
     again.restore(saved)
@@ -886,7 +894,7 @@ def reborn(reader: Assembler, told: Told, held: Sequence[Assembled] = ()) -> Ass
 @pytest.mark.parametrize("restarts", [pytest.param(False, marks=full), True])
 def test_what_a_silent_gateway_brings_later_is_the_rest_after_a_restart_and_an_hour_too(restarts: bool) -> None:
     """One of two vehicles is away for longer than each epoch can be known by itself."""
-    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(timeout_s=10)
+    one, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler(timeout_s=10)
     snapshot = [one.frontier([(0,)], [], 9), other.frontier([(0,)], [], 9)]
     reader.begin(snapshot, 0.0)
     handed: list[Assembled] = []
@@ -907,48 +915,48 @@ def test_what_a_silent_gateway_brings_later_is_the_rest_after_a_restart_and_an_h
 
 
 def test_what_was_handed_over_and_not_taken_is_no_rest_after_a_restart() -> None:
-    told, reader = Told(), Assembler()
-    snapshot = told.frontier([(0,)], [], 9)
+    source, reader = FakeLog(), Assembler()
+    snapshot = source.frontier([(0,)], [], 9)
     reader.begin([snapshot], 0.0)
     seconds = [(second,) for second in range(1, 1_000)]
-    came = [told.data(second) for second in seconds] + [told.frontier([(1_000_000,)], [])]
+    came = [source.data(second) for second in seconds] + [source.frontier([(1_000_000,)], [])]
     held = reader.take(came, 0.0)
     assert [time for time, _ in times(held)] == seconds
-    again = reborn(reader, told, held=held[1:])
+    again = reborn(reader, source, held=held[1:])
     again.begin([snapshot], 0.0)
     assert times(again.take(came, 0.0)) == [(second, "") for second in seconds[1:]]
 
 
 def test_what_waits_for_nothing_does_not_come_again_because_something_else_waited() -> None:
-    told, reader = Told(), Assembler()
+    source, reader = FakeLog(), Assembler()
     plain = [Record(LOG, seq, 0, 0, message(SIGNALS[1], START_MS, DICE)) for seq in (3, 4, 5)]
-    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
-    (first,) = reader.take([told.data((2,)), *plain[:1]], 0.0)
+    reader.begin([source.frontier([(1,)], [(1,)], 9)], 0.0)
+    (first,) = reader.take([source.data((2,)), *plain[:1]], 0.0)
     (held,) = reader.take(plain[1:], 0.0)
-    told.seq = 5
+    source.seq = 5
     for not_taken, comes in (([], []), ([held], plain[1:])):
-        again = reborn(reader, told, not_taken)
+        again = reborn(reader, source, not_taken)
         assert [record for one in again.take(plain, 0.0) for record in one.records] == comes
-    again = reborn(reader, told)
+    again = reborn(reader, source)
     again.lose({LOG})
-    (anew,) = again.take(plain, 0.0)
-    assert anew.records == plain, "the log went back: these are other records"
+    (reread,) = again.take(plain, 0.0)
+    assert reread.records == plain, "the log went back: these are other records"
     assert first.records == plain[:1]
 
 
 @pytest.mark.parametrize("durable_first", [False, True])
 def test_what_was_over_in_a_log_before_it_was_read_is_not_whole_by_what_another_one_has(durable_first: bool) -> None:
     """A follower has all of the log in memory, and of the one on disk what came since it follows."""
-    durable, memory, reader = Told(LOG), Told(OTHER_LOG), Assembler()
+    durable, memory, reader = FakeLog(LOG), FakeLog(OTHER_LOG), Assembler()
     durable.version = 2
 
-    def say(log: Told, lower: int, active: Sequence[Time], number: int, passed: Sequence[Time] = ()) -> Record:
+    def say(log: FakeLog, lower: int, active: Sequence[Time], number: int, passed: Sequence[Time] = ()) -> Record:
         record = log.frontier([(lower,)], active, number)
         frontier = Frontier.FromString(record.message.payload)
-        (told,) = frontier.groups
-        told.logs[:] = [LOG, OTHER_LOG]
-        told.opened.extend(told.active)
-        told.kept.passed.extend(LogicalTime(numbers=time) for time in passed)
+        (group,) = frontier.groups
+        group.logs[:] = [LOG, OTHER_LOG]
+        group.opened.extend(group.active)
+        group.kept.passed.extend(LogicalTime(numbers=time) for time in passed)
         record.message.payload = frontier.SerializeToString()
         return record
 
@@ -961,9 +969,9 @@ def test_what_was_over_in_a_log_before_it_was_read_is_not_whole_by_what_another_
     assert times(handed) == [((1,), MISSED), ((2,), MISSED), ((9,), "")]
 
 
-def test_what_a_filter_covers_is_dropped_of_a_log_too_of_which_nothing_is_told() -> None:
-    told, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler(beyond={"second": [(4,)]})
-    reader.begin([told.frontier([(1,)], [(2,)], 9)], 0.0)
+def test_what_a_filter_covers_is_dropped_also_of_a_log_without_frontiers() -> None:
+    source, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler(beyond={"second": [(4,)]})
+    reader.begin([source.frontier([(1,)], [(2,)], 9)], 0.0)
     assert reader.take([other.data((2,)), other.data((4,)), other.data((5,))], 0.0) == []
     assert times(reader.take([told.frontier([(6,)], [])], 0.0)) == [((5,), UNREPORTED)]
     assert reader.dropped["begun"] == 2
@@ -972,27 +980,33 @@ def test_what_a_filter_covers_is_dropped_of_a_log_too_of_which_nothing_is_told()
 @pytest.mark.parametrize("by_snapshot", [False, True])
 def test_what_had_begun_in_a_log_that_is_new_drops_nothing_of_the_others(by_snapshot: bool) -> None:
     """A reader that is behind in one log; the other one has come since, and its beginning is gone already."""
-    told, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()
-    reader.begin([told.frontier([(1,)], [], 9)], 0.0)
-    assert reader.take([told.data((2,)), told.data((3,))], 0.0) == []
+    source, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([source.data((2,)), source.data((3,))], 0.0) == []
     begins = other.frontier([(9,)], [(9,)], 12)
     if by_snapshot:
         reader.begin([begins], 0.0)
     else:
         reader.take([other.data((3,)), begins], 0.0)
-    came = [told.data((2,)), told.data((8,)), other.data((9,)), told.frontier([(10,)], []), other.frontier([(10,)], [])]
+    came = [
+        source.data((2,)),
+        source.data((8,)),
+        other.data((9,)),
+        source.frontier([(10,)], []),
+        other.frontier([(10,)], []),
+    ]
     handed = reader.take(came, 0.0)
     assert [time for time, _ in times(handed)] == [(2,), (3,), (8,), (9,)]
     assert {why for _, why in times(handed)} <= {MISSED, UNREPORTED}
     assert [len(one.records) for one in handed] == [2, 1 if by_snapshot else 2, 1, 1]
-    opened = [one.frontier([(11,)], [(11,)]) for one in (told, other)]
-    over = [one.frontier([(12,)], []) for one in (told, other)]
-    assert times(reader.take([*opened, told.data((11,)), other.data((11,)), *over], 0.0)) == [((11,), "")]
+    opened = [one.frontier([(11,)], [(11,)]) for one in (source, other)]
+    over = [one.frontier([(12,)], []) for one in (source, other)]
+    assert times(reader.take([*opened, source.data((11,)), other.data((11,)), *over], 0.0)) == [((11,), "")]
 
 
 def test_a_vehicle_whose_clock_is_years_ahead_makes_nobody_else_late() -> None:
     """The others are parked when it ends its epochs."""
-    one, other, reader = Told(LOG), Told(OTHER_LOG, "trailer"), Assembler()
+    one, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler()
     reader.begin([one.frontier([], [], 9), other.frontier([], [], 9)], 0.0)
     future = [(1 << 40) + second for second in range(1_000)]
     handed = [epoch for second in future for epoch in reader.take([other.data((second,)), other.frontier([], [])], 0.0)]
@@ -1003,10 +1017,10 @@ def test_a_vehicle_whose_clock_is_years_ahead_makes_nobody_else_late() -> None:
 
 
 def test_whatever_logs_tell_takes_bounded_memory_and_none_of_their_records_is_lost() -> None:
-    told, reader = Told(), Assembler(timeout_s=10)
+    source, reader = FakeLog(), Assembler(timeout_s=10)
     frontiers = []
     for place in range(20 * GROUPS_MAX):
-        one = told.frontier([(1,)], [(1,)])
+        one = source.frontier([(1,)], [(1,)])
         frontier = Frontier.FromString(one.message.payload)
         frontier.groups[0].group = f"g{place}"
         one.message.payload = frontier.SerializeToString()
@@ -1016,7 +1030,7 @@ def test_whatever_logs_tell_takes_bounded_memory_and_none_of_their_records_is_lo
     assert len(list(reader.frontiers())) == GROUPS_MAX
 
     def unheard(groups: int) -> list[Record]:
-        return [replace(told.data((5,)), epoch=Epoch(f"unheard{place}", (5,))) for place in range(groups)]
+        return [replace(source.data((5,)), epoch=Epoch(f"unheard{place}", (5,))) for place in range(groups)]
 
     reader.take(unheard(100), 0.0)
     assert reader.dropped["begun"] == 100
@@ -1028,17 +1042,17 @@ def test_whatever_logs_tell_takes_bounded_memory_and_none_of_their_records_is_lo
 
 
 def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() -> None:
-    told = Told()
+    source = FakeLog()
     readers = [Assembler([SIGNALS[0]]), Assembler([SIGNALS[1]])]
     said = Beginning(topics=[SIGNALS[0]], service=at("gateway"))
-    snapshot = told.frontier([(1,)], [(1,)], 9)  # of before what came
+    snapshot = source.frontier([(1,)], [(1,)], 9)  # of before what came
     came = [
-        told.data((2,)),
-        told.frontier([(2,)], [(2,)]),
+        source.data((2,)),
+        source.frontier([(2,)], [(2,)]),
         Record(LOG, 99, 0, 0, UMessageBuilder.publish(at("hub", 0x8006)).pack(said)),
-        told.data((2,)),
-        told.data((3,)),
-        told.frontier([(4,)], []),
+        source.data((2,)),
+        source.data((3,)),
+        source.frontier([(4,)], []),
     ]
     for reader in readers:
         reader.begin([snapshot], 0.0)
@@ -1048,61 +1062,61 @@ def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() 
     ]
 
 
-def test_what_was_handed_over_is_not_told_again_where_something_begins() -> None:
-    told, reader = Told(), Assembler(SIGNALS)
-    reader.begin([told.frontier([(1,)], [], 9)], 0.0)
-    reader.take([told.frontier([(2,)], [(2,), (3,)], 10), told.data((2,)), told.data((3,))], 0.0)
+def test_delivered_records_are_not_reported_again_where_something_begins() -> None:
+    source, reader = FakeLog(), Assembler(SIGNALS)
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    reader.take([source.frontier([(2,)], [(2,), (3,)], 10), source.data((2,)), source.data((3,))], 0.0)
     assert reader.due == 60.0
     assert [time for time, _ in times(reader.overdue(60.0))] == [(2,), (3,)]
     said = UMessageBuilder.publish(at("hub", 0x8006)).pack(Beginning(topics=SIGNALS, service=at("gateway")))
     begun = Record(LOG, 99, 0, 0, said)
-    assert times(reader.take([told.data((2,)), begun], 61.0)) == [((2,), REST)]
+    assert times(reader.take([source.data((2,)), begun], 61.0)) == [((2,), REST)]
 
 
-def test_what_began_on_the_way_is_told_once_though_it_is_read_again_after_a_restart() -> None:
-    told, reader = Told(), Assembler(SIGNALS)
-    snapshot = told.frontier([(1,)], [], 9)
+def test_an_epoch_that_began_meanwhile_is_reported_once_though_it_is_read_again_after_a_restart() -> None:
+    source, reader = FakeLog(), Assembler(SIGNALS)
+    snapshot = source.frontier([(1,)], [], 9)
     reader.begin([snapshot], 0.0)
     said = UMessageBuilder.publish(at("hub", 0x8006)).pack(Beginning(topics=SIGNALS, service=at("gateway")))
-    opened = told.frontier([(2,)], [(2,)], 10)
-    told.seq += 1
-    came = [opened, Record(LOG, told.seq, 0, 0, said)]
+    opened = source.frontier([(2,)], [(2,)], 10)
+    source.seq += 1
+    came = [opened, Record(LOG, source.seq, 0, 0, said)]
     lost = reader.take(came, 0.0)
     assert times(lost) == [((2,), BEGUN_THERE)]
     for not_taken in ([], lost):
-        again = reborn(reader, told, not_taken)
+        again = reborn(reader, source, not_taken)
         again.begin([snapshot], 0.0)
         assert times(again.take(came, 0.0)) == times(not_taken), "something else holds the cursor back"
 
 
 def test_where_frontiers_were_missed_the_next_one_is_the_snapshot() -> None:
-    told, reader = Told(), Assembler(SIGNALS)
+    source, reader = FakeLog(), Assembler(SIGNALS)
     said = Beginning(topics=[*SIGNALS, uris.parse("//*/FFFF0004/1/8005")], service=at("gateway"))
-    reader.begin([told.frontier([(1,)], [(1,)], 9)], 0.0)
+    reader.begin([source.frontier([(1,)], [(1,)], 9)], 0.0)
     came = [
-        told.data((2,)),
-        told.frontier([(2,)], [(2,)]),
+        source.data((2,)),
+        source.frontier([(2,)], [(2,)]),
         Record(LOG, 99, 0, 0, UMessageBuilder.publish(at("hub", 0x8006)).pack(said)),
-        told.frontier([(3,)], [(3,)], 40),  # (3,) was opened in between
-        told.data((3,)),
-        told.data((4,)),
-        told.frontier([(5,)], [], 41),
+        source.frontier([(3,)], [(3,)], 40),  # (3,) was opened in between
+        source.data((3,)),
+        source.data((4,)),
+        source.frontier([(5,)], [], 41),
     ]
     assert times(reader.take(came, 0.0)) == [((2,), BEGUN_THERE), ((4,), "")]
 
 
 def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
     """Rules may take a topic away from a follower for a while, and say nothing when they give it back."""
-    told, followed, own = Told(), Assembler(), Assembler()
+    source, followed, own = FakeLog(), Assembler(), Assembler()
     came = [
-        told.frontier([(2,)], [(2,)], 10),
-        told.data((2,)),
-        told.frontier([(3,)], [(3,)], 13),
-        told.data((3,)),
-        told.data((4,)),
-        told.frontier([(5,)], [], 14),
+        source.frontier([(2,)], [(2,)], 10),
+        source.data((2,)),
+        source.frontier([(3,)], [(3,)], 13),
+        source.data((3,)),
+        source.data((4,)),
+        source.frontier([(5,)], [], 14),
     ]
-    first = told.frontier([(1,)], [], 9)
+    first = source.frontier([(1,)], [], 9)
     for reader, there in ((own, None), (followed, Origin(LOG, 1))):
         reader.begin([replace(first, origin=there)], 0.0)
         handed = reader.take([replace(one, origin=there) for one in came], 0.0)
@@ -1112,7 +1126,7 @@ def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
 
 def test_who_waits_for_one_keeper_does_not_ask_again_and_again_because_another_one_is_silent() -> None:
     """One that is parked holds nothing: its silence makes nothing overdue."""
-    parked, drives, reader = Told(), Told(log=b"drives" + bytes(10)), Assembler()
+    parked, drives, reader = FakeLog(), FakeLog(log=b"drives" + bytes(10)), Assembler()
     reader.begin([parked.frontier([], [], 9), drives.frontier([(1,)], [], 9)], 0.0)
     assert reader.due is None
     assert reader.overdue(50.0) == []

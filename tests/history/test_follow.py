@@ -307,7 +307,7 @@ STOPS: dict[str, tuple[Stop, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("seed", seeds(5, quick=1))
 @pytest.mark.parametrize("how", STOPS)
-def test_a_push_that_the_service_ends_is_gone_on_with_by_poll(how: str, seed: int) -> None:
+def test_after_the_service_ends_a_push_the_subscriber_continues_by_poll(how: str, seed: int) -> None:
     """Whenever it does: nothing is missed or doubled, and what comes late of the old push is ignored."""
 
     async def run() -> None:
@@ -504,8 +504,8 @@ class Resource:
 def test_what_changes_between_a_read_and_the_subscription_is_not_missed(
     seed: int, mode: FollowMode, has_place: bool, is_lost: bool
 ) -> None:
-    """A resource carries its last message's id: it is read, changes while we think, and is subscribed to after that.
-    Where the log is lost meanwhile, all of the new one comes, and who knows the place is told of the gap."""
+    """A resource carries its last message's id: a client reads it, it changes, and then the client subscribes.
+    If the log is lost meanwhile, all of the new log is delivered, and a reader with a position gets the gap."""
 
     async def run() -> None:
         world, rng, gaps = World(), random.Random(seed), list[Gap]()

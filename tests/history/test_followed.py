@@ -243,7 +243,7 @@ asyncio.run(main())
 
 
 async def test_after_kill_9_records_and_places_agree(path: Path) -> None:
-    told: dict[str, int] = {}
+    kept: dict[str, int] = {}
     for lines in (30, 100, 60):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CHILD, str(path), stdout=asyncio.subprocess.PIPE
@@ -252,14 +252,14 @@ async def test_after_kill_9_records_and_places_agree(path: Path) -> None:
         async with asyncio.timeout(60):
             for _ in range(lines):
                 key, seq = (await process.stdout.readline()).split()
-                told[key.decode()] = int(seq)
+                kept[key.decode()] = int(seq)
             process.kill()
             await process.wait()
         async with await open_log(path) as log:
             stored = [number for number, _ in await taken(log)]
             at = {key: int(place[3:]) for key, place in log.followed.positions().items()}
-            assert at.keys() == told.keys()
-            assert all(seq - 1 <= at[key] for key, seq in told.items()), "only what was passed may be passed again"
+            assert at.keys() == kept.keys()
+            assert all(seq - 1 <= at[key] for key, seq in kept.items()), "only what was passed may be passed again"
             took = sorted(number for key in at for number in range(1, at[key] + 1) if number % 4)
             assert sorted(stored) == took, "each record once, up to the place"
             assert log.damage == []
@@ -269,7 +269,7 @@ async def test_after_kill_9_records_and_places_agree(path: Path) -> None:
 
 
 async def test_the_first_one_is_on_disk_soon_though_nothing_came_with_it(path: Path) -> None:
-    """Who is killed before it is begins anew, and misses what came meanwhile."""
+    """A follower killed before its position is stored starts again, and misses the records appended meanwhile."""
     async with await open_log(path, Clock()) as log:
         for place in (b"at 4", None, b"at 5"):
             log.followed.keep("other", place)
@@ -534,7 +534,7 @@ def change(path: Path, statement: str, *values: object) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("small", b"at 99"), ("great", bytes(1_024) + b"\1")], ids=["small", "great"]
 )
-async def test_a_place_that_can_t_be_read_is_told_and_all_else_goes_on(path: Path, key: str, value: bytes) -> None:
+async def test_an_unreadable_position_is_reported_and_all_others_continue(path: Path, key: str, value: bytes) -> None:
     await with_places(path)
     change(path, "UPDATE meta SET value = ? WHERE key = ?", value, f"followed:{key}")
     assert [one.kind for one in verify(path).found] == ["meta"]

@@ -153,8 +153,8 @@ def test_a_filter_falls_away_when_nothing_that_it_holds_back_may_come(times: Ant
     for time in EVERY:
         if is_ahead(lower, time):  # of what may come, the same is held back
             assert is_covered(filter, time) == is_covered(rest, time)
-    for gone in filter - rest:
-        assert not any(is_ahead(lower, time) and precedes(time, gone) for time in EVERY)
+    for covered in filter - rest:
+        assert not any(is_ahead(lower, time) and precedes(time, covered) for time in EVERY)
 
 
 # -- any history

@@ -168,7 +168,7 @@ async def test_one_caller_leaves_seats_to_others() -> None:
     await third
 
 
-async def test_who_has_no_room_waits_and_is_told_in_the_end() -> None:
+async def test_a_caller_without_capacity_waits_and_is_refused_at_its_deadline() -> None:
     room = {"slow": 0, "quick": 100}
     turns = Turns(10, lambda caller, size, promised, _: promised + size <= room[caller], seats_max=8)
     with pytest.raises(UStatusError) as caught:
@@ -195,7 +195,7 @@ async def test_a_poll_that_is_cancelled_takes_nobodys_turn() -> None:
     await asyncio.sleep(0)
     waiting[0].cancel()
     turns.end("a")
-    waiting[1].cancel()  # seated by now, and not yet told so
+    waiting[1].cancel()  # it has a seat already and has not been notified yet
     await asyncio.sleep(0)
     await asyncio.wait_for(waiting[2], 10)
     turns.end("b")
@@ -258,7 +258,7 @@ async def test_the_polls_of_one_authority_leave_room_for_those_of_others(world: 
 async def test_answers_that_a_network_does_not_take_cost_their_caller_its_share_and_no_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many polls of 768 KiB each: nothing is read for which there is no room."""
+    """Many polls of 768 KiB each: nothing is read beyond the free capacity."""
     await world.append(1_000, 1_024)
     stuck, send_batch = asyncio.Event(), world.transport.send_batch
     sent: list[list[UMessage]] = []
@@ -277,7 +277,9 @@ async def test_answers_that_a_network_does_not_take_cost_their_caller_its_share_
     responses = world.service._server.responses
     await until(lambda: sent)
     honest = asyncio.ensure_future(one.invoke_method(method, UPayload.pack(PollRequest(max_records=1)), options))
-    await until(lambda: responses._shares.pieces_of("one"))  # read and ready though the other's answers go nowhere
+    await until(
+        lambda: responses._shares.pieces_of("one")
+    )  # read and ready although the other caller's answers are stuck
     assert responses.bytes <= 2 << 20
     assert world.service.counts["records"] < 3_000
     stuck.set()

@@ -227,12 +227,12 @@ async def test_a_restart_of_the_streamer_is_no_gap_for_what_is_durable(world: Wo
     await world.append(1, 99, log=world.ring)
     await until(lambda: all(listener.numbers == [0, 1] for listener in [*listeners, of_ring]))
     await world.caught_up(41)
-    assert [(told, gap.reason, gap.incarnation) for told, gap in world.gaps] == [
+    assert [(gap_topic, gap.reason, gap.incarnation) for gap_topic, gap in world.gaps] == [
         (topic(99), Gap.REASON_INCARNATION, lost)
     ]
 
 
-async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agree(
+async def test_a_log_that_went_back_is_reported_to_each_listener_and_read_from_the_common_position(
     world: World, tmp_path: Path
 ) -> None:
     listeners = [Listener() for _ in range(5)]
@@ -270,28 +270,28 @@ async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agr
     for listener in listeners:
         again = listener.numbers[20:]
         assert again == [*range(again[0], 10), *range(100, 115)]
-    assert sorted((told.resource_id, gap.reason) for told, gap in world.gaps) == [
+    assert sorted((gap_topic.resource_id, gap.reason) for gap_topic, gap in world.gaps) == [
         (topic(one).resource_id, Gap.REASON_CORRUPTION) for one in range(5)
     ]
     await world.caught_up(5)
 
 
 async def test_who_leaves_hears_no_more_and_the_others_go_on(world: World) -> None:
-    gone, stays, also = Listener(), Listener(), Listener()
-    for listener in (gone, stays):
+    left, stays, also = Listener(), Listener(), Listener()
+    for listener in (left, stays):
         await world.feed.subscribe_since(topic(0), 0, listener)
     await world.feed.subscribe_since(topic(1), 0, also)
     await world.append(0, 0, 1)
-    await until(lambda: gone.numbers == stays.numbers == also.numbers == [0])
-    await world.feed.unsubscribe(topic(0), gone)
+    await until(lambda: left.numbers == stays.numbers == also.numbers == [0])
+    await world.feed.unsubscribe(topic(0), left)
     await world.append(1, 0, 1)
     await until(lambda: stays.numbers == also.numbers == [0, 1])
     await world.feed.unsubscribe(topic(0), stays)
     await world.feed.unsubscribe(topic(1), also)
     await until(lambda: world.client.in_flight == 0)
-    assert gone.numbers == [0]
-    await world.feed.subscribe_since(topic(1), 2, gone)
-    await until(lambda: gone.numbers == [0, 1])
+    assert left.numbers == [0]
+    await world.feed.subscribe_since(topic(1), 2, left)
+    await until(lambda: left.numbers == [0, 1])
 
 
 async def test_answers_with_holes_are_asked_for_again(world: World) -> None:

@@ -168,7 +168,7 @@ async def test_the_cursor_is_saved_while_nothing_comes(
 async def test_a_save_that_was_given_up_does_not_replace_a_newer_one(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever commits is cancelled while the disk is slow, and the subscriber is closed."""
+    """The task that commits is cancelled while the disk is slow; then the subscriber is closed."""
     await world.append(0, 20)
     path, loop, begun, goes_on = tmp_path / "cursor", asyncio.get_running_loop(), asyncio.Event(), threading.Event()
     save, saved = CursorFile.save, list[int]()
@@ -219,23 +219,23 @@ async def test_the_consumers_cursor_follows(world: World) -> None:
         assert (world.log.cursors.seq("consumer:app") or 0) >= 5
 
 
-async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(
+async def test_an_absent_service_is_asked_again_and_its_absence_reported(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
-    told: asyncio.Queue[bool] = asyncio.Queue()
+    connected: asyncio.Queue[bool] = asyncio.Queue()
     await world.append(0, 3)
     client = HistoryClient(world.rpc, SERVICE, timeout_ms=200)
-    async with GaplessSubscriber(client, on_connected=told.put_nowait, wait_ms_max=300) as subscriber:
+    async with GaplessSubscriber(client, on_connected=connected.put_nowait, wait_ms_max=300) as subscriber:
         assert await take(subscriber, 3) == [0, 1, 2]
-        assert await asyncio.wait_for(told.get(), 5)
+        assert await asyncio.wait_for(connected.get(), 5)
         await world.service.stop()
-        assert not await asyncio.wait_for(told.get(), 10)
+        assert not await asyncio.wait_for(connected.get(), 10)
         assert not subscriber.connected
         await world.append(3, 3)
         await world.serve()
         assert await take(subscriber, 3) == [3, 4, 5]
-        assert await asyncio.wait_for(told.get(), 5)
+        assert await asyncio.wait_for(connected.get(), 5)
 
 
 async def test_a_refusal_ends_the_iteration(world: World) -> None:
@@ -255,7 +255,7 @@ async def test_close_ends_who_waits(world: World) -> None:
         await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_log_made_anew_is_one_gap_and_then_all_of_it() -> None:
+async def test_a_replaced_log_is_one_gap_followed_by_all_its_records() -> None:
     world = World()
     await world.begin(None)
     gaps: list[Gap] = []
@@ -361,15 +361,15 @@ async def test_a_sound_log_is_no_gap_after_a_restart(copied: tuple[World, Path, 
 @given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=300))
 def test_what_is_known_is_little_and_reaches_far_back(steps: list[int]) -> None:
     known: witness.Known = {}
-    newest, told = 0, []
+    newest, answered = 0, []
     for step in steps:
         newest += step
-        told.append(newest)
+        answered.append(newest)
         known = witness.learn(known, Position(seq=newest, witnesses=[Witness(seq=newest, digest=b"%d" % newest)]))
     assert newest in known
     assert len(known) <= witness.KNOWN_MAX < witness.WITNESSES_MAX
-    assert known.items() <= {seq: b"%d" % seq for seq in told}.items()
-    assert min(known) == told[0] or newest - min(known) > 1 << 31
+    assert known.items() <= {seq: b"%d" % seq for seq in answered}.items()
+    assert min(known) == answered[0] or newest - min(known) > 1 << 31
 
 
 # -- a ring in memory
@@ -530,7 +530,7 @@ def test_a_gap_behind_the_position_is_none(reason: Gap.Reason.ValueType) -> None
     assert acceptor.accept(answer([(12, 4, 0)], 12, [beyond])).gaps == [beyond]
 
 
-def test_a_gap_in_front_of_where_an_answer_begins_is_told_to_who_has_no_position() -> None:
+def test_a_gap_before_the_start_of_an_answer_is_reported_to_a_reader_without_position() -> None:
     acceptor = Acceptor()
     gap = Gap(reason=Gap.REASON_RETENTION, incarnation=LOG, after_seq=0, before_seq=10)
     response = answer([(12, 4, 0)], 12, [gap])
@@ -540,8 +540,8 @@ def test_a_gap_in_front_of_where_an_answer_begins_is_told_to_who_has_no_position
 
 def test_what_never_follows_becomes_a_gap() -> None:
     acceptor = Acceptor({LOG: 1})
-    told = [gap for _ in range(acceptor_module.REFUSED_MAX + 1) for gap in acceptor.accept(answer([(9, 5, 0)], 9)).gaps]
-    assert [(gap.after_seq, gap.before_seq) for gap in told] == [(1, 6)]
+    gaps = [gap for _ in range(acceptor_module.REFUSED_MAX + 1) for gap in acceptor.accept(answer([(9, 5, 0)], 9)).gaps]
+    assert [(gap.after_seq, gap.before_seq) for gap in gaps] == [(1, 6)]
     assert acceptor.positions == {LOG: 9}
 
 

@@ -89,7 +89,7 @@ async def test_read_of_some_streams_only(log: Log) -> None:
     assert (await log.scan(0, max_records=9, max_bytes=9999, streams={99})).covered == 5
 
 
-async def test_streams_are_told_apart_by_their_sink(log: Log) -> None:
+async def test_streams_are_distinguished_by_their_sink(log: Log) -> None:
     one, other = log.stream_id(TOPICS[0]), log.stream_id(TOPICS[0], uris.uri("cloud", 1, 1, 0))
     assert one != other
     assert log.stream(other).sink == uris.uri("cloud", 1, 1, 0)
@@ -109,18 +109,18 @@ async def test_too_much_waiting_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_waiting_ends_with_the_record(log: Log) -> None:
-    told = asyncio.Event()
-    end = log.on_append(told.set)
+    appended = asyncio.Event()
+    end = log.on_append(appended.set)
     waiting = asyncio.ensure_future(log.wait(0))
     await asyncio.sleep(0)
     assert not waiting.done()
     await append(log, 0)
     await asyncio.wait_for(waiting, 5)
-    assert told.is_set()
+    assert appended.is_set()
     end()
-    told.clear()
+    appended.clear()
     await append(log, 0)
-    assert not told.is_set()
+    assert not appended.is_set()
 
 
 async def test_a_closed_log_refuses_and_wakes_who_waits(log: Log) -> None:
@@ -134,7 +134,7 @@ async def test_a_closed_log_refuses_and_wakes_who_waits(log: Log) -> None:
     assert error.value.code == UCode.UNAVAILABLE
 
 
-async def test_ids_are_found_and_the_newest_are_told(log: Log) -> None:
+async def test_ids_are_found_and_the_newest_are_returned(log: Log) -> None:
     sent = [message(place % 4) for place in range(20)]
     for batch in (sent[:7], sent[7:]):
         await log.append([log.stream_id(m.attributes.source) for m in batch], batch)

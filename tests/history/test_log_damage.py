@@ -1,4 +1,4 @@
-"""What is damaged is told: at once, after every restart, until a person has acknowledged it."""
+"""Damage is reported: at once and after every restart, until a person has acknowledged it."""
 
 from __future__ import annotations
 
@@ -68,24 +68,24 @@ def summary(log: Log) -> list[tuple[str, int, int]]:
     return [(damage.kind, damage.after, damage.before) for damage in log.damage]
 
 
-async def test_a_damaged_chunk_is_told_when_it_is_read_and_until_it_is_acknowledged(tmp_path: Path) -> None:
+async def test_a_damaged_chunk_is_reported_when_it_is_read_and_until_it_is_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     await made(path)
     damage_record(path, 13)
     async with await Log.open(path, name="again") as log:
-        told: list[Damage] = []
-        log.losses.on_found(told.append)
+        found: list[Damage] = []
+        log.losses.on_found(found.append)
         assert log.damage == []
         await log.scan(0, max_records=20, max_bytes=1 << 30, until=14)
-        assert told == log.damage
+        assert found == log.damage
         assert summary(log) == [("records", 12, 16)]
-        assert (told[0].incarnation, told[0].records) == (log.incarnation, 3)
+        assert (found[0].incarnation, found[0].records) == (log.incarnation, 3)
         await read_all(log)
-        assert (len(told), log.dropped["corrupt_chunks"]) == (1, 1)
+        assert (len(found), log.dropped["corrupt_chunks"]) == (1, 1)
     async with await Log.open(path, name="restarted") as log:
-        assert log.damage == told
+        assert log.damage == found
         await read_all(log)
-        assert log.damage == told
+        assert log.damage == found
         log.losses.acknowledge()
         assert log.damage == []
     async with await Log.open(path, name="acknowledged") as log:
@@ -108,7 +108,7 @@ async def test_a_new_file_remembers_its_damaged_predecessor_and_what_that_had_to
         assert log.dropped == {"damaged_file": 1, "lost_commits": 1, "corrupt_chunks": 1}
         assert await read_all(log) == [*range(1, 13), *range(16, 28)]
         assert log.cursors.all() == {"egress:cloud": Cursor(7, holds=True)}
-        told = log.damage
+        damage = log.damage
     path.write_bytes(os.urandom(50_000))
     async with await Log.open(path, name="new") as log:
         assert log.incarnation != incarnation
@@ -118,10 +118,10 @@ async def test_a_new_file_remembers_its_damaged_predecessor_and_what_that_had_to
         assert await append(log, 0) == 1
     async with await Log.open(path, name="later") as log:
         assert whole in log.damage
-        assert (log.dropped["damaged_file"], len(told)) == (0, 3)
+        assert (log.dropped["damaged_file"], len(damage)) == (0, 3)
 
 
-async def test_a_log_whose_file_is_gone_is_told(tmp_path: Path) -> None:
+async def test_a_log_without_its_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     incarnation = await made(path)
     path.unlink()
@@ -130,7 +130,7 @@ async def test_a_log_whose_file_is_gone_is_told(tmp_path: Path) -> None:
         assert log.damage[0].incarnation == incarnation
 
 
-async def test_a_file_of_no_bytes_is_told(tmp_path: Path) -> None:
+async def test_an_empty_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     await made(path)
     path.write_bytes(b"")
@@ -138,7 +138,7 @@ async def test_a_file_of_no_bytes_is_told(tmp_path: Path) -> None:
         assert summary(log) == [("missing", 0, 31)]
 
 
-async def test_a_start_that_came_no_further_than_moving_the_file_aside_is_told_by_the_next(tmp_path: Path) -> None:
+async def test_a_start_that_only_moved_the_file_aside_is_reported_by_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     await made(path)
     path.rename(f"{path}.damaged-123")
@@ -244,7 +244,7 @@ async def test_a_loss_in_a_network_counts_as_acknowledged_after_a_while_over_res
         assert [one.kind for one in log.damage] == ["records", "subscriptions"]
 
 
-async def test_a_loss_that_happens_again_is_told_from_then_on(tmp_path: Path) -> None:
+async def test_a_loss_that_happens_again_is_reported_from_then_on(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     async with await Log.open(tmp_path / "l.db", name="one", now_ms=lambda: now_ms) as log:
         log.losses.report(kinds.NETWORK, "a session")

@@ -146,7 +146,7 @@ def _damage_record(path: Path, first_seq: int) -> None:
     path.write_bytes(content)
 
 
-async def test_damaged_records_are_skipped_and_told_as_a_gap(tmp_path: Path) -> None:
+async def test_damaged_records_are_skipped_and_reported_as_a_gap(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     incarnation = await _made(path)
     _damage_record(path, 13)
@@ -539,11 +539,11 @@ async def test_a_commit_that_happened_though_it_failed_leaves_no_record_and_no_s
         assert (log.cursors.seq("peer"), log.damage) == (2, [])
 
 
-async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> None:
+async def test_records_that_a_failed_retention_removed_are_reported(tmp_path: Path) -> None:
     now = 1_800_000_000_000
     async with await Log.open(tmp_path / "l.db", name="late", retention_ms=60_000, now_ms=lambda: now) as log:
-        told: list[RetentionLoss] = []
-        log.on_retention_loss(told.append)
+        losses: list[RetentionLoss] = []
+        log.on_retention_loss(losses.append)
         for _ in range(5):
             await append(log, 0, 1)
         log.cursors.set("egress:cloud", 3, holder="egress")
@@ -555,12 +555,12 @@ async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> N
         writer._next_retention = 0.0
         writer.flush()
         async with asyncio.timeout(20):
-            while not told:
+            while not losses:
                 writer._next_retention = 0.0
                 writer.flush()
                 await asyncio.sleep(0.02)
-        assert [(one.after, one.before) for one in told] == [(3, 11)]
-        assert [seq for chunk in told[0].chunks for seq in chunk.seqs] == list(range(4, 11))
+        assert [(one.after, one.before) for one in losses] == [(3, 11)]
+        assert [seq for chunk in losses[0].chunks for seq in chunk.seqs] == list(range(4, 11))
         assert (log.floor_seq, log.oldest_seq) == (10, 11)
         stored = log.stored_bytes
     async with await Log.open(tmp_path / "l.db", name="again") as log:

@@ -1,6 +1,6 @@
-"""One bit that turns, or a file that ends too early, anywhere in the files of a log: nothing moves in silence.
+"""One flipped bit, or a truncated file, anywhere in the files of a log: every change is reported.
 
-made(log) -> turn one bit -> open -> read everything, filtered too -> each record as appended, or told as lost
+made(log) -> flip one bit -> open -> read everything, filtered too -> each record as appended, or reported as lost
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 async def read(log: Log, streams: set[int] | None = None) -> tuple[dict[int, tuple[int, bytes]], list[tuple[int, int]]]:
-    """Every record with its stream, and what is told as lost."""
+    """Every record with its stream, and the records reported as lost."""
     found: dict[int, tuple[int, bytes]] = {}
     gaps = list(log.holes)
     after = log.floor_seq
@@ -123,9 +123,9 @@ async def read(log: Log, streams: set[int] | None = None) -> tuple[dict[int, tup
 
 
 async def check(log: Log, made: Made) -> bool:
-    """Nothing is wrong in silence. False: it refuses what is appended, since it is damaged, and says so."""
+    """Every damage is reported. Returns False if the log refuses appends and reports the damage as the reason."""
     if log.incarnation != made.incarnation:
-        assert log.damage, "a log that is not the one it was is told"
+        assert log.damage, "a replaced log is reported"
         assert await log.append([stream(log, 0)], [message(0, 99)])
         return True
     found, gaps = await read(log)
@@ -149,7 +149,7 @@ async def check(log: Log, made: Made) -> bool:
     appending = log.append([stream(log, 0)], [message(0, 99)])
     await asyncio.wait([appending])
     if isinstance(appending.exception(), UStatusError):  # a page that only a writer comes to
-        assert kinds.STRUCTURE in {one.kind for one in log.damage}, "what is refused for damage is told as damage"
+        assert kinds.STRUCTURE in {one.kind for one in log.damage}, "an append refused for damage is reported as damage"
         return False
     assert await appending > max(made.records), "no seq names two records"
     return True
@@ -183,9 +183,9 @@ async def try_with(made: Made, folder: Path, file: str, change: Callable[[bytear
     path.write_bytes(change(bytearray(path.read_bytes())))
     async with await open_log(folder / "l.db") as log:
         takes = await check(log, made)
-    if not takes:  # the next start makes it anew, from what can be read
+    if not takes:  # the next start creates the log again from the readable records
         async with await open_log(folder / "l.db") as log:
-            assert await check(log, made), "it is as damaged as before"
+            assert await check(log, made), "the log is as damaged as before"
 
 
 VERSION = range(60, 64)  # in the header of an SQLite file
@@ -202,7 +202,7 @@ async def test_a_bit_that_turns_anywhere_moves_nothing_in_silence(
     dice = random.Random(file)
     content = (made.folder / file).read_bytes()
     places = [place for place, byte in enumerate(content) if byte]
-    heads = [place for place in range(len(content)) if place % PAGE_BYTES < 12]  # where SQLite tells of a page's rows
+    heads = [place for place in range(len(content)) if place % PAGE_BYTES < 12]  # the header of a page in SQLite
     for number in range(bits):
         place, bit = dice.choice(heads if number % 4 == 0 else places), dice.randrange(8)
 
@@ -215,7 +215,7 @@ async def test_a_bit_that_turns_anywhere_moves_nothing_in_silence(
 
 
 @pytest.mark.parametrize("file", FILES)
-async def test_a_file_that_ends_too_early_is_told(made: Made, tmp_path: Path, file: str) -> None:
+async def test_a_truncated_file_is_reported(made: Made, tmp_path: Path, file: str) -> None:
     if not (made.folder / file).exists():
         return
     dice = random.Random(file)
@@ -259,9 +259,7 @@ AIMED = {
 
 
 @pytest.mark.parametrize("statement", AIMED.values(), ids=AIMED.keys())
-async def test_a_row_that_is_not_as_it_was_written_is_told_and_put_right(
-    closed: Made, tmp_path: Path, statement: str
-) -> None:
+async def test_an_altered_row_is_reported_and_repaired(closed: Made, tmp_path: Path, statement: str) -> None:
     folder = tmp_path / "aimed"
     shutil.copytree(closed.folder, folder, ignore=shutil.ignore_patterns("*.lock"))
     db = sqlite3.connect(folder / "l.db")
@@ -272,8 +270,8 @@ async def test_a_row_that_is_not_as_it_was_written_is_told_and_put_right(
     async with await open_log(folder / "l.db") as log:
         assert log.incarnation == closed.incarnation
         assert await check(log, closed)
-        told = log.damage
-        assert told
+        damage = log.damage
+        assert damage
         log.losses.acknowledge()
     async with await open_log(folder / "l.db") as log:  # put right for good
         assert (log.damage, log.cursors.lost) == ([], False)
@@ -313,7 +311,7 @@ async def test_a_cursor_beyond_the_newest_record_begins_again(closed: Made, tmp_
 
 
 @pytest.mark.parametrize("mark", [b"", b"x", bytes(24), bytes(32), b"\xff" * 24, b"\xff" * 32, b"\xff" * 4_000])
-async def test_a_bad_mark_is_told_and_no_exception(closed: Made, tmp_path: Path, mark: bytes) -> None:
+async def test_a_bad_mark_is_reported_and_raises_nothing(closed: Made, tmp_path: Path, mark: bytes) -> None:
     await try_with(closed, tmp_path / "log", "l.db.mark", lambda _: mark)
     async with await open_log(tmp_path / "log" / "l.db") as log:
         assert [one.kind for one in log.damage] in (["mark"], ["missing"])

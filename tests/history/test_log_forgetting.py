@@ -1,4 +1,4 @@
-"""Which streams a log forgets, who has room, and that no gap is passed over in silence for it."""
+"""Which streams a log forgets, what has capacity then, and that forgetting hides no gap."""
 
 from __future__ import annotations
 
@@ -111,15 +111,15 @@ async def durable(tmp_path: Path) -> AsyncIterator[Bench]:
 # -- what is forgotten
 
 
-async def test_streams_of_which_no_record_is_kept_are_forgotten_and_all_are_told(bench: Bench) -> None:
+async def test_streams_without_records_are_forgotten_and_all_are_reported(bench: Bench) -> None:
     log = await bench.open()
-    told: list[frozenset[int]] = []
-    log.on_forgotten(told.append)
+    forgotten: list[frozenset[int]] = []
+    log.on_forgotten(forgotten.append)
     await bench.append(*TOPICS)
     ids = {log.stream_id(one) for one in TOPICS}
     await bench.pass_all()
     await bench.until(lambda: bench.known() == [99])
-    assert frozenset().union(*told) == ids
+    assert frozenset().union(*forgotten) == ids
     assert (log.stream_count, log.streams_forgotten) == (1, len(TOPICS))
     assert not any(map(log.knows_stream, ids))
     assert [one.source.resource_id for one in log.streams_after(0, 10)] == [LAST.resource_id]
@@ -241,7 +241,7 @@ async def test_the_number_that_is_next_is_damaged(durable: Bench) -> None:
         await log.close()
 
 
-async def test_a_row_that_vanished_is_told_though_others_are_forgotten(durable: Bench) -> None:
+async def test_a_vanished_row_is_reported_though_others_are_forgotten(durable: Bench) -> None:
     log = await durable.open()
     await durable.append(*TOPICS)
     await durable.pass_all()
@@ -254,7 +254,7 @@ async def test_a_row_that_vanished_is_told_though_others_are_forgotten(durable: 
         db.execute("DELETE FROM stream WHERE id IN (SELECT id FROM stream ORDER BY id DESC LIMIT 2)")
     log = await durable.open(forget_after_s=3_600)
     assert {damage.kind for damage in log.damage} == {STREAM}
-    assert durable.known() == [99, 1]  # found anew in its record; of the other there is none
+    assert durable.known() == [99, 1]  # one stream is found again in its record; the other has no record
     await log.close()
     log = await durable.open(forget_after_s=3_600)
     assert durable.known() == [99, 1]
@@ -335,7 +335,9 @@ async def world(bench: Bench) -> AsyncIterator[tuple[Bench, HistoryClient]]:
         await service.stop()
 
 
-async def test_the_gap_of_a_topic_that_was_forgotten_and_came_back_is_told(world: tuple[Bench, HistoryClient]) -> None:
+async def test_the_gap_of_a_topic_that_was_forgotten_and_came_back_is_reported(
+    world: tuple[Bench, HistoryClient],
+) -> None:
     bench, poll = world[0], answers(world)
     await bench.append(TOPICS[0], TOPICS[0], TOPICS[0])  # the reader has had the first one
     assert await poll(0, TOPICS[0]) == ([1, 2, 3], [])  # type: ignore[misc]
@@ -348,7 +350,7 @@ async def test_the_gap_of_a_topic_that_was_forgotten_and_came_back_is_told(world
     assert await poll(3, TOPICS[0]) == ([5], [])  # type: ignore[misc]
 
 
-async def test_no_gap_is_told_to_who_reads_another_authority(world: tuple[Bench, HistoryClient]) -> None:
+async def test_no_gap_is_reported_to_a_reader_of_another_authority(world: tuple[Bench, HistoryClient]) -> None:
     bench, poll = world[0], answers(world)
     await bench.append(topic(0, "other"), TOPICS[0])
     await bench.pass_all()
@@ -358,7 +360,7 @@ async def test_no_gap_is_told_to_who_reads_another_authority(world: tuple[Bench,
     assert await poll(0, topic(5, "other")) == ([], [(0, 3)])  # type: ignore[misc]
 
 
-async def test_the_gap_is_told_also_after_a_restart_and_where_very_many_authorities_are_forgotten(
+async def test_the_gap_is_reported_also_after_a_restart_and_where_very_many_authorities_are_forgotten(
     durable: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams_module, "AUTHORITIES_MAX", 4)

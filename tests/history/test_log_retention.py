@@ -1,4 +1,4 @@
-"""What retention takes, what holds it back, and who is told."""
+"""What retention removes, what holds it back, and to whom it is reported."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_age_never_passes_a_cursor_that_holds(made: tuple[Log, Clock]) -> 
         await until(log, lambda: log.floor_seq >= 100)
 
 
-async def test_a_cursor_that_only_was_told_of_holds_nothing(made: tuple[Log, Clock]) -> None:
+async def test_a_cursor_that_was_only_announced_retains_nothing(made: tuple[Log, Clock]) -> None:
     log, clock = made
     async with log:
         await append(log, 100)
@@ -118,20 +118,20 @@ async def test_what_a_cursor_holds_and_how_long_it_was_away_is_kept_over_a_resta
 async def test_what_age_takes_from_an_endpoint_is_handed_over(made: tuple[Log, Clock]) -> None:
     log, clock = made
     async with log:
-        told: list[tuple[RetentionLoss, int]] = []
-        log.on_retention_loss(lambda passed: told.append((passed, log.floor_seq)))
+        losses: list[tuple[RetentionLoss, int]] = []
+        log.on_retention_loss(lambda passed: losses.append((passed, log.floor_seq)))
         await append(log, 30)
         log.cursors.set("egress:cloud", 15, holder="egress")
         sent = [data for chunk in await log.read(0) for data in chunk.data]
         clock.now += 2 * AGE_MS
         await append(log, 10)
         await until(log, lambda: log.floor_seq >= 30)
-        seqs = [seq for passed, _ in told for chunk in passed.chunks for seq in chunk.seqs]
+        seqs = [seq for passed, _ in losses for chunk in passed.chunks for seq in chunk.seqs]
         assert seqs == list(range(16, 31))
-        assert [data for passed, _ in told for chunk in passed.chunks for data in chunk.data] == sent[15:]
-        assert (told[0][0].after, told[-1][0].before) == (15, 31)
-        # told before the floor has risen, or as it rises
-        assert all(floor <= passed.before - 1 for passed, floor in told)
+        assert [data for passed, _ in losses for chunk in passed.chunks for data in chunk.data] == sent[15:]
+        assert (losses[0][0].after, losses[-1][0].before) == (15, 31)
+        # reported before the floor rises, or as it rises
+        assert all(floor <= passed.before - 1 for passed, floor in losses)
 
 
 async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed_over(
@@ -140,8 +140,8 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
     monkeypatch.setattr(chunk_module, "PASSED_RECORDS_MAX", 25)
     log, _ = made
     async with log:
-        told: list[RetentionLoss] = []
-        log.on_retention_loss(told.append)
+        losses: list[RetentionLoss] = []
+        log.on_retention_loss(losses.append)
         log.cursors.set("parked:topic", 5, holds=True)
         await retain(log)
         log.retention_bytes = log._tail.bytes_max = 300_000
@@ -153,28 +153,28 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
             log._storage.writer._next_sample = float("inf")
         await append(log, 200, size=10_000)
         async with asyncio.timeout(30):
-            while log.floor_seq <= 100:  # noqa: ASYNC110 - retention tells nobody
+            while log.floor_seq <= 100:  # noqa: ASYNC110 - retention has no event
                 await asyncio.sleep(0.01)
-        seqs = [seq for passed in told for chunk in passed.chunks for seq in chunk.seqs]
+        seqs = [seq for passed in losses for chunk in passed.chunks for seq in chunk.seqs]
         assert seqs == list(range(6, 31))
-        places = [(passed.after, passed.before) for passed in told]
+        places = [(passed.after, passed.before) for passed in losses]
         assert places[0][0] == 5
         assert [before - 1 for _, before in places[:-1]] == [after for after, _ in places[1:]]
         assert places[-1][1] == log.floor_seq + 1
 
 
-async def test_nobody_is_told_of_what_everybody_has_had(made: tuple[Log, Clock]) -> None:
+async def test_records_that_every_reader_has_had_are_not_reported_as_lost(made: tuple[Log, Clock]) -> None:
     log, clock = made
     async with log:
-        told: list[RetentionLoss] = []
-        log.on_retention_loss(told.append)
+        losses: list[RetentionLoss] = []
+        log.on_retention_loss(losses.append)
         await append(log, 30)
         log.cursors.set("egress:cloud", 30, holder="egress")
         log.cursors.set("consumer:slow", 3, lease_ms=10)
         clock.now += 2 * AGE_MS
         await append(log, 10)
         await until(log, lambda: log.floor_seq >= 30)
-        assert told == []
+        assert losses == []
 
 
 # -- bytes: what the disk shows

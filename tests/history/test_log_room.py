@@ -1,5 +1,5 @@
-"""A log on a disk that is smaller than its retention: oldest records go before the disk is full, and whoever fills it,
-all works again by itself."""
+"""A log on a disk that is smaller than its retention: the oldest records are removed before the disk is full; if
+another program fills the disk, the log works again by itself once there is space."""
 
 from __future__ import annotations
 
@@ -105,14 +105,16 @@ async def test_the_oldest_records_go_before_the_disk_is_full(runtime: Runtime, f
         assert runtime.disk.reserve.is_whole
         assert (folder / "history.db-wal").stat().st_size <= RESERVE_BYTES
         assert await is_whole(log)
-        assert (passed[0].after, passed[-1].before) == (0, log.floor_seq + 1), "who was owed them is told"
+        assert (passed[0].after, passed[-1].before) == (0, log.floor_seq + 1), (
+            "the loss is reported to the readers that missed the records"
+        )
 
 
 async def test_a_disk_that_another_program_has_filled(runtime: Runtime, disk: SmallDisk | RealSmallDisk) -> None:
     async with await open_log(runtime) as log:
         await append(log, 8)
         filler = disk.fill()
-        assert await append(log, 8) == 8, "in the room that the log has, or the reserve"
+        assert await append(log, 8) == 8, "within the free space of the log, or the reserve"
         await until(lambda: disk.reserve.is_whole)
         assert log.floor_seq > 0
         assert await append(log, 8) == 8

@@ -198,7 +198,7 @@ async def test_the_work_follows_the_question_and_the_change_and_not_all_topics(
 
 
 @pytest.mark.parametrize("sight", [EVERYTHING, Odd()], ids=["everything", "odd"])
-async def test_the_newest_is_told_before_all_streams_are_looked_at_if_it_is_among_the_last(
+async def test_the_newest_is_found_without_a_scan_of_all_streams_if_it_is_among_the_last(
     sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = await fleet(300)

@@ -31,7 +31,7 @@ steps = st.lists(
 
 
 class Model:
-    """All that was said, looked at anew for each question."""
+    """All reports, evaluated again for each question."""
 
     def __init__(self) -> None:
         self.parts: dict[bytes, LogFrontier] = {}
@@ -180,34 +180,34 @@ def test_a_thousand_vehicles_cost_each_no_more_than_itself(monkeypatch: pytest.M
 
 
 def test_what_no_keeper_says() -> None:
-    def told(lower: int = 1, active: int = 1, logs: int = 1, name: str = "lap", numbers: int = 1) -> GroupFrontier:
+    def group(lower: int = 1, active: int = 1, logs: int = 1, name: str = "lap", numbers: int = 1) -> GroupFrontier:
         made = GroupFrontier(group=name, logs=[bytes([place]) * 16 for place in range(logs)])
         made.lower.extend(LogicalTime(numbers=[place] * numbers) for place in range(lower))
         made.active.extend(LogicalTime(numbers=[place] * numbers) for place in range(active))
         return made
 
-    assert times_of(told()) == ([(0,)], [(0,)])
-    assert times_of(told(0, 0, 0)) == ([], [])
-    assert times_of(told(ACTIVE_MAX, ACTIVE_MAX, LOGS_MAX, "x" * 64, 8)) is not None
+    assert times_of(group()) == ([(0,)], [(0,)])
+    assert times_of(group(0, 0, 0)) == ([], [])
+    assert times_of(group(ACTIVE_MAX, ACTIVE_MAX, LOGS_MAX, "x" * 64, 8)) is not None
     for wrong in (
-        told(ACTIVE_MAX + 1),
-        told(active=ACTIVE_MAX + 1),
-        told(logs=LOGS_MAX + 1),
-        told(name=""),
-        told(name="ä" * 33),
-        told(numbers=0),
-        told(numbers=9),
+        group(ACTIVE_MAX + 1),
+        group(active=ACTIVE_MAX + 1),
+        group(logs=LOGS_MAX + 1),
+        group(name=""),
+        group(name="ä" * 33),
+        group(numbers=0),
+        group(numbers=9),
     ):
         assert times_of(wrong) is None
-    odd = told()
+    odd = group()
     odd.active.add(numbers=[1, 2])
     assert times_of(odd) is None
 
 
 def hear(merged: MergedFrontiers, log: bytes, part: LogFrontier) -> None:
     merged.update(log, part)
-    for gone in merged.replaced_by(log):
-        merged.drop(gone, part.heard_at)
+    for replaced in merged.replaced_by(log):
+        merged.drop(replaced, part.heard_at)
 
 
 def test_a_keeper_that_invents_logs_is_waited_for_no_longer_than_others() -> None:
@@ -243,7 +243,7 @@ def test_logs_that_are_not_there_any_more_are_known_by_what_the_others_say() -> 
     assert say(durable, 901, durable, memory) == {durable, memory}
     assert say(durable, 902, durable, other_memory) == {durable}
     assert say(other_memory, 902, durable, other_memory) == {durable, other_memory}
-    assert say(other_disk, 1, other_disk) == {other_disk}, "its versions begin anew"
+    assert say(other_disk, 1, other_disk) == {other_disk}, "its versions start again"
     assert merged.lower == {(1,)}
 
 

@@ -97,7 +97,7 @@ def test_never_more_is_under_way_than_the_window(seed: int) -> None:
 
 
 def test_a_window_that_others_make_smaller_opens_again() -> None:
-    """Though nobody was asked to tell what has been taken when it was larger."""
+    """Although no acknowledgement was requested while the window was larger."""
 
     async def run() -> None:
         world = World()
@@ -132,7 +132,7 @@ Since = Literal["place", "time", "id", "unknown id", "earliest", "latest"]
 
 
 def since(world: World, how: Since, rng: random.Random) -> tuple[PollRequest, int]:
-    """A start within what there is, and the seq it means; of `latest` what that is at least."""
+    """Returns a start within the log, and its seq; for `latest` the lowest seq that it can mean."""
     log = world.logs[0]
     seq = rng.randint(1, log.newest_seq)
     match how:
@@ -262,7 +262,7 @@ def pushes() -> list[str]:
     return [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "push"]
 
 
-def test_a_service_that_has_stopped_has_ended_what_it_had_been_told_to_end() -> None:
+def test_a_stopped_service_has_ended_every_push_that_it_was_asked_to_end() -> None:
     async def run() -> None:
         world = World()
         await world.begin()
@@ -286,7 +286,7 @@ def test_a_push_that_is_asked_for_while_the_service_stops_does_not_outlive_it(tu
         await world.begin()
         await world.append(10)
         await world.push()
-        world.number = 0  # once it is forgotten it begins anew
+        world.number = 0  # once the push is forgotten, its numbers start again
         asking = asyncio.create_task(world.push())
         for _ in range(turns):
             await asyncio.sleep(0)

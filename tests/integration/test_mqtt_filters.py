@@ -87,7 +87,7 @@ async def test_a_subscription_that_the_broker_forbids_costs_no_other(
     proxy = RefusingProxy(broker.host, broker.port)
     await proxy.start()
     if hangs_up:
-        proxy.hangs_up_on.add("cloud/8001/0/1/8003")
+        proxy.disconnects_on.add("cloud/8001/0/1/8003")
     else:
         proxy.refused["cloud/8001/0/1/8003"] = 0x97
     subscriptions = {uris.format(topic): [subscriber] for topic in (FORBIDDEN, KEPT)}

@@ -103,7 +103,7 @@ async def test_a_caller_reads_what_the_rules_let_go_there_and_what_came_from_the
         paged = [state.topic async for state in cloud.topics() if state.topic.ue_id == 0x8001]
         assert sorted(map(uris.key, paged)) == sorted(map(uris.key, [OPEN, OF_CLOUD]))
         seen = [log.newest_match_seq for log in await cloud.logs([uris.pattern(ue_id=0x8001, resource=0x8002)])]
-        assert not any(seen), "nothing is told of what may not be read"
+        assert not any(seen), "nothing is reported about topics without read access"
         mixed = await cloud.poll(PollRequest(topics=[SECRET, OPEN]))
         assert texts(mixed) == ["open0", "open1"]
         assert texts(await cloud.poll(PollRequest(topics=[uris.pattern("vehicle1", resource=0x8002)]))) == []
@@ -302,7 +302,7 @@ async def test_a_service_inside_sees_all_and_nobody_outside_can_claim_to_be_one(
         assert texts(await claimed.poll()) == []
 
 
-async def test_a_subscriber_is_told_that_it_may_not_and_does_not_ask_for_ever(make_world: MakeWorld) -> None:
+async def test_a_subscriber_without_access_gets_the_error_and_stops_asking(make_world: MakeWorld) -> None:
     world = await make_world(more=RECORD + RULES)
     async with Caller(world, "cloud", "cloud") as cloud:
         async with GaplessSubscriber(cloud, [SECRET]) as subscriber:
@@ -314,7 +314,7 @@ async def test_a_subscriber_is_told_that_it_may_not_and_does_not_ask_for_ever(ma
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "words"),
     [
         ('endpoint = "nowhere"', "nowhere"),
         ('allow = ["//*.a.*/1/1/8000"]', "authority"),
@@ -322,17 +322,17 @@ async def test_a_subscriber_is_told_that_it_may_not_and_does_not_ask_for_ever(ma
         ("who = 1", "unknown key 'who'"),
     ],
 )
-def test_mistakes_in_access_are_told_with_their_line(entry: str, told: str) -> None:
+def test_mistakes_in_access_are_reported_with_their_line(entry: str, words: str) -> None:
     text = f'[[endpoint]]\nname = "a"\ntransport = "local"\nauthorities = ["a"]\n[[access]]\n{entry}\n'
     with pytest.raises(UStatusError) as caught:
         loads(text)
     assert "config:6:" in caught.value.message
-    assert told in caught.value.message
+    assert words in caught.value.message
 
 
 AUTHORITIES = ["vehicle1", "ecu1.vin1", "ecu2.vin1", "vehicle2", "cloud", "stranger"]
 NAMED = ["//*/FFFFFFFF/FF/FFFF", "//*/8001/1/8002", "//vehicle1/FFFFFFFF/FF/FFFF", "//ecu1.vin1/8001/1/8001"]
-FAMILIES = ["//*.vin1/8001/1/FFFF", "/8001/1/8002"]  # and that of whoever asks
+FAMILIES = ["//*.vin1/8001/1/FFFF", "/8001/1/8002"]  # and that of the caller
 SOURCES = [
     UUri(authority_name=authority, ue_id=0x8001, ue_version_major=1, resource_id=resource)
     for authority in AUTHORITIES

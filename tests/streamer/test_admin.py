@@ -150,13 +150,13 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
     assert answers.metrics().body == b"metrics"
     now += 20
     assert answers.vehicles() is not None
-    told = json.loads(answers.ready().body)
+    answer = json.loads(answers.ready().body)
     assert answers.ready().status == 503
-    assert len(told["problems"]) == admins.LINES_TOLD_MAX + 1
-    assert told["problems"][-1] == f"and {1_000 - admins.LINES_TOLD_MAX} more"
-    assert max(map(len, told["problems"])) == admins.LINE_CHARACTERS_MAX + 3
-    assert len(told["endpoints"]["cloud"]["reason"]) == admins.LINE_CHARACTERS_MAX + 3
-    assert told["notes"] == ["a note"]
+    assert len(answer["problems"]) == admins.LINES_TOLD_MAX + 1
+    assert answer["problems"][-1] == f"and {1_000 - admins.LINES_TOLD_MAX} more"
+    assert max(map(len, answer["problems"])) == admins.LINE_CHARACTERS_MAX + 3
+    assert len(answer["endpoints"]["cloud"]["reason"]) == admins.LINE_CHARACTERS_MAX + 3
+    assert answer["notes"] == ["a note"]
 
 
 async def test_a_list_that_is_asked_for_too_often_is_refused_until_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ async def test_a_list_that_is_asked_for_too_often_is_refused_until_later(monkeyp
 async def test_of_connections_beyond_the_limit_the_oldest_are_closed(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever holds many open locks no monitor out."""
+    """A client with many open connections does not lock out a monitor."""
     monkeypatch.setattr(ports, "CONNECTIONS_MAX", 3)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     for oldest in range(6):
@@ -227,7 +227,7 @@ def trusting(guard: AdminSection) -> ssl.SSLContext:
     ],
 )
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/vehicles", "/nowhere"])
-async def test_nothing_is_told_without_the_token(
+async def test_nothing_is_answered_without_the_token(
     guard: AdminSection, trusting: ssl.SSLContext, path: str, shown: str | None, status: int
 ) -> None:
     async with admins.Admin("127.0.0.1:0", list, guard=guard) as admin:
@@ -328,7 +328,7 @@ async def test_a_certificate_has_a_metric_and_a_note_before_it_ends(make_world: 
 
 @pytest.mark.parametrize("missing", ["cert_file", "key_file", "token_file"])
 @pytest.mark.parametrize("content", [None, ""])
-async def test_a_file_that_can_not_be_used_is_told(
+async def test_an_unusable_file_is_reported(
     guard: AdminSection, tmp_path: Path, missing: str, content: str | None
 ) -> None:
     path = tmp_path / "file"

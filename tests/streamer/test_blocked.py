@@ -114,7 +114,7 @@ async def test_a_stuck_stream_holds_up_no_other_and_keeps_its_order() -> None:
     for topic in TOPICS:
         assert of(topic, network.taken) == [b"%d" % number for number in range(50)]
     async with asyncio.timeout(20):
-        while pump.cursor < 200:  # noqa: ASYNC110 - nobody tells of it
+        while pump.cursor < 200:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.001)
     assert not pump.aside
     running.cancel()

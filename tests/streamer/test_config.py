@@ -1,4 +1,4 @@
-"""The TOML file: what it means, and that every mistake is told with its line."""
+"""The TOML file: what it means, and that every mistake is reported with its line."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_may_live_at_an_endpoint_may_be_followed_there(authorities: str, se
         (TWO + "[history]\nabsent_hours = 0\n", 15, "greater than 0"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> None:
+def test_a_mistake_is_reported_with_its_line(text: str, line: int, words: str) -> None:
     message = problem(text)
     assert message.startswith(f"up.toml:{line}: "), message
     assert words in message
@@ -209,20 +209,20 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> No
         ("", 1, "endpoint"),
     ],
 )
-def test_what_does_not_hang_together_is_told_with_its_line(text: str, line: int, words: str) -> None:
+def test_an_inconsistency_is_reported_with_its_line(text: str, line: int, words: str) -> None:
     message = problem(text)
     assert message.startswith(f"up.toml:{line}: "), message
     assert words in message
 
 
-def test_all_that_does_not_hang_together_is_told_at_once() -> None:
+def test_all_inconsistencies_are_reported_at_once() -> None:
     """Each mistake once, with the line of what has to be changed, whatever comes before it."""
     text = TWO.replace('"backend"', '"vehicle1"').replace("[streamer]", "[streamer]\nauthority = 'mars'") + RULE
     message = problem(text + '[[rule]]\nfrom = "moon"\nto = "mars"\n')
     assert [line.split(": ")[0].removeprefix("up.toml:") for line in message.splitlines()] == ["2", "13", "19", "20"]
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_every_mistake_is_reported_at_once() -> None:
     message = problem(TWO.replace("[streamer]", "[streamer]\none = 1\ntwo = 2") + "three = 3\n")
     assert [line.split(": ")[0] for line in message.splitlines()] == ["up.toml:2", "up.toml:3", "up.toml:16"]
 

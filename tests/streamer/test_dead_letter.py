@@ -1,4 +1,4 @@
-"""Dead letters: kept, bounded, told to who subscribed, never about themselves, and no trouble when the disk is."""
+"""Dead letters: kept, bounded, published to subscribers, never about themselves, harmless when the disk fails."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ async def test_large_letters_of_one_leave_room_in_bytes_for_others(
     assert sum(map(len, stored)) <= 40_000
 
 
-async def test_of_one_kind_so_many_are_told_in_a_minute_and_the_others_are_counted(
+async def test_dead_letters_of_one_kind_are_limited_per_minute_and_the_others_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead_letter, "TOLD_PER_MINUTE", 10)

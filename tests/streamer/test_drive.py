@@ -1,4 +1,4 @@
-"""Drives: every readable value of a file is kept, what can't be read is told; a simulated drive hangs together."""
+"""Drives: every readable value of a file is kept, unreadable ones are reported; a simulated drive is consistent."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_keeps_the_readable_values_of_a_bad_row_and_tells_the_rest() -> None:
         (None, None, None),
         (4.0, 5.0, 6.0),
     ]
-    told = [str(problem) for problem in made.problems]
-    assert "row 2: Vehicle.OBD.EngineSpeed is not a number: 'x'" in told
-    assert "row 3: Vehicle.OBD.EngineSpeed is not a number: 'nan'" in told
-    assert "row 3: Vehicle.OBD.Speed is empty" in told
-    assert "row 5: has 5 cells, the header names 3: the rest is left out" in told
-    assert "row 6: has no readable value: skipped" in told
-    assert not any(text.startswith(("row 1:", "row 7:")) for text in told)
+    problems = [str(problem) for problem in made.problems]
+    assert "row 2: Vehicle.OBD.EngineSpeed is not a number: 'x'" in problems
+    assert "row 3: Vehicle.OBD.EngineSpeed is not a number: 'nan'" in problems
+    assert "row 3: Vehicle.OBD.Speed is empty" in problems
+    assert "row 5: has 5 cells, the header names 3: the rest is left out" in problems
+    assert "row 6: has no readable value: skipped" in problems
+    assert not any(text.startswith(("row 1:", "row 7:")) for text in problems)
     # a lost row is a lost second, not a shift of all others
     assert [sample.time_ms for sample in made.samples(0)][-1] == 5_000
 
@@ -128,7 +128,7 @@ def test_simulated_drive_comes_from_its_seed() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(5, quick=1))
-def test_simulated_drive_hangs_together(seed: int) -> None:
+def test_simulated_drive_is_consistent(seed: int) -> None:
     made = drive.simulate(seed, 1_800)
     column = {path: [row[number] for row in made.rows] for number, path in enumerate(paths(made))}
     speeds, rpms, gears = (

@@ -79,7 +79,7 @@ class Network:
 
 class FarNetwork(Network):
     """One that answers some steps later, by when further batches have left. What it does not take stops what comes
-    behind it until its sender has been told."""
+    behind it until its sender has the result."""
 
     in_flight_messages = 600
 
@@ -178,8 +178,8 @@ async def _pump(seed: int, away: float, refused: float, count: int, far: bool) -
         if pump.cursor < cursors[-1]:
             faults.append(f"the cursor went back to {pump.cursor}")
         cursors.append(pump.cursor)
-        gone = {id_of(message) for message in (*network.taken, *letters)}
-        if not all(id_of(message) in gone for message in mine if seqs[id_of(message)] <= pump.cursor):
+        finished = {id_of(message) for message in (*network.taken, *letters)}
+        if not all(id_of(message) in finished for message in mine if seqs[id_of(message)] <= pump.cursor):
             faults.append(f"the cursor is at {pump.cursor}, which it must not have reached")
 
     network.after_batch = check
@@ -194,7 +194,7 @@ async def _pump(seed: int, away: float, refused: float, count: int, far: bool) -
             assert not running.done()
             await asyncio.sleep(0.001)
     check()
-    assert faults == []  # told here: what a transport raises is its endpoint's trouble
+    assert faults == []  # reported here: an error of a transport is its endpoint's trouble
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert {id_of(message) for message in network.taken} | {id_of(message) for message in letters} == {

@@ -1,4 +1,4 @@
-"""A plugin that raises what it may not: its endpoint's trouble alone, told, tried again, and no message held up by
+"""A plugin that raises what it may not: its endpoint's trouble alone, reported, retried, and no message held up by
 another one."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def codes(statuses: Sequence[UStatus]) -> list[int]:
     return [status.code for status in statuses]
 
 
-async def test_what_a_plugin_raises_is_unavailable_and_told_until_it_works() -> None:
+async def test_an_error_of_a_plugin_is_unavailable_and_reported_until_it_works() -> None:
     endpoint = Endpoint("cloud", ["cloud"], Faulty())
     with pytest.raises(UStatusError) as caught:
         await endpoint.open()

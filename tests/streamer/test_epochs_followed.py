@@ -300,7 +300,7 @@ async def test_what_ceases_to_be_followed_in_the_middle_of_an_epoch_is_missing_f
     await read.end()
 
 
-async def test_what_may_not_be_read_for_a_while_is_told_once_and_when_it_comes_again(pair: Pair) -> None:
+async def test_a_temporary_loss_of_access_is_reported_once_and_when_it_ends(pair: Pair) -> None:
     await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=EPOCHS)
     await pair.handed_over()
     read, drive = Read(pair, "hub"), Drive(pair, random.Random(6))
@@ -308,10 +308,10 @@ async def test_what_may_not_be_read_for_a_while_is_told_once_and_when_it_comes_a
     first = [await drive.second() for _ in range(3)]
     await all_ended(pair, [read], first[-1])
     log = pair.hub.streamer.logs.durable
-    told = log.stream_id(pair.hub.streamer.local.get_resource(ids.BEGINNINGS), wanted=True)
+    beginnings = log.stream_id(pair.hub.streamer.local.get_resource(ids.BEGINNINGS), wanted=True)
 
     async def topics() -> list[list[UUri]]:
-        chunks = await log.read(0, streams={told})
+        chunks = await log.read(0, streams={beginnings})
         return [list(Beginning.FromString(one.payload).topics) for chunk in chunks for one in chunk.messages]
 
     before = len(await topics())
@@ -324,7 +324,7 @@ async def test_what_may_not_be_read_for_a_while_is_told_once_and_when_it_comes_a
     await read.end()
 
 
-def test_a_gap_is_told_where_it_is() -> None:
+def test_a_gap_is_reported_at_its_position() -> None:
     """Among what came of several logs: behind the records in front of it, ahead of those behind it."""
     one, other = b"1" * 16, b"2" * 16
     message = UMessageBuilder.publish(SPEED).build()

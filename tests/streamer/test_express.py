@@ -1,4 +1,4 @@
-"""The express way: bounded, by priority, gone at its ttl, and every request that can't be dispatched is answered."""
+"""The express queue: bounded, by priority, emptied at the ttl; every request that can't be dispatched is answered."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Inside:
     """core.ustreamer of vehicle1."""
 
     def __init__(self) -> None:
-        self.told: list[UMessage] = []
+        self.delivered: list[UMessage] = []
 
     def owns(self, uri: UUri) -> bool:
         return uris.matches(uris.parse("//vehicle1/4/FF/FFFF"), uri)
 
     def deliver(self, messages: Sequence[UMessage]) -> None:
-        self.told += messages
+        self.delivered += messages
 
 
 def express(
@@ -141,7 +141,7 @@ async def _run(limit: int, expired: list[bool], priorities: list[UPriority.Value
 
 
 @pytest.mark.spec("local~disp-rpc-error")
-async def test_what_waits_is_told_when_its_time_is_up_not_later() -> None:
+async def test_a_waiting_request_fails_when_its_time_is_up_not_later() -> None:
     lanes, endpoints, networks, letters = express(10)
     networks["cloud"].there = True
     running = [asyncio.create_task(lane.run()) for lane in lanes.queues.values()]
@@ -209,13 +209,13 @@ async def test_a_request_from_inside_is_answered_and_is_no_dead_letter() -> None
         asked = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/0/3/8"), 1_000).build()
         put(lanes, endpoints["cloud"], asked)
     inside: Any = lanes._hosted
-    assert [message.attributes.commstatus for message in inside.told] == [UCode.RESOURCE_EXHAUSTED] * 2
-    assert inside.told[-1].attributes.reqid == asked.attributes.id
+    assert [message.attributes.commstatus for message in inside.delivered] == [UCode.RESOURCE_EXHAUSTED] * 2
+    assert inside.delivered[-1].attributes.reqid == asked.attributes.id
     assert letters == []
 
 
 @pytest.mark.spec("local~disp-rpc-error")
-async def test_a_request_that_nobody_takes_is_told_at_once_and_one_whose_network_is_away_is_tried_again() -> None:
+async def test_a_request_without_receiver_fails_at_once_and_one_whose_network_is_away_is_retried() -> None:
     lanes, endpoints, networks, letters = express(10)
     vehicle, cloud = networks["vehicle1"], networks["cloud"]
     asked: list[int] = []
@@ -389,7 +389,7 @@ async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bound
 
 
 class Far(Network):
-    """Answers when it is told to, and takes several batches meanwhile."""
+    """Answers when the test says so, and takes several batches meanwhile."""
 
     in_flight_messages = 1_000
 

@@ -86,7 +86,7 @@ async def test_a_batch_waits_its_turn_behind_those_that_came_before() -> None:
     assert append(flow, 1, passed, 4).done()
 
 
-async def test_what_the_log_refuses_is_told_to_whoever_waited() -> None:
+async def test_a_refusal_by_the_log_is_reported_to_the_waiting_appender() -> None:
     flow, peer = Flow(), Peer(2.0)
     flow.follow(peer)
 

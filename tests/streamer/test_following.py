@@ -79,8 +79,8 @@ class Pair:
         by = 'followed_by = "//hub/4/1/0"' if followed_by else ""
         vehicle = gateway("car", ["vehicle1"], ["hub", "tablet"], self.link, f"{by}\n{vehicle_more}")
         self.vehicle: World = await self._make(vehicle, SUBSCRIBED)
-        told = f'\n[[follow]]\nendpoint = "link"\nservice = "//vehicle1/4/1/0"\nmode = "{mode}"\n{topics}'
-        hub = gateway("office", ["hub", "tablet"], ["vehicle1"], self.link) + (told if follow else "")
+        following = f'\n[[follow]]\nendpoint = "link"\nservice = "//vehicle1/4/1/0"\nmode = "{mode}"\n{topics}'
+        hub = gateway("office", ["hub", "tablet"], ["vehicle1"], self.link) + (following if follow else "")
         self.hub: World = await self._make(hub, SUBSCRIBED)
         self.car = await self.vehicle.node("car", "vehicle1")
         self.tablet = await self.hub.node("office", "tablet", 0x9001)
@@ -241,7 +241,7 @@ async def test_what_is_not_followed_any_more_is_pushed_again_from_where_we_were(
 
 
 async def test_an_end_is_answered_when_it_is_on_disk(pair: Pair) -> None:
-    """Else whoever is killed then comes back as if it were followed, and who ended that has forgotten it."""
+    """Otherwise a streamer killed then starts as if it were still followed, while the follower has forgotten it."""
     await pair.begin()
     await pair.handed_over()
     await pair.hub.stop()
@@ -345,7 +345,7 @@ async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history
     assert not any(name.startswith(("held:", "owed:")) for name in pair.vehicle.streamer.logs.durable.cursors.seqs())
 
 
-async def test_a_follower_that_reads_nothing_held_is_told_to_come_again(pair: Pair) -> None:
+async def test_a_follower_that_reads_nothing_held_is_asked_to_poll_again(pair: Pair) -> None:
     """One of before such positions were answered: it would never have what waits."""
     await pair.begin(follow=False)
     pair.vehicle.networks["link"].refuse(uris.format(SPEED))
@@ -366,7 +366,7 @@ async def test_a_follower_that_reads_nothing_held_is_told_to_come_again(pair: Pa
 
 
 async def test_what_the_rules_keep_inside_is_not_followed_either(pair: Pair) -> None:
-    """And who follows is told."""
+    """The follower is notified."""
     rule = '[[rule]]\nfrom = "car"\nto = "link"\ndeny = ["//vehicle1/8001/1/8002"]\n[[rule]]\nfrom = "link"\nto = "car"'
     await pair.begin(vehicle_more=rule)
     await pair.handed_over()
@@ -402,9 +402,9 @@ async def test_metrics_tell_who_follows_and_how_far_it_is(pair: Pair) -> None:
     assert 'up_streamer_followed{endpoint="link",state="handed_over"} 1.0' in here
     assert 'up_streamer_followed_records_total{endpoint="link",what="stored"} 10.0' in here
     await pair.vehicle.until(lambda: not any(records for *_, records in there.handovers.backlog()))
-    told = expose(there.samples).decode()
+    metrics = expose(there.samples).decode()
     for line in ("followers 1.0", "followers_topics 4.0", "pushes 1.0"):
-        assert f"up_streamer_{line}" in told
+        assert f"up_streamer_{line}" in metrics
     await pair.hub.stop()
     await pair.publish(10)
     log = there.logs.durable
@@ -655,7 +655,7 @@ async def test_what_the_log_does_not_take_is_followed_again(pair: Pair, monkeypa
 async def test_a_conversation_ends_only_when_it_is_known_what_is_in_the_log(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who began another one before would be told of it a second time."""
+    """A follower that began another one before would be notified of it a second time."""
     await pair.begin()
     await pair.handed_over()
     follows, handed, gate = pair.hub.streamer.follows, asyncio.Event(), asyncio.Event()

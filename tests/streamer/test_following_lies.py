@@ -1,4 +1,4 @@
-"""A history that is followed and lies: what can't be had is told, and everything else goes on."""
+"""A followed history that gives false answers: missing records are reported, and everything else continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Spoil = Callable[[PollResponse], None]
 
 
 class Willing:
-    """Hands over to whoever asks."""
+    """Hands over to every caller."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -103,15 +103,15 @@ mode = "poll"
     world.stack.push_async_callback(log.close)
     world.stack.push_async_callback(liar.stop)
     announcing = UMessageBuilder.notification(ids.at("vehicle1", ids.ANNOUNCEMENTS), ids.at("hub"))
-    told = announcing.pack(Announcement(incarnations=[log.incarnation]))
-    await node.send(told)
+    announcement = announcing.pack(Announcement(incarnations=[log.incarnation]))
+    await node.send(announcement)
     found = Lied(world, log, liar)
     await world.until(lambda: [one for one in world.streamer.follows if one.is_handed_over and one.connected])
     return found
 
 
-def not_told(response: PollResponse) -> None:
-    """Predecessors of which it never told."""
+def unreported_predecessors(response: PollResponse) -> None:
+    """Predecessors that it never reported."""
     for batch in response.batches:
         batch.prev_seq[:] = [seq - 1 for seq in batch.seq]
         batch.seq[:] = [seq + 1_000 for seq in batch.seq]
@@ -164,7 +164,8 @@ def gaps_without_end(response: PollResponse) -> None:
 
 
 LIES = [
-    not_told, not_before, goes_back, goes_far, other_log, short_name, torn, garbage, nothing_at_once, gaps_without_end
+    unreported_predecessors, not_before, goes_back, goes_far, other_log, short_name, torn, garbage, nothing_at_once,
+    gaps_without_end,
 ]  # fmt: skip
 
 
@@ -175,7 +176,7 @@ async def test_a_lie_costs_what_it_is_about_and_no_more(lied: Lied, lie: Spoil) 
     tablet = await lied.world.node("office", "tablet", 0x9001)
     heard = await lied.world.hear(tablet, uris.pattern(uris.WILDCARD_AUTHORITY, 0x8001))
     lied.liar.spoil = lie
-    lied.followed.announced()  # ask anew
+    lied.followed.announced()  # ask again
     for number in range(10):
         await lied.append([SPEED, DOOR], f"lie {number}")
     await asyncio.sleep(1.0)  # the time in which it lies

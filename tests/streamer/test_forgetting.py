@@ -1,5 +1,5 @@
-"""Topics that the log has forgotten: whoever kept their numbers goes on with the new ones, and what is in hand is
-kept."""
+"""Topics that the log has forgotten: readers that kept their numbers continue with the new ones, and messages in
+delivery are kept."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def forget(log: Log) -> int:
     return log._forget()
 
 
-async def test_a_topic_that_was_forgotten_is_decided_and_delivered_anew(
-    make_world: MakeWorld, publish: Publish
-) -> None:
+async def test_a_forgotten_topic_is_decided_and_delivered_again(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more=VOLATILE)
     log = world.streamer.logs.volatile
     log._tail.bytes_max = RING_BYTES

@@ -274,7 +274,7 @@ async def test_many_refused_addresses_cost_a_healthy_one_nothing(
         assert list(dict.fromkeys(mine)) == [b"0", b"1", b"2"]
 
 
-async def test_what_has_waited_for_too_long_is_told_one_by_one_and_then_as_a_range(
+async def test_what_has_waited_for_too_long_is_reported_one_by_one_and_then_as_a_range(
     make_world: MakeWorld, publish: Publish
 ) -> None:
     here = await stage(make_world, egress="refused_hours = 0.0001\n")

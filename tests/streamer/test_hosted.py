@@ -89,7 +89,7 @@ async def test_a_method_that_there_is_not_is_answered_at_once(make_world: MakeWo
 
 
 async def test_a_method_of_a_service_that_comes_or_goes_is_to_be_tried_again(make_world: MakeWorld) -> None:
-    """Who was told UNIMPLEMENTED would not come back after the restart."""
+    """A caller that got UNIMPLEMENTED would not come back after the restart."""
     world = await make_world()
     cloud = await world.node("cloud", "cloud", 0x9001)
     async with InMemoryRpcClient(cloud, cloud.local) as client:
@@ -100,7 +100,7 @@ async def test_a_method_of_a_service_that_comes_or_goes_is_to_be_tried_again(mak
             assert caught.value.code == code
 
 
-async def test_nobody_is_told_that_a_method_does_not_exist_while_services_come_or_go(make_world: MakeWorld) -> None:
+async def test_no_caller_gets_unimplemented_while_services_start_or_stop(make_world: MakeWorld) -> None:
     """A client gives up for good then: an Unsubscribe that met a gateway's start would never be."""
     world = await make_world()
     streamer = world.streamer
@@ -165,7 +165,7 @@ async def test_a_listener_inside_hears_its_address_from_its_sources_and_one_that
     assert not hosted.owns(sink)
 
 
-async def test_a_service_inside_is_told_when_its_call_cannot_leave(make_world: MakeWorld) -> None:
+async def test_a_hosted_service_gets_an_error_when_its_call_cannot_leave(make_world: MakeWorld) -> None:
     world = await make_world(more="[express]\nmessages_max = 1\n")
     world.streamer.endpoints["cloud"].transport.disconnect()
     async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:

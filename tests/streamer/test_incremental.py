@@ -1,5 +1,5 @@
-"""What follows from rules, interest and pauses is kept up change by change: it is what making it anew would give, and a
-change costs what it concerns."""
+"""What follows from rules, interest and pauses is updated change by change: the result is the same as after building
+all of it again, and the cost of a change depends only on what it affects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PATTERNS = [uris.uri("vehicle1", 0xFFFF_8001, 1, 0x8001), uris.uri("mcu1", 0x800
 SINK = uris.uri("cloud", 0x9001, 1, 0)
 
 topics = st.sampled_from(TOPICS)
-wanting = st.sampled_from([*TOPICS, *TOPICS, *TOPICS, *PATTERNS])  # of patterns whoever looks takes all
+wanting = st.sampled_from([*TOPICS, *TOPICS, *TOPICS, *PATTERNS])  # a lookup takes all patterns
 names = st.sampled_from(["vehicle", "mcu", "cloud"])
 subscriptions = st.builds(
     Subscription,
@@ -142,7 +142,7 @@ class Driven:
     def holds(self) -> None:
         """Whatever is remembered is what would be decided now."""
         for ingress in self.streamer.ingresses.values():
-            assert ingress.on_receive_encoded([]) is None  # decides anew about what has changed
+            assert ingress.on_receive_encoded([]) is None  # decides again about what has changed
             for address, verdict in ingress._verdicts.items():
                 assert decided(ingress, address) == (verdict.log, verdict.stream, verdict.peer, verdict.reason)
             assert all(address in ingress._verdicts for known in ingress._published.values() for address in known)
@@ -186,7 +186,7 @@ def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
 @pytest.mark.spec("local~disp-at-least-once")
 @settings(max_examples=examples(60))
 @given(st.lists(steps, min_size=10, max_size=30), st.sampled_from([1, 1_000]))
-def test_what_is_kept_up_change_by_change_is_what_making_it_anew_gives(steps: list[Any], journal: int) -> None:
+def test_updates_change_by_change_give_the_same_as_building_all_again(steps: list[Any], journal: int) -> None:
     asyncio.run(_driven(steps, journal))
 
 
@@ -251,7 +251,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await client.subscribe(one_more)
     assert (uris.key(one_more), None) in ingress.filters
     assert ingress.filters.looks == looks + 1
-    assert routes.looks <= route_looks + 10, "nothing is known of its topic, and some answers went by"
+    assert routes.looks <= route_looks + 10, "its topic is unknown, and some answers passed"
     heard = await world.hear(await world.node("cloud", "cloud", 0x9001), one_more)
     await vehicle.send(publish(one_more))
     await heard.expect(1)
@@ -333,7 +333,7 @@ async def test_a_network_that_answers_nothing_is_not_asked_for_all_the_rest(monk
     assert len(filters) == 4_002
 
 
-async def test_a_look_that_is_cut_short_is_gone_on_with() -> None:
+async def test_an_interrupted_lookup_continues() -> None:
     network, filters, interest, source = refusing()
     wants(source, many(2_000))
     cut = asyncio.ensure_future(filters.sync(interest))

@@ -106,7 +106,7 @@ def renamed(world: Any, old: str, new: str) -> None:
     world.config = world.config.model_copy(update={"endpoint": endpoints})
 
 
-async def test_the_backlog_of_a_renamed_endpoint_is_kept_and_told(make_world: MakeWorld, publish: Publish) -> None:
+async def test_the_backlog_of_a_renamed_endpoint_is_kept_and_reported(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, SPEED)
@@ -162,7 +162,7 @@ async def test_what_waits_is_adopted_in_order_or_not_at_all(
     assert waited == [*(f"waits {number}" for number in range(30)), "after"]
 
 
-async def test_an_absence_is_told_before_it_ends_and_counts_only_while_we_run(
+async def test_an_absence_is_reported_before_it_ends_and_counts_only_while_we_run(
     make_world: MakeWorld, publish: Publish
 ) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more="[history]\nabsent_hours = 10\n")

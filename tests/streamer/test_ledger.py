@@ -152,7 +152,7 @@ def test_accounts_are_bounded_and_nothing_counted_is_lost() -> None:
         clock.pass_(0.01)
         book.sample(clock.now)
     assert len(book) <= 100
-    assert 80 <= len(evictions) <= 100, "who holds accounts is told, and not for each of them"
+    assert 80 <= len(evictions) <= 100, "holders of accounts are notified, and not for each account"
     for _ in range(2 * SLICES):
         clock.pass_(0.25)
         book.sample(clock.now)
@@ -163,7 +163,7 @@ def test_accounts_are_bounded_and_nothing_counted_is_lost() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_was_dropped_is_the_sum_over_the_labels_at_any_time(seed: int) -> None:
-    """Whoever comes to the top, leaves it, or is given up."""
+    """Also while authorities enter the top list, leave it, or are evicted."""
     rng, clock = random.Random(seed), Clock()
     book = ledger(clock, accounts_max=TOP + 10)
     dropped = others = 0
@@ -284,8 +284,8 @@ async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> N
     assert answers.messages[0].attributes.commstatus == UCode.RESOURCE_EXHAUSTED
 
 
-async def test_each_of_thousands_of_refused_calls_is_told(make_world: MakeWorld) -> None:
-    """Though they come at once, and the way back takes nothing meanwhile; beyond its part no authority is told more."""
+async def test_each_of_thousands_of_refused_calls_is_answered(make_world: MakeWorld) -> None:
+    """Though all come at once while the way back takes nothing; an authority gets no more answers than its share."""
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 100\n")
     world.streamer.ledger.pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
@@ -296,8 +296,8 @@ async def test_each_of_thousands_of_refused_calls_is_told(make_world: MakeWorld)
     refused = world.streamer.endpoints["fleet"].dropped
     assert refused["over_quota"] > 1_024
     await answers.expect(refused["over_quota"])
-    told = {one.attributes.reqid.SerializeToString() for one in answers.messages}
-    assert len(told) == refused["over_quota"]
+    answered = {one.attributes.reqid.SerializeToString() for one in answers.messages}
+    assert len(answered) == refused["over_quota"]
     assert {one.attributes.commstatus for one in answers.messages} == {UCode.RESOURCE_EXHAUSTED}
     assert refused["answers_full"] == 0
     await world.until(lambda: not len(world.streamer.express.queues["fleet"]))
@@ -332,9 +332,9 @@ async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: Ma
         answer = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{one.port}/vehicles", None, 20)
         with answer:
             body = await asyncio.to_thread(answer.read)
-    told = {line["authority"]: line["messages"] for line in map(json.loads, body.splitlines())}
-    assert told["vin1"] == 5
-    assert told["vin2"] == 9
+    counts = {line["authority"]: line["messages"] for line in map(json.loads, body.splitlines())}
+    assert counts["vin1"] == 5
+    assert counts["vin2"] == 9
 
 
 async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> None:
@@ -349,7 +349,7 @@ async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> No
     assert paced == {"out"}
 
 
-async def test_a_transport_is_told_whom_to_refuse_unread(make_world: MakeWorld, publish: Any) -> None:
+async def test_a_transport_learns_which_sources_to_refuse_unread(make_world: MakeWorld, publish: Any) -> None:
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 10\n")
     streamer = world.streamer
     streamer.ledger.pressure.is_on = lambda _: True

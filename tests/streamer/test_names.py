@@ -191,9 +191,9 @@ async def test_a_subscription_from_outside_goes_by_the_outside_name(
     await ecu.send(publish("//ecu1/8001/1/8001", "12 km/h"))
     await heard.expect_payload(b"12 km/h")
     await world.until(lambda: updates.messages)
-    told = updates.messages[0]
-    update = UPayload.of(told).unpack(v3.Update if major == 3 else v4.Subscription)
-    assert told.attributes.source == uris.uri("ecu1.vin1", 0, major, 0x8000)
+    notification = updates.messages[0]
+    update = UPayload.of(notification).unpack(v3.Update if major == 3 else v4.Subscription)
+    assert notification.attributes.source == uris.uri("ecu1.vin1", 0, major, 0x8000)
     assert update.topic == topic
     inside = await world.streamer.usubscription.subscriptions()
     assert [row.topic[0] for row in inside] == ["ecu1"], "one topic has one name inside"
@@ -225,7 +225,7 @@ async def test_history_from_outside_goes_by_the_outside_name(
     assert topic in [state.topic for state in described.topics]
 
 
-async def test_two_vehicles_that_go_by_one_name_are_told_of(make_world: MakeWorld, fleet: str) -> None:
+async def test_two_vehicles_that_use_one_name_are_reported(make_world: MakeWorld, fleet: str) -> None:
     unnamed = vehicle("", fleet)
     worlds = [await make_world(unnamed), await make_world(unnamed)]
     served = [await doors(world) for world in worlds]
@@ -279,7 +279,7 @@ settings = {{ mode = "off-vehicle", client_id = "x" }}
         ('["ecu1"]', 'suffix = "vin1"', []),
     ],
 )
-def test_names_that_any_vehicle_may_have_are_told_of(authorities: str, suffix: str, named: list[str]) -> None:
+def test_names_that_any_vehicle_may_have_are_reported(authorities: str, suffix: str, named: list[str]) -> None:
     notes = endpoints_of(loads(OFF_VEHICLE.format(authorities=authorities, suffix=suffix))).notes()
     assert [f"may have our {names};" in note for names, note in zip(named, notes, strict=True)] == [True] * len(named)
 
@@ -391,7 +391,7 @@ async def test_what_comes_without_authority_is_of_the_only_host_there(make_world
     nameless = publish("//vehicle1/8001/1/8001", "12 km/h")
     nameless.attributes.source.authority_name = ""
     await world.until(lambda: len(world.networks["vehicle"].members[0].listeners.filters) > 2)
-    world.networks["vehicle"].inject(nameless)  # by a network that can't tell who sent it
+    world.networks["vehicle"].inject(nameless)  # by a network that does not know the sender
     await heard.expect_payload(b"12 km/h")
     assert heard.messages[0].attributes.source == uris.parse("//vehicle1/8001/1/8001")
 
@@ -514,11 +514,11 @@ def test_whatever_the_platform_services_carry_comes_back_as_it_went(key: Any, ad
             uris.parse("//ecu1/8001/1/0"), uris.uri("cloud", entity, major, resource), 1000
         )
     message = EncodedMessage.of(builder.build_from_upayload(payload))
-    gone = INSIDE.leave(message)
-    assert gone.attributes.source.authority_name == "ecu1.vin1"
+    sent = INSIDE.leave(message)
+    assert sent.attributes.source.authority_name == "ecu1.vin1"
     if address.authority_name == "mcu1":
-        assert gone.payload.count(b".vin1") == carried.SerializeToString().count(address.authority_name.encode())
-    back = INSIDE.arrived(Readdressed(message.attributes.source, message.attributes.sink), gone)
+        assert sent.payload.count(b".vin1") == carried.SerializeToString().count(address.authority_name.encode())
+    back = INSIDE.arrived(Readdressed(message.attributes.source, message.attributes.sink), sent)
     assert back.attributes == message.attributes
     assert UPayload.of(back.decoded()).unpack(CARRIED[key]) == carried
 
@@ -535,5 +535,5 @@ def test_a_page_with_a_record_that_is_no_message_passes_as_it_is() -> None:
     page = ustreamer_pb2.PollResponse(batches=[ustreamer_pb2.RecordBatch(message=[b"\xff\xff\xff"])])
     response = UMessageBuilder.response(uris.parse("//ecu1/4/1/2"), APP, UMessageBuilder.new_id()).with_ttl(1000)
     message = EncodedMessage.of(response.build_from_upayload(UPayload(page.SerializeToString(), 2)))
-    gone = INSIDE.leave(message)
-    assert (gone.attributes.source.authority_name, gone.payload) == ("ecu1.vin1", message.payload)
+    sent = INSIDE.leave(message)
+    assert (sent.attributes.source.authority_name, sent.payload) == ("ecu1.vin1", message.payload)

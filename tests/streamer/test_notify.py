@@ -45,9 +45,9 @@ async def hear(heard: socket.socket) -> dict[str, str]:
 
 
 async def until(heard: socket.socket, key: str) -> dict[str, str]:
-    while key not in (told := await hear(heard)):
+    while key not in (sent := await hear(heard)):
         pass
-    return told
+    return sent
 
 
 async def test_it_hears_of_start_readiness_beats_and_end(manager: tuple[socket.socket, str]) -> None:
@@ -70,7 +70,7 @@ async def test_it_hears_of_start_readiness_beats_and_end(manager: tuple[socket.s
         assert (await until(heard, "STOPPING"))["STOPPING"] == "1"
 
 
-async def test_a_loop_that_hangs_falls_silent(manager: tuple[socket.socket, str]) -> None:
+async def test_a_stalled_loop_stops_notifying_the_watchdog(manager: tuple[socket.socket, str]) -> None:
     heard, name = manager
     async with ServiceManager({"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "30000"}) as service:
         service.ready(lambda: "ready")
@@ -87,9 +87,9 @@ async def test_a_loop_that_hangs_falls_silent(manager: tuple[socket.socket, str]
 async def test_no_manager_no_beats(tmp_path: Path) -> None:
     async with (
         ServiceManager({}) as nobody,
-        ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000"}) as gone,
+        ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000"}) as no_socket,
     ):
-        for service in (nobody, gone):
+        for service in (nobody, no_socket):
             service.ready(lambda: "ready")
             service.stopping()
         await asyncio.sleep(0)

@@ -189,7 +189,7 @@ async def test_a_pause_outlives_restarts_and_so_does_what_waits(make_world: Make
     assert (speed.texts, door.texts) == (texts(0, 3), texts(0, 3))
 
 
-async def test_a_pause_toward_a_peer_that_is_gone_holds_nothing_and_says_so(
+async def test_a_pause_toward_a_removed_peer_holds_nothing_and_is_reported(
     make_world: MakeWorld, publish: Publish
 ) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, start=False)
@@ -233,14 +233,14 @@ async def test_one_authority_behind_an_endpoint_is_paused_and_the_others_are_not
     cloud, phone = await world.hear(fleet, SPEED, APP), await world.hear(fleet, SPEED, PHONE)
     await world.streamer.paused.pause(ALL, "phone")
 
-    def told(number: int) -> list[UMessage]:
+    def messages(number: int) -> list[UMessage]:
         return [
             UMessageBuilder.notification(SPEED, sink).build_from_upayload(UPayload(b"%d" % number, 4))
             for sink in (APP, PHONE)
         ]
 
     for number in range(5):
-        await vehicle.send_batch(told(number))
+        await vehicle.send_batch(messages(number))
     await cloud.expect(5)
     await quiet(world)
     assert phone.texts == []
@@ -261,7 +261,7 @@ async def test_requests_and_responses_are_never_paused(make_world: MakeWorld) ->
     assert len(answer.unpack(wire.DescribeResponse).logs) == 2
 
 
-async def test_what_expires_while_it_is_paused_is_told(make_world: MakeWorld) -> None:
+async def test_messages_that_expire_while_paused_are_reported(make_world: MakeWorld) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle = await world.node("vehicle", "vehicle1")
     await world.streamer.paused.pause(SPEED, "cloud")
@@ -272,7 +272,7 @@ async def test_what_expires_while_it_is_paused_is_told(make_world: MakeWorld) ->
     await world.until(lambda: world.streamer.dead_letters.by_code.get("DEADLINE_EXCEEDED") == 1)
 
 
-async def test_what_retention_will_take_of_it_is_told_before_and_when_it_does(
+async def test_records_that_retention_will_remove_are_reported_before_and_when_it_does(
     make_world: MakeWorld, publish: Publish
 ) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more="[history]\nabsent_hours = 10\n")
@@ -398,7 +398,7 @@ async def test_a_pause_that_can_not_be_stored_is_none(tmp_path: Path) -> None:
     assert list(paused) == []
 
 
-async def test_a_file_that_can_not_be_read_is_told_until_somebody_pauses(make_world: MakeWorld) -> None:
+async def test_an_unreadable_file_is_reported_until_the_next_pause(make_world: MakeWorld) -> None:
     world = await make_world(subscriptions={}, start=False)
     data = world.config.streamer.data_dir
     data.mkdir(parents=True)
@@ -546,7 +546,7 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     for pause in list(paused):
         await paused.resume(uris.parse(pause.topic), pause.peer)
     async with asyncio.timeout(60):
-        while pump.backlog or len(pump.sender.queue) or pump.aside or len(pump.topic_holds):  # noqa: ASYNC110 - nobody tells of it
+        while pump.backlog or len(pump.sender.queue) or pump.aside or len(pump.topic_holds):  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.001)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -196,7 +196,7 @@ async def test_what_is_refused_for_good_is_never_sent_again(
 
 @pytest.mark.spec("local~l1-send-unsure")
 @given(st.integers(1, 1_000), st.integers(0, 60_000), st.integers(1, 40))
-def test_the_pause_before_the_next_try_doubles_up_to_its_limit_and_starts_anew_after_a_success(
+def test_the_pause_before_the_next_try_doubles_up_to_its_limit_and_is_reset_by_a_success(
     min_ms: int, more: int, tries: int
 ) -> None:
     class Longest:
@@ -236,7 +236,7 @@ settings = {{ network = "{n}-mcu" }}
 async def test_a_network_whose_topics_need_a_sink_gets_one_for_each_authority_that_subscribed(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody else gets one, nor a message of which it is not told."""
+    """No other sender gets one, and none arrives for a message that was not reported."""
     wanted = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//cloud/9002/1/0", "//backup/1/1/0", "//mcu1/9001/1/0"]}
     world = await make_world(TWO_BEHIND_ONE, wanted)
     transport = world.streamer.endpoints["cloud"].transport

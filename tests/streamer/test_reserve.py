@@ -1,4 +1,4 @@
-"""A gateway whose disk is small: its stores share a reserve, and a retention that does not fit is told."""
+"""A gateway whose disk is small: its stores share a reserve, and a retention that does not fit is reported."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ async def test_the_reserve_is_made_as_configured(make_world: MakeWorld, mib: int
 async def test_a_reserve_that_was_given_up_is_a_note_until_it_is_there_again(make_world: MakeWorld) -> None:
     world = await make_world(more="[history]\nreserve_mib = 1\n")
 
-    def told() -> bool:
+    def is_reported() -> bool:
         return any("its reserve of 1 MiB was given up" in note for note in world.streamer.notes())
 
-    assert not told()
+    assert not is_reported()
     reserve = world.streamer.runtime.disk.reserve
     assert reserve.give_up()
-    assert told()
-    await world.until(lambda: not told())
+    assert is_reported()
+    await world.until(lambda: not is_reported())
     assert reserve.is_whole
 
 

@@ -31,21 +31,21 @@ SUBSCRIBED = {str(uris.format(TOPIC)): ["//cloud/9001/1/0"]}
 
 
 class Hanging(UTransport):
-    """Its sending does not return while `hangs`; what had to wait can be let go later, as if nothing had happened."""
+    """Its send does not return while `stalls`; a waiting send can be released later with success."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
     in_flight_messages = 100
 
     def __init__(self, *, keeps_on: bool) -> None:
-        """`keeps_on`: it does not care for being cancelled."""
-        self.hangs, self._keeps_on = True, keeps_on
+        """`keeps_on`: a send goes on when it is cancelled."""
+        self.stalls, self._keeps_on = True, keeps_on
         self.go = asyncio.Event()
         self.begun: list[bytes] = []
         self.returned = 0
 
     async def send_batch(self, messages: Sequence[Any]) -> list[UStatus]:
         self.begun += [message.payload for message in messages]
-        if self.hangs:
+        if self.stalls:
             while not self.go.is_set():
                 try:
                     await self.go.wait()
@@ -96,7 +96,7 @@ async def test_nothing_is_sent_until_the_transport_was_opened_again() -> None:
     transport = Hanging(keeps_on=False)
     endpoint = hanging(transport)
     await endpoint.send_batch(batch(b"1"))
-    transport.hangs = False
+    transport.stalls = False
     assert codes(await endpoint.send_batch(batch(b"1"))) == {UCode.UNAVAILABLE}
     endpoint.sends.resume()
     assert codes(await endpoint.send_batch(batch(b"1"))) == {UCode.OK}
@@ -104,7 +104,7 @@ async def test_nothing_is_sent_until_the_transport_was_opened_again() -> None:
     assert endpoint.troubles == []
 
 
-async def test_a_slow_link_does_not_hang() -> None:
+async def test_a_slow_link_is_not_a_stall() -> None:
     """It has a second more for each 8 KiB."""
     transport = Hanging(keeps_on=False)
     endpoint = hanging(transport)
@@ -179,14 +179,14 @@ def transport_of(world: World, endpoint: str = "cloud") -> LocalTransport:
     return transport
 
 
-def hangs(world: World) -> bool:
+def is_stalled(world: World) -> bool:
     return any("does not return from sending" in problem for problem in world.streamer.problems())
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_transport_that_hangs_is_opened_again_and_nothing_is_lost(make_world: MakeWorld, when: Any) -> None:
+async def test_a_stalled_transport_is_reopened_and_nothing_is_lost(make_world: MakeWorld, when: Any) -> None:
     world, hearer, publish = await _world(make_world)
-    transport_of(world).hangs = when
+    transport_of(world).stalls = when
     await publish("1", "2", "3")
     await world.until(lambda: world.streamer.endpoints["cloud"].sends.hangs)
     await publish("4")
@@ -210,7 +210,7 @@ async def test_its_listeners_hear_again(make_world: MakeWorld) -> None:
         cloud.listeners = LocalTransport.on(cloud.network, cloud.local).listeners
 
     cloud.close = forget  # type: ignore[method-assign]
-    cloud.hangs = "before"
+    cloud.stalls = "before"
     await publish("1")
     await world.until(lambda: "1" in hearer.texts and not world.streamer.problems())
     notice = UMessageBuilder.notification(uris.parse("//cloud/9001/1/8001"), uris.parse("//mcu1/8001/1/0")).build()
@@ -219,7 +219,7 @@ async def test_its_listeners_hear_again(make_world: MakeWorld) -> None:
     await world.until(lambda: heard.messages)
 
 
-async def test_one_that_hangs_for_ever_is_told_all_the_time_and_costs_the_others_nothing(
+async def test_a_transport_that_stalls_for_ever_is_always_reported_and_delays_no_other(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even its closing returns."""
@@ -241,11 +241,11 @@ async def test_one_that_hangs_for_ever_is_told_all_the_time_and_costs_the_others
     for number in range(20):
         await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(text(str(number))))
     await world.until(lambda: len(hearer.texts) == 20)
-    await world.until(lambda: hangs(world))
+    await world.until(lambda: is_stalled(world))
     trouble = sends.trouble
     await world.until(lambda: sends.hangs == 3)
     assert sends.trouble == trouble, "since the first time"
-    assert hangs(world)
+    assert is_stalled(world)
     assert hearer.texts == [str(number) for number in range(20)]
     monkeypatch.undo()
 
@@ -256,7 +256,7 @@ async def test_a_request_that_hung_is_sent_again(make_world: MakeWorld) -> None:
     cloud = await world.node("cloud", "cloud", 0x9001)
     await cloud.register_listener(uris.parse("//vehicle1/8001/1/0"), service, METHOD)
     vehicle = await world.node("vehicle", "vehicle1")
-    transport_of(world).hangs = "before"
+    transport_of(world).stalls = "before"
     await vehicle.send(
         UMessageBuilder.request(uris.parse("//vehicle1/8001/1/0"), METHOD, 20_000).build_from_upayload(text("?"))
     )
@@ -264,7 +264,7 @@ async def test_a_request_that_hung_is_sent_again(make_world: MakeWorld) -> None:
     assert [message.payload for message in service.messages] == [b"?"]
 
 
-async def test_a_request_that_expires_while_its_transport_hangs_is_answered(make_world: MakeWorld) -> None:
+async def test_a_request_that_expires_while_its_transport_stalls_is_answered(make_world: MakeWorld) -> None:
     world, _, _ = await _world(make_world)
     answers = Hearer()
     vehicle = await world.node("vehicle", "vehicle1")

@@ -132,7 +132,7 @@ async def test_a_since_that_is_none(car: Car, since: Any) -> None:
     assert "feeds=0" in repr(car.feed)
 
 
-async def test_a_history_that_does_not_answer_is_told_at_once(car: Car) -> None:
+async def test_a_history_that_does_not_answer_is_reported_at_once(car: Car) -> None:
     await car.world.stop()
     listener = Listener()
     with pytest.raises(UStatusError) as caught:

@@ -49,7 +49,7 @@ def opened(
         yield
 
 
-async def hangs(transport: LocalTransport) -> None:
+async def stalls(transport: LocalTransport) -> None:
     await asyncio.Event().wait()
 
 
@@ -57,12 +57,12 @@ def starts(world: Any) -> asyncio.Task[None]:
     return asyncio.create_task(world.start())
 
 
-# A network that hangs, and the first moment of the others.
+# A network that stalls, and the start of the others.
 
 
 @pytest.mark.spec("local~disp-start-stop")
 @pytest.mark.parametrize("kind", ["static", "embedded", "embedded, as remembered", "remote"])
-async def test_what_is_published_when_a_network_is_open_reaches_who_subscribed_before_though_another_hangs(
+async def test_a_message_reaches_earlier_subscribers_as_soon_as_its_network_is_open_though_another_stalls(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The first message is sent within the gateway's `open` of that network, and one more with each turn of the loop.
@@ -108,7 +108,7 @@ async def test_what_is_published_when_a_network_is_open_reaches_who_subscribed_b
         sending = asyncio.create_task(go_on())
 
     sending: asyncio.Task[None] | None = None
-    with opened(monkeypatch, {"vehicle1": at_once, "mcu1": hangs}):
+    with opened(monkeypatch, {"vehicle1": at_once, "mcu1": stalls}):
         starting = starts(world)
         await heard.expect(100)
         is_over = True
@@ -117,13 +117,13 @@ async def test_what_is_published_when_a_network_is_open_reaches_who_subscribed_b
         await heard.expect(sent)
         assert heard.texts == [str(number) for number in range(sent)]
         assert "endpoint mcu: its network is being opened" in world.streamer.problems()
-        assert not world.streamer.ready.is_set(), "the network that hangs is being waited for"
+        assert not world.streamer.ready.is_set(), "the stalled network is being waited for"
         world.streamer.stop()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
 
 
-async def test_a_network_that_hangs_in_listening_holds_up_no_other(
+async def test_a_network_that_stalls_while_listening_delays_no_other(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also later, when something else is to be listened to."""
@@ -252,7 +252,7 @@ async def test_who_subscribes_waits_for_a_network_that_is_being_opened(
 
 
 @pytest.mark.parametrize("only_listens", [True, False])
-async def test_who_subscribes_waits_for_a_network_that_has_just_gone_unless_others_come_to_it(
+async def test_a_subscriber_waits_for_a_network_that_was_just_lost_unless_others_reach_it(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, only_listens: bool
 ) -> None:
     """When the last client of a Zenoh router leaves, nobody is there who could miss our filters."""

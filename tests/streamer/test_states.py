@@ -128,23 +128,23 @@ async def with_admin(make_world: MakeWorld, *arguments: Any, **options: Any) -> 
 async def test_readyz_names_the_endpoint_whose_network_is_away_and_since_when(make_world: MakeWorld) -> None:
     world = await with_admin(make_world, {"vehicle": "", "cloud": "none"})
     port = world.streamer.admin.port
-    status, told = await asyncio.to_thread(readyz, port)
-    assert (status, told["status"], told["problems"]) == (200, READY, [])
-    assert {one["state"] for one in (told["streamer"], *told["endpoints"].values())} == {READY}
+    status, answer = await asyncio.to_thread(readyz, port)
+    assert (status, answer["status"], answer["problems"]) == (200, READY, [])
+    assert {one["state"] for one in (answer["streamer"], *answer["endpoints"].values())} == {READY}
     before = uuids.now_ms()
     transport = world.streamer.endpoints["cloud"].transport
     with structlog.testing.capture_logs() as lines:
         transport.disconnect()
         await world.until(lambda: world.streamer.states["cloud"].name == NOT_READY)
         assert changes(lines) == [("cloud", READY, NOT_READY)]
-        status, told = await asyncio.to_thread(readyz, port)
-        assert (status, told["status"]) == (503, NOT_READY)
-        assert told["problems"] == ["endpoint cloud: its network is away"]
-        cloud = told["endpoints"]["cloud"]
+        status, answer = await asyncio.to_thread(readyz, port)
+        assert (status, answer["status"]) == (503, NOT_READY)
+        assert answer["problems"] == ["endpoint cloud: its network is away"]
+        cloud = answer["endpoints"]["cloud"]
         assert cloud["reason"] == "its network is away"
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", cloud["since"])
         assert before <= world.streamer.states["cloud"].since_ms <= uuids.now_ms()
-        assert told["endpoints"]["vehicle"]["state"] == told["streamer"]["state"] == READY
+        assert answer["endpoints"]["vehicle"]["state"] == answer["streamer"]["state"] == READY
         text = metrics.expose(world.streamer.samples).decode()
         assert 'up_streamer_endpoint_state{endpoint="cloud",state="not_ready"} 1.0' in text
         assert 'up_streamer_endpoint_state{endpoint="cloud",state="ready"} 0.0' in text
@@ -153,8 +153,8 @@ async def test_readyz_names_the_endpoint_whose_network_is_away_and_since_when(ma
         transport.reconnect()
         await world.until(lambda: world.streamer.states["cloud"].name == READY)
         assert changes(lines)[1:] == [("cloud", NOT_READY, READY)]
-    status, told = await asyncio.to_thread(readyz, port)
-    assert (status, told["status"]) == (200, READY)
+    status, answer = await asyncio.to_thread(readyz, port)
+    assert (status, answer["status"]) == (200, READY)
 
 
 async def test_a_trouble_of_one_filter_is_degraded_and_a_fault_of_a_plugin_is_not_ready(
@@ -163,17 +163,17 @@ async def test_a_trouble_of_one_filter_is_degraded_and_a_fault_of_a_plugin_is_no
     world = await with_admin(make_world, {"vehicle": "", "cloud": "none"})
     port = world.streamer.admin.port
     monkeypatch.setattr(LocalTransport, "troubles", ["the broker refuses one filter"])
-    status, told = await asyncio.to_thread(readyz, port)
-    assert (status, told["status"]) == (200, DEGRADED)
-    assert told["endpoints"]["cloud"]["reason"] == "the broker refuses one filter"
-    assert "endpoint cloud: the broker refuses one filter" in told["problems"]
+    status, answer = await asyncio.to_thread(readyz, port)
+    assert (status, answer["status"]) == (200, DEGRADED)
+    assert answer["endpoints"]["cloud"]["reason"] == "the broker refuses one filter"
+    assert "endpoint cloud: the broker refuses one filter" in answer["problems"]
     text = metrics.expose(world.streamer.samples).decode()
     assert "up_streamer_ready 1.0" in text
     assert 'up_streamer_state{state="degraded"} 1.0' in text
     world.streamer.endpoints["cloud"].fault = "its transport has a fault: it raised"
-    status, told = await asyncio.to_thread(readyz, port)
-    assert (status, told["endpoints"]["cloud"]["state"]) == (503, NOT_READY)
-    assert told["endpoints"]["vehicle"]["state"] == DEGRADED
+    status, answer = await asyncio.to_thread(readyz, port)
+    assert (status, answer["endpoints"]["cloud"]["state"]) == (503, NOT_READY)
+    assert answer["endpoints"]["vehicle"]["state"] == DEGRADED
 
 
 def on_broker(name: str, **settings: Any) -> str:
@@ -229,11 +229,11 @@ async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
     world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], lost, None)
     await world.streamer.logs.durable.saved()
     await world.restart()
-    status, told = await asyncio.to_thread(readyz, world.streamer.admin.port)
-    assert (status, told["status"], told["endpoints"]["cloud"]["state"]) == (200, DEGRADED, DEGRADED)
-    assert told["endpoints"]["cloud"]["reason"].startswith(lost)
-    assert "2 h" in told["endpoints"]["cloud"]["reason"]
-    assert told["endpoints"]["vehicle"]["state"] == told["streamer"]["state"] == READY
+    status, answer = await asyncio.to_thread(readyz, world.streamer.admin.port)
+    assert (status, answer["status"], answer["endpoints"]["cloud"]["state"]) == (200, DEGRADED, DEGRADED)
+    assert answer["endpoints"]["cloud"]["reason"].startswith(lost)
+    assert "2 h" in answer["endpoints"]["cloud"]["reason"]
+    assert answer["endpoints"]["vehicle"]["state"] == answer["streamer"]["state"] == READY
     now_ms = uuids.now_ms()
     log = world.streamer.logs.durable
     monkeypatch.setattr(log.losses, "_now_ms", lambda: now_ms + 2 * HOUR_MS)
@@ -249,7 +249,7 @@ async def test_a_lost_session_waits_for_a_person_if_it_is_set_so(
 ) -> None:
     monkeypatch.setattr(order, "LOOK_S", 0.01)
     world = await make_world({"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 0\n")
-    world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], "the session is gone", None)
+    world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], "the session is lost", None)
     log, now_ms = world.streamer.logs.durable, uuids.now_ms()
     monkeypatch.setattr(log.losses, "_now_ms", lambda: now_ms + 100_000 * HOUR_MS)
     looks = itertools.count()
@@ -281,7 +281,7 @@ def end() -> tuple[LocalTransport, Clocks]:
     return transport, Clocks(Endpoint("vehicle", ["vehicle1"], transport))
 
 
-def test_more_than_half_expired_on_arrival_is_told_with_the_difference_and_ends(
+def test_more_than_half_expired_on_arrival_is_reported_with_the_difference_and_ends(
     end: tuple[LocalTransport, Clocks],
 ) -> None:
     transport, clock = end
@@ -315,7 +315,7 @@ def test_messages_that_come_encoded_count_alike(end: tuple[LocalTransport, Clock
     assert clock.trouble.startswith("12 of the last 20 messages")
 
 
-async def test_calls_through_a_gateway_whose_clock_is_fast_are_told(
+async def test_calls_through_a_gateway_whose_clock_is_fast_are_reported(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(order, "LOOK_S", 0.01)
@@ -328,10 +328,10 @@ async def test_calls_through_a_gateway_whose_clock_is_fast_are_told(
     for _ in range(clocks.MESSAGES_MIN):
         await caller.send(UMessageBuilder.request(reply_to, to, 5_000).build())
     await world.until(lambda: world.streamer.states["vehicle"].name == DEGRADED)
-    status, told = await asyncio.to_thread(readyz, world.streamer.admin.port)
-    assert (status, told["status"]) == (200, DEGRADED)
-    assert "90." in told["endpoints"]["vehicle"]["reason"]
-    assert told["endpoints"]["cloud"]["state"] == READY
+    status, answer = await asyncio.to_thread(readyz, world.streamer.admin.port)
+    assert (status, answer["status"]) == (200, DEGRADED)
+    assert "90." in answer["endpoints"]["vehicle"]["reason"]
+    assert answer["endpoints"]["cloud"]["state"] == READY
     assert world.streamer.dropped(world.streamer.endpoints["vehicle"])["expired"] == clocks.MESSAGES_MIN
 
 

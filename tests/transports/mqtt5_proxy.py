@@ -2,7 +2,7 @@
 And topics of messages, with a reason code in PUBACK.
 
 end -> SUBSCRIBE -> refused?      -> another topic filter to the broker -> SUBACK -> with that reason code -> end
-                    hangs up on?  -> both connections are reset
+                    disconnects? -> both connections are reset
                     silent about? -> nothing
     -> PUBLISH   -> refused?      -> another topic to the broker -> PUBACK -> with that reason code -> end
 """
@@ -27,9 +27,9 @@ class RefusingProxy(TcpProxy):
         super().__init__(host, port)
         self.refused: dict[str, int] = {}  # topic filter -> reason code
         self.refused_topics: dict[str, int] = {}  # of messages -> reason code
-        self.hangs_up_on: set[str] = set()
+        self.disconnects_on: set[str] = set()
         self.silent_about: set[str] = set()
-        self.subscriptions_max = 1 << 20  # of one connection; one more, and it hangs up
+        self.subscriptions_max = 1 << 20  # of one connection; one more, and it disconnects
         self.asked: list[str] = []  # topic filters of SUBSCRIBE, in order, and "" for each connection
         self.unsubscribed: list[str] = []
 
@@ -47,7 +47,7 @@ class _Link:
     def __init__(self, proxy: RefusingProxy) -> None:
         self._proxy = proxy
         self._sent = self._answered = b""
-        self._reasons: dict[bytes, int] = {}  # packet id -> what the end is told
+        self._reasons: dict[bytes, int] = {}  # packet id -> reason code for the end
         self._published: dict[bytes, int] = {}  # the same for PUBACK
         self._subscriptions = 0
 
@@ -59,14 +59,14 @@ class _Link:
     def to_end(self, data: bytes) -> bytes:
         found, used = wire.split(self._answered + data)
         self._answered = (self._answered + data)[used:]
-        told = []
+        passed_on = []
         for first, body in found:
             if first == PUBACK and body[:2] in self._published:
                 body = body[:2] + bytes((self._published.pop(body[:2]),))
             if first == SUBACK and body[:2] in self._reasons:
                 body = body[:-1] + bytes((self._reasons.pop(body[:2]),))
-            told.append(_packet(first, body))
-        return b"".join(told)
+            passed_on.append(_packet(first, body))
+        return b"".join(passed_on)
 
     def _asked(self, first: int, body: bytes) -> bytes:
         proxy = self._proxy
@@ -85,7 +85,7 @@ class _Link:
             return _packet(first, body)
         proxy.asked.append(topic_filter)
         self._subscriptions += 1
-        if topic_filter in proxy.hangs_up_on or self._subscriptions > proxy.subscriptions_max:
+        if topic_filter in proxy.disconnects_on or self._subscriptions > proxy.subscriptions_max:
             raise ConnectionResetError
         if topic_filter in proxy.silent_about:
             return b""

@@ -65,7 +65,7 @@ class Knobs:
     # packet identifiers of its own messages in flight are refused in SUBSCRIBE with 0x91 (mochi has one space for both)
     confuses_identifiers: bool = False
     tells_nobody: bool = False  # PUBACK 0x10
-    hangs_up_on: str = ""  # a SUBSCRIBE to a filter that begins so ends the connection without a word
+    disconnects_on: str = ""  # a SUBSCRIBE to a filter with this prefix closes the connection, no DISCONNECT
     overlap: Overlap = Overlap.ONE_ALL_IDS
     # the next messages are sent when all that were sent have been acknowledged (HiveMQ polls a session's queue so)
     waits_for_acknowledgements: bool = False
@@ -84,7 +84,7 @@ class _Connection:
         self._writer.write(data)
 
     def end(self, reason: int | None = None, properties: Mapping[str, Any] | None = None) -> None:
-        """With a DISCONNECT, or without a word."""
+        """With a DISCONNECT if a reason is given, else without."""
         if reason is not None:
             body = bytes((reason,)) + _packed(PacketTypes.DISCONNECT, properties or {})
             self.write(packet(DISCONNECT, body))
@@ -176,13 +176,13 @@ class ScriptedBroker:
         return sum(len(session.queue) for session in self.sessions.values())
 
     def end_connections(self, reason: int | None = None, properties: Mapping[str, Any] | None = None) -> None:
-        """All of them, with a DISCONNECT or without a word."""
+        """Ends all connections, with a DISCONNECT if a reason is given, else without."""
         for session in self.sessions.values():
             if session.connection is not None:
                 session.connection.end(reason, properties)
 
     def forget(self) -> None:
-        """All sessions, as a broker without persistence that is started anew."""
+        """Drops all sessions, like a restarted broker without persistence."""
         self.end_connections()
         self.sessions.clear()
 
@@ -279,7 +279,7 @@ class ScriptedBroker:
         properties, at = _unpacked(PacketTypes.SUBSCRIBE, body, 2)
         topic_filter = body[at + 2 : at + 2 + int.from_bytes(body[at : at + 2], "big")].decode()
         self.subscribed.append(topic_filter)
-        if knobs.hangs_up_on and topic_filter.startswith(knobs.hangs_up_on):
+        if knobs.disconnects_on and topic_filter.startswith(knobs.disconnects_on):
             connection.end()
             return
         reason, why = knobs.suback(topic_filter)

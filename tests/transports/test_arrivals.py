@@ -153,14 +153,14 @@ async def test_there_is_more_room_while_what_came_is_held(where: str) -> None:
 
 
 @from_both
-async def test_taken_is_told_in_order_of_arrival_with_what_became_of_it(where: str) -> None:
-    consumer, told, all_told = Consumer(3), [], asyncio.Event()
+async def test_results_are_reported_in_order_of_arrival(where: str) -> None:
+    consumer, results, all_reported = Consumer(3), [], asyncio.Event()
     consumer.slow = True
 
     def taken(batch: list[int], error: BaseException | None) -> None:
-        told.append((batch, error))
-        if len(told) == 3:
-            all_told.set()
+        results.append((batch, error))
+        if len(results) == 3:
+            all_reported.set()
 
     arrivals = opened(consumer, taken, batch_max=1)
     await within(put_all(arrivals, range(3), where))
@@ -169,15 +169,15 @@ async def test_taken_is_told_in_order_of_arrival_with_what_became_of_it(where: s
     consumer.results[2].set_result(None)
     consumer.results[1].set_exception(failure)
     await asyncio.sleep(0)
-    assert told == [], "the first is still being taken"
+    assert results == [], "the first is still being taken"
     consumer.results[0].set_result(None)
-    await within(all_told.wait())
-    assert told == [([0], None), ([1], failure), ([2], None)]
+    await within(all_reported.wait())
+    assert results == [([0], None), ([1], failure), ([2], None)]
 
 
 @from_both
 async def test_a_consumer_that_raises_does_not_end_it(where: str) -> None:
-    seen, told, done = [], [], asyncio.Event()
+    seen, results, done = [], [], asyncio.Event()
 
     def deliver(batch: list[int]) -> None:
         seen.extend(batch)
@@ -185,11 +185,11 @@ async def test_a_consumer_that_raises_does_not_end_it(where: str) -> None:
             done.set()
         raise ValueError("a bug")
 
-    arrivals = opened(deliver, lambda batch, error: told.append(type(error)), batch_max=1)
+    arrivals = opened(deliver, lambda batch, error: results.append(type(error)), batch_max=1)
     await put_all(arrivals, [0, 1], where)
     await within(done.wait())
     await within(arrivals.drained())
-    assert told == [ValueError, ValueError]
+    assert results == [ValueError, ValueError]
 
 
 async def test_close_releases_who_waits_and_delivers_nothing_more() -> None:
@@ -248,7 +248,7 @@ async def test_tasks_and_threads_may_share_one() -> None:
 
 
 async def test_a_consumer_that_raises_keeps_its_place_in_the_order() -> None:
-    told: list[tuple[list[int], type]] = []
+    results: list[tuple[list[int], type]] = []
     first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def deliver(batch: list[int]) -> Awaitable[None] | None:
@@ -256,13 +256,13 @@ async def test_a_consumer_that_raises_keeps_its_place_in_the_order() -> None:
             return first
         raise ValueError("a bug")
 
-    arrivals = opened(deliver, lambda batch, error: told.append((batch, type(error))), batch_max=1, redeliver=True)
+    arrivals = opened(deliver, lambda batch, error: results.append((batch, type(error))), batch_max=1, redeliver=True)
     arrivals.put_now([0, 1])
     await asyncio.sleep(0.01)
-    assert told == [], "the first is still being taken"
+    assert results == [], "the first is still being taken"
     first.set_result(None)
     await within(arrivals.drained())
-    assert told == [([0], type(None)), ([1], ValueError)], "and it does not come again: it would raise again"
+    assert results == [([0], type(None)), ([1], ValueError)], "and it does not come again: it would raise again"
 
 
 # Handed over again.
@@ -286,12 +286,12 @@ class Refusing:
 
 
 async def test_what_was_not_taken_comes_again_in_order_with_all_behind_it() -> None:
-    told: list[int] = []
+    taken: list[int] = []
     consumer = Refusing(2, times=3)
-    arrivals = opened(consumer, lambda batch, error: told.extend(batch), batch_max=2, redeliver=True)
+    arrivals = opened(consumer, lambda batch, error: taken.extend(batch), batch_max=2, redeliver=True)
     arrivals.put_now(range(6))
     await within(arrivals.drained())
-    assert told == list(range(6)), "each is taken once, in order"
+    assert taken == list(range(6)), "each is taken once, in order"
     assert consumer.batches == [[0, 1], *[[2, 3], [4, 5]] * 4]
     pauses = [later - before for before, later in zip(consumer.at[1::2], consumer.at[3::2], strict=False)]
     least = [REDELIVERY_MS_MIN / 1000 * 2**number for number in range(3)]  # a busy machine makes any of them longer
@@ -379,30 +379,30 @@ async def test_finish_takes_no_more_and_waits_for_what_is_there_but_not_for_ever
 # Pressure.
 
 
-async def test_pressure_is_told_and_nothing_waits() -> None:
-    told: list[bool] = []
+async def test_pressure_is_reported_and_nothing_waits() -> None:
+    reports: list[bool] = []
     consumer = Consumer()
     consumer.slow = True
-    arrivals = opened(consumer, messages_max=10, bytes_max=20_000, batch_max=2, pressed=told.append)
+    arrivals = opened(consumer, messages_max=10, bytes_max=20_000, batch_max=2, pressed=reports.append)
     arrivals.put_now(range(9))
-    assert told == []
+    assert reports == []
     arrivals.put_now(range(9, 12))
-    assert told == [True]
+    assert reports == [True]
     assert arrivals.is_pressed
     await asyncio.sleep(0.01)
     assert consumer.items == list(range(12)), "all of it is handed over: what a listener waits for may be behind"
     for result in consumer.results[:3]:
         result.set_result(None)
     await asyncio.sleep(0.01)
-    assert told == [True], "six are left"
+    assert reports == [True], "six are left"
     consumer.results[3].set_result(None)
     await asyncio.sleep(0.01)
-    assert told == [True, False]
+    assert reports == [True, False]
     arrivals.count(20_000)
-    assert told == [True, False, True], "what is held elsewhere counts as well"
+    assert reports == [True, False, True], "what is held elsewhere counts as well"
     arrivals.count(-20_000, messages=6)
     arrivals.count(0, messages=-6)
-    assert told == [True, False, True, False]
+    assert reports == [True, False, True, False]
 
 
 def test_putting_after_the_loop_has_ended_is_harmless() -> None:

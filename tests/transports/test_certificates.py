@@ -1,4 +1,4 @@
-"""Certificates: loaded again after a renewal, told of before they end, and checked."""
+"""Certificates: loaded again after a renewal, reported before they expire, and checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def authority(tmp_path: Path) -> TestAuthority:
 
 
 class Connection:
-    """What a transport tells of its connection, to be waited for."""
+    """The reports of a transport about its connection, to be awaited."""
 
     def __init__(self, transport: Mqtt5Transport) -> None:
         self._changed = asyncio.Event()
@@ -195,7 +195,7 @@ def test_an_odd_certificate_of_a_bundle_hides_no_other(authority: TestAuthority)
     assert mistake(CertificateFile("tls.ca_file", authority.ca, is_ca=True), time.time()) == ""
 
 
-async def test_a_certificate_is_told_of_14_days_before_its_end(authority: TestAuthority) -> None:
+async def test_a_certificate_is_reported_14_days_before_it_expires(authority: TestAuthority) -> None:
     path, _ = authority.issue("it", 20 * DAY)
     clock_ms = int(time.time() * 1000)
     expiries = Expiries([("cloud", CertificateFile("tls.cert_file", path))], lambda: clock_ms)

@@ -154,7 +154,7 @@ def test_what_is_invalid_is_counted_however_it_comes(what: str) -> None:
 
 
 @pytest.mark.spec("dsn~up-attributes-traceparent~1")
-def test_a_traceparent_that_is_none_is_taken_off_told_once_for_each_source_and_never_passed_on() -> None:
+def test_an_invalid_traceparent_is_removed_and_reported_once_for_each_source() -> None:
     table, heard = ListenerTable("beta"), Raw()
     filter = table.add(uris.ANY, uris.ANY, heard)
     assert filter is not None

@@ -318,41 +318,41 @@ async def absent(sender: LocalTransport, *payloads: bytes) -> list[bool]:
     return [is_nobody_listening(status) for status in await sender.send_batch([publish(one) for one in payloads])]
 
 
-async def test_whoever_was_told_that_nobody_listens_is_told_once_when_somebody_does() -> None:
+async def test_a_sender_that_nobody_heard_is_notified_once_when_a_listener_comes() -> None:
     network = LocalNetwork()
     alpha, beta = pair_on(network)
-    told: list[object] = []
-    alpha.on_heard(told.append)
+    notified: list[object] = []
+    alpha.on_heard(notified.append)
     alpha.tells_absence = True
     async with alpha, beta:
         await beta.register_listener(topic(resource=0x8001), Sink(10))
-        assert told == [], "nothing was asked for yet"
+        assert notified == [], "nothing was asked for yet"
         assert await absent(alpha, b"1") == [True]
         await alpha.register_listener(topic(), Sink(10))
         assert await absent(alpha, b"1") == [True], "nobody hears himself"
-        assert told == []
+        assert notified == []
         await beta.register_listener(topic(), Sink(10))
         await beta.register_listener(topic(resource=0x8002), Sink(10))
-        assert told == [None]
+        assert notified == [None]
         assert await absent(alpha, b"1") == [False]
         network.cut(BETA)
         assert await absent(alpha, b"2") == [True], "what is sent now beta misses"
         network.mend(BETA)
-        assert told == [None, None]
+        assert notified == [None, None]
         assert await absent(alpha, b"2") == [False]
 
 
 async def test_a_member_that_joins_with_its_listeners_is_heard_of() -> None:
     network = LocalNetwork()
     alpha, beta = pair_on(network)
-    told: list[object] = []
-    alpha.on_heard(told.append)
+    notified: list[object] = []
+    alpha.on_heard(notified.append)
     alpha.tells_absence = True
     beta.register_before_open([(topic(), None)], Sink(10))
     async with alpha:
         assert await absent(alpha, b"1") == [True]
         async with beta:
-            assert told
+            assert notified
             assert await absent(alpha, b"1") == [False]
 
 

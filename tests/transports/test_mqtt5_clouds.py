@@ -238,7 +238,7 @@ async def test_in_vehicle_topics_are_refused(tmp_path: Path) -> None:
             assert "Topic name invalid" in status.message
 
 
-async def test_a_port_that_wants_alpn_hangs_up_without_it(tmp_path: Path) -> None:
+async def test_a_port_that_requires_alpn_disconnects_without_it(tmp_path: Path) -> None:
     authority = TestAuthority(tmp_path)
     files = dict(zip(("cert_file", "key_file"), authority.issue("vehicle1"), strict=True))
     async with serving_tls(CloudBroker(AWS, TOPICS), authority) as broker:

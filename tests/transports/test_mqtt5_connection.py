@@ -38,7 +38,7 @@ CONNECT, SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT = 0x10, 0x82, 0xA2, 0xC0, 0
 CONNACK = b"\x20\x03\x00\x00\x00"
 
 
-class Deaf:
+class Silent:
     def on_receive(self, message: UMessage) -> None: ...
 
 
@@ -59,7 +59,7 @@ def properties(packet_type: int, data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 class FakeBroker:
-    """Keeps each packet as (first byte, body), and answers what a client waits for, unless told otherwise."""
+    """Keeps each packet as (first byte, body), and answers what a client waits for, unless the test says otherwise."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -116,7 +116,7 @@ def end(broker: FakeBroker, **settings: Any) -> Mqtt5Transport:
 
 
 async def why_down(one: Mqtt5Transport) -> str:
-    """What a sender is told after the connection was lost."""
+    """The result that a sender gets after the connection was lost."""
     async with asyncio.timeout(DEADLINE_S):
         while one.connected:  # noqa: ASYNC110  # a callback could come too late to be registered here
             await asyncio.sleep(0.01)
@@ -174,28 +174,28 @@ async def test_what_subscribe_and_unsubscribe_say() -> None:
     async with fake_broker() as broker, end(broker) as one:
         count = await broker.expect(SUBSCRIBE)  # of what the broker drops
         assert count[2:] == b"\x00\x00\x24$SYS/broker/publish/messages/dropped\x05"
-        listener = Deaf()
+        listener = Silent()
         await one.register_listener(TOPIC, listener)
         body = await broker.expect(SUBSCRIBE)
         found, rest = properties(PacketTypes.SUBSCRIBE, body[2:])
-        assert not found  # copies are told apart by the message
+        assert not found  # copies are distinguished by the message
         topic_filter, rest = text(rest)
         assert topic_filter == "sender/10AB/0/3/80CD"
         options = SubscribeOptions()
         options.unpack(rest)
         assert (options.QoS, options.noLocal, options.retainHandling) == (1, True, SubscribeOptions.RETAIN_DO_NOT_SEND)
         await one.unregister_listener(TOPIC, listener)
-        gone = await broker.expect(UNSUBSCRIBE)
-        assert gone[2:] == b"\x00\x00\x14sender/10AB/0/3/80CD"
-        assert len({count[:2], body[:2], gone[:2]}) == 3, "each has a packet id of its own"
-        assert b"\x00\x00" not in (count[:2], body[:2], gone[:2])
+        unsubscribe = await broker.expect(UNSUBSCRIBE)
+        assert unsubscribe[2:] == b"\x00\x00\x14sender/10AB/0/3/80CD"
+        assert len({count[:2], body[:2], unsubscribe[:2]}) == 3, "each has a packet id of its own"
+        assert b"\x00\x00" not in (count[:2], body[:2], unsubscribe[:2])
 
 
 async def test_a_subscription_that_is_refused() -> None:
     async with fake_broker() as broker, end(broker) as one:
         await broker.expect(SUBSCRIBE)
         broker.answers.remove(SUBSCRIBE)
-        registering = asyncio.create_task(one.register_listener(TOPIC, Deaf()))
+        registering = asyncio.create_task(one.register_listener(TOPIC, Silent()))
         body = await broker.expect(SUBSCRIBE)
         broker.say(packet(0x90, b"\xff\xff\x00\x00") + packet(0x90, body[:2] + b"\x00\x87"))
         with pytest.raises(
@@ -209,7 +209,7 @@ async def test_a_broker_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
     monkeypatch.setattr(Connection.ask, "__defaults__", (0.05,))
     async with fake_broker() as broker, end(broker) as one:
         broker.answers.remove(SUBSCRIBE)
-        await one.register_listener(TOPIC, Deaf())  # it is noted, and asked for again
+        await one.register_listener(TOPIC, Silent())  # it is noted, and asked for again
         assert "it does not answer in time" in await why_down(one)
 
 
@@ -229,21 +229,21 @@ async def test_a_broker_that_takes_qos_0_only_is_refused_and_not_hung_up_on_by_e
         assert no.value.code == UCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize(("granted_s", "is_told"), [(0, True), (76, True), (77, False)])
-async def test_a_session_that_is_kept_for_less_than_was_asked_is_told(granted_s: int, is_told: bool) -> None:
+@pytest.mark.parametrize(("granted_s", "is_reported"), [(0, True), (76, True), (77, False)])
+async def test_a_session_expiry_below_the_requested_one_is_reported(granted_s: int, is_reported: bool) -> None:
     async with fake_broker() as broker:
         broker.connack = packet(0x20, b"\x00\x00\x05\x11" + granted_s.to_bytes(4, "big"))
         with structlog.testing.capture_logs() as lines:
             async with end(broker, session_expiry_s=77):
                 pass
-    told = [line for line in lines if "keeps our session for less" in line["event"]]
-    assert [(line["asked_s"], line["granted_s"]) for line in told] == [(77, granted_s)] * is_told
+    reports = [line for line in lines if "keeps our session for less" in line["event"]]
+    assert [(line["asked_s"], line["granted_s"]) for line in reports] == [(77, granted_s)] * is_reported
 
 
-async def test_a_subscription_of_qos_0_is_told() -> None:
+async def test_a_subscription_of_qos_0_is_reported() -> None:
     async with fake_broker() as broker, end(broker) as one:
         with structlog.testing.capture_logs() as lines:
-            await one.register_listener(TOPIC, Deaf())  # SUBACK says 0
+            await one.register_listener(TOPIC, Silent())  # SUBACK says 0
     (line,) = [line for line in lines if "QoS 0 only" in line["event"]]
     assert line["topic_filter"] == "sender/10AB/0/3/80CD"
 
@@ -258,7 +258,7 @@ async def test_a_login_that_is_refused_with_a_reason() -> None:
         await asyncio.wait_for(broker.ended.wait(), DEADLINE_S)
 
 
-async def test_a_peer_that_hangs_up_before_it_answers_says_why_if_it_can() -> None:
+async def test_a_peer_that_disconnects_before_its_answer_gives_the_reason_if_known() -> None:
     async with fake_broker() as broker:
         broker.connack = packet(0xE0, b"\x89")
         with pytest.raises(UStatusError, match="it said: Server busy") as no:
@@ -286,7 +286,7 @@ async def test_a_peer_that_hangs_up_before_it_answers_says_why_if_it_can() -> No
     ],
     ids=lambda value: value[:12].hex() if isinstance(value, bytes) else None,
 )
-async def test_why_a_connection_has_ended_is_told(sent: bytes, why: str) -> None:
+async def test_the_reason_why_a_connection_ended_is_reported(sent: bytes, why: str) -> None:
     unforeseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context))
     async with fake_broker() as broker, end(broker) as one:
@@ -416,7 +416,7 @@ async def test_a_connection_that_is_not_read_is_pinged_and_not_given_up() -> Non
 
 @pytest.mark.parametrize(("brokers_s", "keep_alive_s"), [(3, 3), (0, 10), (1_200, 10)])
 async def test_the_shorter_keep_alive_counts_and_a_brokers_zero_is_none(brokers_s: int, keep_alive_s: int) -> None:
-    """A broker may ask for none, or for one of many minutes (AWS IoT): when it is gone nothing else would tell."""
+    """A broker may ask for none, or for one of many minutes (AWS IoT): when it is lost nothing else would tell."""
     user = Nobody()
     one, pipe = connection(user, keep_alive_s=10)
     feed(one, packet(0x20, b"\x00\x00\x03\x13" + brokers_s.to_bytes(2, "big")))
@@ -456,7 +456,7 @@ async def test_what_fails_unforeseen_does_not_end_reconnecting(what: str, monkey
         monkeypatch.undo()
 
 
-async def test_what_waits_for_an_answer_is_told_of_the_loss() -> None:
+async def test_requests_that_wait_for_an_answer_fail_with_the_connection() -> None:
     one, _ = connection(Nobody())
     asking = [asyncio.create_task(one.ask(number, b"")) for number in (1, 2)]
     await asyncio.sleep(0)
@@ -529,7 +529,7 @@ class Refusing(FakeBroker):
 
 async def test_what_is_registered_before_open_is_subscribed_to_with_the_connection() -> None:
     """And who registers it again hears what the broker says: it is asked again for what it has refused."""
-    listener = Deaf()
+    listener = Silent()
     async with serving(Refusing()) as broker:
         one = end(broker)
         assert [status.code for status in one.register_before_open([(TOPIC, None)], listener)] == [UCode.OK]

@@ -1,4 +1,4 @@
-"""Brokers that hang, and settings that no broker can have: what open and close cost then, and what they leave."""
+"""Brokers that stall, and settings that no broker can have: how long open and close take then, and what they leave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEADLINE_S = 20
 TOPIC = uris.parse("up://sender/10AB/3/80CD")
 
 
-class Deaf:
+class Silent:
     def on_receive(self, message: UMessage) -> None: ...
 
 
@@ -130,15 +130,15 @@ async def cancelled(one: Mqtt5Transport, mute: Mute) -> None:
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 async def test_closing_while_it_is_connecting(settings: dict[str, Any]) -> None:
-    """`open` is told; `close` does not wait for the broker."""
+    """`open` raises; `close` does not wait for the broker."""
     async with mute_peer() as mute:
         one = end(mute.port, connect_timeout_ms=DEADLINE_S * 1000, **settings)
         opening = asyncio.create_task(one.open())
         await asyncio.wait_for(mute.accepted.wait(), DEADLINE_S)
         await closes_in_time(one)
-        with pytest.raises(UStatusError) as told:
+        with pytest.raises(UStatusError) as caught:
             await opening
-        assert told.value.code == UCode.CANCELLED
+        assert caught.value.code == UCode.CANCELLED
         await asyncio.wait_for(mute.ended.wait(), DEADLINE_S)
 
 
@@ -164,10 +164,10 @@ async def test_closing_with_a_stopped_broker(make_broker: Callable[..., Broker])
     broker = make_broker()
     one = end(broker.port, client_id="one")
     await one.open()
-    await one.register_listener(TOPIC, Deaf())
+    await one.register_listener(TOPIC, Silent())
     async with stopped(broker):
         sending = asyncio.create_task(one.send_batch([message(n) for n in range(2_000)]))
-        registering = asyncio.create_task(one.register_listener(uris.parse("up://sender/1/1/8001"), Deaf()))
+        registering = asyncio.create_task(one.register_listener(uris.parse("up://sender/1/1/8001"), Silent()))
         await asyncio.sleep(0.05)
         assert not sending.done()
         await closes_in_time(one)
@@ -189,10 +189,9 @@ async def test_a_stopped_broker_is_given_up_though_its_kernel_takes_our_pings(
 
 @pytest.mark.broker
 async def test_unregistering_with_a_stopped_broker(make_broker: Callable[..., Broker]) -> None:
-    """Whoever stops a service unregisters its listeners, one after the other: a broker that hangs must not hold up each
-    of them."""
+    """A stopping service unregisters its listeners one after the other: a stalled broker must not delay each one."""
     broker = make_broker()
-    one, listener = end(broker.port), Deaf()
+    one, listener = end(broker.port), Silent()
     topics = [uris.parse(f"up://sender/10AB/3/{resource:X}") for resource in range(0x8001, 0x8021)]
     await one.open()
     for topic in topics:
@@ -204,7 +203,7 @@ async def test_unregistering_with_a_stopped_broker(make_broker: Callable[..., Br
         assert time.monotonic() - started < 3  # 20 s for the first one alone, if it is waited for
         await closes_in_time(one)
     await one.open()
-    async with asyncio.timeout(DEADLINE_S):  # the broker is told, though late
+    async with asyncio.timeout(DEADLINE_S):  # the broker gets the UNSUBSCRIBE, though late
         while one._session.filters:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await one.close()
@@ -226,9 +225,9 @@ async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any, settings:
     one = end(1883, host="broker.example", connect_timeout_ms=20, **settings)
     try:
         for _ in range(3):
-            with pytest.raises(UStatusError, match="in time") as told:
+            with pytest.raises(UStatusError, match="in time") as caught:
                 await one.open()
-            assert told.value.code == UCode.UNAVAILABLE
+            assert caught.value.code == UCode.UNAVAILABLE
         assert len(asked) == 1
         assert all(thread.daemon for thread in threading.enumerate() if thread.name == "look up a broker")
     finally:
@@ -253,9 +252,9 @@ async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any, settings:
 )
 async def test_only_a_status_escapes_from_open(settings: dict[str, Any], code: int) -> None:
     one = end(1, **settings)
-    with pytest.raises(UStatusError) as told:
+    with pytest.raises(UStatusError) as caught:
         await one.open()
-    assert told.value.code == code, told.value
+    assert caught.value.code == code, caught.value
 
 
 @pytest.mark.parametrize("host", ["mqtt://broker.example", "broker.example/path", "me@broker.example", " ", "a b"])
@@ -281,9 +280,9 @@ async def test_what_nobody_foresaw_is_a_status_too(monkeypatch: Any) -> None:
             raise error
 
         monkeypatch.setattr(connection.Dialler, "dial", fail)
-        with pytest.raises(UStatusError) as told:
+        with pytest.raises(UStatusError) as caught:
             await end(1).open()
-        assert told.value.code == code
+        assert caught.value.code == code
 
 
 @pytest.mark.parametrize(
@@ -299,9 +298,9 @@ async def test_a_peer_that_speaks_no_mqtt(answer: bytes) -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        with pytest.raises(UStatusError) as told:
+        with pytest.raises(UStatusError) as caught:
             await asyncio.wait_for(end(server.sockets[0].getsockname()[1]).open(), DEADLINE_S)
-        assert told.value.code == UCode.UNAVAILABLE, told.value
+        assert caught.value.code == UCode.UNAVAILABLE, caught.value
 
 
 CONNACK = b"\x20\x03\x00\x00\x00"

@@ -39,8 +39,8 @@ def messages(count: int) -> list[UMessage]:
     return [UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"%d" % number, 6)) for number in range(count)]
 
 
-class Told:
-    """What a transport has told."""
+class Reports:
+    """The losses that a transport has reported."""
 
     def __init__(self, transport: Mqtt5Transport) -> None:
         self.losses: list[tuple[str, int | None]] = []
@@ -95,12 +95,12 @@ async def send(broker: Broker, count: int) -> None:
 
 
 @pytest.mark.broker
-async def test_a_queue_that_was_full_while_we_were_away_is_told(make_broker: MakeBroker) -> None:
+async def test_a_queue_overflow_while_disconnected_is_reported(make_broker: MakeBroker) -> None:
     broker = make_broker(settings=SMALL)
     proxy = TcpProxy(broker.host, broker.port)
     await proxy.start()
     one, heard = end(proxy.port, "gateway", **SESSION), Heard()
-    told = Told(one)
+    reports = Reports(one)
     async with one, end(broker.port, "watcher") as watcher:
         await one.register_listener(TOPIC, heard)
         await counted(one)
@@ -110,7 +110,7 @@ async def test_a_queue_that_was_full_while_we_were_away_is_told(make_broker: Mak
         await counted(watcher, 150)  # once in sys_interval
         with structlog.testing.capture_logs() as lines:
             proxy.mend()
-            text, count = await told.first()
+            text, count = await reports.first()
         assert [line["what"] for line in lines if line["log_level"] == "error"] == [text]
         assert count is not None
         assert count == one.dropped["broker_dropped"] >= 150
@@ -121,8 +121,8 @@ async def test_a_queue_that_was_full_while_we_were_away_is_told(make_broker: Mak
 
 
 @pytest.mark.broker
-async def test_a_queue_that_overflows_though_we_are_there_is_told(make_broker: MakeBroker) -> None:
-    """Whoever takes too slowly loses as much as who is away; mosquitto does not say whose the dropped messages were."""
+async def test_a_queue_overflow_while_connected_is_reported(make_broker: MakeBroker) -> None:
+    """A slow client loses as much as an absent one; mosquitto does not say whose messages it dropped."""
     broker = make_broker(settings=SMALL)
     held = asyncio.Event()
 
@@ -131,61 +131,61 @@ async def test_a_queue_that_overflows_though_we_are_there_is_told(make_broker: M
             return held.wait()
 
     one = end(broker.port, "gateway", receive_maximum=20, **SESSION)
-    told = Told(one)
+    reports = Reports(one)
     async with one:
         await one.register_listener(TOPIC, Slow())
         await counted(one)
         await send(broker, 200)
         await until(lambda: one._receiver.arrivals.waiting == 20)
         held.set()
-        text, count = await told.first()
+        text, count = await reports.first()
         assert "lagged" in text
         assert count is None
         assert one.dropped["broker_dropped"] >= 120
 
 
 @pytest.mark.broker
-async def test_it_is_told_by_the_next_process_too(make_broker: MakeBroker, tmp_path: Path) -> None:
-    """What the last one knew is in a file; nothing is told when nothing was lost."""
+async def test_a_loss_is_reported_by_the_next_process_too(make_broker: MakeBroker, tmp_path: Path) -> None:
+    """What the last process knew is in a file; nothing is reported when nothing was lost."""
     broker, file = make_broker(settings=SMALL), tmp_path / "transport.json"
 
-    async def run(until: Callable[[Mqtt5Transport, Told], Any]) -> None:
+    async def run(until: Callable[[Mqtt5Transport, Reports], Any]) -> None:
         one = end(broker.port, "gateway", **SESSION)
         one.remember_in(str(file))
-        told = Told(one)
+        reports = Reports(one)
         async with one:
             await one.register_listener(TOPIC, Heard())
-            await until(one, told)
+            await until(one, reports)
 
-    async def saved(one: Mqtt5Transport, told: Told) -> None:
+    async def saved(one: Mqtt5Transport, reports: Reports) -> None:
         await counted(one)
         await until(lambda: file.exists() and f'"dropped": {one._losses._dropped.last}' in file.read_text())
-        assert not told.losses
+        assert not reports.losses
 
-    async def is_told(one: Mqtt5Transport, told: Told) -> None:
-        assert "dropped" in (await told.first())[0]
+    async def is_reported(one: Mqtt5Transport, reports: Reports) -> None:
+        assert "dropped" in (await reports.first())[0]
 
     await run(saved)
     await send(broker, 20)
     await run(saved)
     await send(broker, 200)
-    await run(is_told)
+    await run(is_reported)
 
 
 @pytest.mark.broker
-async def test_a_session_that_the_broker_has_lost_is_told(make_broker: MakeBroker, tmp_path: Path) -> None:
+async def test_a_session_that_the_broker_lost_is_reported(make_broker: MakeBroker, tmp_path: Path) -> None:
     """Within a process, and over a restart; not for the first start, and not where we asked for it."""
     broker, file = make_broker(), tmp_path / "transport.json"  # not persistent: it forgets all sessions
     one = end(broker.port, "gateway", **SESSION)
     one.remember_in(str(file))
-    told = Told(one)
+    reports = Reports(one)
     async with one:
         await one.register_listener(TOPIC, Heard())
         await until(file.exists)
-        assert not told.losses
+        assert not reports.losses
         broker.kill()
         await broker.start_async()
-        text, count = await told.first()
+        text, count = await reports.first()
         assert "gateway" in text
         assert count is None
         assert one.dropped["session_lost"] == 1
@@ -194,27 +194,27 @@ async def test_a_session_that_the_broker_has_lost_is_told(make_broker: MakeBroke
     for settings, losses in ((SESSION | {"clean_start": True}, 0), (SESSION, 1)):
         again = end(broker.port, "gateway", **settings)
         again.remember_in(str(file))
-        told = Told(again)
+        reports = Reports(again)
         if losses:
             broker.kill()
             await broker.start_async()
         async with again:
-            assert len(told.losses) == losses == again.dropped["session_lost"]
+            assert len(reports.losses) == losses == again.dropped["session_lost"]
             await again.register_listener(TOPIC, Heard())  # without any, a session that is lost costs nothing
 
 
 @pytest.mark.broker
-async def test_nothing_is_told_of_a_session_that_was_ended_on_purpose(make_broker: MakeBroker) -> None:
-    """With a made-up name it ends with `close`; without session there is none to lose."""
+async def test_a_session_that_was_ended_on_purpose_is_not_reported(make_broker: MakeBroker) -> None:
+    """With a made-up name it ends with `close`; with session expiry 0 it has no session to lose."""
     broker = make_broker()
     for settings in ({}, {"session_expiry_s": 0}):
         one = end(broker.port, "gateway", **settings)
-        told = Told(one)
+        reports = Reports(one)
         for _ in range(2):
             async with one:
                 await one.register_listener(TOPIC, Heard())
                 await counted(one)
-        assert not told.losses
+        assert not reports.losses
         assert not one.dropped
 
 
@@ -291,8 +291,8 @@ async def test_a_count_that_can_be_none_is_not_counted(payload: bytes) -> None:
     """A number of 400 digits made /metrics fail for good."""
     counters: Counter[str] = Counter()
     losses = Losses("broker", "session", counters)
-    for told in (b"1", payload, b"2"):
-        losses.counted(told, retained=True, now_s=0.0)
+    for count in (b"1", payload, b"2"):
+        losses.counted(count, retained=True, now_s=0.0)
     assert counters == {"broker_dropped": 1}
 
 
@@ -362,12 +362,12 @@ def test_an_update_counts_ours_perhaps_while_we_lag_behind() -> None:
     assert read(dropped, 9, behind=True) == [Loss(3, ours=False)]
 
 
-def test_a_broker_that_has_been_started_anew_counts_from_0() -> None:
+def test_a_restarted_broker_counts_from_0() -> None:
     dropped = resumed(500)
     assert read(dropped, 0, retained=True) == [None]
     dropped = resumed(500)
     assert read(dropped, 7, retained=True) == [Loss(7, ours=False)]
-    dropped = resumed(0)  # and the first count has not been made yet: there is none to be retained
+    dropped = resumed(0)  # and the first count has not been made yet, so none is retained
     assert read(dropped, 7) == [None]
     assert dropped.tick(SETTLE_S / 2) is None
     assert dropped.tick(SETTLE_S) == Loss(7, ours=False)
@@ -385,7 +385,7 @@ def test_no_overflow_goes_untold(room: int, others: list[int], overflow: list[in
     and counted."""
     count, last = 100, 100
     dropped = resumed(count)
-    told: list[Loss] = []
+    losses: list[Loss] = []
     for rise in others:
         count += rise
         if count != last:
@@ -395,12 +395,12 @@ def test_no_overflow_goes_untold(room: int, others: list[int], overflow: list[in
     count += sum(overflow)
     for _ in overflow[1:]:
         shown = count
-    told += filter(None, read(dropped, shown, retained=True))
+    losses += filter(None, read(dropped, shown, retained=True))
     if count != shown or after:
-        told += filter(None, read(dropped, count + after, now_s=10.0))
+        losses += filter(None, read(dropped, count + after, now_s=10.0))
     if len(overflow) > 1:
-        assert told[0] == Loss(sum(overflow), ours=True)
+        assert losses[0] == Loss(sum(overflow), ours=True)
     elif overflow and not sum(others):
-        assert told
+        assert losses
     elif not overflow and not after:
-        assert not told
+        assert not losses

@@ -77,9 +77,9 @@ async def test_a_service_that_comes_later_or_is_away_for_a_while(make_broker: An
     broker = make_broker()
     heard = Heard()
     async with end(broker, "caller", mode) as caller:
-        with pytest.raises(UStatusError) as told:
+        with pytest.raises(UStatusError) as caught:
             await caller.send(request())
-        assert is_nobody_listening(told.value.status)
+        assert is_nobody_listening(caught.value.status)
         vehicle = end(broker, "vehicle9", mode, client_id="vehicle9", session_expiry_s=3_600)
         async with vehicle:
             await vehicle.register_listener(CALLERS, heard, METHOD)
@@ -90,20 +90,20 @@ async def test_a_service_that_comes_later_or_is_away_for_a_while(make_broker: An
         async with vehicle:
             assert (await asyncio.wait_for(heard.messages.get(), DEADLINE_S)).attributes.id == kept.attributes.id
             await vehicle.unregister_listener(CALLERS, heard, METHOD)
-            with pytest.raises(UStatusError) as told:
+            with pytest.raises(UStatusError) as caught:
                 await caller.send(request())
-            assert is_nobody_listening(told.value.status)
+            assert is_nobody_listening(caught.value.status)
 
 
-async def test_a_caller_is_told_at_once(make_broker: Any) -> None:
+async def test_a_caller_gets_the_error_at_once(make_broker: Any) -> None:
     broker = make_broker()
     async with (
         end(broker, "caller", "in-vehicle") as caller,
         InMemoryRpcClient(caller, LocalUriProvider("caller", 0x10AB, 3)) as client,
     ):
-        with pytest.raises(UStatusError) as told:
+        with pytest.raises(UStatusError) as caught:
             await asyncio.wait_for(client.invoke_method(METHOD, None, CallOptions(timeout_ms=60_000)), DEADLINE_S)
-        assert told.value.code == UCode.UNAVAILABLE
+        assert caught.value.code == UCode.UNAVAILABLE
 
 
 # Publishes, where their owner has asked.
@@ -177,7 +177,7 @@ async def test_what_is_behind_an_unheard_publish_of_its_topic_is_not_sent(encode
             assert await unheard(caller, *batch) == [False] * 6
 
 
-async def test_a_call_behind_does_not_overtake_what_its_sender_was_not_told_yet(
+async def test_a_later_call_does_not_overtake_messages_whose_result_is_not_reported_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("transports.mqtt5.transport.DRAIN_MS_MAX", 0)

@@ -130,13 +130,13 @@ async def test_a_broker_that_crashes_is_subscribed_to_again(own_broker: Broker) 
         lost, back = Connection(sender), Connection(receiver)
         await receiver.register_listener(TOPIC, heard)
         await receiver.register_listener(uris.pattern("sender"), heard, uris.pattern("receiver"))
-        gone = uris.parse("up://sender/1/1/8001")
-        await receiver.register_listener(gone, silent)
+        unregistered = uris.parse("up://sender/1/1/8001")
+        await receiver.register_listener(unregistered, silent)
         own_broker.kill()
         await lost.until(False)
         await back.until(False)
         assert {status.code for status in await sender.send_batch([publish(0), publish(1)])} == {UCode.UNAVAILABLE}
-        await receiver.unregister_listener(gone, silent)
+        await receiver.unregister_listener(unregistered, silent)
         late = Heard()
         await receiver.register_listener(uris.parse("up://*/10AB/3/80CD"), late)  # noted, though the broker is away
         await own_broker.start_async()
@@ -145,7 +145,7 @@ async def test_a_broker_that_crashes_is_subscribed_to_again(own_broker: Broker) 
         notification = UMessageBuilder.notification(TOPIC, uris.parse("up://receiver/1/1/0")).build_from_upayload(
             UPayload(b"3", 6)
         )
-        statuses = await sender.send_batch([publish(2), notification, UMessageBuilder.publish(gone).build()])
+        statuses = await sender.send_batch([publish(2), notification, UMessageBuilder.publish(unregistered).build()])
         assert [status.code for status in statuses] == [UCode.OK] * 3
         await heard.until(lambda numbers: len(numbers) == 2)
         await late.until(lambda numbers: len(numbers) == 1)
@@ -310,7 +310,7 @@ async def test_access_rules_of_the_broker_guard_addresses(make_broker: MakeBroke
         hidden = UMessageBuilder.publish(uris.parse("up://sender/10AC/3/80CD")).build_from_upayload(UPayload(b"9", 6))
         connection = Connection(sender)
         codes = await send_until_taken(sender, connection, [publish(1), hidden, spoofed, publish(2)])
-        assert UCode.PERMISSION_DENIED in codes  # mosquitto 2.0.11 says so, and hangs up
+        assert UCode.PERMISSION_DENIED in codes  # mosquitto 2.0.11 says so, and disconnects
         notification = UMessageBuilder.notification(TOPIC, uris.parse("up://receiver/1/1/0")).build_from_upayload(
             UPayload(b"3", 6)
         )
@@ -323,7 +323,7 @@ async def test_an_unreachable_broker() -> None:
     proxy = TcpProxy("127.0.0.1", 1)
     await proxy.start()
     proxy.cut()
-    for port in (1, proxy.port):  # nobody listens; somebody hangs up
+    for port in (1, proxy.port):  # no listener; a peer that disconnects
         one = Mqtt5Transport(Mqtt5Config(port=port), LocalUriProvider("somebody", 1, 1))
         with pytest.raises(UStatusError, match=f"127.0.0.1:{port}") as refused:
             await one.open()
@@ -348,7 +348,7 @@ async def test_a_broker_that_says_nothing() -> None:
 
 
 async def test_a_message_larger_than_the_broker_takes(make_broker: MakeBroker) -> None:
-    """A broker hangs up on one: sent again and again, it would block everything behind it."""
+    """A broker disconnects on one message: sent again and again, it would block everything behind it."""
     broker = make_broker(settings=["max_packet_size 2000"])
     async with end(broker, "sender") as sender:
         large = UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(bytes(2_000), 6))
@@ -397,7 +397,7 @@ async def test_expiry_travels(broker: Broker) -> None:
 
 
 async def test_of_an_authority_that_is_refused_only_requests_are_read(make_broker: MakeBroker) -> None:
-    """Their callers are told."""
+    """Their callers get the error."""
     broker, method = make_broker(), uris.parse("up://receiver/10AB/3/1")
     got: asyncio.Queue[UMessage] = asyncio.Queue()
 

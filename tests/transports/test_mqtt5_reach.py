@@ -84,7 +84,7 @@ def test_what_is_never_full_does_not_grow() -> None:
 
 
 class Broker:
-    """In the place of a Connection: takes packets, and answers when it is told to."""
+    """A fake Connection: takes packets, and answers when the test says so."""
 
     def __init__(self, size: int) -> None:
         self._ids = iter(range(1, 65_536))
@@ -135,7 +135,7 @@ async def grown(broker: Broker) -> None:
         assert await sending == [OK]
 
 
-def told(statuses: Sequence[UStatus]) -> list[str]:
+def outcomes(statuses: Sequence[UStatus]) -> list[str]:
     return ["OK" if not one.code else "behind" if one.message == NOT_TRIED else "failed" for one in statuses]
 
 
@@ -163,10 +163,10 @@ async def test_nothing_is_begun_behind_one_that_is_not_taken_until_its_sender_kn
     broker.answer(1, quota_exceeded)
     await settled()
     assert len(broker.taken) == 63, "nothing more leaves, of neither"
-    assert told(await broker.window.send(messages(3))) == ["behind"] * 3
-    assert told(await second) == ["behind"] * 10
+    assert outcomes(await broker.window.send(messages(3))) == ["behind"] * 3
+    assert outcomes(await second) == ["behind"] * 10
     broker.answer(63)
-    assert told(await first) == ["failed"] + ["OK"] * 63 + ["failed"] + ["behind"] * 35
+    assert outcomes(await first) == ["failed"] + ["OK"] * 63 + ["failed"] + ["behind"] * 35
     again = asyncio.create_task(broker.window.send(messages(3)))
     await settled()
     broker.answer(3)
@@ -183,9 +183,9 @@ async def test_batches_that_are_under_way_fail_with_the_connection() -> None:
     later: list[bytes] = []
     connection: Any = SimpleNamespace(write=lambda data, watch: later.append(data))
     broker.window.open(connection, 64)  # at once
-    assert told(await sending[0]) == ["OK"] * 20 + ["failed"] * 30
+    assert outcomes(await sending[0]) == ["OK"] * 20 + ["failed"] * 30
     for one in sending[1:]:
-        assert "OK" not in told(await one)
+        assert "OK" not in outcomes(await one)
     assert later == [], "none of them leaves on the new one"
 
 

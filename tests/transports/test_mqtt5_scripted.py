@@ -336,7 +336,7 @@ async def test_a_broker_that_sends_us_elsewhere_later_is_asked_less_and_less_oft
         assert any("logs in" in trouble for trouble in one.troubles)
 
 
-async def test_why_a_subscription_and_a_message_are_refused_is_told() -> None:
+async def test_the_reason_why_a_subscription_or_a_message_is_refused_is_reported() -> None:
     knobs = Knobs(suback=lambda one: (0x97, "50 are enough"), puback=lambda one: (0x87, "not for you"))
     async with serving(ScriptedBroker(knobs)) as broker, end(broker, "one", sys_topics=False) as one:
         await one.register_listener(TOPIC, Heard())
@@ -348,15 +348,15 @@ async def test_why_a_subscription_and_a_message_are_refused_is_told() -> None:
 
 @pytest.mark.parametrize(("answers", "why"), [(False, "does not answer in time"), (True, "ends it")])
 async def test_a_broker_that_knows_no_mqtt_5(answers: bool, why: str) -> None:
-    """amqtt takes the connection and never answers; others hang up."""
+    """amqtt takes the connection and never answers; others disconnect."""
 
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         writer.close()
 
     broker = ScriptedBroker(Knobs(answers_connect=False))
     if answers:
-        broker.serve = hang_up  # type: ignore[method-assign]
+        broker.serve = disconnect  # type: ignore[method-assign]
     async with serving(broker):
         with pytest.raises(UStatusError, match="does it speak MQTT 5") as no:
             await end(broker, "one", connect_timeout_ms=200).open()
@@ -383,12 +383,12 @@ async def test_a_broker_that_takes_its_own_packet_identifiers_for_ours_is_asked_
         assert broker.subscribed.count("sender/10AB/0/3/80CD") == 3, "twice by the second process"
 
 
-# A broker that hangs up.
+# A broker that disconnects.
 
 
-async def test_a_broker_that_hangs_up_on_sys_topics_is_not_asked_again(tmp_path: Path) -> None:
+async def test_sys_topics_on_which_the_broker_disconnects_are_not_requested_again(tmp_path: Path) -> None:
     """Neither on the next connection nor by the next process (rumqttd)."""
-    async with serving(ScriptedBroker(Knobs(hangs_up_on="$SYS"))) as broker:
+    async with serving(ScriptedBroker(Knobs(disconnects_on="$SYS"))) as broker:
         for connections in (2, 3):
             one = end(broker, "one", client_id="one")
             one.remember_in(str(tmp_path / "one"))

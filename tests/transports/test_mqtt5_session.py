@@ -1,4 +1,4 @@
-"""The filters of the session: those that a broker refuses, hangs up on, or has still though nobody wants them.
+"""The filters of the session: those that a broker refuses, disconnects on, or has still though no listener wants them.
 
 A mosquitto behind a proxy that refuses filters as other brokers do: with a code in SUBACK, or by hanging up.
 """
@@ -166,12 +166,12 @@ async def test_what_a_broker_refuses_when_we_are_back_is_a_trouble_until_it_is_l
         assert refusals(one) == []
 
 
-async def test_who_registers_before_open_what_the_broker_hangs_up_on_is_open_without_it(
+async def test_open_succeeds_without_a_filter_on_which_the_broker_disconnects(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Heard()
     async with refusing(broker) as proxy:
-        proxy.hangs_up_on.add(BAD_FILTER)
+        proxy.disconnects_on.add(BAD_FILTER)
         one = end(proxy.port)
         statuses = one.register_before_open([(topic, None) for topic in TOPICS], heard)
         assert not any(status.code for status in statuses)
@@ -202,10 +202,10 @@ async def test_many_that_are_refused_are_counted(broker: Broker, monkeypatch: py
 
 
 @pytest.mark.parametrize("hung", [False, True])
-async def test_the_filter_on_which_a_broker_hangs_up_is_found_and_left_out(
+async def test_the_filter_on_which_a_broker_disconnects_is_found_and_left_out(
     broker: Broker, hung: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RabbitMQ hangs up on a forbidden SUBSCRIBE. `hung`: a broker that does not answer it at all."""
+    """RabbitMQ disconnects on a forbidden SUBSCRIBE. `hung`: a broker that does not answer it at all."""
     monkeypatch.setattr(session, "PAUSE_MS", (1, 1))
     monkeypatch.setattr(link, "TICK_MS", 20)
     if hung:
@@ -213,14 +213,14 @@ async def test_the_filter_on_which_a_broker_hangs_up_is_found_and_left_out(
     heard = Heard()
     async with refusing(broker) as proxy, end(proxy.port) as one:
         await one.register_listener(GOOD, heard)
-        (proxy.silent_about if hung else proxy.hangs_up_on).add(BAD_FILTER)
+        (proxy.silent_about if hung else proxy.disconnects_on).add(BAD_FILTER)
         statuses = await one.register_listeners([(topic, None) for topic in TOPICS], heard)
         assert not any(status.code for status in statuses), "they are noted"
         await until(lambda: refusals(one) and one.connected, "the culprit is known")
         (trouble,) = refusals(one)
         assert BAD_FILTER in trouble
         assert "lost 2 times" in trouble
-        connections = 3  # one more for each of the two hang-ups
+        connections = 3  # one more for each of the two disconnects
         await until(lambda: proxy.connections() == connections and one.connected, "it is back for good")
         await until(lambda: sum(sub.known for sub in one._session.subscriptions.values()) == len(TOPICS) - 1, "all")
         numbers = [number for number in range(len(TOPICS)) if number != 1]
@@ -232,7 +232,7 @@ async def test_the_filter_on_which_a_broker_hangs_up_is_found_and_left_out(
         assert proxy.connections() == connections + 1
 
 
-async def test_a_broker_that_hangs_up_on_it_is_asked_again_after_a_while_and_grants_it(
+async def test_a_filter_on_which_the_broker_disconnects_is_requested_again_later_and_granted(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "HANG_UP_MS", (1, 1))
@@ -240,10 +240,10 @@ async def test_a_broker_that_hangs_up_on_it_is_asked_again_after_a_while_and_gra
     monkeypatch.setattr(link, "TICK_MS", 20)
     heard = Heard()
     async with refusing(broker) as proxy, end(proxy.port) as one:
-        proxy.hangs_up_on.add(BAD_FILTER)
+        proxy.disconnects_on.add(BAD_FILTER)
         await one.register_listener(BAD, heard)
         await until(lambda: any("lost 3 times" in trouble for trouble in refusals(one)), "it is asked for again")
-        proxy.hangs_up_on.clear()
+        proxy.disconnects_on.clear()
         await until(lambda: not refusals(one), "it is granted")
         await send(broker, [publish(3, BAD)])
         await until(lambda: heard.numbers == [3], "it is heard")

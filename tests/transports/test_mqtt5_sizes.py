@@ -68,7 +68,7 @@ def test_packets_of_all_sizes_come_out_as_they_went_in(piece_max: int) -> None:
     assert [wire.read_publish(*one).payload for one in found] == bodies
 
 
-def test_a_large_packet_is_not_joined_anew_at_each_read() -> None:
+def test_a_large_packet_is_not_copied_again_at_each_read() -> None:
     sock = Wire(packet(bytes(8 * MIB)), 1_460)
     assert len(sock.read_with(PacketReader(wire.PACKET_BYTES_MAX))) == 1
     assert sock.received < 2 * LARGE_BYTES, "the rest goes straight to its place"
@@ -84,7 +84,7 @@ def test_what_is_announced_too_large_is_not_kept_and_what_was_before_counts(piec
 
 
 class Rude:
-    """A broker that lets anybody in, and then sends one PUBLISH that is larger than it was told."""
+    """A broker that lets anybody in, and then sends one PUBLISH larger than the announced maximum."""
 
     def __init__(self, oversized: bytes) -> None:
         self.oversized, self.said, self.port = oversized, bytearray(), 0
@@ -99,7 +99,7 @@ class Rude:
         writer.close()
 
 
-async def test_a_broker_that_sends_more_than_it_was_told_is_told_why_and_left() -> None:
+async def test_a_broker_that_exceeds_the_packet_size_is_disconnected_with_the_reason() -> None:
     rude = Rude(packet(bytes(4 * MIB))[:100])  # no more, or TCP would reset the connection before it hears why
     async with serving(rude):
         one = Mqtt5Transport(Mqtt5Config(port=rude.port), LocalUriProvider("sender", 0x10AB, 3))

@@ -75,10 +75,10 @@ async def test_a_message_that_is_under_way_for_long_is_not_given_up(
             sending = asyncio.create_task(transport.send_batch([large]))
             await asyncio.sleep(0)
             # a question that waits behind the message: the answer is late, too
-            await transport.register_listener(uris.parse("up://other/10AB/3/80CD"), Deaf())
+            await transport.register_listener(uris.parse("up://other/10AB/3/80CD"), Silent())
             (status,) = await sending
     assert status.code == 0, status.message
 
 
-class Deaf:
+class Silent:
     def on_receive(self, message: UMessage) -> None: ...

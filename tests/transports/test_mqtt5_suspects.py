@@ -1,4 +1,4 @@
-"""Brokers that hang up on a message instead of refusing it: the others must get past it, and none is lost."""
+"""Brokers that disconnect on a message instead of refusing it: the others must get past it, and none is lost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def let_time_pass(one: Mqtt5Transport) -> None:
     known.update({stream: suspect._replace(try_at_s=0.0) for stream, suspect in known.items()})
 
 
-async def test_others_get_past_a_message_that_a_broker_hangs_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_others_get_past_a_message_on_which_a_broker_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "reconnect_wait_ms", lambda *_: 1)
     batch = [message(FORBIDDEN, 0), message(ALLOWED, 1), message(FORBIDDEN, 2), message(ALLOWED, 3)]
     async with serving(Strict()) as broker, end(broker) as one:
@@ -123,7 +123,7 @@ async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("why", [TimeoutError("silent"), TakenOver(packets.Answer(0x8E, {}))])
-async def test_a_network_that_is_gone_makes_no_suspect(why: OSError) -> None:
+async def test_a_lost_network_makes_no_message_a_suspect(why: OSError) -> None:
     async with serving(Strict()) as broker, end(broker) as one:
         broker.is_silent = True
         sending = asyncio.create_task(one.send_batch([message(FORBIDDEN, 0)]))
@@ -144,7 +144,7 @@ def test_a_stream_is_passed_over_for_longer_each_time() -> None:
     suspects.answered(stream, 4)
     assert not suspects.by_stream
     suspects.lost_with(stream, one, 1_000.0)
-    assert suspects.skip_reason(stream, 1_000.0, 4) is None, "the count starts anew"
+    assert suspects.skip_reason(stream, 1_000.0, 4) is None, "the count starts again"
 
 
 def test_suspects_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ async def test_a_farewell_leaves_before_the_connection_ends() -> None:
 
 
 @pytest.mark.broker
-async def test_mutual_tls_with_files_that_are_read_anew(
+async def test_mutual_tls_with_files_that_are_read_again(
     make_broker: Callable[..., Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "RECONNECT_MS", (10,))
@@ -203,7 +203,7 @@ async def test_mutual_tls_with_files_that_are_read_anew(
                     await asyncio.sleep(0.01)
         assert bridge.names == ["first", "second"]
         why = await refusal(end(bridge.port, tls={"ca_file": authority.ca}))
-        assert "wants another certificate from us" in why.message, "asyncio's servers hang up without an alert"
+        assert "wants another certificate from us" in why.message, "asyncio's servers disconnect without an alert"
         stranger = TestAuthority(tmp_path, "stranger")
         why = await refusal(end(bridge.port, tls=files | {"ca_file": stranger.ca}))
         assert why.code == UCode.UNAUTHENTICATED
@@ -232,7 +232,9 @@ async def test_a_server_that_refuses_our_certificate(tmp_path: Path) -> None:
 # The HTTP request.
 
 
-async def test_headers_leave_and_those_in_files_are_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_headers_are_sent_and_those_in_files_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link, "RECONNECT_MS", (10,))
     token, came = tmp_path / "token", asyncio.Queue[web.Request]()
     token.write_text("Bearer one\nnot this\n")
@@ -367,7 +369,7 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
         ("disconnect", "it said: Server shutting down"),
     ],
 )
-async def test_what_ends_a_connection_is_told(what: str, words: str) -> None:
+async def test_what_ends_a_connection_is_reported(what: str, words: str) -> None:
     async def talk(there: web.WebSocketResponse) -> None:
         await there.receive()
         await there.send_bytes(CONNACK)

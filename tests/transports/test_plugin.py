@@ -56,7 +56,7 @@ def test_a_transport_is_made_from_its_name_and_settings() -> None:
     assert plugin.load("local").capabilities == LocalTransport.capabilities
 
 
-def test_an_unknown_name_is_told_with_those_that_are_known() -> None:
+def test_an_unknown_name_is_reported_with_the_known_ones() -> None:
     error = failure("carrier-pigeon", {})
     assert error.code == UCode.NOT_FOUND
     assert "local" in error.message
@@ -175,7 +175,7 @@ def test_a_plugin_that_can_not_be_used_is_one_line_that_says_what_to_do(install:
 
 
 @pytest.mark.parametrize("what", UNMADE)
-def test_a_constructor_that_fails_is_told_apart(install: Install, what: str) -> None:
+def test_each_failure_of_a_constructor_has_its_own_error(install: Install, what: str) -> None:
     install(UNMADE[what][0])
     assert isinstance(failure("pigeon", {}), plugin.NotMade)
 
@@ -193,7 +193,7 @@ def test_an_extra_is_named_only_where_the_package_has_it(install: Install) -> No
     assert "try pip install 'libpigeon>=1' (its extra 'pigeon')" in failure("pigeon", {}).message
 
 
-def test_an_entry_point_to_nothing_is_told(install: Install) -> None:
+def test_an_entry_point_to_nothing_is_reported(install: Install) -> None:
     install("", target="no_such_pigeon.loft:PLUGIN")
     message = failure("pigeon", {}).message
     assert "the package is incomplete: install up-transport-pigeon again" in message
@@ -283,7 +283,7 @@ async def test_a_constructor_that_fails_is_the_trouble_of_that_endpoint_alone(in
                 await asyncio.sleep(0.01)
             stopping.set()
             await serving
-    told = [entry for entry in logs if "ZeroDivisionError" in str(entry)]
-    assert told
-    for entry in told:
+    reports = [entry for entry in logs if "ZeroDivisionError" in str(entry)]
+    assert reports
+    for entry in reports:
         assert "exc_info" not in entry

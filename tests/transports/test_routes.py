@@ -135,8 +135,8 @@ def test_the_first_sight_of_a_topic_looks_at_no_other_filter(monkeypatch: pytest
 
 
 def test_one_filter_more_leaves_the_routes_of_others_alone() -> None:
-    anew: list[int] = []
-    made, nobody = Routes(LOCAL, lambda: anew.append(1)), Nobody()
+    rebuilds: list[int] = []
+    made, nobody = Routes(LOCAL, lambda: rebuilds.append(1)), Nobody()
     known = {number: routed(made, topic(number)) for number in range(2_000)}
     looks = made.looks
     made.put(Filter.of(topic(7), None), [nobody])
@@ -149,17 +149,17 @@ def test_one_filter_more_leaves_the_routes_of_others_alone() -> None:
     made.put(Filter.of(uris.uri("elsewhere", 0xFFFF_8001, 1, 0x8001), None), [nobody])
     assert made.looks == looks + 2, "no route that is known is of these"
     assert all(routed(made, topic(number)) is route for number, route in known.items())
-    assert not anew
+    assert not rebuilds
 
 
-def test_a_filter_that_matches_very_many_routes_makes_all_anew_when_they_are_seen() -> None:
-    anew: list[int] = []
-    made = Routes(LOCAL, lambda: anew.append(1))
+def test_a_filter_that_matches_very_many_routes_rebuilds_all_when_they_are_read() -> None:
+    rebuilds: list[int] = []
+    made = Routes(LOCAL, lambda: rebuilds.append(1))
     for number in range(routes.RENEWED_MAX + 1):
         routed(made, topic(number))
     looks = made.looks
     made.put(Filter.of(uris.pattern("there"), None), [Nobody()])
-    assert (made.looks, anew) == (looks, [1])
+    assert (made.looks, rebuilds) == (looks, [1])
     assert routed(made, topic(3)).found
 
 

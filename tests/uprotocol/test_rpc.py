@@ -314,12 +314,12 @@ async def test_closing_ends_a_call_that_the_network_has_not_taken(
 ) -> None:
     begun = asyncio.Event()
 
-    async def hang(_: Sequence[UMessage]) -> list[UStatus]:
+    async def stall(_: Sequence[UMessage]) -> list[UStatus]:
         begun.set()
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(bench.client_transport, "send_batch", hang)
+    monkeypatch.setattr(bench.client_transport, "send_batch", stall)
     calls = [asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG))]
     await begun.wait()
     calls.append(asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG)))

@@ -149,7 +149,7 @@ RESPONSES = {
     ("major", "method"),
     [(major, method.resource) for major, codec in CODECS.items() for method in codec.methods.values()],
 )
-async def test_a_failure_is_told_by_commstatus_and_ustatus_and_never_in_a_response_message(
+async def test_a_failure_is_reported_by_commstatus_and_ustatus_and_never_in_a_response_message(
     world: Any, raw: Any, major: int, method: int
 ) -> None:
     ear = type(raw.notified[3])()
@@ -158,9 +158,9 @@ async def test_a_failure_is_told_by_commstatus_and_ustatus_and_never_in_a_respon
     assert refused == UCode.INVALID_ARGUMENT
     (answer,) = await ear.count(1)
     assert answer.attributes.commstatus == refused
-    told = UPayload.of(answer).unpack(UStatus)
-    assert told.code == refused
-    assert told.message
+    status = UPayload.of(answer).unpack(UStatus)
+    assert status.code == refused
+    assert status.message
     held = {
         field.message_type.full_name
         for field in _fields(RESPONSES[major][method].DESCRIPTOR)

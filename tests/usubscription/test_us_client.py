@@ -34,8 +34,8 @@ class Listener:
 async def test_every_call_in_both_versions(world: Any, version: int) -> None:
     await world.service()
     client = await world.client(version=version)
-    told: asyncio.Queue[Subscription] = asyncio.Queue()
-    client.on_change(told.put_nowait)
+    changes: asyncio.Queue[Subscription] = asyncio.Queue()
+    client.on_change(changes.put_nowait)
     await client.register_for_notifications(TOPIC if version == 3 else None)
     assert (
         await client.subscribe(uris.parse("/20/1/8001"), sample_period_ms=50, expires_ms=4_102_444_800_000)
@@ -51,9 +51,9 @@ async def test_every_call_in_both_versions(world: Any, version: int) -> None:
     with pytest.raises(UStatusError) as error:
         await client.reset()
     assert error.value.code == UCode.PERMISSION_DENIED
-    assert await asyncio.wait_for(told.get(), 20) == wanted
-    assert (await asyncio.wait_for(told.get(), 20)).status is Status.UNSUBSCRIBED
-    assert told.empty()  # once as subscriber or registrant, never twice
+    assert await asyncio.wait_for(changes.get(), 20) == wanted
+    assert (await asyncio.wait_for(changes.get(), 20)).status is Status.UNSUBSCRIBED
+    assert changes.empty()  # once as subscriber or registrant, never twice
 
 
 async def test_what_version_3_cannot_do_is_said(world: Any) -> None:

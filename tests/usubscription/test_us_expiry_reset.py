@@ -49,7 +49,7 @@ async def subscribe(raw: Any, major: int, expires_ms: int | None, topic: Any = T
     return Status((await raw.call(3, 1, old)).unpack(v3.SubscriptionResponse).status.state)
 
 
-def told(major: int, messages: Any) -> list[Status]:
+def statuses(major: int, messages: Any) -> list[Status]:
     if major == 3:
         return [Status(UPayload.of(one).unpack(v3.Update).status.state) for one in messages]
     return [Status(UPayload.of(one).unpack(v4.Subscription).status - 1) for one in messages]
@@ -60,7 +60,7 @@ def told(major: int, messages: Any) -> list[Status]:
 @spec("req~usubscription-subscribe-expiration~1", doc="v4")
 @spec("req~usubscription-subscribe-notifications~1", doc="v3")
 @spec("req~usubscription-subscribe-notifications~1", doc="v4")
-async def test_a_subscription_ends_after_its_expiry_not_in_that_millisecond_and_its_client_is_told(
+async def test_a_subscription_ends_after_its_expiry_not_in_that_millisecond_and_its_client_is_notified(
     world: Any, clock: Clock, major: int
 ) -> None:
     service = await world.service(now_ms=clock)
@@ -72,8 +72,8 @@ async def test_a_subscription_ends_after_its_expiry_not_in_that_millisecond_and_
     assert len(raw.published[major].heard) == 1
     clock.now = NOW + 1001
     assert await service.subscriptions() == [], "at once, whether or not it was swept yet"
-    assert told(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
-    assert told(major, await raw.published[major].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
+    assert statuses(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
+    assert statuses(major, await raw.published[major].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
 
 
 @pytest.mark.parametrize("major", [3, 4])
@@ -90,7 +90,7 @@ async def test_a_new_subscription_that_is_past_is_not_stored_and_says_nothing(
     assert await service.store.read(lambda reader: reader.links()) == []
     assert await subscribe(raw, major, EXPIRY_MS_MAX, OTHER) is Status.SUBSCRIBED
     heard = await raw.published[major].count(1)
-    assert told(major, heard) == [Status.SUBSCRIBED]
+    assert statuses(major, heard) == [Status.SUBSCRIBED]
 
 
 @spec("req~usubscription-subscribe-expiration-extension-past~1", doc="v4")
@@ -100,7 +100,7 @@ async def test_v4_a_new_expiry_in_the_past_unsubscribes(world: Any, clock: Clock
     assert await subscribe(raw, 4, NOW + 1000) is Status.SUBSCRIBED
     assert await subscribe(raw, 4, NOW - 1) is Status.UNSUBSCRIBED
     assert await service.subscriptions() == []
-    assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
+    assert statuses(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
 
 
 def test_a_subscription_is_past_after_the_millisecond_of_its_expiry() -> None:
@@ -185,10 +185,10 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
         v4.ResetRequest() if major == 4 else v3.ResetRequest(reason=v3.ResetRequest.Reason(code=1), before=timestamp(0))
     )
     assert (await peer.call(major, 9 if major == 3 else 6, request)).data == b""
-    assert told(3, await old.notified[3].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
-    assert told(4, await new.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
-    assert told(4, await watcher.notified[4].count(2)) == [Status.UNSUBSCRIBED] * 2
-    assert told(3, await watcher.notified[3].count(1)) == [Status.UNSUBSCRIBED]
+    assert statuses(3, await old.notified[3].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
+    assert statuses(4, await new.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
+    assert statuses(4, await watcher.notified[4].count(2)) == [Status.UNSUBSCRIBED] * 2
+    assert statuses(3, await watcher.notified[3].count(1)) == [Status.UNSUBSCRIBED]
     (last,) = await quiet.notified[3].count(1)  # registered for a topic without subscribers: notified of the end
     assert UPayload.of(last).unpack(v3.Update).topic == OTHER
     for _ in range(2):
@@ -199,7 +199,7 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
         await world.service(reset="all")
     await subscribe(old, 3, None)
     await old.notified[3].count(3)
-    assert len(watcher.notified[4].heard) == 2, "its registration is gone"
+    assert len(watcher.notified[4].heard) == 2, "its registration is removed"
 
 
 @pytest.mark.parametrize("major", [3, 4])
@@ -229,8 +229,8 @@ async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, 
         ear.on_receive = lambda message, keep=ear.on_receive: (seen.append(rows()), keep(message))[1]
     peer = await world.raw(ue_id=0, version=9)
     await peer.call(major, 9 if major == 3 else 6)
-    assert told(major, (await raw.notified[major].count(4))[2:]) == [Status.UNSUBSCRIBED] * 2
-    assert told(major, await watcher.notified[major].count(1))[-1] is Status.UNSUBSCRIBED
+    assert statuses(major, (await raw.notified[major].count(4))[2:]) == [Status.UNSUBSCRIBED] * 2
+    assert statuses(major, await watcher.notified[major].count(1))[-1] is Status.UNSUBSCRIBED
     assert len(seen) >= 3
     assert all(each == [0, 0, 0] for each in seen)
     store.close()
@@ -248,9 +248,9 @@ async def test_v3_once_the_last_one_has_left_nothing_is_said_about_the_topic(
     for raw in (one, last):
         await subscribe(raw, 3, NOW + 1000)
     await one.call(3, 2, v3.UnsubscribeRequest(topic=TOPIC))
-    assert told(3, await watcher.notified[3].count(3))[-1] is Status.UNSUBSCRIBED
+    assert statuses(3, await watcher.notified[3].count(3))[-1] is Status.UNSUBSCRIBED
     await last.call(3, 2, v3.UnsubscribeRequest(topic=TOPIC))
-    assert told(3, await watcher.notified[3].count(4))[-1] is Status.UNSUBSCRIBED
+    assert statuses(3, await watcher.notified[3].count(4))[-1] is Status.UNSUBSCRIBED
     if ends == "expiry":
         clock.now = NOW + 2000
         await asyncio.sleep(0.05)  # several checks of the clock

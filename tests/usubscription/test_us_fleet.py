@@ -50,8 +50,8 @@ class Fleet:
             self.asked.append(topic.authority_name)
             for place, status in enumerate(self._answers(topic.authority_name)):
                 if place:
-                    told = UMessageBuilder.notification(uris.uri(topic.authority_name, 0, 4, 0x8000), who)
-                    out.append(told.pack(v4.Subscription(topic=topic, subscriber=who, status=status)))
+                    notification = UMessageBuilder.notification(uris.uri(topic.authority_name, 0, 4, 0x8000), who)
+                    out.append(notification.pack(v4.Subscription(topic=topic, subscriber=who, status=status)))
                 else:
                     response = UMessageBuilder.response_for_request(attributes)
                     out.append(response.pack(v4.SubscribeResponse(topic=topic, status=status)))
@@ -126,15 +126,15 @@ async def test_four_hundred_subscriptions_to_forty_vehicles_are_some_batches(
     kinds = [type(event).__name__ for event in events]
     assert (kinds.count("Commanded"), kinds.count("Answered"), kinds.count("Notified")) == (400, 400, 0)
     assert len(commits) <= 100  # for 800 commands and answers, and the changes
-    told = [batch for batch in batches if batch[0].attributes.type == NOTIFICATION]
+    notifications = [batch for batch in batches if batch[0].attributes.type == NOTIFICATION]
     asked = [batch for batch in batches if batch[0].attributes.type == REQUEST]
-    assert sum(map(len, told)) >= 3 * 2 * len(TOPICS)  # two publishes beside each
-    assert len(told) <= 100
+    assert sum(map(len, notifications)) >= 3 * 2 * len(TOPICS)  # two publishes beside each
+    assert len(notifications) <= 100
     assert len(asked) <= 100
     assert len(fleet.asked) == len(TOPICS)
 
 
-async def test_in_a_burst_answers_leave_before_what_is_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_a_burst_answers_leave_before_notifications(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """While more requests wait than one transaction takes: a change costs as much as an answer."""
     service, raw, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
     batches = sizes_of(world.transports["cloud"], monkeypatch)
@@ -185,10 +185,10 @@ async def test_a_silent_vehicle_holds_up_no_other(world: Any, monkeypatch: pytes
     assert set(fleet.asked) == {topic.authority_name for topic in TOPICS}
 
 
-@pytest.mark.parametrize("told", [[SUBSCRIBED], [PENDING, SUBSCRIBED]], ids=["subscribed", "pending first"])
-async def test_what_is_told_right_behind_an_answer_that_says_pending_counts(world: Any, told: list[int]) -> None:
+@pytest.mark.parametrize("statuses", [[SUBSCRIBED], [PENDING, SUBSCRIBED]], ids=["subscribed", "pending first"])
+async def test_a_notification_right_behind_a_pending_answer_counts(world: Any, statuses: list[int]) -> None:
     """The notification arrives before the answer is stored."""
-    service, raw, _ = await begin(world, lambda vehicle: [PENDING, *told])
+    service, raw, _ = await begin(world, lambda vehicle: [PENDING, *statuses])
     await asyncio.gather(*subscribe_all(raw, TOPICS[:5]))
     await standing(service, TOPICS[:5])
 

@@ -27,10 +27,10 @@ def sub(topic: str, subscriber: str, status: Status = Status.SUBSCRIBED) -> Subs
     return Subscription(uris.parse(topic), uris.parse(subscriber), status)
 
 
-def listed(*told: Subscription) -> v4.FetchSubscriptionsResponse:
+def listed(*listed_changes: Subscription) -> v4.FetchSubscriptionsResponse:
     return v4.FetchSubscriptionsResponse(
         subscriptions=[
-            v4.Subscription(topic=one.topic, subscriber=one.subscriber, status=one.status + 1) for one in told
+            v4.Subscription(topic=one.topic, subscriber=one.subscriber, status=one.status + 1) for one in listed_changes
         ]
     )
 
@@ -38,8 +38,8 @@ def listed(*told: Subscription) -> v4.FetchSubscriptionsResponse:
 class Liar:
     """A service of version 4 of dev1 that sends anything."""
 
-    def __init__(self, transport: Any, *told: Subscription) -> None:
-        self.told, self.asked, self._transport = told, 0, transport
+    def __init__(self, transport: Any, *listed_changes: Subscription) -> None:
+        self.listed_changes, self.asked, self._transport = listed_changes, 0, transport
         self._server = InMemoryRpcServer(transport, LocalUriProvider("dev1", 0, 4), drain_ms_max=0)
 
     async def open(self) -> Liar:
@@ -49,11 +49,11 @@ class Liar:
 
     def _list(self, _: UMessage) -> v4.FetchSubscriptionsResponse:
         self.asked += 1
-        return listed(*self.told)
+        return listed(*self.listed_changes)
 
-    async def notify(self, told: v4.Subscription) -> None:
+    async def notify(self, listed_changes: v4.Subscription) -> None:
         message = UMessageBuilder.notification(uris.uri("dev1", 0, 4, 0x8000), LOCAL.get_source()).build_from_upayload(
-            UPayload.pack(told)
+            UPayload.pack(listed_changes)
         )
         await self._transport.send(message)
 
@@ -62,7 +62,7 @@ class Liar:
 
 
 async def test_a_service_has_nothing_to_say_about_others_topics_for_others_clients(world: Any) -> None:
-    told = (
+    listed_changes = (
         sub(MINE, "//cloud/0/4/0"),  # one of its topics
         sub("//elsewhere/20/1/8002", "//dev1/10/1/0"),  # a client of its own
         sub(THEIRS, "//cloud/0/4/0"),
@@ -71,7 +71,7 @@ async def test_a_service_has_nothing_to_say_about_others_topics_for_others_clien
         sub("//elsewhere/20/1/FFFF", "//dev1/10/1/0"),
         sub("//elsewhere/20/1/1", "//dev1/10/1/0"),
     )
-    liar = await Liar(await world.transport("dev1", 0, 4), *told).open()
+    liar = await Liar(await world.transport("dev1", 0, 4), *listed_changes).open()
     source = ServiceInterest(
         await world.transport("dev1", 0x99), LOCAL, "dev1", lives_there=lambda authority: authority == "dev1"
     )
@@ -94,7 +94,7 @@ async def test_one_that_lists_without_end_is_not_followed_and_the_last_known_ser
     source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1", subscriptions_max=10)
     await source.start()
     assert source.healthy
-    liar.told = tuple(sub(f"//dev1/20/1/{0x8000 + number:X}", "//cloud/0/4/0") for number in range(11))
+    liar.listed_changes = tuple(sub(f"//dev1/20/1/{0x8000 + number:X}", "//cloud/0/4/0") for number in range(11))
     await source.refresh()
     assert not source.healthy
     assert source.wants(uris.parse(MINE)) == {"cloud": Want(None)}

@@ -429,7 +429,7 @@ async def test_the_union_of_several_sources(world: Any, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class Told(InterestSource):
+class FakeSource(InterestSource):
     """Knows the subscriptions that the test puts."""
 
     def take(self, *subscriptions: Subscription) -> None:
@@ -438,7 +438,7 @@ class Told(InterestSource):
 
 def test_interest_says_of_which_topics_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interest, "JOURNAL_TOPICS_MAX", 3)
-    source = Told("a")
+    source = FakeSource("a")
     union = Interest([source])
     heard: list[Any] = []
     union.on_change(heard.append)
@@ -452,7 +452,7 @@ def test_interest_says_of_which_topics_something_has_changed(monkeypatch: pytest
     assert union.changed_since(1) == {uris.key(three)}
     assert union.changed_since(2) == frozenset()
     source.take(sub(uris.format(four), "//b/1/1/0"))
-    assert union.changed_since(0) is None, "the journal has no room for all of it"
+    assert union.changed_since(0) is None, "the journal's capacity is smaller than all changes"
     assert union.changed_since(1) == {uris.key(three), uris.key(four)}
     source.take(*(sub(uris.format(each), "//b/1/1/0", Status.UNSUBSCRIBED) for each in (one, two, three, four)))
     assert union.changed_since(3) is None
@@ -460,7 +460,7 @@ def test_interest_says_of_which_topics_something_has_changed(monkeypatch: pytest
 
 
 def test_a_filter_of_a_topic_goes_by_who_has_subscribed_to_just_that() -> None:
-    source = Told("a")
+    source = FakeSource("a")
     source.take(sub("//a/1/1/8001", "//b/1/1/0"), sub("//a/FFFF0001/1/8001", "//c/1/1/0"))
     union, topic = Interest([source]), uris.parse("//a/1/1/8001")
     assert {*union.wants(topic)} == {"b", "c"}
@@ -478,13 +478,13 @@ async def test_a_topic_that_found_no_room_among_those_to_be_asked_is_looked_at_a
     source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "old", call_ms=5_000)
     await source.start()
     union = Interest([source])
-    told: list[Any] = []
-    union.on_change(told.append)
+    changes: list[Any] = []
+    union.on_change(changes.append)
     changed = Changed(union)
     topics = [uris.uri("dev1", 0x66, 1, 0x8000 + number) for number in range(6)]
     for topic in topics:
         union.undecided(topic)
-    await changed.until(lambda: None in told)  # some were answered, and none is waiting
+    await changed.until(lambda: None in changes)  # some were answered, and none is waiting
     for topic in topics:
         union.undecided(topic)
     await changed.until(lambda: sum(map(source.decided, topics)) >= 3)

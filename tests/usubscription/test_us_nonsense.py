@@ -24,7 +24,7 @@ NO_SUBSCRIBER = UUri(authority_name="a" * 129, ue_id=1, ue_version_major=1)
 PAIRS = [*((topic, SUBSCRIBER) for topic in NO_TOPICS), (TOPIC, NO_SUBSCRIBER)]
 
 
-def told(version: int, topic: UUri, subscriber: UUri) -> v3.Subscription | v4.Subscription:
+def change_of(version: int, topic: UUri, subscriber: UUri) -> v3.Subscription | v4.Subscription:
     if version == 4:
         return v4.Subscription(topic=topic, subscriber=subscriber, status=v4.SubscriptionStatus.ValueType(3))
     return v3.Subscription(
@@ -36,7 +36,7 @@ def told(version: int, topic: UUri, subscriber: UUri) -> v3.Subscription | v4.Su
 
 @pytest.mark.parametrize("version", [3, 4])
 def test_one_entry_that_means_nothing_costs_the_others_nothing(version: int) -> None:
-    made = [told(version, *pair) for pair in [*PAIRS, (TOPIC, SUBSCRIBER)]]
+    made = [change_of(version, *pair) for pair in [*PAIRS, (TOPIC, SUBSCRIBER)]]
     type = v4.FetchSubscriptionsResponse if version == 4 else v3.FetchSubscriptionsResponse
     found, _ = CODECS[version].read_subscriptions(UPayload.pack(type(subscriptions=made)))  # type: ignore[arg-type]
     assert [(one.topic, one.subscriber) for one in found] == [(TOPIC, SUBSCRIBER)]
@@ -52,7 +52,7 @@ def test_subscribers_that_nobody_can_be_are_left_out() -> None:
 @pytest.mark.parametrize("version", [3, 4])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_change_that_means_nothing_is_refused(version: int, pair: tuple[UUri, UUri]) -> None:
-    change = told(version, *pair)
+    change = change_of(version, *pair)
     payload = UPayload.pack(
         change if version == 4 else v3.Update(topic=change.topic, subscriber=change.subscriber, status=change.status)
     )  # type: ignore[arg-type]

@@ -209,12 +209,12 @@ async def test_the_clients_last_word_counts_over_a_reconnect_too(world: Any) -> 
     await client.fetch_subscribers(TOPIC)
     (row,) = await service.subscriptions()
     assert row.sample_period_ms == 300
-    gone = asyncio.ensure_future(client.unsubscribe(TOPIC))
+    unsubscribing = asyncio.ensure_future(client.unsubscribe(TOPIC))
     await asyncio.sleep(0)
     transport.disconnect()
     transport.reconnect()
     try:
-        await gone
+        await unsubscribing
     except UStatusError:  # the connection was lost meanwhile
         await client.unsubscribe(TOPIC)
     await restored(client)

@@ -273,7 +273,9 @@ async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() 
     assert ANSWER_WAIT_MS_MAX / 1000 * 0.9 < loop.time() - start < ANSWER_WAIT_MS_MAX / 1000 * 3
 
 
-async def test_the_answer_leaves_before_the_change_is_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_answer_leaves_before_the_notifications_of_the_change(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(notifier, "GATHER_MS", 0)
     await world.service()
     sieve = Sieve(world.transports["dev1"])
@@ -289,14 +291,14 @@ async def test_the_answer_leaves_before_the_change_is_told(world: Any, monkeypat
             assert left[: at + 1].count(NOTIFICATION) <= left[:at].count(3), "a response for each before it"
 
 
-async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(world: Any) -> None:
+async def test_those_that_wait_for_a_change_are_woken_once_and_after_its_notifications(world: Any) -> None:
     """Not all of them for each batch: in a burst there are thousands."""
     tells = (await world.service()).notifier
-    base, told = tells.sent, list[int]()
+    base, woken = tells.sent, list[int]()
 
     async def wait(number: int) -> None:
         await tells.notified(number)
-        told.append(number - base)
+        woken.append(number - base)
 
     waiting = [asyncio.ensure_future(wait(base + number)) for number in (5, 1, 3, 3)]
     await asyncio.sleep(0)
@@ -305,7 +307,7 @@ async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(
         await tells.notified_up_to(base + upto)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert told == expected
+        assert woken == expected
     assert tells.awaited == []
     await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -359,7 +361,7 @@ class NoLull(asyncio.Event):
         super().set()
 
 
-async def test_what_is_newer_than_what_could_not_be_read_is_not_told_first(
+async def test_changes_behind_an_unreadable_one_are_not_notified_first(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifier, "CHANGES_WAITING_MAX", 1)  # the others are read from the store

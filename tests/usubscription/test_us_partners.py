@@ -108,12 +108,12 @@ async def test_with_everything_lost_a_word_from_the_other_service_is_enough(worl
     await world.service("a")
     for name, major in (("b", 3), ("c", 4)):
         sink = uris.uri("a", 0, major, 0)
-        told: Any = v4.Subscription(topic=TOPICS[name], subscriber=sink, status=3)
+        change: Any = v4.Subscription(topic=TOPICS[name], subscriber=sink, status=3)
         if major == 3:
-            told = v3.Update(topic=TOPICS[name], subscriber=v3.SubscriberInfo(uri=sink))
-            told.status.state = v3.SubscriptionStatus.SUBSCRIBED
+            change = v3.Update(topic=TOPICS[name], subscriber=v3.SubscriberInfo(uri=sink))
+            change.status.state = v3.SubscriptionStatus.SUBSCRIBED
         await world.transports[name].send(
-            UMessageBuilder.notification(uris.uri(name, 0, major, 0x8000), sink).pack(told)
+            UMessageBuilder.notification(uris.uri(name, 0, major, 0x8000), sink).pack(change)
         )
     await until(lambda: no_copies(world))
 

@@ -85,10 +85,10 @@ class Networks:
         await transport.open()
         client = USubscriptionClient(transport, local, version=version)
         await client.open()
-        told: asyncio.Queue[Subscription] = asyncio.Queue()
-        client.on_change(told.put_nowait)
+        status_changes: asyncio.Queue[Subscription] = asyncio.Queue()
+        client.on_change(status_changes.put_nowait)
         self._closing += [transport.close, client.close]
-        return client, told
+        return client, status_changes
 
     async def close(self) -> None:
         for close in reversed(self._closing):
@@ -115,10 +115,10 @@ async def mqtt(tmp_path: Path, broker: Any) -> AsyncIterator[Networks]:
     await made.close()
 
 
-async def until(told: asyncio.Queue[Subscription], status: Status, at: UUri) -> Subscription:
+async def until(status_changes: asyncio.Queue[Subscription], status: Status, at: UUri) -> Subscription:
     async with asyncio.timeout(WAIT_S):
         while True:
-            change = await told.get()
+            change = await status_changes.get()
             if (change.status, change.topic) == (status, at):
                 return change
 
@@ -129,12 +129,12 @@ async def flows(networks: Networks) -> None:
         await service.start()
     for near, far in (("a", "b"), ("b", "a")):
         for version in (3, 4):
-            client, told = await networks.client(near, version)
+            client, status_changes = await networks.client(near, version)
             there, _ = await networks.client(far, version, 0x11)
             assert await client.subscribe(topic(near)) is Status.SUBSCRIBED
-            await until(told, Status.SUBSCRIBED, topic(near))
+            await until(status_changes, Status.SUBSCRIBED, topic(near))
             assert await client.subscribe(topic(far)) is Status.SUBSCRIBE_PENDING
-            await until(told, Status.SUBSCRIBED, topic(far))
+            await until(status_changes, Status.SUBSCRIBED, topic(far))
             assert [one.subscriber.authority_name for one in await there.fetch_subscriptions(topic=topic(far))] == [
                 near
             ]
@@ -204,12 +204,12 @@ async def test_the_last_command_wins_on_mqtt(mqtt: Networks) -> None:
 async def test_killed_while_subscribe_pending_it_goes_on_after_the_restart(zenoh: Networks) -> None:
     a, b = zenoh.services["a"], zenoh.services["b"]
     await a.start()
-    client, told = await zenoh.client("a", 4)
+    client, status_changes = await zenoh.client("a", 4)
     assert await client.subscribe(topic("b")) is Status.SUBSCRIBE_PENDING  # b does not run
     await a.kill()
     await b.start()
     await a.start()
-    await until(told, Status.SUBSCRIBED, topic("b"))
+    await until(status_changes, Status.SUBSCRIBED, topic("b"))
     there, _ = await zenoh.client("b", 4)
     (known,) = await there.fetch_subscriptions()
     assert (known.subscriber, known.status) == (uris.uri("a", 0, 4, 0), Status.SUBSCRIBED)
@@ -220,9 +220,9 @@ async def test_killed_while_unsubscribe_pending_it_goes_on_after_the_restart(zen
     a, b = zenoh.services["a"], zenoh.services["b"]
     await a.start()
     await b.start()
-    client, told = await zenoh.client("a", 4)
+    client, status_changes = await zenoh.client("a", 4)
     await client.subscribe(topic("b"))
-    await until(told, Status.SUBSCRIBED, topic("b"))
+    await until(status_changes, Status.SUBSCRIBED, topic("b"))
     await b.kill()
     await client.unsubscribe(topic("b"))
     assert await client.fetch_subscriptions() == []
@@ -243,9 +243,9 @@ async def test_killed_while_subscribed_both_know_it_still_and_what_one_lost_come
     a, b = zenoh.services["a"], zenoh.services["b"]
     await a.start()
     await b.start()
-    client, told = await zenoh.client("a", 4)
+    client, status_changes = await zenoh.client("a", 4)
     await client.subscribe(topic("b"), sample_period_ms=100, expires_ms=4_102_444_800_000)
-    await until(told, Status.SUBSCRIBED, topic("b"))
+    await until(status_changes, Status.SUBSCRIBED, topic("b"))
     before = await client.fetch_subscriptions()
     await a.kill()
     await b.kill()
@@ -258,7 +258,7 @@ async def test_killed_while_subscribed_both_know_it_still_and_what_one_lost_come
         while not (found := await there.fetch_subscriptions()):  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.02)
     assert [one.sample_period_ms for one in found] == [100]
-    await until(told, Status.SUBSCRIBED, topic("b"))
+    await until(status_changes, Status.SUBSCRIBED, topic("b"))
     async with asyncio.timeout(WAIT_S):
         while await client.fetch_subscriptions() != before:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -53,7 +53,7 @@ def status(major: int, payload: UPayload) -> Status:
     return Status(payload.unpack(v3.SubscriptionResponse).status.state)
 
 
-def told(major: int, messages: list[UMessage]) -> list[Status]:
+def statuses(major: int, messages: list[UMessage]) -> list[Status]:
     if major == 4:
         return [Status(UPayload.of(one).unpack(v4.Subscription).status - 1) for one in messages]
     return [Status(UPayload.of(one).unpack(v3.Update).status.state) for one in messages]
@@ -195,7 +195,7 @@ async def test_subscribe_and_unsubscribe_between_two_services_both_ways(world: A
     for near, far, topic in (("a", "b", B_TOPIC), ("b", "a", A_TOPIC)):
         first, second = await world.raw(near, 0x10), await world.raw(near, 0x11)
         assert status(major, await first.call(major, 1, subscribe(major, topic))) is Status.SUBSCRIBE_PENDING
-        assert told(major, await first.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+        assert statuses(major, await first.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
         (request,) = [one for one in world.forwarders[near, far].log if one.attributes.type == REQUEST]
         assert request.attributes.source == uris.uri(near, 0, major, 0)
         assert request.attributes.sink == uris.uri(far, 0, major, 1)
@@ -232,7 +232,7 @@ async def _no_links(service: Any) -> bool:
     return not await links(service)
 
 
-async def test_who_watches_the_topic_where_it_is_published_and_who_subscribes_second_are_told_of_each_step(
+async def test_a_registrant_at_the_publisher_and_a_second_subscriber_are_notified_of_each_step(
     world: Any,
 ) -> None:
     for name in "ab":
@@ -241,13 +241,13 @@ async def test_who_watches_the_topic_where_it_is_published_and_who_subscribes_se
     await watcher.call(3, 6, v3.NotificationsRequest(topic=B_TOPIC))
     await first.call(3, 1, subscribe(3, B_TOPIC))
     await first.notified[3].count(2)
-    assert told(3, await watcher.notified[3].count(1)) == [Status.SUBSCRIBED]
+    assert statuses(3, await watcher.notified[3].count(1)) == [Status.SUBSCRIBED]
     await second.call(3, 1, subscribe(3, B_TOPIC))
-    assert told(3, await second.notified[3].count(1)) == [Status.SUBSCRIBED]
+    assert statuses(3, await second.notified[3].count(1)) == [Status.SUBSCRIBED]
     for one in (first, second):
         await one.call(3, 2, unsubscribe(3, B_TOPIC))
-    assert told(3, await first.notified[3].count(3))[-1] is Status.UNSUBSCRIBED
-    assert told(3, await watcher.notified[3].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
+    assert statuses(3, await first.notified[3].count(3))[-1] is Status.UNSUBSCRIBED
+    assert statuses(3, await watcher.notified[3].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
     await watcher.call(3, 7, v3.NotificationsRequest(topic=B_TOPIC))
     await first.call(3, 1, subscribe(3, B_TOPIC))
     await first.notified[3].count(5)
@@ -266,7 +266,7 @@ async def test_registrants_hear_of_the_pending_subscription_before_the_remote_re
     await watcher.call(4, 4, v4.NotificationsRequest())
     heard = watcher.notified[4]
     keep = heard.on_receive
-    heard.on_receive = lambda message: (log.append(f"told {told(4, [message])[0].name}"), keep(message))[1]
+    heard.on_receive = lambda message: (log.append(f"told {statuses(4, [message])[0].name}"), keep(message))[1]
     await raw.call(4, 1, subscribe(4, B_TOPIC))
     await heard.count(2)
     order = [entry for entry in log if entry != "other"]
@@ -304,7 +304,7 @@ async def test_a_refusal_unsubscribes_everybody(world: Any, peer: Peer, major: i
         assert status(major, await one.call(major, 1, subscribe(major, B_TOPIC))) is Status.SUBSCRIBE_PENDING
     gate.set()
     for one in members:
-        assert told(major, await one.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
+        assert statuses(major, await one.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
     assert await service.subscriptions() == []
     assert await links(service) == {}
     assert len(peer.commands) == 1
@@ -319,10 +319,10 @@ async def test_a_remote_that_forwards_itself_decides_with_its_notification(world
     await wait_for(lambda: _command_done(service))
     assert await known(service) == [(uris.format(B_TOPIC), "a", "SUBSCRIBE_PENDING")]
     await peer.tell(4, B_TOPIC, Status.SUBSCRIBED)
-    assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    assert statuses(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
     await peer.tell(4, B_TOPIC, Status.SUBSCRIBE_PENDING)
     await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
-    assert told(4, await raw.notified[4].count(4))[2:] == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
+    assert statuses(4, await raw.notified[4].count(4))[2:] == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
     assert await links(service) == {}
 
 
@@ -368,7 +368,7 @@ async def test_a_command_is_retried_until_answered_across_our_restart_and_the_re
     again = await Peer(await world.transport("b", 0, 4), "b").open()
     again.answer = peer.answer
     await again.until("subscribe", "subscribe")
-    assert told(4, await raw.notified[4].until(lambda heard: told(4, heard)[-1] is Status.SUBSCRIBED))
+    assert statuses(4, await raw.notified[4].until(lambda heard: statuses(4, heard)[-1] is Status.SUBSCRIBED))
     assert [entry[2] for entry in await known(service)] == ["SUBSCRIBED"]
     await again.close()
 
@@ -393,7 +393,7 @@ async def test_a_lost_request_is_said_again_while_the_first_still_counts(world: 
     await raw.call(3, 1, subscribe(3, B_TOPIC))
     await peer.until("subscribe", "subscribe", "subscribe")
     assert {request.attributes.ttl for _, request in peer.commands} == {300_000}
-    assert told(3, await raw.notified[3].count(2))[-1] is Status.SUBSCRIBED
+    assert statuses(3, await raw.notified[3].count(2))[-1] is Status.SUBSCRIBED
     for gate in gates:
         gate.set()
     assert await _command_done(service)
@@ -451,7 +451,7 @@ async def test_an_answer_to_the_first_request_counts_however_often_it_was_said_a
             await peer._news.wait()
     assert {request.attributes.ttl for _, request in peer.commands} == {300_000}
     late.set()
-    assert told(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    assert statuses(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
     await wait_for(lambda: _command_done(service))
 
 
@@ -481,14 +481,16 @@ async def test_everybody_who_has_the_topic_is_pending_while_the_remote_is_asked(
         peer.has = [B_TOPIC]
         gate.set()
         for one in members:
-            await one.notified[major].until(lambda heard: bool(heard) and told(major, heard)[-1] is Status.SUBSCRIBED)
+            await one.notified[major].until(
+                lambda heard: bool(heard) and statuses(major, heard)[-1] is Status.SUBSCRIBED
+            )
         if gate is gates[0]:
             peer.has = []
             world.transports["a"].disconnect()
             world.transports["a"].reconnect()  # causes an audit
             await peer.until("subscribe", "subscribe")
     for one in members:
-        assert told(major, one.notified[major].heard) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED] * 2
+        assert statuses(major, one.notified[major].heard) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED] * 2
 
 
 @both
@@ -521,9 +523,9 @@ async def test_subscribe_while_the_unsubscribe_is_under_way_asks_the_remote_agai
     await peer.until("subscribe", "unsubscribe", "subscribe")
     assert peer.commands[2][1].attributes.source == uris.uri("a", 0, major, 0)
     heard = await raw.notified[major].until(
-        lambda heard: len(heard) > before and told(major, heard)[-1] is Status.SUBSCRIBED
+        lambda heard: len(heard) > before and statuses(major, heard)[-1] is Status.SUBSCRIBED
     )
-    assert told(major, heard)[-2:] == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    assert statuses(major, heard)[-2:] == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
 
 
 @both
@@ -556,7 +558,7 @@ async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic
     await wait_for(lambda: _no_links(service))
     assert peer.running_max == 1
     last = await raw.published[major].count(4)
-    assert told(major, last)[-1] is Status.UNSUBSCRIBED
+    assert statuses(major, last)[-1] is Status.UNSUBSCRIBED
     await raw.call(major, 1, subscribe(major, A_TOPIC))
     await raw.published[major].count(5)  # and nothing about the remote topic in between
     assert len(raw.published[major].heard) == 5
@@ -649,7 +651,7 @@ async def test_a_passing_shortage_ends_nothing(world: Any, peer: Peer, code: Any
     service = await world.service("a")
     raw = await world.raw("a")
     await raw.call(4, 1, subscribe(4, B_TOPIC))
-    assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    assert statuses(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
     if command == "unsubscribe":
         await raw.call(4, 2, unsubscribe(4, B_TOPIC))
         await peer.until("subscribe", "unsubscribe", "unsubscribe")
@@ -675,7 +677,7 @@ async def test_an_answer_that_cannot_be_read_ends_nothing(world: Any, major: int
         await world.service("a")
         raw = await world.raw("a")
         await raw.call(major, 1, subscribe(major, B_TOPIC))
-        assert told(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+        assert statuses(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
 
 
 async def test_our_own_shortage_ends_nothing(world: Any, peer: Peer) -> None:
@@ -692,7 +694,7 @@ async def test_our_own_shortage_ends_nothing(world: Any, peer: Peer) -> None:
     transport.send_batch = refuse_requests
     raw = await world.raw("a")
     await raw.call(4, 1, subscribe(4, B_TOPIC))
-    assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    assert statuses(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
     assert len(await service.subscriptions()) == 1
 
 
@@ -723,7 +725,7 @@ async def test_the_last_ones_expiry_unsubscribes_remotely(world: Any, peer: Peer
     await raw.call(4, 1, v4.SubscribeRequest(topic=B_TOPIC, expiration=timestamp(now_ms() + 1_000)))
     await peer.until("subscribe")
     await peer.until("subscribe", "unsubscribe")
-    assert told(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
+    assert statuses(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
     assert await service.subscriptions() == []
 
 
@@ -733,7 +735,7 @@ async def test_the_remote_major_is_the_clients_unless_configured(world: Any, pee
     await raw.call(4, 1, subscribe(4, B_TOPIC))
     await peer.until("subscribe")
     assert peer.commands[0][1].attributes.sink.ue_version_major == 3
-    assert told(4, await raw.notified[4].count(2))[-1] is Status.SUBSCRIBED
+    assert statuses(4, await raw.notified[4].count(2))[-1] is Status.SUBSCRIBED
 
 
 async def test_a_remote_that_lost_its_store_is_noticed_and_subscribed_again(world: Any) -> None:
@@ -749,7 +751,7 @@ async def test_a_remote_that_lost_its_store_is_noticed_and_subscribed_again(worl
     assert await there.subscriptions() == []
     world.transports["a"].disconnect()
     world.transports["a"].reconnect()  # causes an audit
-    assert told(4, await raw.notified[4].count(4))[2:] == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    assert statuses(4, await raw.notified[4].count(4))[2:] == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
     assert await known(there) == [(uris.format(B_TOPIC), "a", "SUBSCRIBED")]
     assert (await links(service))[uris.format(B_TOPIC)].state is Status.SUBSCRIBED
 
@@ -781,13 +783,13 @@ async def test_a_late_notification_about_an_old_unsubscribe_does_not_end_the_new
     await raw.call(3, 2, unsubscribe(3, B_TOPIC))
     await peer.until("subscribe", "unsubscribe")
     await raw.call(4, 1, subscribe(4, B_TOPIC))
-    assert told(4, await raw.notified[4].count(2))[-1] is Status.SUBSCRIBED
+    assert statuses(4, await raw.notified[4].count(2))[-1] is Status.SUBSCRIBED
     await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
     await wait_for(lambda: _audited(service))
     assert [entry[2] for entry in await known(service)] == ["SUBSCRIBED"]
     peer.has = []  # now it is true
     await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
-    assert told(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
+    assert statuses(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
     assert await service.subscriptions() == []
 
 
@@ -798,7 +800,7 @@ async def test_an_answer_that_is_older_than_the_last_notification_does_not_end_t
     raw = await world.raw("a")
     peer.has = [B_TOPIC]
     await raw.call(4, 1, subscribe(4, B_TOPIC))
-    assert told(4, await raw.notified[4].count(2))[-1] is Status.SUBSCRIBED
+    assert statuses(4, await raw.notified[4].count(2))[-1] is Status.SUBSCRIBED
     await wait_for(lambda: _audited(service))
     peer.lists.clear()
     before = peer.asked
@@ -809,7 +811,7 @@ async def test_an_answer_that_is_older_than_the_last_notification_does_not_end_t
     await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
     await wait_for(lambda: _is(service.remote.auditor._suspects.get(uris.key(B_TOPIC)) != first))
     peer.lists.set()
-    assert told(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
+    assert statuses(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
 
 
 async def _is(condition: bool) -> bool:

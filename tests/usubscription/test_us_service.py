@@ -84,16 +84,16 @@ async def test_v3_subscribe_answers_first_then_notifies_the_subscriber_and_publi
     await world.service()
     raw = await world.raw()
     assert await subscribe3(raw) == S3.SUBSCRIBED
-    (told,) = await raw.notified[3].count(1)
+    (notification,) = await raw.notified[3].count(1)
     (published,) = await raw.published[3].count(1)
-    assert told.attributes.type == NOTIFICATION
-    assert told.attributes.source == uris.uri("dev1", 0, 3, 0x8000)
-    assert told.attributes.sink == raw.local.get_source()
-    assert told.attributes.priority == UPriority.UPRIORITY_CS2
-    assert told.attributes.payload_format == PROTOBUF
+    assert notification.attributes.type == NOTIFICATION
+    assert notification.attributes.source == uris.uri("dev1", 0, 3, 0x8000)
+    assert notification.attributes.sink == raw.local.get_source()
+    assert notification.attributes.priority == UPriority.UPRIORITY_CS2
+    assert notification.attributes.payload_format == PROTOBUF
     assert published.attributes.type == PUBLISH
     assert await subscribers(raw) == ([raw.local.get_source()], False)
-    update = UPayload.of(told).unpack(v3.Update)
+    update = UPayload.of(notification).unpack(v3.Update)
     assert UPayload.of(published).unpack(v3.Update) == update
     assert (update.topic, update.subscriber.uri, update.status.state) == (TOPIC, raw.local.get_source(), S3.SUBSCRIBED)
 
@@ -106,8 +106,8 @@ async def test_v3_unsubscribe_ends_tracking_with_one_last_update_and_then_silenc
     await subscribe3(raw)
     await unsubscribe3(raw)
     assert await subscribers(raw) == ([], False)
-    told = await raw.notified[3].count(2)
-    assert [UPayload.of(one).unpack(v3.Update).status.state for one in told] == [S3.SUBSCRIBED, S3.UNSUBSCRIBED]
+    notified = await raw.notified[3].count(2)
+    assert [UPayload.of(one).unpack(v3.Update).status.state for one in notified] == [S3.SUBSCRIBED, S3.UNSUBSCRIBED]
     await subscribe3(raw, OTHER)
     await raw.notified[3].count(3)
     assert len(raw.published[3].heard) == 3
@@ -155,7 +155,7 @@ async def test_v3_an_empty_authority_is_the_local_one(world: Any) -> None:
 BARE = uris.parse("/20/1/8001")  # TOPIC without authority, for clients on its host
 
 
-def topics_told(messages: list[UMessage]) -> list[UUri]:
+def topics_of(messages: list[UMessage]) -> list[UUri]:
     return [UPayload.of(message).unpack(v3.Update).topic for message in messages]
 
 
@@ -170,21 +170,21 @@ async def test_a_subscriber_that_gave_no_authority_gets_none_back_over_restarts_
     response = (await raw.call(3, 1, v3.SubscriptionRequest(topic=BARE))).unpack(v3.SubscriptionResponse)
     assert response.topic == BARE
     await subscribe3(other)
-    assert topics_told(await raw.notified[3].count(1)) == [BARE]
-    assert topics_told(await other.notified[3].count(1)) == [TOPIC]
-    assert topics_told(await watcher.notified[3].count(2)) == [TOPIC, TOPIC]
+    assert topics_of(await raw.notified[3].count(1)) == [BARE]
+    assert topics_of(await other.notified[3].count(1)) == [TOPIC]
+    assert topics_of(await watcher.notified[3].count(2)) == [TOPIC, TOPIC]
     assert [UPayload.of(one).unpack(v4.Subscription).topic for one in await watcher.notified[4].count(2)] == [
         TOPIC,
         TOPIC,
     ]
-    assert topics_told(await raw.published[3].count(2)) == [TOPIC, TOPIC]
+    assert topics_of(await raw.published[3].count(2)) == [TOPIC, TOPIC]
     assert [one.topic for one in (await listed3(raw, topic=BARE)).subscriptions] == [TOPIC, TOPIC]
     assert [one.topic for one in await listed4(raw)] == [TOPIC, TOPIC]
     await world.stop()
     await world.service()
     await unsubscribe3(raw)
-    assert topics_told(await raw.notified[3].count(2)) == [BARE, BARE]
-    assert topics_told(await watcher.notified[3].count(3))[-1] == TOPIC
+    assert topics_of(await raw.notified[3].count(2)) == [BARE, BARE]
+    assert topics_of(await watcher.notified[3].count(3))[-1] == TOPIC
 
 
 async def test_the_last_subscribe_says_how_a_subscriber_writes_its_topic(world: Any) -> None:
@@ -193,26 +193,26 @@ async def test_the_last_subscribe_says_how_a_subscriber_writes_its_topic(world: 
     await subscribe3(raw, BARE)
     await subscribe3(raw, TOPIC)
     await unsubscribe3(raw, BARE)
-    assert topics_told(await raw.notified[3].count(2)) == [BARE, TOPIC]
+    assert topics_of(await raw.notified[3].count(2)) == [BARE, TOPIC]
     await subscribe3(raw, TOPIC)
     await subscribe3(raw, BARE)
     await raw.notified[3].count(3)
     await world.stop()
     await world.service()
     await unsubscribe3(raw, TOPIC)
-    assert topics_told(await raw.notified[3].count(4))[2:] == [TOPIC, BARE]
+    assert topics_of(await raw.notified[3].count(4))[2:] == [TOPIC, BARE]
 
 
-async def test_one_that_goes_on_in_version_4_is_told_the_whole_topic(world: Any) -> None:
+async def test_a_subscriber_that_changes_to_version_4_gets_the_whole_topic(world: Any) -> None:
     """In version 4 the topic must have an authority."""
     await world.service()
     raw = await world.raw()
     await subscribe3(raw, BARE)
     await subscribe4(raw, TOPIC)
     await unsubscribe3(raw, BARE)
-    (told,) = await raw.notified[4].count(1)
-    assert UPayload.of(told).unpack(v4.Subscription).topic == TOPIC
-    assert topics_told(raw.notified[3].heard) == [BARE]
+    (notification,) = await raw.notified[4].count(1)
+    assert UPayload.of(notification).unpack(v4.Subscription).topic == TOPIC
+    assert topics_of(raw.notified[3].heard) == [BARE]
 
 
 async def test_a_reset_names_the_topic_as_it_was_passed(world: Any) -> None:
@@ -220,7 +220,7 @@ async def test_a_reset_names_the_topic_as_it_was_passed(world: Any) -> None:
     raw, peer = await world.raw(), await world.raw(ue_id=0, version=3)
     await subscribe3(raw, BARE)
     await peer.call(3, 9, v3.ResetRequest())
-    assert topics_told(await raw.notified[3].count(2)) == [BARE, BARE]
+    assert topics_of(await raw.notified[3].count(2)) == [BARE, BARE]
 
 
 @spec("dsn~usubscription-fetch-subscribers-protobuf~1", doc="v3")
@@ -317,8 +317,8 @@ async def test_v3_registered_clients_hear_of_their_topics_until_they_unregister(
     await watcher.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
     await subscribe3(raw, OTHER)
     await subscribe3(raw)
-    (told,) = await watcher.notified[3].count(1)
-    assert UPayload.of(told).unpack(v3.Update).topic == TOPIC
+    (notification,) = await watcher.notified[3].count(1)
+    assert UPayload.of(notification).unpack(v3.Update).topic == TOPIC
     await watcher.call(3, 7, v3.NotificationsRequest(topic=TOPIC))
     await watcher.call(3, 7, v3.NotificationsRequest(topic=TOPIC))  # repeated: OK (A-48)
     await unsubscribe3(raw)
@@ -326,7 +326,7 @@ async def test_v3_registered_clients_hear_of_their_topics_until_they_unregister(
     assert len(watcher.notified[3].heard) == 1
 
 
-async def test_a_subscriber_that_is_also_registered_is_told_once(world: Any) -> None:
+async def test_a_subscriber_that_is_also_registered_is_notified_once(world: Any) -> None:
     await world.service()
     raw = await world.raw()
     await raw.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
@@ -355,8 +355,8 @@ async def test_details_of_a_v3_subscription_are_passed_through(world: Any) -> No
     attributes = v3.SubscribeAttributes()
     attributes.details.add().ParseFromString(detail.data)
     await raw.call(3, 1, v3.SubscriptionRequest(topic=TOPIC, attributes=attributes))
-    (told,) = await raw.notified[3].count(1)
-    assert UPayload.of(told).unpack(v3.Update).attributes.details == attributes.details
+    (notification,) = await raw.notified[3].count(1)
+    assert UPayload.of(notification).unpack(v3.Update).attributes.details == attributes.details
     (listed,) = (await listed3(raw, topic=TOPIC)).subscriptions
     assert listed.attributes.details == attributes.details
 
@@ -381,10 +381,10 @@ async def test_v4_subscribe_answers_notifies_and_publishes_with_all_attributes(w
     raw = await world.raw()
     expiration = timestamp(now_ms() + 3_600_123)
     assert await subscribe4(raw, expiration=expiration, sample_period=4_000_000_000) == S4.STATUS_SUBSCRIBED
-    (told,) = await raw.notified[4].count(1)
+    (notification,) = await raw.notified[4].count(1)
     (published,) = await raw.published[4].count(1)
-    assert (told.attributes.type, published.attributes.type) == (NOTIFICATION, PUBLISH)
-    assert told.attributes.source == published.attributes.source == uris.uri("dev1", 0, 4, 0x8000)
+    assert (notification.attributes.type, published.attributes.type) == (NOTIFICATION, PUBLISH)
+    assert notification.attributes.source == published.attributes.source == uris.uri("dev1", 0, 4, 0x8000)
     wanted = v4.Subscription(
         topic=TOPIC,
         subscriber=raw.local.get_source(),
@@ -392,7 +392,7 @@ async def test_v4_subscribe_answers_notifies_and_publishes_with_all_attributes(w
         expiration=expiration,
         sample_period=4_000_000_000,
     )
-    assert UPayload.of(told).unpack(v4.Subscription) == wanted == UPayload.of(published).unpack(v4.Subscription)
+    assert UPayload.of(notification).unpack(v4.Subscription) == wanted == UPayload.of(published).unpack(v4.Subscription)
     assert await listed4(raw) == [wanted]
 
 
@@ -401,7 +401,7 @@ async def test_v4_subscribe_answers_notifies_and_publishes_with_all_attributes(w
 @spec("req~usubscription-unsubscribe-response-signature~1", doc="v4")
 @spec("req~usubscription-unsubscribe~1", doc="v4")
 @spec("req~usubscription-unsubscribe-notifications~1", doc="v4")
-async def test_v4_the_client_that_unsubscribes_is_told_nothing_but_everybody_else_is(world: Any) -> None:
+async def test_v4_the_client_that_unsubscribes_is_not_notified_but_everybody_else_is(world: Any) -> None:
     await world.service()
     raw, watcher = await world.raw(), await world.raw(ue_id=0x99)
     await watcher.call(4, 4, v4.NotificationsRequest())
@@ -436,9 +436,9 @@ async def test_v4_repeated_subscribe_tells_changes_of_expiration_and_period_only
     ):
         assert await subscribe4(raw, **options) == S4.STATUS_SUBSCRIBED
     heard = await raw.notified[4].count(4)
-    told = [UPayload.of(one).unpack(v4.Subscription) for one in heard]
-    assert [one.HasField("expiration") for one in told] == [False, True, True, True]
-    assert [told[1].expiration, told[2].expiration, told[3].sample_period] == [later, soon, 5]
+    notified = [UPayload.of(one).unpack(v4.Subscription) for one in heard]
+    assert [one.HasField("expiration") for one in notified] == [False, True, True, True]
+    assert [notified[1].expiration, notified[2].expiration, notified[3].sample_period] == [later, soon, 5]
 
 
 @spec("req~usubscription-fetch-subscriptions-method_id~1", doc="v4")

@@ -87,7 +87,7 @@ class Subscriptions(RuleBasedStateMachine):
         self.view: dict[tuple[Key, Key], Status] = {}
         self.remote_has: set[Key] = set()
         self.late: list[tuple[Key, int, Status]] = []  # answers in flight
-        self.told_up_to = 0
+        self.notified_up_to = 0
         self.restart()
         self.apply(Register(WATCHER, 4, None))
 
@@ -182,10 +182,10 @@ class Subscriptions(RuleBasedStateMachine):
 
     def hear(self, stored: Any) -> None:
         assert (WATCHER, 4) in stored.recipients
-        if stored.number <= self.told_up_to:
+        if stored.number <= self.notified_up_to:
             return  # a duplicate, after a crash
-        assert stored.number > self.told_up_to
-        self.told_up_to = stored.number
+        assert stored.number > self.notified_up_to
+        self.notified_up_to = stored.number
         change = stored.change
         if change.topic[3] == 0:
             return  # the end of a registration
@@ -291,10 +291,10 @@ class Subscriptions(RuleBasedStateMachine):
             assert (link.command is Command.UNSUBSCRIBE) == (link.state is Status.UNSUBSCRIBE_PENDING)
 
     @invariant()
-    def everything_is_told_in_the_end(self) -> None:
+    def everything_is_notified_in_the_end(self) -> None:
         view = dict(self.view)
         for stored in self.reader.outbox(0, 10_000):
-            if stored.number > self.told_up_to and stored.change.topic[3]:
+            if stored.number > self.notified_up_to and stored.change.topic[3]:
                 key = (stored.change.topic, stored.change.subscriber)
                 if stored.change.status is Status.UNSUBSCRIBED:
                     view.pop(key, None)
@@ -381,7 +381,7 @@ def test_long_random_walks(seed: int) -> None:
         for number in range(1, 1001):
             chance.choices(actions, weights)[0]()
             machine.records_are_what_clients_expect()
-            machine.everything_is_told_in_the_end()
+            machine.everything_is_notified_in_the_end()
             if number % 10 == 0:
                 machine.crash()
             if number % 150 == 0:

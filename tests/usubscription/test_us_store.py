@@ -56,7 +56,7 @@ def execute(path: Path, statement: str) -> None:
     db.close()
 
 
-def test_a_corrupt_store_is_refused_and_never_begun_anew(path: Path) -> None:
+def test_a_corrupt_store_is_refused_and_never_replaced_by_an_empty_one(path: Path) -> None:
     content = bytearray(path.read_bytes())
     for start in range(4096, len(content), 4096):
         content[start : start + 100] = b"\xa5" * 100
@@ -257,24 +257,24 @@ def test_a_registration_more_does_not_read_all_of_them(path: Path, monkeypatch: 
     db = Database(path, "dev1")
     db.open()
 
-    def told(db: Database, expires_ms: int) -> dict[Key, set[tuple[Key, int]]]:
+    def remaining(db: Database, expires_ms: int) -> dict[Key, set[tuple[Key, int]]]:
         outcomes = db.apply([Subscribe(topic, APP, 4, expires_ms=expires_ms) for topic in topics], 0)
         assert all(isinstance(outcome, Outcome) for outcome in outcomes)
         stored = [one for outcome in outcomes if isinstance(outcome, Outcome) for one in outcome.changes]
         return {one.change.topic: set(one.recipients) for one in stored}
 
-    assert set(map(len, told(db, 1_000).values())) == {1}
+    assert set(map(len, remaining(db, 1_000).values())) == {1}
     for topic in topics:
         for client in clients:
             db.apply([Register(client, 4, topic), Register(client, 4, topic)], 0)
         db.apply([Unregister(clients[1], 4, topic), Unregister(clients[1], 4, topic)], 0)
     db.apply([Register(clients[1], 4, None), Register(clients[2], 4, None), Unregister(clients[2], 4, None)], 0)
-    now = told(db, 2_000)
+    now = remaining(db, 2_000)
     assert now == {topic: {(APP, 4), *((client, 4) for client in clients)} for topic in topics}
     assert len(reads) == 1
     db.close()
     db.open()
-    assert told(db, 3_000) == now
+    assert remaining(db, 3_000) == now
     db.close()
 
 
@@ -421,7 +421,7 @@ def test_changes_that_a_cut_write_ahead_log_has_lost_are_counted(tmp_path: Path)
     third.close()
 
 
-def test_a_write_ahead_log_that_is_lost_whole_is_told_too(tmp_path: Path) -> None:
+def test_a_write_ahead_log_that_is_lost_whole_is_reported_too(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     database = Database(path, "vehicle1")
     database.open()
@@ -436,18 +436,18 @@ def test_a_write_ahead_log_that_is_lost_whole_is_told_too(tmp_path: Path) -> Non
     again.close()
     for name in ("", "-wal", "-shm"):  # a new store: nothing is lost then
         Path(f"{path}{name}").unlink(missing_ok=True)
-    anew = Database(path, "vehicle1")
-    anew.open()
-    assert anew.lost_changes == 0
-    anew.close()
+    reopened = Database(path, "vehicle1")
+    reopened.open()
+    assert reopened.lost_changes == 0
+    reopened.close()
 
 
 def test_what_is_held_keeps_how_its_subscriber_writes_the_topic(path: Path) -> None:
     db = Database(path, "dev1")
     db.open()
-    (told,) = db.apply([Subscribe(TOPIC, APP, 3, sample_period_ms=5, bare=True)], 0)
-    assert isinstance(told, Outcome)
-    (stored,) = told.changes
+    (outcome,) = db.apply([Subscribe(TOPIC, APP, 3, sample_period_ms=5, bare=True)], 0)
+    assert isinstance(outcome, Outcome)
+    (stored,) = outcome.changes
     assert stored.change.bare
     db.apply([Hold((("dev1", stored.number, stored.change, stored.recipients),))], 0)
     assert [(one.number, one.change.bare, one.recipients) for one in db.reader().held("dev1", 9)] == [
