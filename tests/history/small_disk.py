@@ -1,4 +1,4 @@
-"""Small disks: a real one where the machine lets us mount it, and one that only acts as if, which needs no rights."""
+"""Small disks: a mounted one where the machine permits mounting, and a simulated one, which needs no rights."""
 
 from __future__ import annotations
 

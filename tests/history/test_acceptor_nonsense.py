@@ -1,5 +1,4 @@
-"""Numbers that no log gives, in the answer of a history: nothing is taken for a record, and the reader can ask
-again."""
+"""Invalid numbers in the answer of a history: none is taken for a record, and the reader can poll again."""
 
 from __future__ import annotations
 

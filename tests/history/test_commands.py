@@ -1,4 +1,4 @@
-"""Command: what a follower wants is kept for it, done once, leased and bounded."""
+"""Command: the history stores a follower's topics, applies each command once, leases and bounds them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Commands against a model: whatever is followed, ended, thinned, lost, repeated, late or forgotten, a poll returns
-what the model says."""
+"""Commands against a model: after any commands, losses, duplicates, delays and evictions, a poll returns what the model
+says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe: what it says of the logs, topics in pages; callers and services of before there were pages go on."""
+"""Describe: its description of the logs, topics in pages, and callers and services without pages."""
 
 from __future__ import annotations
 

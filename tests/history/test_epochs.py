@@ -1,4 +1,4 @@
-"""Which epoch a record is of, and when one is over: buckets, what publishers say, and what nobody should say."""
+"""To which epoch a record belongs, and when an epoch ends: time buckets, reports of publishers, invalid reports."""
 
 from __future__ import annotations
 
@@ -548,7 +548,7 @@ async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: py
 async def test_a_disk_that_is_full_for_long_makes_no_frontier_long(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Epochs that were open before are reported when there is capacity again; those that began and ended meanwhile are not."""
+    """Epochs that were open before are reported when capacity is free again; those that ended meanwhile are not."""
     log, seconds = world.logs[0], [START_MS + 1_000 * second for second in range(2 * ACTIVE_MAX)]
     await world.append_all(log, [message(SIGNALS[0], seconds[0], DICE)])
     with monkeypatch.context() as patch:

@@ -1,7 +1,6 @@
-"""Epochs end to end, in the order of chance: publishers, keepers that restart, readers that come, go and come back.
+"""Epochs end to end, in random order: publishers, keepers that restart, readers that disconnect and return.
 
-What the logs hold of an epoch is the truth: a reader has all of it, or none, or is told that it may not be whole.
-"""
+What the logs hold of an epoch is the truth: a reader has all of it, or none, or learns that it may be incomplete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log that follows another one: what it took from there and how far it has come are one commit, whatever happens."""
+"""A log that follows another one: the records from there and the position in it are one commit."""
 
 from __future__ import annotations
 

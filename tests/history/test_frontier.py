@@ -1,4 +1,4 @@
-"""Times, antichains, and how far a stream has come in them. Pure."""
+"""Times, antichains, and the progress of a stream in them. Pure."""
 
 from __future__ import annotations
 

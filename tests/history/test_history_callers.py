@@ -1,5 +1,4 @@
-"""Callers beside each other: whose a consumer's name is, whose turn it is to read, and what one may take of
-everything."""
+"""Several callers: owners of consumer names, the order of reads, and the share of one caller in each resource."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HistoryFeed: one long poll for all listeners, and each hears its own, once and in order, whatever happens to the
+"""HistoryFeed: one long poll for all listeners; each gets its records once and in order, whatever happens to the
 others."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describe and Poll, over the local transport: what a consumer may rely on."""
+"""Describe and Poll over the local transport: the guarantees for a consumer."""
 
 from __future__ import annotations
 

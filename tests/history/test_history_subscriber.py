@@ -1,4 +1,4 @@
-"""GaplessSubscriber: every record once, in order, whatever happens on the way."""
+"""GaplessSubscriber: every record once and in order, whatever happens on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log, step by step: both kinds through the same tests."""
+"""The log, step by step: the same tests for the log on disk and the log in memory."""
 
 from __future__ import annotations
 

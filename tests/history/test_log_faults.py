@@ -1,4 +1,4 @@
-"""What may happen to a log: a kill, a damaged file, a full disk, a second opener, a newer program."""
+"""Faults of a log: a kill, a damaged file, a full disk, a second opener, a newer program."""
 
 from __future__ import annotations
 

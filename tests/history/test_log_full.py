@@ -1,5 +1,4 @@
-"""A disk that is full when the log is opened: refused once, clearly, and nothing is harmed; with room, all is as it
-was."""
+"""A disk that is full when the log is opened: one clear error and no damage; with free space the log is unchanged."""
 
 from __future__ import annotations
 

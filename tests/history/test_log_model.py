@@ -1,4 +1,4 @@
-"""The log against a list: whatever is appended, restarted, retained and leased, both say the same."""
+"""The log against a list: after any appends, restarts, retention and leases, both have the same records."""
 
 from __future__ import annotations
 

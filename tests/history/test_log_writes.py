@@ -1,4 +1,4 @@
-"""What a log writes for a message, and when: pages, cursors, the index; counted, whatever the machine's speed."""
+"""What a log writes for a message, and when: pages, cursors, the index; counted, independent of the machine's speed."""
 
 from __future__ import annotations
 

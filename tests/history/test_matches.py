@@ -1,4 +1,4 @@
-"""Which streams a question means, and how far they have come: as if all were looked at, and with how much work."""
+"""Which streams match a query, and their newest seqs: the same as after a full scan, and the work that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several logs say, as one: whatever they say, it is what one would find by looking at all of it each time."""
+"""Frontiers of several logs merged into one: always the same as when computed from all reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where followed records come from: in a chunk, on disk, on the wire. Pure."""
+"""The origins of followed records: in a chunk, on disk, on the wire. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HistoryPublisher: what `publish` has returned for is safe with its followers, and everybody may hear a plain copy."""
+"""HistoryPublisher: when `publish` returns, the followers have the message; a plain copy is for all subscribers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pushes: replay, then live, no more under way than the window has; and sample periods against a model."""
+"""Pushes: replay, then live, never more in flight than the window; and sample periods against a model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A log of another format is migrated completely, or is refused unharmed; and the versions understand each other on the
-wire."""
+"""A log of another format is migrated completely or refused unharmed; and the versions interoperate on the wire."""
 
 from __future__ import annotations
 

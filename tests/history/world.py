@@ -1,4 +1,4 @@
-"""Logs, the history service over them, and callers anywhere on one network within the process."""
+"""Logs, the history service on them, and callers on one network within the process."""
 
 from __future__ import annotations
 

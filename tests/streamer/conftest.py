@@ -1,4 +1,4 @@
-"""A whole streamer over in-process networks, and uEntities on them."""
+"""A whole streamer on in-process networks, with uEntities on them."""
 
 from __future__ import annotations
 

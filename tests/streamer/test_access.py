@@ -1,4 +1,4 @@
-"""Who reads what of the history: what the rules keep from a network can't be pulled from there either."""
+"""Read access to the history: what the rules keep from a network can't be polled from there either."""
 
 from __future__ import annotations
 

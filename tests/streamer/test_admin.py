@@ -1,4 +1,4 @@
-"""The admin port against clients that don't know HTTP, or don't mean well."""
+"""The admin port against malformed and hostile clients."""
 
 from __future__ import annotations
 

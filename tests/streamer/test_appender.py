@@ -1,8 +1,7 @@
-"""Order within a topic, when the disk of the log fails: a real log, appenders and queues of networks on virtual time.
+"""Order within a topic when the disk of the log fails: a real log, appenders and queues of networks on virtual time.
 
-The disk fails while it commits; the loop hears of that some milliseconds later, and the appender one turn of the loop
-after that. What arrives in between is what these tests are about.
-"""
+The disk fails during a commit; the loop learns of it some milliseconds later, and the appender one turn of the loop
+after that. These tests are about messages that arrive in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stream of a peer that does not get through: the others go on, it keeps its order, and nothing of it is lost."""
+"""One blocked stream of a peer: the others continue, the stream keeps its order, and no message is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A pump under random failures: the cursor never passes what was not confirmed, order holds within a class, a slow peer
-harms nobody."""
+"""A pump under random failures: the cursor never passes an unconfirmed record, order holds within a class, and a slow
+peer delays no other."""
 
 from __future__ import annotations
 

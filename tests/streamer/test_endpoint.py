@@ -1,5 +1,5 @@
-"""A plugin that raises what it may not: its endpoint's trouble alone, reported, retried, and no message held up by
-another one."""
+"""A plugin that raises an unexpected error: only its endpoint is affected; the error is reported, the send retried, and
+no other message is delayed."""
 
 from __future__ import annotations
 

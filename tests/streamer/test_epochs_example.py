@@ -1,4 +1,4 @@
-"""The example: a drive by seconds, and a subscriber that joins in the middle of one."""
+"""The example: a drive in epochs of one second, and a subscriber that joins in the middle of one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Flow control: senders wait for peers that are merely slow, and for nobody else; those of a durable log only while our
-own processor is what is slow."""
+"""Flow control: senders wait only for slow peers; those of a durable log only while our own processor is the
+bottleneck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A gateway follows a gateway: what is in one log gets into the other exactly once, whatever is cut or restarted."""
+"""A gateway follows a gateway: each record of one log gets into the other exactly once, despite disconnects and
+restarts."""
 
 from __future__ import annotations
 

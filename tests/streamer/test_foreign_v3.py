@@ -1,5 +1,5 @@
-"""A uSubscription service of somebody else, version 3, that can't list: it is asked topic by topic, and messages wait
-for its answer."""
+"""A foreign uSubscription service, version 3, without list calls: it is asked topic by topic, and messages wait for its
+answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network refuses for its address, and what nobody listens to: it waits, and everything else goes on."""
+"""Messages that a network refuses for their address or that have no listener: they wait, and all others continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services inside the streamer: reached from every network, and bothered by no order of events."""
+"""Services inside the streamer: reachable from every network, in any order of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arrives, when the log does not take it: nothing is lost, and nothing overtakes what failed."""
+"""Messages that the log refuses: none is lost, and none overtakes a failed one."""
 
 from __future__ import annotations
 

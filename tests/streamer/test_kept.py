@@ -1,5 +1,5 @@
-"""What waits for somebody is kept: over restarts, renamed endpoints, absences, services that have not answered and
-disks that are full."""
+"""The backlog of a peer is kept: over restarts, renamed endpoints, absences, services that have not answered and full
+disks."""
 
 from __future__ import annotations
 

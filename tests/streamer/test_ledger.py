@@ -1,4 +1,4 @@
-"""What each source authority sends, its quota while the streamer is behind, and our own pace toward networks that have
+"""The traffic of each source authority, its quota while the streamer is behind, and our own rate toward networks with
 quotas."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rate limit of dead letters: by kind and in total, for a minute."""
+"""The rate limit of dead letters: by kind and in total, per minute."""
 
 from __future__ import annotations
 

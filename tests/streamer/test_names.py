@@ -1,4 +1,4 @@
-"""Who is meant: addresses without authority, vehicles that all have an `ecu1`, and families of authorities."""
+"""Names: addresses without authority, vehicles that all have an `ecu1`, and families of authorities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service manager hears, over a real datagram socket: by a path and by an abstract name."""
+"""Notifications to a service manager over a real datagram socket: by a path and by an abstract name."""
 
 from __future__ import annotations
 

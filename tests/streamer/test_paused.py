@@ -1,5 +1,5 @@
-"""Pause and Resume: what is paused waits in the log, what is not goes on, nothing is lost, and who may is asked
-first."""
+"""Pause and Resume: paused messages wait in the log, all others continue, none is lost, and the caller's right is
+checked first."""
 
 from __future__ import annotations
 

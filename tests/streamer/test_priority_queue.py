@@ -1,4 +1,4 @@
-"""What waits to be sent: by class, in order, counted."""
+"""The send queue: by class, in order, counted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the specification asks of a dispatcher, each requirement by itself: dead letters, retries, and what travels with
-a call."""
+"""The specification's requirements on a dispatcher, one by one: dead letters, retries, and attributes of calls."""
 
 from __future__ import annotations
 

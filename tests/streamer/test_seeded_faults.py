@@ -1,8 +1,6 @@
-"""Whatever the networks do: what was published on a subscribed topic and acknowledged arrives at least once, and in
-order.
+"""Under any faults of the networks, each acknowledged message on a subscribed topic arrives at least once and in order.
 
-One seed draws the faults of every network, what is published, and when the streamer is stopped and started again.
-"""
+One seed draws the faults of every network, the messages, and the restarts of the streamer."""
 
 from __future__ import annotations
 

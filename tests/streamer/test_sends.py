@@ -1,4 +1,4 @@
-"""A transport that does not return from sending: it is named, closed, opened again, and what it had is sent again."""
+"""A transport whose send does not return: it is reported, closed and opened again, and its messages are sent again."""
 
 from __future__ import annotations
 

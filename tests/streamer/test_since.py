@@ -1,4 +1,4 @@
-"""subscribe(topic, listener, since=...): what was published before comes too, once and in order, from the streamer's
+"""subscribe(topic, listener, since=...): earlier messages arrive too, once and in order, from the streamer's
 history."""
 
 from __future__ import annotations

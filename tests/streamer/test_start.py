@@ -1,4 +1,5 @@
-"""The start: each network is listened to as soon as it is open, from what is on disk, and waits for no other one."""
+"""The start: each network is listened to as soon as it is open, with the interest stored on disk, and waits for no
+other one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway lets others do with its own uSubscription: who may Reset, and how much one caller may have."""
+"""What a gateway permits others with its own uSubscription: who may Reset, and the share of one caller."""
 
 from __future__ import annotations
 

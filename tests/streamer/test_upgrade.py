@@ -1,5 +1,5 @@
-"""A whole data_dir of version 0.1.0: each store opens with everything in it; a newer one is refused and no byte of it
-changes."""
+"""A whole data_dir of version 0.1.0: each store opens with all its contents; a newer one is refused and left
+unchanged."""
 
 from __future__ import annotations
 

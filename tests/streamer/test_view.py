@@ -1,5 +1,5 @@
-"""What is pure in the walk, held to models: who owns an authority, what rules let pass, who gets a record, which ids
-are known."""
+"""The pure functions of forwarding against models: the owner of an authority, the rules, the receivers of a record,
+known ids."""
 
 from __future__ import annotations
 

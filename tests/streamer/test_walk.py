@@ -1,4 +1,4 @@
-"""A message's walk through a whole streamer, over in-process networks."""
+"""The path of a message through a whole streamer, on in-process networks."""
 
 from __future__ import annotations
 

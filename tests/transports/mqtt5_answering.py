@@ -1,5 +1,5 @@
-"""Brokers made for a test: `serving` gives one a port; `Answering` answers everything with one reason code, or some
-topics with another one."""
+"""Brokers for tests: `serving` gives one a port; `Answering` answers everything with one reason code, or some topics
+with another one."""
 
 from __future__ import annotations
 

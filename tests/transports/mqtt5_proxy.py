@@ -1,4 +1,4 @@
-"""A link to a broker that refuses topic filters: with a reason code in SUBACK, by hanging up, or by no answer at all.
+"""A link to a broker that refuses topic filters: with a reason code in SUBACK, by a disconnect, or by no answer.
 And topics of messages, with a reason code in PUBACK.
 
 end -> SUBSCRIBE -> refused?      -> another topic filter to the broker -> SUBACK -> with that reason code -> end

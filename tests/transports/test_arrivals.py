@@ -1,4 +1,4 @@
-"""What has arrived: order, bounds, acknowledgement, and threads that wait."""
+"""Received messages: order, bounds, acknowledgement, and waiting threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What leaves the socket, and what a broker may answer: judged from a broker's side of the wire, with paho's public
-classes where there is something to decode."""
+"""The bytes that a client sends, and the possible answers of a broker: seen from the broker's side, with paho's public
+classes for decoding."""
 
 from __future__ import annotations
 

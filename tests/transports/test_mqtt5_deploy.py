@@ -1,4 +1,4 @@
-"""The broker configurations that we ship, with a real mosquitto, and what the docs say of them."""
+"""The broker configurations that we ship, with a real mosquitto, and what the docs say about them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A broker that loses what it has acknowledged, and a transport that tells: a queue that was full, a session that is
-gone."""
+"""A broker that loses acknowledged messages, and a transport that reports it: a full queue, a lost session."""
 
 from __future__ import annotations
 

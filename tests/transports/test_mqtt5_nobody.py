@@ -1,4 +1,4 @@
-"""What a broker says of a message that it has no subscriber for, and what becomes of it."""
+"""The broker's answer to a message without subscriber, and what the transport does with it."""
 
 from __future__ import annotations
 

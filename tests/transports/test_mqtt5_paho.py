@@ -1,4 +1,4 @@
-"""The MQTT 5 transport against a real mosquitto that goes away, forgets, refuses, and speaks TLS."""
+"""The MQTT 5 transport against a real mosquitto that disconnects, loses sessions, refuses, and uses TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many messages leave in a second."""
+"""The number of messages sent per second."""
 
 from __future__ import annotations
 

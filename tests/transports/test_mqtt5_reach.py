@@ -1,5 +1,5 @@
-"""How many messages are in flight: as many as a long way takes, few in front of a broker that is near; and what happens
-to those behind one that is not taken."""
+"""The number of messages in flight: many on a long path, few to a near broker; and what happens to those behind a
+refused one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What brokers do that no broker here does on command: copies for overlapping subscriptions, announcements, refusals.
+"""Broker behaviour that no real broker shows on command: copies for overlapping subscriptions, announcements, refusals.
 
-The broker is tests/transports/mqtt5_scripted.py. tests/brokers tries real brokers of other makes.
-"""
+The broker is tests/transports/mqtt5_scripted.py. tests/brokers tests real brokers of other makes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The filters of the session: those that a broker refuses, disconnects on, or has still though no listener wants them.
 
-A mosquitto behind a proxy that refuses filters as other brokers do: with a code in SUBACK, or by hanging up.
+A mosquitto behind a proxy that refuses filters as other brokers do: with a code in SUBACK, or by a disconnect.
 """
 
 from __future__ import annotations

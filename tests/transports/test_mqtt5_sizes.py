@@ -1,5 +1,4 @@
-"""Large packets over MQTT 5: read without copying them again and again, refused where they are too large, and bounded
-while they wait."""
+"""Large packets over MQTT 5: read without repeated copies, refused if too large, and bounded while they wait."""
 
 from __future__ import annotations
 

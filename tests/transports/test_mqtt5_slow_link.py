@@ -1,4 +1,5 @@
-"""A link on which one message takes longer than a broker may be silent: it is slow, and not hung."""
+"""A link on which one message takes longer than the keep-alive deadline of the broker: it counts as slow, not as
+stalled."""
 
 from __future__ import annotations
 

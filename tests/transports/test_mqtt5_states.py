@@ -1,4 +1,4 @@
-"""Why a broker is away, and connections that don't last: what the transport names, and how often it tries."""
+"""Why a broker is away, and short connections: the reasons that the transport reports, and its retry intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Brokers that disconnect on a message instead of refusing it: the others must get past it, and none is lost."""
+"""Brokers that disconnect on a message instead of refusing it: the other messages must get past it, and none is
+lost."""
 
 from __future__ import annotations
 

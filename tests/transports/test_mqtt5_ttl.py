@@ -1,7 +1,6 @@
-"""The time to live of a message that waits: before it leaves, at a broker that counts its interval down, or both.
+"""The time to live of a waiting message: before it is sent, at a broker that counts its interval down, or both.
 
-The first half has brokers that are a function; the second one a real mosquitto, and time that passes.
-"""
+The first half uses brokers that are functions; the second half a real mosquitto and real time."""
 
 from __future__ import annotations
 

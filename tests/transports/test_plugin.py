@@ -1,4 +1,4 @@
-"""Plugins: found by name, imported when named, configured, and clear about what is wrong."""
+"""Plugins: found by name, imported when named, configured, with clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for processes: each named once, none that the system hands out by itself."""
+"""Ports for processes: each returned once, and none from the system's ephemeral range."""
 
 from __future__ import annotations
 

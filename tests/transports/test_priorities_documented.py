@@ -1,4 +1,4 @@
-"""Each transport's page says how priority classes travel, and says what the code does
+"""Each transport's page says how priority classes travel, and agrees with the code
 (req~utransport-send-qos-mapping~1)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which filters match what: held to the specification's rule, and cheap whatever there is."""
+"""Which filters match which addresses: as the specification's rule says, and cheap with any number of filters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The template for transports of other repositories: copied and renamed, it is a plugin that passes the conformance
-suite, with nothing but this package on its path."""
+suite, with only this package on its path."""
 
 from __future__ import annotations
 
