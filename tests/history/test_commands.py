@@ -51,7 +51,7 @@ def command(number: int, *topics: UUri, removed: tuple[UUri, ...] = (), name: by
 
 
 async def refused(client: HistoryClient, asked: CommandRequest | PollRequest) -> int:
-    """The code with which it is."""
+    """Returns the code of the refusal."""
     with pytest.raises(UStatusError) as error:
         await (client.command(asked) if isinstance(asked, CommandRequest) else client.poll(asked))
     return error.value.code
@@ -87,7 +87,7 @@ async def test_a_poll_of_a_follower_answers_as_one_that_names_the_topics(world: 
 
 
 async def test_a_late_copy_of_the_first_command_takes_nothing_away(world: World) -> None:
-    """It would be answered for a part of what is followed, and the follower go on past what it misses."""
+    """Otherwise the answer covers a part of the followed topics, and the follower passes records that it misses."""
     first = command(1, TOPICS[0])
     await world.client.command(first)
     await world.client.command(command(2, TOPICS[1]))
@@ -106,7 +106,7 @@ async def test_a_restarted_service_knows_nobody(world: World) -> None:
 
 
 async def test_a_follower_that_a_late_duplicate_created_again_is_not_polled(world: World) -> None:
-    """After a restart: it would be answered for what the first command says, and what came later skipped."""
+    """After a restart the answer would cover the first command's topics only and skip the later ones."""
     first = command(1, TOPICS[0])
     await world.client.command(first)
     await world.client.command(command(2, TOPICS[1]))

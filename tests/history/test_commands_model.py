@@ -65,7 +65,7 @@ class CommandMachine(RuleBasedStateMachine):
         return self.loop.run_until_complete(awaitable)
 
     def refused(self, code: UCode.ValueType, asked: CommandRequest | PollRequest) -> None:
-        """Nothing changes by that: the invariant sees to it."""
+        """The command changes nothing; the invariant checks it."""
         calls = self.client
         with pytest.raises(UStatusError) as error:
             self.run(calls.command(asked) if isinstance(asked, CommandRequest) else calls.poll(asked))
@@ -132,24 +132,24 @@ class CommandMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.number)
     @rule(changes=CHANGES)
     def repeat(self, changes: list[tuple[int, int | None]]) -> None:
-        """Its answer was lost; whatever the copy says, it is not done again."""
+        """Its answer was lost; the duplicate is not applied, whatever it contains."""
         assert self.run(self.client.command(self.command(changes, self.number))) == self.done[-1][1]
 
     @precondition(lambda self: len(self.done) > 1)
     @rule(data=st.data())
     def late(self, data: st.DataObject) -> None:
-        """A copy of one of before."""
+        """A duplicate of an earlier command."""
         asked, _ = data.draw(st.sampled_from(self.done[:-1]))
         self.refused(UCode.NOT_FOUND, asked)
 
     @rule(changes=CHANGES, ahead=st.integers(2, 3))
     def early(self, changes: list[tuple[int, int | None]], ahead: int) -> None:
-        """One before it was lost on its way."""
+        """The command before it was lost on its way."""
         self.refused(UCode.NOT_FOUND, self.command(changes, self.number + ahead))
 
     @rule(changes=CHANGES)
     def mistaken(self, changes: list[tuple[int, int | None]]) -> None:
-        """None of it is done, and the number is not used up."""
+        """No part of it is applied, and its number stays free."""
         asked = self.command(changes, self.number + 1)
         asked.changes.add().follow.topic.CopyFrom(UUri(authority_name="vcu.vin", ue_id=1, resource_id=1))
         self.refused(UCode.INVALID_ARGUMENT, asked)
@@ -199,7 +199,7 @@ class CommandMachine(RuleBasedStateMachine):
         return min(periods, default=None)
 
     def expected(self, after: int, to: int) -> list[Given]:
-        """Of the records (after, to]: of each period of a topic that is thinned the first one there is in the log."""
+        """Of the records (after, to], for a thinned topic only the first of each period in the log."""
         given: list[Given] = []
         newest: dict[int, tuple[int, int]] = {}  # of each topic, whether it is given or not: seq and time
         last: dict[int, int] = {}  # that is given
@@ -223,7 +223,7 @@ class CommandMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), max_records=st.integers(1, 6))
     def read_on(self, data: st.DataObject, max_records: int) -> None:
-        """Answer after answer, from anywhere: each is what the model says of its part."""
+        """Polls from any position: each answer is what the model says for its range."""
         after = data.draw(st.integers(0, len(self.records)))
         for _ in range(len(self.records) + 1) if self.number else ():
             answer = self.run(self.client.poll(self.poll(after, max_records=max_records)))

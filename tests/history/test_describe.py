@@ -241,7 +241,7 @@ def test_what_is_there_throughout_is_listed_once_whatever_comes_and_goes(
                 await log.append([log.stream_id(message.attributes.source, wanted=True)], [message])
 
         def known() -> dict[tuple[int, int], bytes]:
-            """By log and number: a topic that is forgotten and comes back has another one."""
+            """By log and number: a forgotten topic gets another number when it returns."""
             return {
                 (place, stream.id): stream.source_bytes
                 for place, log in enumerate(logs)
@@ -283,7 +283,7 @@ OLD = {
 
 
 def old_class(name: str) -> Any:
-    """A message as 0.1.0 knew it: name and protobuf's number of the type of each field, in the order of the fields."""
+    """A message as of 0.1.0: name and protobuf type number of each field, in the order of the fields."""
     file = descriptor_pb2.FileDescriptorProto(name=f"old_{name}.proto", package="old", syntax="proto3")
     for message, fields in OLD.items():
         made = file.message_type.add(name=message)

@@ -85,7 +85,7 @@ class Watch:
         self.now = 0.0
 
     def take(self, *created_ms: int, now_ms: int = 100_000) -> list[int]:
-        """In which second each is, from START_MS on."""
+        """The second of each record, counted from START_MS."""
         found = self.kept.assign(signals(*created_ms), START_MS + now_ms, self.now)
         self.kept.settle(self.now)
         return [(epoch.time[0] - START_MS) // 1_000 for epoch in found if epoch is not None]
@@ -391,7 +391,7 @@ def test_a_million_topics_that_are_named_with_the_end_of_epochs_are_refused() ->
 
 
 def test_in_a_group_of_several_hosts_each_host_has_a_share() -> None:
-    """However many publishers it says it has."""
+    """For any number of publishers that it claims."""
     kept = Progress(Group("lap", [uris.pattern("*", 0xFFFFFFFF, 0xFF)], None), dict)
 
     def open_lap(lap: int, host: str, entity: int) -> None:
@@ -449,7 +449,7 @@ class World(HistoryWorld):
         return payload.unpack(ProgressResponse)
 
     async def frontiers(self, name: str = "lap") -> list[GroupFrontier]:
-        """All that were told of a group."""
+        """Returns all frontiers of a group in the logs."""
         log = self.logs[0]
         stream = log.known_id(FRONTIERS)
         assert stream is not None
@@ -518,7 +518,7 @@ def full_disk(*_: object, **__: object) -> None:
 
 
 async def test_what_the_log_refuses_does_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last message of an epoch can't be stored: it is sent again, and ends the epoch then."""
+    """The last message of an epoch can't be stored: when it is sent again, it ends the epoch."""
 
     await world.say("car", 0x21, ((1,), 1), ((2,), 1))
     sent = [message(LAPS[0], START_MS + ms, DICE, timed((1,), UPayload(b"x", 4))) for ms in range(3)]
@@ -564,7 +564,7 @@ async def test_a_disk_that_is_full_for_long_makes_no_frontier_long(
 
 
 def test_a_record_that_is_refused_after_its_epoch_was_closed_is_reported_with_its_end() -> None:
-    """What is closed counts messages that are on their way to the disk, and may not end before what precedes it."""
+    """A closed epoch counts messages on their way to the disk, and may not end before the epochs that precede it."""
     laps = Laps()
     laps.say(((1,), 1), ((2,), 1))
     laps.take(arrived(LAPS[0], START_MS))
@@ -598,7 +598,7 @@ async def test_a_group_that_is_not_kept_any_more_ends_what_is_open(world: World)
 async def test_a_group_that_was_taken_out_may_come_back(
     world: World, others: list[Group], width_ms: int | None
 ) -> None:
-    """Whether or not something else was told in between, and in the other way, too."""
+    """With and without another report in between, and in the other order."""
     await world.say("car", 0x21, ((1,), 1))
     await world.append_all(world.logs[0], [message(LAPS[0], START_MS, DICE)])
     await world.restart(others)
@@ -655,7 +655,7 @@ async def test_the_snapshot_is_as_of_where_reading_begins(world: World) -> None:
 
 
 async def fleet_tells(log: Log, vehicles: int, bytes: int = 0) -> set[str]:
-    """That each vehicle has an epoch open. Their authorities."""
+    """Appends a report of an open epoch for each vehicle; returns their authorities."""
     names = [f"v{place}.fleet" for place in range(vehicles)]
     group = GroupFrontier(group="second", number=5, version=5, logs=[OTHER_LOG])
     group.active.add(numbers=[START_MS])
@@ -671,7 +671,7 @@ async def fleet_tells(log: Log, vehicles: int, bytes: int = 0) -> set[str]:
 async def test_a_fleet_tells_in_pages_how_far_it_has_come(
     world: World, vehicles: int, bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are, and whatever they say, no answer is too long for a transport."""
+    """For any number of vehicles and any size of report, no answer is too long for a transport."""
     log, topic, polled, has_frontiers = world.logs[0], SIGNALS[0], list[PollResponse](), asyncio.Event()
     names = await fleet_tells(log, vehicles, bytes)
     poll = HistoryClient.poll
@@ -829,7 +829,7 @@ def test_after_a_gap_what_was_open_may_not_be_whole() -> None:
 
 
 def test_where_the_log_went_back_what_was_open_may_not_be_whole() -> None:
-    """A disk was damaged. The reader had all of it, and so hears of no gap; how (1) and (2) ended is lost."""
+    """A disk was damaged. The reader had read everything, so it gets no gap; how (1) and (2) ended is lost."""
     source, reader = FakeLog(), Assembler()
     opened = [
         source.frontier([(1,)], [(1,)]),
@@ -883,7 +883,7 @@ def _opened(payload: bytes) -> bytes:
 
 
 def reborn(reader: Assembler, source: FakeLog, held: Sequence[Assembled] = ()) -> Assembler:
-    """After a restart, with what it had saved when all of `told` was read, and `held` not taken."""
+    """Returns a restarted assembler, with its state saved when all of `source` was read and `held` not taken."""
     positions = reader.safe({source.log: source.seq}, held)
     saved = json.loads(json.dumps(reader.save(positions, held)))
     again = Assembler(timeout_s=10)
@@ -979,7 +979,7 @@ def test_what_a_filter_covers_is_dropped_also_of_a_log_without_frontiers() -> No
 
 @pytest.mark.parametrize("by_snapshot", [False, True])
 def test_what_had_begun_in_a_log_that_is_new_drops_nothing_of_the_others(by_snapshot: bool) -> None:
-    """A reader that is behind in one log; the other one has come since, and its beginning is gone already."""
+    """A reader is behind in one log; the other log is newer, and its beginning is already removed."""
     source, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler()
     reader.begin([source.frontier([(1,)], [], 9)], 0.0)
     assert reader.take([source.data((2,)), source.data((3,))], 0.0) == []
@@ -1106,7 +1106,7 @@ def test_where_frontiers_were_missed_the_next_one_is_the_snapshot() -> None:
 
 
 def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
-    """Rules may take a topic away from a follower for a while, and say nothing when they give it back."""
+    """Rules may withdraw a topic from a follower for a while, and grant it again without a report."""
     source, followed, own = FakeLog(), Assembler(), Assembler()
     came = [
         source.frontier([(2,)], [(2,)], 10),
@@ -1125,7 +1125,7 @@ def test_frontiers_that_somebody_on_the_way_was_not_given_are_missed() -> None:
 
 
 def test_who_waits_for_one_keeper_does_not_ask_again_and_again_because_another_one_is_silent() -> None:
-    """One that is parked holds nothing: its silence makes nothing overdue."""
+    """A parked topic holds nothing: its silence makes no epoch overdue."""
     parked, drives, reader = FakeLog(), FakeLog(log=b"drives" + bytes(10)), Assembler()
     reader.begin([parked.frontier([], [], 9), drives.frontier([(1,)], [], 9)], 0.0)
     assert reader.due is None

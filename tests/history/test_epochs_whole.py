@@ -47,7 +47,7 @@ def message(topic: UUri, created_ms: int, dice: random.Random, payload: UPayload
 
 
 class Course:
-    """One publisher of laps: opens the next before it closes the last one; in two dimensions, if it likes."""
+    """A publisher of laps: opens the next lap before it closes the last one; optionally in two dimensions."""
 
     def __init__(self, entity: int, length: int) -> None:
         self.address = uris.uri("car", entity, 1)
@@ -57,7 +57,7 @@ class Course:
 
 
 class World(HistoryWorld):
-    """Groups in one log or two, both in memory: what disks do to them is the simulation's."""
+    """Groups in one log or two, both in memory; the simulation tests faults of disks."""
 
     async def begin(self, dice: random.Random, logs: int) -> None:
         self.dice, self.now_ms = dice, START_MS
@@ -185,7 +185,7 @@ class World(HistoryWorld):
             await self.restart_keeper()
 
     async def truth(self) -> dict[Epoch, set[tuple[bytes, int]]]:
-        """What is in the logs, by epoch."""
+        """The records in the logs, by epoch."""
         found: dict[Epoch, set[tuple[bytes, int]]] = defaultdict(set)
         for log in self.logs:
             for chunk in await log.read(0, max_records=1 << 20, max_bytes=1 << 30):
@@ -196,7 +196,7 @@ class World(HistoryWorld):
 
 
 class Reader:
-    """Comes at any time, and back again."""
+    """A reader that joins at any time, and returns."""
 
     def __init__(self, world: World, client: HistoryClient, path: Path, *, latest: bool) -> None:
         self.world, self.client, self.path = world, client, path
@@ -309,7 +309,7 @@ def test_all_of_an_epoch_or_none(first: int, tmp_path: Path, monkeypatch: pytest
 def test_a_disk_that_was_replaced_holds_nobody_back(
     seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its versions begin anew, after however long a time."""
+    """Its versions start again, after any time."""
     monkeypatch.setattr(asyncio, "to_thread", inline)
 
     async def go() -> None:
@@ -320,7 +320,7 @@ def test_a_disk_that_was_replaced_holds_nobody_back(
         reader.come()
 
         async def drive(seconds: int) -> list[tuple[int, str]]:
-            """What it saw meanwhile."""
+            """The records that it received meanwhile."""
             known = len(reader.has)
             for _ in range(seconds):
                 await world.publish([message(SIGNALS[0], world.now_ms + ms, dice) for ms in (0, 100)])

@@ -48,7 +48,7 @@ Change = Callable[[UMessage], list[tuple[float, UMessage]]]
 
 
 class Spoiled(Frames):
-    """`change`: what becomes of a frame: others, after some seconds."""
+    """`change` maps a frame to other frames, delivered after some seconds."""
 
     change: Change | None = None
 
@@ -118,7 +118,7 @@ class World(HistoryWorld):
         return await Log.open(None, name="test", now_ms=uuids.now_ms)
 
     async def lose_log(self) -> None:
-        """The service is restarted with another one; what is under way comes to that."""
+        """The service is restarted with another log, which gets the messages on their way."""
         lost, self.logs[0] = self.logs[0], await self.log()
         await self.service.stop()
         await self.serve()
@@ -264,7 +264,7 @@ Stop = Callable[[World], Coroutine[Any, Any, None]]
 
 
 async def no_window(world: World) -> None:
-    """What we have taken is not heard of."""
+    """The acknowledgements of what we have taken are lost."""
     world.client.lost = {"command"}
     await asyncio.sleep(40)
     assert world.service.followers.push_count == 1, "it waits for its window"
@@ -288,7 +288,7 @@ async def shut_down(world: World) -> None:
 
 
 async def refused(world: World) -> None:
-    """While we don't ask."""
+    """While the follower does not poll."""
     world.access.is_closed = True
     async with asyncio.timeout(60):
         while world.service.followers.push_count:  # noqa: ASYNC110
@@ -308,7 +308,7 @@ STOPS: dict[str, tuple[Stop, dict[str, Any]]] = {
 @pytest.mark.parametrize("seed", seeds(5, quick=1))
 @pytest.mark.parametrize("how", STOPS)
 def test_after_the_service_ends_a_push_the_subscriber_continues_by_poll(how: str, seed: int) -> None:
-    """Whenever it does: nothing is missed or doubled, and what comes late of the old push is ignored."""
+    """At any moment: nothing is lost or duplicated, and late frames of the old push are ignored."""
 
     async def run() -> None:
         world, rng = World(), random.Random(seed)
@@ -380,8 +380,8 @@ def test_after_the_service_ends_a_push_the_subscriber_continues_by_poll(how: str
 
 
 def test_no_name_is_used_twice_though_chance_repeats_itself() -> None:
-    """As it does in processes that are forked from one. Frames of a push that began before a restart were taken for
-    those of the push of now, which has more topics."""
+    """As in processes forked from one. Frames of a push from before a restart were taken for frames of the current
+    push, which has more topics."""
 
     async def run() -> None:
         world = World()
@@ -462,7 +462,7 @@ def test_a_service_that_lies_is_not_asked_without_end(
 
 
 class Resource:
-    """Served at the publisher of TOPICS[0]. It carries what its last message was: the id alone, or its place, too."""
+    """Served at the publisher of TOPICS[0]. It carries the id of its last message, and optionally its position."""
 
     METHOD: Final = uris.uri("vcu.vin", 0x10, 1, 1)
 
@@ -493,7 +493,7 @@ class Resource:
         self.changed.append((log.incarnation, id_of(message)))
 
     async def read(self) -> PollRequest:
-        """Its content, which says where to begin."""
+        """Its content, which names the start position."""
         return (await self._world.rpc.invoke_method(self.METHOD)).unpack(PollRequest)
 
 
@@ -568,7 +568,7 @@ def id_of(message: UMessage) -> bytes:
 
 @pytest.mark.parametrize("seed", seeds(100, quick=4))
 def test_a_topic_that_is_wanted_later_is_whole_from_then_on(seed: int) -> None:
-    """Whatever was asked for or pushed without it is on its way."""
+    """Requests and pushes sent before are still on their way."""
 
     async def run() -> None:
         world = World()

@@ -59,7 +59,7 @@ def follow(log: Log, *seqs: int, key: str = "other") -> asyncio.Future[int]:
 
 
 async def taken(log: Log) -> list[tuple[int, Origin | None]]:
-    """What each record says it is, and where it comes from."""
+    """The content and the origin of each record."""
     found: list[tuple[int, Origin | None]] = []
     after = log.floor_seq
     while chunks := await log.read(after, max_records=7):
@@ -308,7 +308,7 @@ async def test_all_that_has_moved_is_on_disk_when_that_is_asked_for(path: Path) 
 
 
 async def test_a_cursor_that_goes_back_does_so_with_the_next_commit(path: Path) -> None:
-    """Later it would come too late: who is killed before would pass over what lies between."""
+    """Later would be too late: a follower killed before would skip the records in between."""
     async with await open_log(path, Clock()) as log:
         for seq in (1, 9, 4):
             await append(log, *range(5))

@@ -61,7 +61,7 @@ def test_the_states_of_its_example() -> None:
 
 
 def test_what_a_subscriber_of_its_example_sees_has_no_hole() -> None:
-    """It sees 6, 7, 8 and so on, and not 4."""
+    """The reader gets 6, 7, 8 and so on, and not 4."""
     snapshot = after_its_example().upper
     assert [number for number in range(9) if not is_covered(snapshot, (number,))] == [6, 7, 8]
 

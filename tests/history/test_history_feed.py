@@ -91,7 +91,7 @@ class World(HistoryWorld):
         return self.logs[1]
 
     async def restart(self) -> None:
-        """As a streamer does: the durable log stays, the ring is another one."""
+        """As a streamer restarts: the durable log stays, the ring is a new one."""
         await self.service.stop()
         await self.ring.close()
         self.logs[1] = await Log.open(None, name="volatile")

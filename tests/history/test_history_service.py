@@ -49,7 +49,7 @@ class World(HistoryWorld):
         ]
 
     async def retention(self) -> None:
-        """Until retention has had its turn with the clock as it is."""
+        """Waits until retention has run at the current time."""
         floor = self.durable.floor_seq
         async with asyncio.timeout(10):
             while self.durable.floor_seq == floor:  # noqa: ASYNC110 - retention tells nobody

@@ -107,7 +107,8 @@ async def test_start_at_the_end(world: World) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_a_log_that_is_new_is_read_from_its_beginning(world: World, tmp_path: Path, restarts: bool) -> None:
-    """The gateway was restarted, and has another log in memory. Who began at the end has been there since."""
+    """The gateway was restarted and has another log in memory. A reader that started at the end has been there
+    since."""
     await world.append(0, 10)
     path, start = tmp_path / "cursor", PollRequest(latest=True)
     memory = await Log.open(None, name="memory")
@@ -520,7 +521,7 @@ def test_a_gap_lets_the_chain_go_on() -> None:
 
 @pytest.mark.parametrize("reason", [Gap.REASON_RETENTION, Gap.REASON_CORRUPTION])
 def test_a_gap_behind_the_position_is_none(reason: Gap.Reason.ValueType) -> None:
-    """A push that waits where its follower was before it polled."""
+    """A push that waits at the position of its follower before the poll."""
     acceptor = Acceptor({LOG: 1})
     acceptor.accept(answer([(4, 0, 0)], 9))
     behind, beyond = (Gap(reason=reason, incarnation=LOG, after_seq=1, before_seq=seq) for seq in (10, 11))

@@ -568,7 +568,7 @@ async def test_records_that_a_failed_retention_removed_are_reported(tmp_path: Pa
 
 
 async def test_a_file_that_is_deleted_or_moved_while_it_is_used_takes_nothing_until_it_is_back(tmp_path: Path) -> None:
-    """SQLite would go on writing to it, and all that was acknowledged would be lost with the process."""
+    """SQLite would continue to write to it, and all acknowledged records would be lost with the process."""
     log = await Log.open(tmp_path / "log.db", name="moved")
     await append(log, 0)
     await log.check_file()

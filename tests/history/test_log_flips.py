@@ -43,7 +43,7 @@ PLACES = {"other": b"at 160", "another": b"at 159"}
 
 @dataclass
 class Made:
-    """A log as it was left, and what is in it."""
+    """A closed log and its contents."""
 
     folder: Path
     incarnation: bytes
@@ -283,7 +283,7 @@ async def test_an_altered_row_is_reported_and_repaired(closed: Made, tmp_path: P
 
 @pytest.mark.parametrize("statement", ["seq = seq + 32", "holds = 0", "absent_ms = 1", "holder = 'efress'"])
 async def test_a_flipped_bit_of_a_cursor_costs_only_its_position(closed: Made, tmp_path: Path, statement: str) -> None:
-    """It begins at the oldest record, and keeps what comes after: sending again is better than skipping."""
+    """It starts at the oldest record and keeps the later ones: a duplicate is better than a loss."""
     folder = tmp_path / "log"
     shutil.copytree(closed.folder, folder, ignore=shutil.ignore_patterns("*.lock"))
     db = sqlite3.connect(folder / "l.db")

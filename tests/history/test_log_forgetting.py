@@ -44,7 +44,7 @@ def message(of: UUri) -> UMessage:
 
 
 class Bench:
-    """A log whose clock and patience are ours."""
+    """A log with a clock and deadlines of the test."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.now = path, 1_800_000_000_000
@@ -69,7 +69,7 @@ class Bench:
         )
 
     async def pass_all(self) -> None:
-        """Retention takes all there is, but for one more record of the topic LAST."""
+        """Retention removes all records except one more of the topic LAST."""
         self.now += 2 * AGE_MS
         await self.append(LAST)
         newest = self.log.newest_seq

@@ -157,7 +157,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.durable)
     @rule()
     def retain(self) -> None:
-        """Let the writer's retention come to its end, and hold it to what it promises."""
+        """Let the writer's retention finish, and check its guarantees."""
         self.run(self._retain())
 
     async def _retain(self) -> None:
@@ -192,7 +192,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """All that has no record; the log would wait for some minutes."""
+        """Forget all streams without a record; the log itself would wait for some minutes."""
         self.run(self._forget())
 
     async def _forget(self) -> None:

@@ -62,7 +62,7 @@ async def open_log(runtime: Runtime) -> Log:
 
 
 async def append(log: Log, mib: int) -> int:
-    """As many MiB; how many of them were taken."""
+    """Appends so many MiB; returns how many were accepted."""
     message = UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(os.urandom(64 << 10), 5))
     taken = 0
     for _ in range(mib):
@@ -83,7 +83,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def is_whole(log: Log) -> bool:
-    """Can everything be read that retention has left?"""
+    """Reads everything that retention has left."""
     while True:
         count, after = 0, (floor := log.floor_seq)
         while chunks := await log.read(after):

@@ -53,7 +53,7 @@ async def open_log(path: Path, clock: Clock, **options: Any) -> Log:
 
 
 async def retain(log: Log, clock: Clock) -> None:
-    """All that retention has to do now."""
+    """Runs retention until it has nothing left to do."""
     assert log.durable
     heard, done = log._storage.writer._on_written, asyncio.Event()
 
@@ -133,7 +133,7 @@ async def cursor_on_disk(path: Path) -> int | None:
 
 
 async def until_on_disk(path: Path, seq: int) -> None:
-    """The next tick of the writer, which tells nobody."""
+    """Waits for the next tick of the writer, which has no event."""
     async with asyncio.timeout(30):
         while await cursor_on_disk(path) != seq:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

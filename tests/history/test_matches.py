@@ -47,7 +47,7 @@ PATTERNS = [
 
 
 class Odd(Sight):
-    """Sees what has an even resource."""
+    """Accepts topics with an even resource."""
 
     key = "odd"
 
@@ -71,7 +71,7 @@ def matched(log: Log, patterns: Sequence[UUri], sight: Sight) -> set[int]:
 
 
 async def append(log: Log, topic: UUri, kind: int = 0) -> None:
-    """`kind` 0: a publish, 1: one that names whom it is for, 2: a notification."""
+    """`kind` 0: a publish, 1: a publish with a sink, 2: a notification."""
     message = UMessageBuilder.publish(topic).build()
     if kind:
         message.attributes.sink.CopyFrom(uris.pattern("v2") if kind == 1 else uris.uri("cloud", 0x20, 1))
@@ -124,7 +124,7 @@ def test_it_is_as_if_all_streams_had_been_looked_at(
 
 
 class CountingLog:
-    """How many streams and chunks were looked at."""
+    """Returns how many streams and chunks were read."""
 
     def __init__(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams = self.chunks = 0
@@ -285,7 +285,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 async def test_topics_that_come_while_a_poll_is_being_answered_are_not_passed_over(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them at once than are looked at in one step, after the poll has looked at all there were."""
+    """More streams at once than one step reads, after the poll has read all earlier ones."""
     monkeypatch.setattr(matches_module, "STREAMS_PER_STEP", 2)
     (log,) = world.logs
     topics = [uris.uri(f"v{place}", 0x10, 1, 0x8000) for place in range(40)]

@@ -118,7 +118,7 @@ def test_what_a_log_has_not_heard_of_is_not_over() -> None:
 
 
 def test_of_one_keeper_only_a_log_that_falls_behind_can_be_silent() -> None:
-    """A lap of minutes has records in one of its logs alone."""
+    """A lap of minutes has records in only one of its logs."""
     merged = MergedFrontiers()
     for log in LOGS[:2]:
         merged.update(log, part(1, [(1,)], [(1,)]))
@@ -249,7 +249,7 @@ def test_logs_that_are_not_there_any_more_are_known_by_what_the_others_say() -> 
 
 @given(st.floats(0, 1e9), st.floats(0.001, 1e6))
 def test_who_is_due_is_silent_then(heard_at: float, timeout_s: float) -> None:
-    """Else who waits until then asks again and again."""
+    """Otherwise a reader that waits until then polls again and again."""
     merged = MergedFrontiers()
     merged.update(LOGS[0], part(1, [(1,)], heard_at=heard_at))
     due = merged.silent_at(timeout_s)

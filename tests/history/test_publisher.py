@@ -72,7 +72,7 @@ class Heard:
 
 
 class Gated(LocalTransport):
-    """Its network takes nothing while `gate` is shut."""
+    """Its network accepts nothing while `gate` is closed."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -112,7 +112,7 @@ class World:
         return HistoryClient(self.rpc, ids.of_publisher(local.get_source()), timeout_ms=timeout_ms)
 
     async def polled(self, local: LocalUriProvider = DOOR) -> list[UMessage]:
-        """All there is."""
+        """Returns all records."""
         request, found = PollRequest(), list[UMessage]()
         while True:
             answer: PollResponse = await self.client(local).poll(request)
@@ -188,7 +188,7 @@ async def test_what_the_log_refuses_is_an_error_and_not_sent(world: World, monke
 
 
 async def test_a_publisher_opens_and_closes_epochs_of_its_own(world: World) -> None:
-    """Who joins in the middle of one does not see it; the plain copies know nothing of epochs."""
+    """A reader that joins in the middle of an epoch does not get it; the plain copies have no epochs."""
     topics = [topics_of(DOOR)]
     async with world.publisher(groups=[Group("door", topics, None)]) as publisher:
         await publisher.progress("door", opens=[(1,)])
@@ -331,7 +331,7 @@ async def test_plain_copies_leave_in_the_order_of_the_log(world: World, is_on_di
 
 
 async def _held(world: World, publisher: HistoryPublisher, count: int, payload: bytes) -> None:
-    """One waits at the gate, and so many behind it."""
+    """One message waits at the gate, and so many behind it."""
     world.transport.gate.clear()
     await publisher.publish(TOPIC, UPayload(b"%d" % 0 + payload, 4))
     await world.transport.is_held.wait()
@@ -477,8 +477,8 @@ async def test_a_gapless_subscriber_gets_all_of_it_once(world: World) -> None:
 
 
 async def test_a_transport_of_its_own_is_needed_to_poll_a_publisher_of_the_same_process(world: World) -> None:
-    """No transport hears what it has sent itself (the conformance suite asks all of them), so a call does not come to a
-    service on the transport that it leaves by."""
+    """No transport delivers to itself what it sent (the conformance suite checks all), so a call does not reach a
+    service on the transport that sends it."""
     service = ids.of_publisher(DOOR.get_source())
     async with world.publisher() as publisher, LocalTransport.on(world.network, SEAT) as beside:
         await publisher.publish(TOPIC, text(1))

@@ -157,8 +157,7 @@ def since(world: World, how: Since, rng: random.Random) -> tuple[PollRequest, in
 @pytest.mark.parametrize("seed", seeds(20, quick=2))
 @pytest.mark.parametrize("how", get_args(Since))
 def test_replay_becomes_live_without_hole_or_double(how: Since, seed: int) -> None:
-    """Wherever it begins: what comes while the command is being answered comes once, and so does what comes right
-    after the answer."""
+    """From any start: a record appended while the command is answered, or right after the answer, arrives once."""
 
     async def run() -> None:
         world, rng = World(), random.Random(seed)
@@ -258,7 +257,7 @@ def test_after_its_end_nothing_is_pushed() -> None:
 
 
 def pushes() -> list[str]:
-    """Tasks that are there."""
+    """The running tasks."""
     return [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "push"]
 
 
@@ -279,7 +278,7 @@ def test_a_stopped_service_has_ended_every_push_that_it_was_asked_to_end() -> No
 
 @pytest.mark.parametrize("turns", range(1, 6))
 def test_a_push_that_is_asked_for_while_the_service_stops_does_not_outlive_it(turns: int) -> None:
-    """The command is on its way in whichever turn of the loop the service ends the pushes that it has."""
+    """The command is on its way when the service ends its pushes, in any turn of the loop."""
 
     async def run() -> None:
         world = World()

@@ -23,7 +23,7 @@ SERVICE: Final = uris.uri("gateway", 4, 1)
 
 
 class HistoryWorld:
-    """`rpc` calls from authority `cloud`. What a test needs beside it is a subclass's."""
+    """`rpc` calls from authority `cloud`. Subclasses add what their tests need."""
 
     async def open(self, *logs: Log, **service: Any) -> None:
         """`logs` are closed with this; `service` are arguments of HistoryService."""

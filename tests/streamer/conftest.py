@@ -41,7 +41,7 @@ def endpoints(usubscriptions: dict[str, str]) -> str:
 
 
 class Hearer(Sink):
-    """Keeps what it hears, and can be waited for."""
+    """Keeps the messages that it receives; tests can wait for them."""
 
     def __init__(self) -> None:
         super().__init__(WAIT_S)

@@ -194,7 +194,7 @@ async def test_a_poll_that_waits_for_what_is_denied_meanwhile_is_refused(
 
 
 async def test_a_publish_for_one_authority_is_shown_where_that_lives(make_world: MakeWorld, publish: Publish) -> None:
-    """As it is forwarded: to the sink's network, and nowhere else."""
+    """As messages are forwarded: to the sink's network only."""
     world = await make_world(more=RECORD)
     cloud = await world.node("cloud", "cloud")
     message = publish(OF_CLOUD, "for the vehicle")

@@ -110,7 +110,7 @@ async def test_metrics_are_what_prometheus_reads(port: int) -> None:
 async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a clock that only making an answer moves."""
+    """On a clock that advances only when an answer is built."""
     now, made = 1_000.0, []
     monkeypatch.setattr(admins, "time", SimpleNamespace(perf_counter=lambda: now))
 

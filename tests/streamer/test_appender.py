@@ -75,7 +75,7 @@ class Gateway:
         self.log._failed = heard  # type: ignore[method-assign]
 
     async def numbers(self) -> list[int]:
-        """What is in the log."""
+        """The contents of the log."""
         found: list[int] = []
         after = 0
         while chunks := await self.log.read(after):
@@ -204,7 +204,7 @@ def test_what_another_network_has_under_way_is_not_overtaken(tmp_path: Path, net
 def test_what_is_refused_at_once_is_not_overtaken(
     tmp_path: Path, network: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As there waits too much already, with a disk that is slow and not full."""
+    """As when the backlog is too large already, with a disk that is slow and not full."""
     monkeypatch.setattr(log_module, "APPEND_RECORDS_MAX", 4)
 
     async def run() -> None:

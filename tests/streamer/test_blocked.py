@@ -37,7 +37,7 @@ TOPICS = [uris.parse(f"//vehicle1/8001/1/{resource:X}") for resource in range(0x
 
 
 class Network:
-    """Takes what is of no stuck topic."""
+    """Accepts messages of every topic that is not stuck."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK
     connected = True

@@ -174,7 +174,7 @@ async def _pump(seed: int, away: float, refused: float, count: int, far: bool) -
     faults: list[str] = []
 
     def check() -> None:
-        """At any time: what the cursor has passed has left, or is a dead letter."""
+        """At any time: each record behind the cursor has been sent or is a dead letter."""
         if pump.cursor < cursors[-1]:
             faults.append(f"the cursor went back to {pump.cursor}")
         cursors.append(pump.cursor)
@@ -441,7 +441,7 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
 
 
 async def test_what_is_paced_leaves_in_small_batches(make_world: MakeWorld, publish: Publish) -> None:
-    """A quarter of a second's each, so that what is urgent waits behind no more."""
+    """A quarter of a second's worth each, so that an urgent message waits behind no more."""
     world = await make_world(
         subscriptions={uris.format(TOPICS[0]): ["//cloud/9001/1/0"]}, egress="messages_per_s = 40\n"
     )

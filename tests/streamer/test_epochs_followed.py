@@ -46,7 +46,7 @@ def id_of(message: UMessage) -> bytes:
 
 
 class Read:
-    """What a reader at one gateway has had, over all its restarts."""
+    """The records that a reader at one gateway has received, over all its restarts."""
 
     def __init__(self, pair: Pair, at: str, cursor: Path | None = None) -> None:
         self._pair, self._at, self._cursor = pair, at, cursor
@@ -94,7 +94,7 @@ class Read:
 
 
 async def truth(log: Log) -> dict[Epoch, Ids]:
-    """What is in the log of who keeps the epochs."""
+    """The contents of the log of the gateway that keeps the epochs."""
     found: dict[Epoch, Ids] = defaultdict(set)
     for chunk in await log.read(0, max_records=1 << 20, max_bytes=1 << 30):
         for epoch, message in zip(chunk.epochs or (), chunk.messages, strict=False):
@@ -111,7 +111,7 @@ class Drive:
         self.now_ms = uuids.now_ms() // WIDTH_MS * WIDTH_MS
 
     async def second(self, count: int = 20) -> int:
-        """Publish one; its time."""
+        """Publishes one message; returns its time."""
         begin = self.now_ms
         for place in range(count):
             topic = self._dice.choice([SPEED, DOOR])
@@ -134,7 +134,7 @@ async def pair(make_world: MakeWorld, publish: Publish) -> Pair:
 
 
 async def all_ended(pair: Pair, reads: list[Read], last: int) -> None:
-    """Until each reader has the epoch before the last."""
+    """Waits until each reader has the last epoch but one."""
 
     def is_there(read: Read) -> bool:
         return Epoch("second", (last - WIDTH_MS,)) in read.epochs
@@ -143,7 +143,7 @@ async def all_ended(pair: Pair, reads: list[Read], last: int) -> None:
 
 
 async def one_by_one(pair: Pair, read: Read, drive: Drive) -> int:
-    """The one before is over before the next one comes: what comes at once is opened at once."""
+    """The epoch before is over before the next one begins; a record that arrives at once opens its epoch at once."""
     time = await drive.second()
     await all_ended(pair, [read], time)
     return time
@@ -239,7 +239,7 @@ async def test_what_begins_to_be_followed_in_the_middle_of_an_epoch_is_not_taken
 
 
 async def test_what_is_pushed_in_between_is_missing_from_what_was_open(pair: Pair) -> None:
-    """Where nobody is to follow for a while, following goes on behind what was pushed, which has no epochs."""
+    """If following stops for a while, it continues behind the pushed records, which have no epochs."""
     await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=EPOCHS)
     await pair.handed_over()
     read, drive = Read(pair, "hub"), Drive(pair, random.Random(4))
@@ -325,7 +325,7 @@ async def test_a_temporary_loss_of_access_is_reported_once_and_when_it_ends(pair
 
 
 def test_a_gap_is_reported_at_its_position() -> None:
-    """Among what came of several logs: behind the records in front of it, ahead of those behind it."""
+    """Among records of several logs: behind the records before it, ahead of those after it."""
     one, other = b"1" * 16, b"2" * 16
     message = UMessageBuilder.publish(SPEED).build()
     records = [Record(log, seq, 0, 0, message) for log, seq in ((one, 5), (one, 9), (other, 2), (other, 7))]
@@ -339,7 +339,7 @@ def test_a_gap_is_reported_at_its_position() -> None:
 
 
 async def test_nobody_but_the_keeper_tells_of_epochs(pair: Pair) -> None:
-    """A frontier that somebody publishes would end for all readers what goes on."""
+    """A published false frontier would end running epochs for all readers."""
     recorded = '[history]\nrecord = ["//vehicle1/FFFFFFFF/FF/FFFF"]\n'
     await pair.begin(vehicle_more=EPOCHS + recorded)
     read, drive = Read(pair, "vehicle"), Drive(pair, random.Random(4))

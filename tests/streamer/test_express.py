@@ -35,7 +35,7 @@ CLASSES = [UPriority.UPRIORITY_CS4, UPriority.UPRIORITY_CS5, UPriority.UPRIORITY
 
 
 class Network:
-    """Takes what comes while `there`."""
+    """Accepts messages while `there`."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK
 
@@ -179,7 +179,7 @@ OTHERS = ["//vehicle1/4/1/5", "//vehicle1/4/2/2", "//vehicle1/8001/1/2"]  # Paus
     "method", ["//vehicle1/4/1/1", "//vehicle1/4/1/2", "//vehicle1/4/1/3", "//vehicle1/80010004/1/2"]
 )
 async def test_an_answer_of_a_history_that_nobody_waits_for_any_more_is_counted_and_no_dead_letter(method: str) -> None:
-    """Who follows asks again, from where it is, and takes no answer to a question of before."""
+    """The follower polls again from its position, and accepts no answer to an earlier poll."""
     lanes, endpoints, _, letters = express(100)
     cloud, queue = endpoints["cloud"], lanes.queues["cloud"]
     for one in (method, *OTHERS):
@@ -202,8 +202,7 @@ async def test_an_answer_of_a_history_for_which_there_is_no_room_is_counted_and_
 
 
 async def test_a_request_from_inside_is_answered_and_is_no_dead_letter() -> None:
-    """While a network is away for a day, what the streamer itself asks there must not push out the letters of
-    others."""
+    """While a network is away for a day, requests of the streamer itself must not evict the letters of others."""
     lanes, endpoints, _, letters = express(1)
     for _ in range(3):
         asked = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/0/3/8"), 1_000).build()
@@ -297,8 +296,7 @@ def test_all_callers_together_are_bounded_in_bytes_and_one_large_message_always_
 
 
 def test_responses_count_for_who_caused_them_and_for_the_authority_that_sends_them() -> None:
-    """One who asks and does not listen must not keep a service from answering others; nor may a service make up who
-    asked."""
+    """A caller that does not listen must not keep a service from answering others; a service can't invent a caller."""
     lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
 
     def respond(caller: str) -> None:

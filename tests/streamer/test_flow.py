@@ -33,7 +33,7 @@ class Peer:
 
 
 def append(flow: Flow, records: int, passed: list[int], number: int) -> asyncio.Future[int]:
-    """`passed` gets `number` when it was let in."""
+    """Appends `number` to `passed` when the flow admits it."""
 
     def let_in(answer: asyncio.Future[int]) -> None:
         passed.append(number)
@@ -129,7 +129,7 @@ class Gateway:
         answer.set_result(self.taken)
 
     async def flood(self, records: int) -> None:
-        """As from a publisher that sends as fast as it is let."""
+        """As from a publisher that sends as fast as it may."""
         while self.taken < records:
             began = self._loop.now
             await self.flow.append(self.BATCH, self._take)
@@ -184,7 +184,7 @@ def test_taking_in_does_not_run_away_from_sending(taking_s: float, sending_s: fl
 @settings(max_examples=examples(25))
 @given(cost_s=st.floats(2e-6, 8e-6), answer_s=st.floats(0.05, 2.0))
 def test_a_burst_is_taken_in_though_the_peer_is_slow(cost_s: float, answer_s: float) -> None:
-    """The peer answers a batch after so long, in which we have nothing to do: the disk has room for the burst."""
+    """The peer answers a batch after a long time, in which we are idle: the disk has space for the burst."""
     records = 20 * LAG_RECORDS_MAX
 
     async def scenario(loop: VirtualLoop) -> None:

@@ -61,7 +61,7 @@ settings = {{{{ network = "{link}" }}}}
 
 
 class Pair:
-    """vehicle1 publishes behind one gateway, a tablet hears behind the other one, which follows."""
+    """vehicle1 publishes behind one gateway; a tablet receives behind the other one, which follows."""
 
     def __init__(self, make_world: MakeWorld, publish: Publish) -> None:
         self._make, self.publication = make_world, publish
@@ -195,7 +195,7 @@ async def test_without_a_hand_over_nothing_is_followed_and_what_is_pushed_counts
 async def test_what_was_pushed_before_a_hand_over_comes_before_what_is_followed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The follower's log has refused it, and the network brings it again."""
+    """The follower's log refused it, and the network delivers it again."""
     await pair.begin(followed_by=False)
     await pair.hub.until(lambda: pair.followed.trouble)
     durable, refusals, refuses = pair.hub.streamer.logs.durable, 0, True
@@ -319,7 +319,7 @@ async def test_what_is_followed_can_not_be_paused_and_what_is_paused_not_handed_
 
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history(pair: Pair, restarts: bool) -> None:
-    """What had been pushed before is not taken again, and nothing waits for the network's access rules any more."""
+    """Records pushed before are not accepted again, and none waits for the network's access rules any more."""
     await pair.begin(follow=False)
     await pair.publish(5)
     await pair.expect_all()
@@ -347,7 +347,7 @@ async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history
 
 
 async def test_a_follower_that_reads_nothing_held_is_asked_to_poll_again(pair: Pair) -> None:
-    """One of before such positions were answered: it would never have what waits."""
+    """A service from before such positions were answered: the follower would never get the waiting records."""
     await pair.begin(follow=False)
     pair.vehicle.networks["link"].refuse(uris.format(SPEED))
     await pair.publish(3)
@@ -381,7 +381,7 @@ async def test_what_the_rules_keep_inside_is_not_followed_either(pair: Pair) -> 
 
 
 async def test_an_access_entry_hides_from_who_follows(pair: Pair) -> None:
-    """A pattern is followed, and of it only what the follower may see."""
+    """A pattern is followed, but only its topics that the follower may read."""
     entry = '[[access]]\ncallers = ["//hub/4/1/0"]\ndeny = ["//vehicle1/8001/1/8002"]'
     await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=entry)
     await pair.handed_over()
@@ -440,7 +440,7 @@ async def test_two_that_follow_each_other_make_no_loop(make_world: MakeWorld, pu
 
 
 def tells_copies(world: World) -> bool:
-    """It is known which plain messages are copies of what is followed."""
+    """The follower recognises plain messages that are copies of followed records."""
     places = world.streamer.logs.durable.followed.positions().values()
     return any(FollowedPlaces.FromString(place).HasField("since") for place in places)
 
@@ -515,7 +515,7 @@ async def test_what_was_published_before_it_was_followed_counts_whenever_it_come
 
 
 async def test_a_clock_that_stands_still_makes_no_copy_a_message(make_world: MakeWorld, tmp_path: Path) -> None:
-    """As it seems to where it was set back: ids only rise."""
+    """As it appears to a streamer whose clock was set back: ids only rise."""
     world: World = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
     heard = await world.hear(await world.node("cloud", "cloud", 0x9001), uris.pattern("vehicle1"))
     node = await world.node("vehicle", "vehicle1", 0x8001)
@@ -537,7 +537,7 @@ async def test_a_clock_that_stands_still_makes_no_copy_a_message(make_world: Mak
 async def test_a_publisher_with_a_history_is_found_and_followed(
     make_world: MakeWorld, publish: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its network takes not every message, and is cut; the gateway is restarted, and so is it."""
+    """Its network refuses some messages and is cut; both gateways are restarted."""
     monkeypatch.setattr(
         "history.reading.poller.PATIENCE_MS_MIN", 500
     )  # it doubles with each answer that is lost in a row
@@ -680,7 +680,7 @@ async def test_a_conversation_ends_only_when_it_is_known_what_is_in_the_log(
 
 
 async def test_what_is_recorded_here_is_followed_though_nobody_wants_it(pair: Pair) -> None:
-    """And what is named under [[follow]] as well."""
+    """Also the topics named under [[follow]]."""
     other = uris.parse("//vehicle1/8001/1/8003")
     await pair.begin(
         topics='topics = ["//vehicle1/8001/1/8003"]\n[history]\nrecord = ["//*/8001/1/8004"]',

@@ -44,7 +44,7 @@ class Willing:
 
 
 class Liar(HistoryService):
-    """Spoils what it answers, as long as it has a `spoil`."""
+    """Alters its answers while `spoil` is set."""
 
     spoil: Spoil | None = None
     answers = 0
@@ -58,7 +58,7 @@ class Liar(HistoryService):
 
 
 class Lied:
-    """A hub that follows vehicle1, which is a log and a liar; behind the hub somebody hears all."""
+    """A hub that follows vehicle1, a log with false answers; a uEntity behind the hub receives everything."""
 
     def __init__(self, world: World, log: Log, liar: Liar) -> None:
         self.world, self.log, self.liar = world, log, liar
@@ -171,7 +171,7 @@ LIES = [
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 async def test_a_lie_costs_what_it_is_about_and_no_more(lied: Lied, lie: Spoil) -> None:
-    """Neither a loop without a pause, nor the gateway, nor what comes when it has ended."""
+    """There is no loop without a pause, the gateway works, and so does following after the false answers."""
     office = await lied.world.node("office", "bank")
     tablet = await lied.world.node("office", "tablet", 0x9001)
     heard = await lied.world.hear(tablet, uris.pattern(uris.WILDCARD_AUTHORITY, 0x8001))

@@ -72,7 +72,7 @@ class ForeignV3:
         )
 
     async def change(self, topic: UUri, subscriber: UUri, state: SubscriptionStatus.State.ValueType) -> None:
-        """Somebody subscribes or unsubscribes, and who has registered for that topic is told."""
+        """A client subscribes or unsubscribes, and those registered for the topic are notified."""
         self.subscribers[uris.key(topic)] = [subscriber] if state == SubscriptionStatus.SUBSCRIBED else []
         update = Update(topic=topic, subscriber=SubscriberInfo(uri=subscriber), status=SubscriptionStatus(state=state))
         sink = self.registered[uris.key(topic)]

@@ -63,7 +63,7 @@ class Stage:
         return self.world.networks["cloud"]
 
     async def refuses(self, publish: Publish, count: int) -> Any:
-        """From now on SPEED, of which so many wait."""
+        """From now on SPEED is held, with so many waiting records."""
         self.network.refuse(address(SPEED))
         await sent(self.vehicle, publish, SPEED, range(count))
         return await held(self.world, records=count)
@@ -359,7 +359,7 @@ async def test_what_the_network_has_no_room_for_is_tried_again(
 async def test_a_backlog_waits_for_the_subscriber_that_is_slow_to_listen(
     make_world: MakeWorld, publish: Publish
 ) -> None:
-    """The loss on a user's first day: 100 records wait, the subscriber's process links, and listens later."""
+    """The loss on a user's first day: 100 records wait; the subscriber's process connects, and listens later."""
     world = await make_world(subscriptions=TO_CLOUD)
     vehicle = await world.node("vehicle", "vehicle1")
     await sent(vehicle, publish, SPEED, range(100))

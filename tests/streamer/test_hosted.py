@@ -101,7 +101,7 @@ async def test_a_method_of_a_service_that_comes_or_goes_is_to_be_tried_again(mak
 
 
 async def test_no_caller_gets_unimplemented_while_services_start_or_stop(make_world: MakeWorld) -> None:
-    """A client gives up for good then: an Unsubscribe that met a gateway's start would never be."""
+    """A client gives up for good then: an Unsubscribe during a gateway's start would be lost."""
     world = await make_world()
     streamer = world.streamer
     cloud = await world.node("cloud", "cloud", 0x9001)
@@ -280,7 +280,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> list[i
 async def test_what_services_send_together_leaves_together(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One append and one batch of the home network, whatever there is, and each destination in order."""
+    """One append and one batch of the home network, whatever is waiting, and each destination in order."""
     world = await make_world()
     streamer = world.streamer
     here, there = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -339,7 +339,7 @@ async def test_a_network_that_is_away_holds_up_no_other(make_world: MakeWorld) -
 async def test_behind_a_notification_that_has_expired_no_other_one_to_its_destination_leaves(
     make_world: MakeWorld,
 ) -> None:
-    """So that what is tried again is not overtaken. Other destinations, and what has no order, are not held up."""
+    """A retried message is not overtaken. Other destinations, and unordered messages, are not delayed."""
     world = await make_world()
     late, expired = UCode.DEADLINE_EXCEEDED, UMessageBuilder.notification(FROM_HERE, CLOUD_APP).with_ttl(1).build()
     await world.until(lambda: uuids.now_ms() > uuids.time_ms(expired.attributes.id) + 1)

@@ -74,7 +74,7 @@ steps = st.one_of(
 
 
 class Slow(InterestSource):
-    """Knows of a topic when it has been answered about."""
+    """Knows a topic once it has an answer about it."""
 
     def __init__(self) -> None:
         super().__init__("cloud")
@@ -90,7 +90,7 @@ class Slow(InterestSource):
 
 
 class Driven:
-    """A streamer on networks where nobody listens, whose every change is the test's."""
+    """A streamer on networks without listeners; the test makes every change."""
 
     def __init__(self, streamer: Streamer) -> None:
         self.streamer, self.slow = streamer, Slow()
@@ -140,7 +140,7 @@ class Driven:
                 await asyncio.sleep(0)
 
     def holds(self) -> None:
-        """Whatever is remembered is what would be decided now."""
+        """Each remembered decision equals a new one."""
         for ingress in self.streamer.ingresses.values():
             assert ingress.on_receive_encoded([]) is None  # decides again about what has changed
             for address, verdict in ingress._verdicts.items():
@@ -166,7 +166,7 @@ def decided(ingress: Ingress, address: bytes) -> tuple[Any, ...]:
 
 
 def planned(plan: Any) -> Any:
-    """What of it can be compared."""
+    """The part of it that can be compared."""
     held = [(hold.unit, since) for hold, since in plan.held]
     return plan.targets, plan.since, plan.as_is, len(plan.copies), plan.whole is None, plan.park, held
 

@@ -133,7 +133,7 @@ async def test_the_backlog_of_a_renamed_endpoint_is_kept_and_reported(make_world
 async def test_what_waits_is_adopted_in_order_or_not_at_all(
     make_world: MakeWorld, publish: Publish, other_topic: bool
 ) -> None:
-    """The endpoint runs under its new name before anybody notices: what it sends then is newer than what waits."""
+    """The endpoint runs under its new name before a person notices: what it sends then is newer than its backlog."""
     meanwhile = uris.parse("//vehicle1/8001/1/8002") if other_topic else SPEED
     world = await make_world(subscriptions={"//vehicle1/8001/1/FFFF": ["//cloud/9001/1/0"]})
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)

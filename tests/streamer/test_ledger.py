@@ -28,7 +28,7 @@ FLEET = {"vehicle": "", "cloud": "none"}
 
 
 class Clock:
-    """Time, and a thread that is as busy as `share` says."""
+    """A clock, and a thread that is busy for the fraction `share` of the time."""
 
     def __init__(self) -> None:
         self.now = self.busy = 0.0

@@ -28,7 +28,7 @@ authorities = ["vehicle1"]
 
 @pytest.fixture(params=["path", "abstract"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
-    """A socket that hears, and how NOTIFY_SOCKET names it."""
+    """A receiving socket, and its name in NOTIFY_SOCKET."""
     name = str(tmp_path / "notify") if request.param == "path" else f"@up-streamer-{os.getpid()}-{os.urandom(4).hex()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(name.replace("@", "\0", 1))

@@ -82,7 +82,7 @@ def kept(world: Any) -> int:
 
 
 async def quiet(world: Any) -> None:
-    """Until each pump has been through all that there is."""
+    """Waits until each pump has processed its whole backlog."""
     await world.until(lambda: all(not pump.backlog and not pump.sender.queue for pump in world.streamer.pumps))
 
 
@@ -451,7 +451,7 @@ async def test_a_streamer_that_runs_without_its_socket_is_not_worked_around(make
 
 
 class Network:
-    """Takes, or is away, as drawn; complains of what is paused when a batch begins."""
+    """Accepts or is away, as drawn; reports a paused message at the start of a batch."""
 
     connected = True
 
@@ -496,7 +496,7 @@ class Interest:
 def test_nothing_is_lost_or_out_of_order_and_nothing_that_is_paused_leaves(
     tmp_path_factory: pytest.TempPathFactory, seed: int, away: float, needs_sink: bool, one_authority: bool
 ) -> None:
-    """What may come twice: a topic whose several authorities, or priority classes, have not come equally far."""
+    """Messages that may arrive twice: a topic whose authorities or priority classes have different positions."""
     asyncio.run(_pump(tmp_path_factory.mktemp("paused"), random.Random(seed), away, needs_sink, one_authority))
 
 

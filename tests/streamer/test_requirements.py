@@ -159,7 +159,8 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
 async def test_what_the_network_does_not_take_now_is_sent_again_unchanged_until_it_does(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure does not prove that nothing was sent: the same id comes again, by which a receiver knows it."""
+    """A failure does not prove that nothing was sent: the message is sent again with the same id, so a receiver
+    recognises it."""
     world = await make_world(subscriptions=TO_CLOUD)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)

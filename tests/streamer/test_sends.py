@@ -222,7 +222,7 @@ async def test_its_listeners_hear_again(make_world: MakeWorld) -> None:
 async def test_a_transport_that_stalls_for_ever_is_always_reported_and_delays_no_other(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even its closing returns."""
+    """Its `close` does not return either."""
     monkeypatch.setattr(networks, "CLOSE_S_MAX", 0.05)
     topics = {uris.format(TOPIC): ["//cloud/9001/1/0", "//mcu1/9001/1/0"]}
     world = await make_world(subscriptions=topics, egress=SHORT)

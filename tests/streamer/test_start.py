@@ -256,7 +256,7 @@ async def test_who_subscribes_waits_for_a_network_that_is_being_opened(
 async def test_a_subscriber_waits_for_a_network_that_was_just_lost_unless_others_reach_it(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, only_listens: bool
 ) -> None:
-    """When the last client of a Zenoh router leaves, nobody is there who could miss our filters."""
+    """When the last client of a Zenoh router leaves, no client is left that needs our filters."""
     world = await make_world(EMBEDDED, {})
     cloud = await world.node("cloud", "cloud", 0x9001)
     transport = world.streamer.endpoints["mcu"].transport

@@ -186,7 +186,7 @@ def on_broker(name: str, **settings: Any) -> str:
 
 @pytest.mark.broker
 async def test_why_a_broker_is_away_is_the_reason(tmp_path: Path, make_broker: Callable[..., Broker]) -> None:
-    """Nobody listens, a wrong password, a broker that goes: three reasons, and not one."""
+    """No listener, a wrong password, a broker that disconnects: three different reasons."""
     broker, nobody = make_broker(users={"gateway": "right"}), free_port()
     config = loads(
         f'[streamer]\nauthority = "home"\ndata_dir = "{tmp_path}"\n'

@@ -35,7 +35,7 @@ patterns = st.one_of(topics, st.builds(uris.pattern, st.sampled_from([*AUTHORITI
 
 
 class Interest:
-    """Who wants what, as the test says."""
+    """The interest, as the test sets it."""
 
     def __init__(self, wants: dict[Any, dict[str, Want]] | None = None) -> None:
         self._wants = wants or {}

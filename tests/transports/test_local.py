@@ -378,7 +378,7 @@ async def test_a_session_listens_while_its_owner_is_away(leave: str) -> None:
 
 
 async def test_what_nobody_hears_is_not_kept_for_receive_either() -> None:
-    """Or it would come twice: its sender sends it again."""
+    """Otherwise it would arrive twice: its sender sends it again."""
     network = LocalNetwork()
     alpha, beta = pair_on(network)
     alpha.tells_absence = True

@@ -158,7 +158,7 @@ async def exchange(on: Stage, round: str, heard: tuple[Sink, Sink]) -> None:
 
 
 class Heard(Sink):
-    """Without what the gateway asks a uSubscription there."""
+    """Without the gateway's requests to a uSubscription there."""
 
     def on_receive(self, message: UMessage) -> Awaitable[None] | None:
         return None if message.attributes.type == attrs.REQUEST else super().on_receive(message)

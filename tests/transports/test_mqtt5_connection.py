@@ -528,7 +528,7 @@ class Refusing(FakeBroker):
 
 
 async def test_what_is_registered_before_open_is_subscribed_to_with_the_connection() -> None:
-    """And who registers it again hears what the broker says: it is asked again for what it has refused."""
+    """A new registration asks the broker again for the refused filter, and gets its answer."""
     listener = Silent()
     async with serving(Refusing()) as broker:
         one = end(broker)

@@ -66,8 +66,7 @@ class Heard:
 
 @pytest.mark.broker
 async def test_the_broker_for_a_fleet(make_broker: Callable[..., Broker]) -> None:
-    """No vehicle speaks for another one, and of the count of dropped messages the gateway in the cloud alone is
-    told."""
+    """No vehicle can send as another one, and only the gateway in the cloud may read the count of dropped messages."""
     settings = [*lines("deploy/mosquitto/mosquitto.conf"), "sys_interval 1"]
     acl = (ROOT / "deploy/mosquitto/acl").read_text()
     broker = make_broker(

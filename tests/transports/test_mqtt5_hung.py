@@ -79,7 +79,7 @@ def nothing_left() -> Any:
 
 @asynccontextmanager
 async def stopped(broker: Broker) -> AsyncIterator[None]:
-    """It is there, and does nothing."""
+    """A listener that does nothing."""
     pid = broker._running._popen.pid  # type: ignore[union-attr]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -259,7 +259,7 @@ async def test_only_a_status_escapes_from_open(settings: dict[str, Any], code: i
 
 @pytest.mark.parametrize("host", ["mqtt://broker.example", "broker.example/path", "me@broker.example", " ", "a b"])
 def test_a_host_is_no_url(host: str) -> None:
-    """It would be looked up for ever."""
+    """Otherwise the name would be looked up for ever."""
     with pytest.raises(ValidationError, match="without scheme, user, port and path"):
         Mqtt5Config(host=host)
 

@@ -235,7 +235,7 @@ async def test_a_broker_that_does_not_tell_is_used_all_the_same(make_broker: Mak
 async def test_a_subscription_that_is_refused_is_a_trouble_until_it_is_left(
     make_broker: MakeBroker, monkeypatch: Any
 ) -> None:
-    """When the broker has forgotten us, and its rules have changed meanwhile."""
+    """When the broker has lost our session, and its rules have changed meanwhile."""
     broker = make_broker()
     one, listener = end(broker.port, "gateway"), Heard()
 

@@ -51,7 +51,7 @@ class Heard:
 
 @pytest.mark.parametrize("mode", ["in-vehicle", "off-vehicle"])
 async def test_a_request_that_nobody_can_take_is_unavailable_at_once(make_broker: Any, mode: str) -> None:
-    """Only requests: that nobody hears a publish, a notification or a late response is no error. What is behind it is
+    """Only requests: a publish, a notification or a late response without listener is no error. Later messages are
     sent."""
     broker = make_broker()
     async with end(broker, "caller", mode) as caller:
@@ -161,7 +161,7 @@ def test_an_address_is_the_topic_that_a_message_leaves_on() -> None:
 
 @pytest.mark.parametrize("encoded", [False, True])
 async def test_what_is_behind_an_unheard_publish_of_its_topic_is_not_sent(encoded: bool) -> None:
-    """A subscriber that comes just then would get it first. Other topics are."""
+    """A subscriber that connects just then would get it first. Messages on other topics are sent."""
     async with answering() as broker:
         settings = Mqtt5Config(port=broker.port, in_flight_max=1)
         async with Mqtt5Transport(settings, LocalUriProvider("caller", 0x10AB, 3)) as caller:
@@ -198,7 +198,7 @@ async def test_a_later_call_does_not_overtake_messages_whose_result_is_not_repor
 
 
 async def test_what_is_in_flight_is_answered_by_its_own_puback() -> None:
-    """And one that nobody hears is no failure of the network: nothing else waits."""
+    """A request without listener is no failure of the network: nothing else waits."""
     async with answering() as broker:
         settings = Mqtt5Config(port=broker.port)
         async with Mqtt5Transport(settings, LocalUriProvider("caller", 0x10AB, 3)) as caller:

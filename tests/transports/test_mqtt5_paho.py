@@ -124,7 +124,7 @@ async def test_a_broker_that_restarts_mid_stream_loses_nothing_that_it_acknowled
 
 @spec("req~up-transport-mqtt5-reconnection~1")
 async def test_a_broker_that_crashes_is_subscribed_to_again(own_broker: Broker) -> None:
-    """After a kill it knows nothing any more: no session, no subscription."""
+    """After a kill it has lost every session and subscription."""
     heard, silent = Heard(), Heard()
     async with end(own_broker, "sender") as sender, end(own_broker, "receiver") as receiver:
         lost, back = Connection(sender), Connection(receiver)
@@ -153,7 +153,7 @@ async def test_a_broker_that_crashes_is_subscribed_to_again(own_broker: Broker) 
 
 
 async def test_what_is_in_flight_when_the_connection_is_lost_is_unavailable(own_broker: Broker) -> None:
-    """The broker is stopped in its tracks: it takes bytes, and answers nothing."""
+    """The broker process is stopped (SIGSTOP): it accepts bytes, and answers nothing."""
     async with end(own_broker, "sender", in_flight_max=10) as sender:
         for number in range(3):  # the window opens: 1, 2, 4, 8, 10
             await sender.send(publish(number))
@@ -208,7 +208,7 @@ async def test_without_session_nothing_is_kept(broker: Broker) -> None:
 
 
 async def test_what_was_not_taken_when_we_went_away_comes_again(own_broker: Broker) -> None:
-    """Ack last: a message whose awaitable has not completed is the broker's still."""
+    """Ack last: the broker keeps a message until its awaitable has completed."""
     settings = {"client_id": "the receiver", "session_expiry_s": 3_600}
     never = asyncio.Event()
     held, heard = Heard(lambda: _wait(never)), Heard()

@@ -33,7 +33,7 @@ def message(number: int) -> UMessage:
     st.lists(st.tuples(st.floats(0, 2), st.integers(1, 300)), min_size=1, max_size=60),
 )
 def test_no_second_has_more(per_s: int, steps: list[tuple[float, int]]) -> None:
-    """Wherever it begins, and however long nothing was sent before."""
+    """From any start, and after any idle time."""
     now_s, left = 1_000.0, list[float]()
     pace = Pace(per_s, lambda: now_s, per_s // 10)
     for pause_s, wanted in steps:
