@@ -79,7 +79,7 @@ def nothing_left() -> Any:
 
 @asynccontextmanager
 async def stopped(broker: Broker) -> AsyncIterator[None]:
-    """A listener that does nothing."""
+    """Within the block the broker process is stopped (SIGSTOP): it exists, and answers nothing."""
     pid = broker._running._popen.pid  # type: ignore[union-attr]
     os.kill(pid, signal.SIGSTOP)
     try:
