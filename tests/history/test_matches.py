@@ -124,7 +124,7 @@ def test_it_is_as_if_all_streams_had_been_looked_at(
 
 
 class CountingLog:
-    """Returns how many streams and chunks were read."""
+    """Counts the streams and chunks that are read."""
 
     def __init__(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams = self.chunks = 0
