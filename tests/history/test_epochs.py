@@ -973,7 +973,7 @@ def test_what_a_filter_covers_is_dropped_also_of_a_log_without_frontiers() -> No
     source, other, reader = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), Assembler(beyond={"second": [(4,)]})
     reader.begin([source.frontier([(1,)], [(2,)], 9)], 0.0)
     assert reader.take([other.data((2,)), other.data((4,)), other.data((5,))], 0.0) == []
-    assert times(reader.take([told.frontier([(6,)], [])], 0.0)) == [((5,), UNREPORTED)]
+    assert times(reader.take([source.frontier([(6,)], [])], 0.0)) == [((5,), UNREPORTED)]
     assert reader.dropped["begun"] == 2
 
 
