@@ -41,7 +41,7 @@ PARTS_MAX: Final = 64  # logs of a gate; also earlier logs that may have records
 WAITING_MAX: Final = 1_024  # epochs of a gate; a keeper has at most 256 open
 TOO_MANY: Final = "too many epochs wait for a log of their gateway"
 
-GroupKey = tuple[str, int, str]  # the keeper's authority and uEntity, and the name of the group
+EpochGroupKey = tuple[str, int, str]  # the keeper's authority and uEntity, and the name of the group
 Seqs = Mapping[str, int]  # by the log that is read
 DecodeInput = tuple[Sequence[int], Sequence[int], Sequence[bytes], Sequence[Epoch], Sequence[int], Sequence[str | None]]
 
@@ -64,7 +64,7 @@ def frontier_records(batches: Iterable[RecordBatch]) -> Iterator[FrontierRecord]
 
 
 @dataclass(frozen=True, slots=True)
-class LogFrontier:
+class LogFrontierState:
     """The latest frontier of a group in one log."""
 
     read: str
@@ -80,7 +80,9 @@ class LogFrontier:
         return [self.read, self.version, *times, sorted(self.logs), self.number, self.is_ended]
 
     @classmethod
-    def of(cls, read: Any, version: Any, lower: Any, active: Any, logs: Any, number: Any, ended: Any) -> LogFrontier:
+    def of(
+        cls, read: Any, version: Any, lower: Any, active: Any, logs: Any, number: Any, ended: Any
+    ) -> LogFrontierState:
         times = minimal(_times(lower)), frozenset(_times(active))
         return cls(str(read), int(version), *times, frozenset(map(str, logs)), int(number), bool(ended))
 
@@ -102,7 +104,7 @@ class WaitingEpoch:
 class EpochGate:
     """The epochs of one group at the end of a batch."""
 
-    parts: dict[str, LogFrontier] = field(default_factory=dict)  # by the log of the keeper (`origin`)
+    parts: dict[str, LogFrontierState] = field(default_factory=dict)  # by the log of the keeper (`origin`)
     filter: Antichain = NOTHING  # epochs that began before we read: the batch that ends here drops them
     waiting: dict[Time, WaitingEpoch] = field(default_factory=dict)
     incomplete: dict[Time, str] = field(
@@ -127,7 +129,7 @@ class EpochGate:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EpochGate:
         """From JSON. Raises KeyError, TypeError, ValueError."""
-        parts = {str(origin): LogFrontier.of(*part) for origin, part in given["parts"].items()}
+        parts = {str(origin): LogFrontierState.of(*part) for origin, part in given["parts"].items()}
         waiting = {
             _time(time): WaitingEpoch(
                 int(since), {str(log): int(seq) for log, seq in after.items()}, str(why), bool(given_up)
@@ -159,7 +161,7 @@ class EpochGate:
         return {time: one for time, one in self.waiting.items() if not one.is_given_up}
 
     @property
-    def _live(self) -> list[LogFrontier]:
+    def _live(self) -> list[LogFrontierState]:
         return [part for part in self.parts.values() if not part.is_ended]
 
     @property
@@ -185,7 +187,7 @@ class EpochGate:
         return EpochGate(self._needed, filter, waiting, {}, self.heard_ms, self.rest, self.rest_since, suspect)
 
     @property
-    def _needed(self) -> dict[str, LogFrontier]:
+    def _needed(self) -> dict[str, LogFrontierState]:
         """The logs that have not ended, and ended ones that may have records of waiting epochs."""
         first = min((one.since for one in self.waiting.values()), default=None)
         return {
@@ -251,7 +253,7 @@ class EpochGate:
             self._deliver_in_parts()
         return True
 
-    def _replace(self, origin: str, part: LogFrontier) -> None:
+    def _replace(self, origin: str, part: LogFrontierState) -> None:
         """Store the frontier, and end the logs that no longer exist according to it."""
         new = origin, part.version, part.logs
         for other, old in self.parts.items():
@@ -270,7 +272,7 @@ class EpochGate:
         self.give_up(TOO_MANY)
         self.waiting.clear()
 
-    def _part(self, record: FrontierRecord, group: GroupFrontier) -> LogFrontier | None:
+    def _part(self, record: FrontierRecord, group: GroupFrontier) -> LogFrontierState | None:
         """Returns None if no keeper writes such a frontier."""
         times = times_of(group)
         if times is None:
@@ -285,7 +287,7 @@ class EpochGate:
                 NOTHING,
             )  # the group starts again, with times of another length
         logs = frozenset(log.hex() for log in group.logs)
-        return LogFrontier(record.read, group.version, minimal(lower), frozenset(active), logs, group.number)
+        return LogFrontierState(record.read, group.version, minimal(lower), frozenset(active), logs, group.number)
 
     def spoil(self, why: str) -> None:
         """Mark all waiting epochs as incomplete, unless they have a reason already."""
@@ -340,7 +342,7 @@ class EpochGate:
             self.incomplete[time] = why
 
 
-Gates = dict[GroupKey, EpochGate]
+Gates = dict[EpochGroupKey, EpochGate]
 
 
 def to_json(gates: Gates) -> list[Any]:
@@ -403,12 +405,12 @@ def advance(gates: Gates, batch: BatchFrontiers, now_ms: int) -> Gates:
     return made
 
 
-def overdue(gates: Gates, now_ms: int, timeout_ms: int) -> list[GroupKey]:
+def overdue(gates: Gates, now_ms: int, timeout_ms: int) -> list[EpochGroupKey]:
     """The gates that hold epochs and have had no frontier for more than `timeout_ms`."""
     return [key for key, gate in gates.items() if gate.held and now_ms - gate.heard_ms > timeout_ms]
 
 
-def given_up(gates: Gates, keys: Collection[GroupKey], timeout_ms: int) -> Gates:
+def given_up(gates: Gates, keys: Collection[EpochGroupKey], timeout_ms: int) -> Gates:
     """Returns a copy of `gates` in which the gates `keys` deliver what waits, with the time-out as the reason."""
     made = dict(gates)
     for key in keys:
@@ -517,7 +519,7 @@ def needed(gates: Gates, seqs: Seqs) -> dict[str, int]:
     return made
 
 
-def _groups(record: FrontierRecord) -> Iterator[tuple[GroupKey, GroupFrontier]]:
+def _groups(record: FrontierRecord) -> Iterator[tuple[EpochGroupKey, GroupFrontier]]:
     source = record.message.attributes.source
     try:
         frontier = Frontier.FromString(record.message.payload)

@@ -8,4 +8,4 @@ operating/   admin port, metrics, control topics, states      commands/, demo/, 
 app.py       makes the parts, starts and stops them            parts.py
 """
 
-from transports import plugin as plugin  # first of all: the package tells whether `uprotocol` is ours
+from transports import plugin as plugin  # first of all: it checks that `uprotocol` is ours

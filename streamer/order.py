@@ -118,7 +118,7 @@ def _services(streamer: Assembly) -> Iterator[Part]:
         await hosted.unserved.drain(DRAIN_MS_MAX)
 
     async def settled() -> None:
-        """Each service that is hosted has its methods by now: there is none that may come yet."""
+        """Each service that is hosted has registered its methods."""
         if embedded is None or embedded.is_started:
             hosted.unserved.is_settled = True
 

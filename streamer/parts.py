@@ -253,8 +253,8 @@ async def keeper_of(config: Config, logs: Logs, runtime: Runtime) -> Keeper:
         )
         for section in config.epochs
     ]
-    told_in = [logs.durable, *([logs.volatile] if config.history.volatile else [])]
-    keeper = Keeper(ids.at(config.authority, ids.FRONTIERS), groups, told_in, runtime.now_ms)
+    reporting = [logs.durable, *([logs.volatile] if config.history.volatile else [])]
+    keeper = Keeper(ids.at(config.authority, ids.FRONTIERS), groups, reporting, runtime.now_ms)
     await keeper.open()
     return keeper
 

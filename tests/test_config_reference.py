@@ -91,7 +91,7 @@ def test_a_marker_of_nothing_is_named(tool: ModuleType) -> None:
         tool.filled("<!-- settings: streamer.config.sections:Nothing -->\n<!-- end -->")
 
 
-def test_a_stale_table_is_told_and_made_anew(
+def test_a_stale_table_is_reported_and_renewed(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for page in sorted((ROOT / "docs").glob("*.md")):

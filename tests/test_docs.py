@@ -81,7 +81,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         name, _, anchor = target.partition("#")
         there = (page.parent / name).resolve() if name else page
-        assert there.exists(), f"{page.name} links to {target}, which there is not"
+        assert there.exists(), f"{page.name} links to {target}, which does not exist"
         assert not anchor or anchor in anchors(there), f"{page.name} links to {target}, and there is no such heading"
 
 
@@ -94,7 +94,9 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     folders = "|".join(name for name in (*FOLDERS, *PRODUCT) if name != "uprotocol")
     text = re.sub(r"^\|.*\| planned: .*\|$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for name in set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*\w)", text)):
-        assert (ROOT / name).exists() or (page.parent / name).exists(), f"{page.name} names {name}, which there is not"
+        assert (ROOT / name).exists() or (page.parent / name).exists(), (
+            f"{page.name} names {name}, which does not exist"
+        )
 
 
 def test_every_page_is_in_the_readme() -> None:
@@ -320,20 +322,20 @@ def test_every_metric_and_reason_is_in_the_page() -> None:
     assert not [reason for pair in reasons for reason in pair if reason and f"`{reason}`" not in table]
 
 
-def test_nobody_is_told_to_install_from_an_index_what_is_on_none() -> None:
+def test_no_page_installs_our_bare_name_from_an_index() -> None:
     """A checkout or a wheel has a path; our bare name would be somebody else's package, if there ever is one."""
-    told = re.compile(
+    found_text = re.compile(
         r"""pip (?:install|wheel)(?![^\n]*--no-index)[^\n`]*?[ '"](up[-_]streamer)(?=[\['"\s`]|$)""", re.MULTILINE
     )
-    assert told.search("pip install 'up-streamer[zenoh]'")
-    assert told.search("pip install -U up-streamer")
-    assert not told.search("pip install './up_streamer-0.1.0-py3-none-any.whl[zenoh]'")
+    assert found_text.search("pip install 'up-streamer[zenoh]'")
+    assert found_text.search("pip install -U up-streamer")
+    assert not found_text.search("pip install './up_streamer-0.1.0-py3-none-any.whl[zenoh]'")
     files = [
         path for folder in ("deploy", "examples", *PRODUCT) for path in (ROOT / folder).rglob("*") if path.is_file()
     ]
     for path in {*pages(), *(one for one in files if one.suffix in TEXT or one.name in ("Dockerfile", "compose.yaml"))}:
         text = re.sub(r"\s*[\"']?\n\s*[\"']", "", path.read_text(encoding="utf-8"))  # a sentence of code over two lines
-        assert not (found := told.search(text)), f"{path.relative_to(ROOT)}: {found and found[0]}"
+        assert not (found := found_text.search(text)), f"{path.relative_to(ROOT)}: {found and found[0]}"
 
 
 def blocks(page: str) -> list[str]:

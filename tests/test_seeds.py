@@ -170,9 +170,9 @@ def test_every_requirement_of_the_text_of_usubscription_has_a_row() -> None:
         ("what | | `history/log/log.py` | `test_seeds::test_every_row_holds` | built", "where does"),
     ],
 )
-def test_a_row_that_does_not_hold_is_told(cells: str, says: str) -> None:
-    (told,) = wrong(rows(f"| `ray-1` | {cells} |"), {"Following"})
-    assert says in told
+def test_a_row_that_does_not_hold_is_reported(cells: str, says: str) -> None:
+    (found,) = wrong(rows(f"| `ray-1` | {cells} |"), {"Following"})
+    assert says in found
 
 
 def test_a_row_of_what_is_planned_may_name_files_that_are_not_there() -> None:

@@ -129,11 +129,11 @@ def run(path: Path, listed: list[str], *options: str, must_hold: bool = True) ->
 
 
 def test_a_run_that_skips_a_proof_fails_unless_the_list_says_so(tmp_path: Path) -> None:
-    told = [f"test_marked.py::{name} was skipped, but counts as a proof" for name in SKIPPED]
-    assert run(tmp_path, []) == (1, told)
+    reported = [f"test_marked.py::{name} was skipped, but counts as a proof" for name in SKIPPED]
+    assert run(tmp_path, []) == (1, reported)
     assert run(tmp_path, SKIPPED) == (0, [])
-    assert run(tmp_path, SKIPPED[:2]) == (1, told[2:])
-    assert run(tmp_path, [], must_hold=False) == (0, told), "where much is not installed it is only told"
+    assert run(tmp_path, SKIPPED[:2]) == (1, reported[2:])
+    assert run(tmp_path, [], must_hold=False) == (0, reported), "where much is not installed it is only reported"
 
 
 def test_a_run_that_passes_what_the_list_calls_skipped_fails(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_run_that_passes_what_the_list_calls_skipped_fails(tmp_path: Path) -> 
 
 def test_what_several_workers_saw_counts_as_one_run(tmp_path: Path) -> None:
     """The cases of one test run on two of them: skipped here, passed there."""
-    told = [f"test_marked.py::{name} was skipped, but counts as a proof" for name in SKIPPED]
-    assert run(tmp_path, [], "-n", "2") == (1, told)
+    reported = [f"test_marked.py::{name} was skipped, but counts as a proof" for name in SKIPPED]
+    assert run(tmp_path, [], "-n", "2") == (1, reported)
     assert run(tmp_path, SKIPPED, "-n", "2") == (0, [])
     wrong = "test_marked.py::test_runs_in_part passed, but tools/spec_skipped.txt says that it is skipped"
     assert run(tmp_path, [*SKIPPED, "test_runs_in_part"], "-n", "2") == (1, [wrong])

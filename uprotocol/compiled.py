@@ -2,7 +2,7 @@
 
     import history.records.chunk -> built for this Python, and from these very sources?
                             yes, all of them -> _compiled/cpython-311-x86_64-linux-gnu/history.records.chunk....so
-                            else             -> history/records/chunk.py, as ever
+                            else             -> history/records/chunk.py
 
 Either all modules are compiled or none is: compiled modules call each other directly. If any source differs from what
 was compiled, the compiled core is not used. `up-streamer --version` says which one is used, and why.

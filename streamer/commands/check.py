@@ -107,11 +107,11 @@ def _show_following(config: Config) -> None:
         ]
         terminal.show("followed here", ("endpoint", "service", "mode", "topics"), rows)
     if by := [one for one in config.endpoint if one.followed_by]:
-        told = [
+        report = [
             (one.name, one.followed_by, f"not to {', '.join(one.authorities)} any more, once it has taken over")
             for one in by
         ]
-        terminal.show("followed by", ("endpoint", "service", "publishes are pushed"), told)
+        terminal.show("followed by", ("endpoint", "service", "publishes are pushed"), report)
 
 
 def _show_epochs(config: Config) -> None:

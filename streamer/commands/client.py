@@ -109,13 +109,13 @@ def call(
     started = time.monotonic()
     answer = terminal.finish(_call(network, uri, data or UPayload(), CallOptions(timeout_ms=timeout_ms)))
     value = payload_value(answer)
-    told = {
+    report = {
         "method": uris.format(uri),
         "payload_format": UPayloadFormat.Name(answer.format)[len("UPAYLOAD_FORMAT_") :],
         "payload": value,
         "milliseconds": round((time.monotonic() - started) * 1000, 1),
     }
-    terminal.tell(as_json, told, str(value))
+    terminal.tell(as_json, report, str(value))
 
 
 # What a message says

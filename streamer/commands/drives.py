@@ -51,7 +51,7 @@ def replay(
             f"authority {network.authority!r} publishes nothing of a drive, {' and '.join(publishers)} do: be one "
             "of them, or add --all"
         )
-    for line in drive.told():
+    for line in drive.report():
         terminal.err.print(f"{data}: {line}", markup=False)
     begin_ms = int(time.time() * 1000) if start_ms is None else start_ms
     samples = (one for one in drive.samples(begin_ms) if all_signals or one.signal.publisher == network.authority)
@@ -68,9 +68,9 @@ def replay(
             return await replays.replay(opened, samples, rate=rate, on_progress=progress)
 
     counts = terminal.finish(work())
-    told = {"done": True, "published": counts.total(), "problems": drive.problems_total}
+    report = {"done": True, "published": counts.total(), "problems": drive.problems_total}
     line = f"published {counts.total()} samples on {len(counts)} topics"
-    terminal.tell(as_json, {**told, "topics": dict(sorted(counts.items()))}, line)
+    terminal.tell(as_json, {**report, "topics": dict(sorted(counts.items()))}, line)
 
 
 def demo(options: DemoOptions) -> None:

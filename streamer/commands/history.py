@@ -123,11 +123,11 @@ async def _poll(network: Network, streamer: UUri, patterns: list[UUri], limit: i
 
 
 async def _frontiers(network: Network, streamer: UUri) -> list[dict[str, Any]]:
-    """A row for each group, and each log in which it is told."""
+    """A row for each group, and each log in which it is frontiers."""
     request = PollRequest(topics=ids.frontiers_of(uris.WILDCARD_AUTHORITY), latest=True)
     async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
-        told = await HistoryClient(rpc, streamer).frontiers(request)
-    records = [one for batch in told for one in decode(batch) or () if isinstance(one, Record)]
+        frontiers = await HistoryClient(rpc, streamer).frontiers(request)
+    records = [one for batch in frontiers for one in decode(batch) or () if isinstance(one, Record)]
     return [
         _group_row(record, group)
         for record in records
@@ -136,18 +136,18 @@ async def _frontiers(network: Network, streamer: UUri) -> list[dict[str, Any]]:
     ]
 
 
-def _group_row(record: Record, told: GroupFrontier) -> dict[str, Any]:
-    active = [tuple(one.numbers) for one in told.active]
+def _group_row(record: Record, frontiers: GroupFrontier) -> dict[str, Any]:
+    active = [tuple(one.numbers) for one in frontiers.active]
     source = record.message.attributes.source
     return {
-        "group": told.group,
+        "group": frontiers.group,
         "kept by": f"//{source.authority_name}/{source.ue_id:X}/1/0",
-        "by": told.kept.kind,
+        "by": frontiers.kept.kind,
         "log": (record.origin.incarnation if record.origin is not None else record.incarnation).hex(),
-        "lower": sorted(tuple(one.numbers) for one in told.lower),
+        "lower": sorted(tuple(one.numbers) for one in frontiers.lower),
         "upper": sorted(maximal(active)),
         "open": sorted(active),
-        "incomplete": sorted(tuple(one.time.numbers) for one in told.kept.incomplete),
+        "incomplete": sorted(tuple(one.time.numbers) for one in frontiers.kept.incomplete),
     }
 
 
@@ -207,7 +207,7 @@ def _verify(log: Path, as_json: bool) -> None:
     from history.file.verify import verify
 
     report = verify(log)
-    found, told = ([_as_dict(one) for one in those] for those in (report.found, report.reported))
+    found, frontiers = ([_as_dict(one) for one in those] for those in (report.found, report.reported))
     if as_json:
         data = {
             "log": str(report.path),
@@ -219,14 +219,14 @@ def _verify(log: Path, as_json: bool) -> None:
             "newest_seq": report.newest_seq,
             "found": found,
             "found_total": report.found_total,
-            "not_acknowledged": told,
+            "not_acknowledged": frontiers,
         }
         print(json.dumps(data))
     else:
         seqs = f"{report.oldest_seq} to {report.newest_seq}"
         head = f"{report.path}: {report.records} records, {seqs}, format {report.version}"
         lines = [head, *(f"damaged: {_as_line(row)}" for row in found)]
-        lines += [f"told earlier, not acknowledged: {_as_line(row)}" for row in told]
+        lines += [f"frontiers earlier, not acknowledged: {_as_line(row)}" for row in frontiers]
         if report.found_total > len(found):
             lines.append(f"and {report.found_total - len(found)} more")
         for line in lines:

@@ -54,7 +54,7 @@ def _not_toml(text: str, name: str, said: str) -> str:
 
 
 def _settings_mistakes(text: str, raw: dict[str, Any]) -> Iterator[Mistake]:
-    """What the transports say of their settings; sections of another shape are told of elsewhere."""
+    """What the transports say of their settings; sections of another shape are reported elsewhere."""
     endpoints = raw.get("endpoint")
     for index, endpoint in enumerate(endpoints if isinstance(endpoints, list) else []):
         match endpoint:

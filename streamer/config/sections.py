@@ -250,9 +250,9 @@ class EpochsSection(Section):
     width_ms: int | None = Field(default=None, ge=1, le=EPOCH_MS_MAX)
     """of a bucket"""
     lateness_ms: int = Field(default=0, ge=0, le=EPOCH_MS_MAX)
-    """a bucket ends when there was a message whose id is so much later than its end"""
+    """a bucket ends when there was a message whose id is later than its end by this much"""
     ahead_ms: int = Field(default=5_000, ge=0, le=EPOCH_MS_MAX)
-    """an id that is so much ahead of our clock opens no bucket: its message joins the lowest one that is open, and is
+    """an id that is ahead of our clock by this much opens no bucket: its message joins the lowest open one, and is
     counted"""
     timeout_ms: int = Field(default=10_000, ge=1, le=EPOCH_MS_MAX)
     """a bucket that has not ended so long after its first message ends as incomplete, and so does an epoch whose

@@ -170,7 +170,7 @@ class Demo:
             ) from None
         drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
         self._outcome.problems = drive.problems_total
-        for line in drive.told(10):
+        for line in drive.report(10):
             self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")
         started = time.monotonic()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

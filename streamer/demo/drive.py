@@ -133,7 +133,7 @@ class Drive:
     problems: tuple[Problem, ...] = ()  # the first PROBLEMS_TOLD_MAX
     problems_total: int = 0
 
-    def told(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
+    def report(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
         """A line for each problem, and one for how many more there are."""
         shown = self.problems[:at_most]
         yield from map(str, shown)
@@ -170,7 +170,7 @@ def message(sample: SignalSample) -> UMessage:
 def read(text: str) -> Drive:
     """The drive that a CSV file holds.
 
-    Tolerated without a word: `()` or units behind a name, blanks around values, a trailing comma, empty lines. Told in
+    Tolerated without a report: `()` or units behind a name, blanks around values, trailing commas, empty lines. Told in
     `problems`: a cell that can't be read, a row without any value; all other values are kept. A column of the table,
     and any that has a number somewhere, has numbers only; else its cells are `true`/`false` or text. Raises
     UStatusError(INVALID_ARGUMENT) for text without header or rows.

@@ -123,8 +123,8 @@ class Followed:
         stored = self._log.followed.position(self.key)
         self._has_place = stored is not None  # on disk
         # plain messages with later ids are copies of what is followed; None: not known yet. As told, and as on disk
-        self._told_since = _since(stored) if stored is not None else None
-        self._doorbell.copies_since = self._told_since
+        self._confirmed_since = _since(stored) if stored is not None else None
+        self._doorbell.copies_since = self._confirmed_since
         self._withheld: set[uris.Key] = set()  # these, and nothing of them has come since
         self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
         # what has been followed up to here without a hole, and what begins or ends with the next answer
@@ -193,7 +193,7 @@ class Followed:
                 self._end_here(narrowed)
                 self._tell_begun()
 
-    def listen_anew(self) -> None:
+    def listen_again(self) -> None:
         """The interest in any topic may have changed."""
         following = self._following
         if following is None:
@@ -232,10 +232,10 @@ class Followed:
         if not self._log.frontier_ids or not (begun or missing):
             return
         if begun:
-            anew = set(map(uris.key, begun))
+            newly = set(map(uris.key, begun))
             others = {uris.key(one): one for topic in begun for one in self._covered.meeting(topic)}
             pending.records.append(
-                self._beginning(begun, [one for key, one in sorted(others.items()) if key not in anew])
+                self._beginning(begun, [one for key, one in sorted(others.items()) if key not in newly])
             )
         if missing:
             pending.records.append(self._beginning(missing))
@@ -294,7 +294,7 @@ class Followed:
                 self.trouble = str(error)
                 if error.code in REFUSALS:
                     self._doorbell.stop_trusting_history()
-            except Exception as error:  # a fault of ours must not end it without a word
+            except Exception as error:  # a fault of ours must not end it without a report
                 log.exception("a history can't be followed; trying again", service=self.key)
                 self.trouble = f"a fault of this program: {error!r}"
             await self._backoff.wait()
@@ -318,7 +318,7 @@ class Followed:
                 ),
                 on_denied=self._denied,
                 on_forgotten=self._forgotten,
-                on_confirmed=lambda _, done: self._told(done),
+                on_confirmed=lambda _, done: self._confirmed(done),
             ) as following:
                 self._following, self._fixed = following, {}
                 following.has_begun = bool(places.positions)
@@ -326,7 +326,7 @@ class Followed:
                     await self._take_over(following, places)
                 if not places.positions:
                     places = await self._find_place(following)
-                self.listen_anew()
+                self.listen_again()
                 # what came by itself up to there is stored before what is followed
                 await self._follows.ingress(self.endpoint).caught_up(CAUGHT_UP_S)
                 await self._pull(following, places)
@@ -380,24 +380,24 @@ class Followed:
             answer = await following.next(acceptor.state)
             if answer is not None:
                 acceptor.accept(answer)
-                self._told_since = uuids.to_bytes(answer.made) if uuids.is_v7(answer.made) else None
+                self._confirmed_since = uuids.to_bytes(answer.made) if uuids.is_v7(answer.made) else None
         await self._keep_first(acceptor.state)
         return acceptor.state
 
     async def _keep_first(self, places: ReaderState) -> None:
-        since = self._told_since
+        since = self._confirmed_since
         self._log.followed.keep(self.key, self._stored(places))
         await self._log.saved()
         self._has_place, self._doorbell.copies_since = True, since
 
-    def _told(self, done: UUID) -> None:
+    def _confirmed(self, done: UUID) -> None:
         if not self._has_place or not uuids.is_v7(done):
             return
         id = uuids.to_bytes(done)
-        if self._told_since is None:
-            self._told_since = id
-        elif id < self._told_since:  # the clock of who publishes went back
-            self._told_since = self._doorbell.copies_since = id
+        if self._confirmed_since is None:
+            self._confirmed_since = id
+        elif id < self._confirmed_since:  # the clock of who publishes went back
+            self._confirmed_since = self._doorbell.copies_since = id
         else:
             return
         self._pending.has_moved = True
@@ -406,7 +406,9 @@ class Followed:
     async def _pull(self, following: Following, places: ReaderState) -> None:
         """Accept answers, while records that were accepted before are committed."""
         acceptor = self._acceptor = Acceptor(state=places, read=self._follows.read)
-        self._pending = Pending(places=acceptor.state.copy(), has_moved=self._told_since != self._doorbell.copies_since)
+        self._pending = Pending(
+            places=acceptor.state.copy(), has_moved=self._confirmed_since != self._doorbell.copies_since
+        )
         if not self._begun:  # else with the first answer, which says what we may not read
             self._pending.covered = self._covered_digest
         self._came.set()
@@ -490,7 +492,7 @@ class Followed:
         appending = asyncio.create_task(self._append(pending), name=f"append {self.key}")
         self._appending.add(appending)
         appending.add_done_callback(self._appending.discard)
-        since = self._told_since
+        since = self._confirmed_since
         is_kept = await asyncio.shield(appending)
         if since != self._doorbell.copies_since:  # on disk before a copy is not stored: a restart must know which are
             if not is_kept:
@@ -503,7 +505,7 @@ class Followed:
         shares: dict[Log, list[Sorted]] = {}
         for record in pending.records:
             if isinstance(record, Beginning):
-                shares.setdefault(self._log, []).append(self._told_here(record))
+                shares.setdefault(self._log, []).append(self._beginning_here(record))
                 continue
             found = self._sorting.sort(record)
             if found is not None:
@@ -546,7 +548,7 @@ class Followed:
         covered = Covered(Beginning.FromString(kept).topics)
         return covered if covered.digest == FollowedPlaces.FromString(stored).topics else Covered()
 
-    def _told_here(self, said: Beginning) -> Sorted:
+    def _beginning_here(self, said: Beginning) -> Sorted:
         """Returns a Beginning as a record of our own."""
         topic = self._follows.local.get_resource(ids.BEGINNINGS)
         message = EncodedMessage.of(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(said))
@@ -568,8 +570,8 @@ class Followed:
         for position in positions:
             position.in_memory = position.incarnation in places.idle
         stored = FollowedPlaces(positions=positions, topics=covered)
-        if self._told_since is not None:
-            stored.since.CopyFrom(uuids.from_bytes(self._told_since))
+        if self._confirmed_since is not None:
+            stored.since.CopyFrom(uuids.from_bytes(self._confirmed_since))
         return stored.SerializeToString()
 
     async def end(self) -> None:

@@ -254,7 +254,7 @@ class Follows(Intake, UListener):
         if topics is None or wants_all != self._wants_all:
             self._wants_all = wants_all
             for followed in self._followed.values():
-                followed.listen_anew()
+                followed.listen_again()
             return
         for topic in map(to_uri, topics):
             for followed in self._about(topic):

@@ -5,7 +5,7 @@ acked         -> cursor `followed:ENDPOINT`: retention keeps what comes after it
 HandOver end, or `followed_by` is gone -> pumps: push again, what comes after the place named, or the cursor
 
 Not leased: whoever is away for a month finds everything where it was, as far as the retention by size reaches.
-Notifications, requests and responses are pushed as ever. An announcement tells the follower that we are there.
+Notifications, requests and responses are pushed as before. An announcement says to the follower that we are there.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class HandOvers:
         which = asked.WhichOneof("do")
         async with self._turn:
             if which == "take" and asked.take:
-                return await self._take_told(name, takes_held=asked.takes_held)
+                return await self._take_confirmed(name, takes_held=asked.takes_held)
             if which == "end" and asked.end:
                 return await self._end(name, seqs_of(asked.positions))
         raise invalid("a hand-over takes or ends")
@@ -183,10 +183,10 @@ class HandOvers:
         for name, service in self._followed_by.items():
             if uris.key(service)[:3] == uris.key(caller)[:3]:
                 return name
-        what = "no endpoint here names it as followed_by: publishes are pushed as ever"
+        what = "no endpoint here names it as followed_by: publishes are pushed as before"
         raise UStatusError(UCode.PERMISSION_DENIED, f"{uris.format(caller)} takes nothing over: {what}")
 
-    async def _take_told(self, name: str, *, takes_held: bool) -> list[Position]:
+    async def _take_confirmed(self, name: str, *, takes_held: bool) -> list[Position]:
         try:
             positions = await self._take(name, takes_held=takes_held)
         except UStatusError as error:

@@ -3,7 +3,7 @@ topic.
 
 add -> how many of this kind in this minute? -> queue -> one transaction a batch -> SQLite -> up://AUTHORITY/4/1/8001
          few: whole  more: without payload                '-- damaged: moved aside
-         a flood: counted only                            '-- newer, in use, no room: not stored, told, and published
+         a flood: counted only                            '-- newer, in use, no room: not stored, report, and published
 
 Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives
 way, so that the flood of one pushes out its own letters and not those of the others.
@@ -179,12 +179,12 @@ class LetterStore:
         self._file.update(self._file.version)
         self._letters = _counted(db)
         if pragma(db, "freelist_count") * pragma(db, "page_size") > FREE_BYTES_MAX:  # it was large once
-            # no room for the copy, or somebody reads: the next start tries again
+            # the disk has no space for the copy, or somebody reads: the next start tries again
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("vacuum")
 
     def write(self, letters: Sequence[LetterRow]) -> None:
-        """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
+        """All of them, or a sqlite3.Error and none; if full, the oldest of the authority with the most go first."""
         with_room(self._file.disk.reserve, self.path, lambda: self._try(letters))
 
     def _try(self, letters: Sequence[LetterRow]) -> None:
@@ -204,13 +204,13 @@ class LetterStore:
         fresh = {number + place: letter for place, letter in enumerate(letters, 1)}
         for number, letter in fresh.items():
             known.add(_authority_of(letter[-1]), number, len(letter[-1]))
-        gone = set()
+        removed = set()
         while known.is_over:
-            gone.add(known.drop())
+            removed.add(known.drop())
         with transaction(db):
             # first: its pages are used again
-            delete_rows(db, "delete from letter where number", list(gone))
-            rows = [(number, *letter) for number, letter in fresh.items() if number not in gone]
+            delete_rows(db, "delete from letter where number", list(removed))
+            rows = [(number, *letter) for number, letter in fresh.items() if number not in removed]
             insert_rows(db, "insert into letter(number, time_ms, code, reason, endpoint, message)", rows)
 
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
@@ -239,7 +239,7 @@ def _counted(db: sqlite3.Connection) -> FairQueue[int]:
 
 
 def _authority_of(data: bytes) -> str:
-    """Of the source of an encoded message; "" where there is none to be read."""
+    """Of the source of an encoded message; "" if none can be read."""
     try:
         return UMessage.FromString(data).attributes.source.authority_name
     except DecodeError:
@@ -311,7 +311,7 @@ class DeadLetters:
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
         self._queue: FairQueue[Letter] = FairQueue(QUEUED_MAX, bytes_max)
         self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
-        self._limits_told_at = -PERIOD_S
+        self._limits_reported_at = -PERIOD_S
         self._limited: dict[str, str] = {}  # what that line said
         self._arrived = asyncio.Event()
         self._worker: Answerer[Sequence[LetterRow], bool] = Answerer(
@@ -350,11 +350,11 @@ class DeadLetters:
         granted = self._rate.happened((source.authority_name, code, kind), size)
         if not granted.stored:
             self.limited += 1
-            told = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
-            if told != self._limited or self._limits_told_at + PERIOD_S <= self._monotonic():
-                self._limits_told_at, self._limited = self._monotonic(), told
+            report = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
+            if report != self._limited or self._limits_reported_at + PERIOD_S <= self._monotonic():
+                self._limits_reported_at, self._limited = self._monotonic(), report
                 what = "too many dead letters within a minute: for the rest of it they are counted only"
-                log.warning(what, **told, counted_only=self.limited)
+                log.warning(what, **report, counted_only=self.limited)
             return
         reason = reason[:REASON_CHARACTERS_MAX]
         if not granted.whole or size > self._bytes_max:

@@ -81,7 +81,7 @@ class AdminAnswer(NamedTuple):
 
 
 class AdminAnswers:
-    """The answer of each path. It is made anew as long as answers take at most LOOP_SHARE of the loop's time."""
+    """The answer of each path. It is computed again as long as answers take at most LOOP_SHARE of the loop's time."""
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class AdminAnswers:
 
     def _make_ready(self) -> AdminAnswer:
         problems = _cut(self._problems())
-        told = {"status": NOT_READY if problems else READY, **self._states()}
-        for state in (told["streamer"], *told["endpoints"].values()) if "endpoints" in told else ():
+        report = {"status": NOT_READY if problems else READY, **self._states()}
+        for state in (report["streamer"], *report["endpoints"].values()) if "endpoints" in report else ():
             state["reason"] = _cut_line(state["reason"])
-        status = 503 if told["status"] == NOT_READY else 200
-        told |= {"problems": problems, "notes": _cut(self._notes())}
-        return AdminAnswer(status, "application/json", json.dumps(told).encode() + b"\n")
+        status = 503 if report["status"] == NOT_READY else 200
+        report |= {"problems": problems, "notes": _cut(self._notes())}
+        return AdminAnswer(status, "application/json", json.dumps(report).encode() + b"\n")
 
     def _kept(self, make: Callable[[], AdminAnswer]) -> AdminAnswer:
         if make not in self._made or self._may_work():
@@ -154,5 +154,5 @@ def _cut_line(line: str) -> str:
 
 
 def _cut(lines: list[str]) -> list[str]:
-    told = [_cut_line(line) for line in lines[:LINES_TOLD_MAX]]
-    return told if len(lines) <= LINES_TOLD_MAX else [*told, f"and {len(lines) - LINES_TOLD_MAX} more"]
+    report = [_cut_line(line) for line in lines[:LINES_TOLD_MAX]]
+    return report if len(lines) <= LINES_TOLD_MAX else [*report, f"and {len(lines) - LINES_TOLD_MAX} more"]

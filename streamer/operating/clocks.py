@@ -1,4 +1,4 @@
-"""Clocks that are apart: most of what comes with a ttl has expired on arrival, and all calls go nowhere without a word.
+"""Clocks that are apart: most messages with a ttl have expired on arrival, and calls are dropped without a report.
 
 ListenerTable.take_ttl_counts --look, once a second--> the last WINDOW_S --> more than EXPIRED_SHARE expired? `trouble`
 
@@ -37,7 +37,7 @@ class Clocks:
 
     @property
     def trouble(self) -> str:
-        """ "" while there is none."""
+        """Empty while there is none."""
         arrived = sum(counts.arrived for _, counts in self._seen)
         expired = sum(counts.expired for _, counts in self._seen)
         if arrived < MESSAGES_MIN or expired <= EXPIRED_SHARE * arrived:

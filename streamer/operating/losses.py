@@ -1,4 +1,4 @@
-"""What was lost: reported to whoever subscribes to gaps, noted in the log, and shown as a condition."""
+"""What was lost: reported to subscribers of gaps, noted in the log, and shown as a condition."""
 
 from __future__ import annotations
 

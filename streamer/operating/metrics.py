@@ -1,6 +1,6 @@
 """The counters of a streamer as Prometheus metrics, read when somebody asks and never before.
 
-FAMILIES: what there is      samples of each part: name, labels, value -> families -> text
+FAMILIES: all metrics        samples of each part: name, labels, value -> families -> text
 
 The functions `of_...` give the samples of parts that have no method for it: those of other packages, endpoints, pumps.
 """

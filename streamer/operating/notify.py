@@ -1,7 +1,7 @@
 """What the service manager is told (systemd's Type=notify), if one started us: ready, how we are, that we still turn.
 
 NOTIFY_SOCKET -> a datagram for each change
-WATCHDOG_USEC -> a beat from the event loop; one that hangs falls silent, and is restarted
+WATCHDOG_USEC -> a beat from the event loop; a loop that hangs sends none, and is restarted
 
 Source: sd_notify(3). Nobody answers, so nothing here waits or fails: a manager that can't be told is no reason to stop.
 """

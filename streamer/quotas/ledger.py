@@ -62,11 +62,11 @@ class Account:
     rate: float = 0.0  # messages a second, lately
     sampled: tuple[int, float] = (0, 0.0)  # messages, loop time
     settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what `AuthorityLedger.others` has of them
-    told: float = 0.0  # loop time
+    reported_at: float = 0.0  # loop time
     seen_ms: int = 0  # Unix milliseconds; in steps of ten seconds
 
     def __post_init__(self) -> None:
-        self.told, self.sampled = self.refilled, (0, self.refilled)
+        self.reported_at, self.sampled = self.refilled, (0, self.refilled)
 
     def __repr__(self) -> str:
         counts = f"messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s"
@@ -74,7 +74,7 @@ class Account:
 
     @property
     def own(self) -> tuple[int, int, int]:
-        """Messages, bytes, dropped: what metrics tell of it by name. With the others' they add up to all there was."""
+        """Messages, bytes, dropped: what metrics show of it by name. With the others' they add up to all there was."""
         messages, size, dropped = self.settled
         return self.messages - messages, self.bytes - size, self.dropped - dropped
 
@@ -138,7 +138,7 @@ class AuthorityLedger:
         self.pressure = pressure
         self._place = 0  # where the next slice begins
         self._snapshot: list[Account] = []
-        self.top: list[Account] = []  # those that sent most of late, some seconds ago; among equals, most in all
+        self.top: list[Account] = []  # those that sent most some seconds ago; among equals, most in all
         self._rising: list[Account] = []  # the top of the slices so far
         self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # what those had who are not at the top; never falls
         self._evicted_callbacks: list[Callable[[], None]] = []
@@ -206,8 +206,8 @@ class AuthorityLedger:
             return False
         account.held_until = now + RELAXED_S  # to drop a flood is little work: it must not come back for that
         self.drop(account)
-        if now - account.told >= TOLD_S or account.dropped == 1:
-            account.told = now
+        if now - account.reported_at >= TOLD_S or account.dropped == 1:
+            account.reported_at = now
             whose = {"endpoint": account.endpoint, "authority": account.authority, "dropped": account.dropped}
             log.warning("dropped: an authority sends more than its quota", **whose, quota_per_s=self._units_per_s)
         return True
@@ -274,7 +274,7 @@ class AuthorityLedger:
                 self._settle(account)
 
     def _settle(self, account: Account) -> None:
-        """What metrics would tell of it by name is the others' from now on."""
+        """From now on metrics count it with the others, not by name."""
         messages, size, dropped = account.own
         account.settled = (account.messages, account.bytes, account.dropped)
         self.others.messages += messages

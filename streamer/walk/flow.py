@@ -138,7 +138,7 @@ class Flow:
             self._serving = None
 
     async def _hold(self) -> None:
-        """Wait until it is open, a pump has read on, or it is time to measure. A pump may also fall silent."""
+        """Wait until it is open, a pump has read on, or it is time to measure. A pump may also stop reading."""
         self._opened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ACTIVE_S if self._used is None else LOOK_S):

@@ -386,7 +386,7 @@ class Ingress(EncodedListener):
             # in a flood of topics a line each would cost more than everything else
             if now >= self._log_full_at or error.reason != self._full_reason:
                 self._log_full_at, self._full_reason = now + LOG_FULL_S, error.reason
-                log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
+                log.warning("dropped: no capacity for one more topic", endpoint=self.endpoint.name, error=str(error))
             verdict = Disposition(reason=error.reason, is_beyond_limit=True)
         verdict.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
         verdict.source = source.SerializeToString()

@@ -55,7 +55,7 @@ class Networks:
         self._linked: set[str] = set()
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         # endpoints that are being opened for the first time, or whose network went away; since when (loop time)
-        self._gone_at: dict[str, float] = {}
+        self._away_at: dict[str, float] = {}
         self._away_since: dict[str, float] = {}  # endpoints whose network is away, and since when (loop time)
         self._tried: dict[str, asyncio.Event] = {}  # it listens, or has failed to once
         self._changed: dict[str, asyncio.Event] = {}  # something else is to be listened to
@@ -77,7 +77,7 @@ class Networks:
         for names in (self._open, self._linked, self._retry):
             names.discard(name)
         self._troubles.pop(name, None)
-        for times in (self._gone_at, self._away_since):
+        for times in (self._away_at, self._away_since):
             times.pop(name, None)
         del self._tried[name], self._changed[name]
         self._back.set()
@@ -88,7 +88,7 @@ class Networks:
         endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
         endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
         await self._open_with_retries(endpoint)
-        self._listen_anew()
+        self._listen_again()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow(endpoint.name), name=f"listen {endpoint.name}")
             tasks.create_task(self._reopen_what_hangs(endpoint), name=f"reopen {endpoint.name}")
@@ -136,22 +136,22 @@ class Networks:
         await self._open_with_retries(endpoint)
         log.warning("a transport that hung was opened again", endpoint=endpoint.name)
         endpoint.sends.resume()
-        self._listen_anew()
+        self._listen_again()
         self._on_connected(endpoint)
 
     def _expect_soon(self, endpoint: Endpoint) -> None:
         """The network is away, and may be back soon. Where publishes carry the streamer's sink, no topic has a filter
         of its own that could be missing."""
         if not endpoint.needs_sink:
-            self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
+            self._away_at[endpoint.name] = asyncio.get_running_loop().time()
 
     def _has_tried(self, name: str) -> None:
         if not self._tried[name].is_set():
             self._tried[name].set()
-            self._gone_at.pop(name, None)
+            self._away_at.pop(name, None)
             self._back.set()
 
-    def _listen_anew(self) -> None:
+    def _listen_again(self) -> None:
         self._retry.update(self._changed)
         self.listen_soon()
 
@@ -163,10 +163,10 @@ class Networks:
                 self._expect_soon(endpoint)
         else:
             if self._tried[endpoint.name].is_set():  # else it is not listened to yet
-                self._gone_at.pop(endpoint.name, None)
+                self._away_at.pop(endpoint.name, None)
             self._away_since.pop(endpoint.name, None)
             self._linked.add(endpoint.name)
-            self._listen_anew()
+            self._listen_again()
             self._back.set()
             self._on_connected(endpoint)
 
@@ -284,7 +284,7 @@ class Networks:
         loop = asyncio.get_running_loop()
         until = loop.time() + BACK_SOON_S
         while (
-            (just_gone := any(until - BACK_SOON_S - at < JUST_GONE_S for at in self._gone_at.values()))
+            (just_away := any(until - BACK_SOON_S - at < JUST_GONE_S for at in self._away_at.values()))
             and loop.time() < until
             and not self._stopping
         ):
@@ -293,7 +293,7 @@ class Networks:
                 async with asyncio.timeout_at(until):
                     await self._back.wait()
             await self.listen()
-        if just_gone:
+        if just_away:
             log.info("a subscription is answered though a network is away: it counts there from when that is back")
 
     def stop_waiting(self) -> None:

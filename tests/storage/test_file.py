@@ -145,8 +145,8 @@ def test_damage_is_found_before_the_file_is_used_and_moved_aside_by_its_owner(pa
     file = SqliteFile(NOTES, path)
     with pytest.raises((DamagedError, sqlite3.DatabaseError)) as error:
         file.look()
-    told = NOTES.fault(error.value, path, "opened")
-    assert (told.code, "call somebody" in told.message) == (UCode.DATA_LOSS, True)
+    reported = NOTES.fault(error.value, path, "opened")
+    assert (reported.code, "call somebody" in reported.message) == (UCode.DATA_LOSS, True)
     moved_to = move_aside(path)
     assert not path.exists()
     assert moved_to.name.startswith("notes.db.damaged-")
@@ -220,10 +220,10 @@ def test_a_reader_is_waited_for_no_longer_than_asked(path: Path) -> None:
 def test_each_trouble_has_one_answer_that_names_the_file(
     path: Path, error: Exception, code: UCode.ValueType, words: str
 ) -> None:
-    told = NOTES.not_opened(error, path)
-    assert told.code == code
-    assert words in told.message
-    assert str(path) in told.message
+    reported = NOTES.not_opened(error, path)
+    assert reported.code == code
+    assert words in reported.message
+    assert str(path) in reported.message
 
 
 def test_what_may_not_be_written_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_what_may_not_be_written_is_said(path: Path, monkeypatch: pytest.MonkeyP
     assert NOTES.not_opened(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.UNAVAILABLE
 
 
-def test_a_file_that_is_gone_or_another_one_is_not_written_to(path: Path) -> None:
+def test_a_removed_or_replaced_file_is_not_written_to(path: Path) -> None:
     file = SqliteFile(NOTES, path)
     file.take()
     assert file.look()

@@ -55,7 +55,7 @@ def test_a_reader_that_stands_still_holds_nobody_up_and_learns_how_many_lines_we
     assert len(got.splitlines()) == lines - output.lost_lines + len(said) + 1
 
 
-def test_a_reader_that_is_gone_costs_lines() -> None:
+def test_a_reader_that_has_ended_costs_lines() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     output = LogOutput(writer)

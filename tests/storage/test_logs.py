@@ -152,7 +152,7 @@ class Desk:
             self.lines.append(self.repeats(None, level, {"event": event, **fields}))
 
     @property
-    def told(self) -> int:
+    def reported(self) -> int:
         """How often it happened, by what was written."""
         return sum(line.get("repeated", 1) for line in self.lines)
 
@@ -162,7 +162,7 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     return Desk(monkeypatch)
 
 
-def test_the_first_of_a_kind_is_written_at_once_and_the_others_are_told_when_the_minute_is_over(desk: Desk) -> None:
+def test_the_first_of_a_kind_is_written_at_once_and_the_others_are_counted_after_a_minute(desk: Desk) -> None:
     for seq in range(100):
         desk.log("lost", endpoint="cloud", seq=seq)
     desk.log("lost", endpoint="vehicle", seq=0)
@@ -182,7 +182,7 @@ def test_the_first_of_a_kind_is_written_at_once_and_the_others_are_told_when_the
     desk.clock.now += 120
     desk.repeats.flush()
     assert desk.repeats._kinds == {}
-    assert desk.told == 104
+    assert desk.reported == 104
 
 
 def test_debug_is_for_who_wants_it_all(desk: Desk) -> None:
@@ -200,7 +200,7 @@ def test_kinds_of_a_strangers_making_are_bounded_and_counted(desk: Desk) -> None
     assert len(desk.repeats._kinds) <= logs.KINDS_MAX + 1
     desk.log("honest")
     desk.repeats.close()
-    assert desk.told == 10_001
+    assert desk.reported == 10_001
     desk.log("after the end")
     assert desk.lines[-1]["event"] == "after the end", "nothing is held that nobody would tell"
 
@@ -221,7 +221,7 @@ def test_nothing_is_lost(happened: list[tuple[str, str | None, str | None, int]]
             fields = {"endpoint": endpoint, "why": why}
             desk.log(event, **{name: value for name, value in fields.items() if value is not None})
         desk.repeats.close()
-        assert desk.told == len(happened)
+        assert desk.reported == len(happened)
 
 
 def test_another_reason_is_never_held_back(desk: Desk) -> None:
@@ -254,16 +254,16 @@ def test_the_end_of_a_condition_is_never_held_back_and_neither_is_its_return(des
     assert len(desk.lines) == 6, "that was known"
 
 
-def test_reasons_of_a_strangers_making_are_bounded_and_the_last_one_is_told(desk: Desk) -> None:
+def test_reasons_that_a_stranger_chooses_are_bounded_and_the_last_one_is_reported(desk: Desk) -> None:
     for number in range(1_000):
         desk.log("refused", authority="car", why="x" * (number % 200))
     assert len(desk.lines) == logs.CHANGES_MAX + 1
     desk.clock.now += logs.PERIOD_S
     desk.repeats.flush()
     assert desk.lines[-1]["why"] == "x" * 199
-    assert desk.told == 1_000
+    assert desk.reported == 1_000
     desk.log("refused", authority="car", why="x" * 199)
-    assert desk.told == 1_000, "it was told just now"
+    assert desk.reported == 1_000, "it was reported just now"
 
 
 @pytest.mark.parametrize("text", [text for texts in logs.CONDITIONS for text in texts])

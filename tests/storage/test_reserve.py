@@ -1,4 +1,4 @@
-"""The reserve of a disk: made of allocated blocks, given up for whoever has no room, made again when there is some."""
+"""The reserve of a disk: allocated blocks, given up for a writer without space, made again later."""
 
 from __future__ import annotations
 

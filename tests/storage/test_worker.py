@@ -12,11 +12,11 @@ WAIT_S = 20
 
 
 class Recorder:
-    """Keeps the batches of a worker, holds it up while asked to, and is told on the loop."""
+    """Keeps the batches of a worker, holds it up while asked to, and is reported on the loop."""
 
     def __init__(self, **options: Any) -> None:
         self.batches: list[list[int]] = []
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.finished = False
         self.go, self.busy = threading.Event(), threading.Event()
         self.ticked = asyncio.Event()
@@ -28,7 +28,7 @@ class Recorder:
         self.go.wait(WAIT_S)
         self.batches.append(batch)
         for job in batch:
-            self.worker.tell(lambda job=job: self.told.append(job))
+            self.worker.tell(lambda job=job: self.reported.append(job))
         if not batch:
             self.worker.tell(self.ticked.set)
 
@@ -37,13 +37,13 @@ class Recorder:
         self.finished = True
 
 
-async def test_jobs_are_done_and_told_in_order_and_the_end_waits_for_all() -> None:
+async def test_jobs_are_done_and_reported_in_order_and_the_end_waits_for_all() -> None:
     recorder = Recorder(batch_max=4)
     for job in range(10):
         recorder.worker.put(job)
     await recorder.worker.close()
     await recorder.worker.close()
-    assert [job for batch in recorder.batches for job in batch] == recorder.told == list(range(10))
+    assert [job for batch in recorder.batches for job in batch] == recorder.reported == list(range(10))
     assert max(map(len, recorder.batches)) <= 4
     assert recorder.finished
 
@@ -81,7 +81,7 @@ def test_a_loop_that_has_ended_does_no_harm() -> None:
     recorder.go.set()
     while len(recorder.batches) < 2:
         recorder.go.wait(0.001)
-    assert recorder.told == []
+    assert recorder.reported == []
 
 
 class Gather(Gathering):
@@ -135,4 +135,4 @@ async def test_the_end_waits_for_nobody() -> None:
     recorder.worker.put(1)
     recorder.worker.put(2)
     await asyncio.wait_for(recorder.worker.close(), WAIT_S)
-    assert [job for batch in recorder.batches for job in batch] == recorder.told == [1, 2]
+    assert [job for batch in recorder.batches for job in batch] == recorder.reported == [1, 2]

@@ -18,7 +18,7 @@ from storage import logs
 from streamer import config as configs
 from streamer.app import Streamer
 from streamer.commands import cli, terminal
-from streamer.serving import serve
+from streamer.app import serve
 from transports import plugin
 from transports.local import LocalTransport
 from uprotocol.status import UStatusError

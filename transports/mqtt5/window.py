@@ -1,6 +1,6 @@
 """send_batch: messages are encoded in order, written many at a time, and each is answered by its PUBACK.
 
-batch -> (one batch after the other) encode what there is capacity for -> one write -> in flight
+batch -> (one batch after the other) encode as many as fit -> one write -> in flight
 in flight -> PUBACKs of one read -> statuses                               ^- Reach
           -> refused for now     -> UNAVAILABLE, and nothing behind it of its stream is tried; if the broker may refuse
                                     everything, nothing at all is tried
