@@ -70,6 +70,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tools.prose
 	@$(BIN)/python -m pytest -q tests/test_import_rules.py
 	@$(BIN)/python tools/spec_coverage.py --check
 	@$(BIN)/python tools/config_reference.py --check

@@ -2,11 +2,92 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Final
+
+import pytest
 
 from tools import house
 
 TREE = Path(__file__).parents[1]
+
+LINES_MAX: Final = 56_000  # of the product; raise it only together with a capability
+WALKS_MAX: Final = {  # walk -> functions, files
+    "publish": (120, 36),
+    "subscribe": (380, 75),
+    "poll": (160, 37),
+    "followed": (200, 51),
+    "epoch": (160, 29),
+    "micro-batch": (280, 30),
+}
+LONG_CLASSES: Final[dict[str, str]] = {}  # file:class -> why it is not split
+NAMES_TWICE: Final[dict[str, str]] = {}  # name -> why it stands in two files
+CIRCLES: Final[dict[str, str]] = {}  # first module of a circle -> why
+
+
+def test_the_product_does_not_grow_unnoticed() -> None:
+    assert house.line_count(TREE) <= LINES_MAX, "make house: delete something, or say in the commit what the lines buy"
+
+
+def test_no_name_of_a_class_stands_in_two_files() -> None:
+    assert set(house.names_twice(TREE)) == set(NAMES_TWICE)
+
+
+def test_no_class_is_too_long_to_be_read() -> None:
+    assert set(house.long_classes(TREE)) == set(LONG_CLASSES)
+
+
+def test_no_modules_import_each_other() -> None:
+    assert {one[0] for one in house.circles(TREE)} == set(CIRCLES)
+
+
+@pytest.mark.broker
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_walks_do_not_grow_unnoticed() -> None:
+    """In a process of its own: compiled code can't be traced, and the tracer sees threads alone that start after it."""
+    code = "import asyncio, json, tools.walks as w; from pathlib import Path; "
+    code += "found = asyncio.run(w.walks(Path.cwd())); "
+    code += "print(json.dumps({walk: (len(calls), len(w.files(calls))) for walk, calls in found.items()}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=TREE,
+        env={**os.environ, "PYTHONPATH": str(TREE), "UP_STREAMER_COMPILED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(WALKS_MAX) - {"micro-batch"} <= set(found)
+    longer = {
+        walk: (counted, WALKS_MAX[walk])
+        for walk, counted in found.items()
+        if counted[0] > WALKS_MAX[walk][0] or counted[1] > WALKS_MAX[walk][1]
+    }
+    assert not longer, f"functions and files, and what they may be: {longer}"
+
+
+def rooms() -> list[Path]:
+    """Packages of the product with modules of their own."""
+    return sorted(
+        {path.parent for path in house.sources(TREE) if path.name != "__init__.py"} - {TREE / "pyspark_uprotocol"}
+    )
+
+
+@pytest.mark.parametrize("room", rooms(), ids=lambda room: str(room.relative_to(TREE)))
+def test_each_room_lists_its_files(room: Path) -> None:
+    listed = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    files = [
+        path.name for path in room.glob("*.py") if path.stem not in ("__init__", "__main__") and "_pb2" not in path.stem
+    ]
+    assert not [name for name in files if name not in listed and name.removesuffix(".py") not in listed.split()]
 
 
 def test_no_two_places_of_the_product_share_ten_lines() -> None:

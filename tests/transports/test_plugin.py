@@ -16,9 +16,8 @@ from typer.testing import CliRunner, Result
 
 from storage import logs
 from streamer import config as configs
-from streamer.app import Streamer
+from streamer.app import Streamer, serve
 from streamer.commands import cli, terminal
-from streamer.app import serve
 from transports import plugin
 from transports.local import LocalTransport
 from uprotocol.status import UStatusError
