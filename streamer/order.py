@@ -46,13 +46,13 @@ def _storage(streamer: Assembly) -> Iterator[Part]:
             await asyncio.sleep(LOOK_S)
 
     letters, hours = streamer.dead_letters, streamer.config.history.acknowledge_after_hours
-    for log in streamer.logs:
+    for one in streamer.logs:
         yield Part(
-            name=f"{log.name} log",
+            name=f"{one.name} log",
             stage="file",
-            stop=log.close,
-            conditions=partial(conditions_of_log, log, hours),
-            samples=partial(metrics.of_log, log),
+            stop=one.close,
+            conditions=partial(conditions_of_log, one, hours),
+            samples=partial(metrics.of_log, one),
         )
     yield Part(
         name="dead letters",
