@@ -6,4 +6,7 @@ file.py     SqliteFile: a file with one owner; FileKind: its checks, versions an
 faults.py   kinds of errors: full disk, damage, missing permission, or temporary
 worker.py   a thread that takes batches; one that answers
 logs.py     the log of a process
+log_output.py      Writes the lines of the log to a file descriptor, in a separate thread
+reserve.py         Reserved disk space for the case that the disk becomes full
+saved.py           Small JSON files that keep state over a restart
 """

@@ -16,16 +16,18 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 56_000  # of the product; raise it only together with a capability
+LINES_MAX: Final = 56_600  # of the product; raise it only together with a capability
 WALKS_MAX: Final = {  # walk -> functions, files
-    "publish": (120, 36),
-    "subscribe": (380, 75),
-    "poll": (160, 37),
-    "followed": (200, 51),
-    "epoch": (160, 29),
-    "micro-batch": (280, 30),
+    "publish": (116, 33),
+    "subscribe": (370, 72),
+    "poll": (150, 34),
+    "followed": (197, 48),
+    "epoch": (160, 30),
+    "micro-batch": (280, 31),
 }
-LONG_CLASSES: Final[dict[str, str]] = {}  # file:class -> why it is not split
+LONG_CLASSES: Final = {  # file:class -> why it is not split
+    "streamer/following/followed.py:Followed": "one conversation: its methods share one position and one backlog",
+}
 NAMES_TWICE: Final[dict[str, str]] = {}  # name -> why it stands in two files
 CIRCLES: Final[dict[str, str]] = {}  # first module of a circle -> why
 

@@ -7,6 +7,9 @@ arrivals.py    queue of arrived messages -> listeners: bounded, in batches, ackn
 local.py  zenoh/  dds/  mqtt5/      the plugins
 conformance/   test suite for every transport; part of the wheel, so that plugins from elsewhere can run it
 new.py         makes a repository for a new plugin: python -m transports.new NAME DIRECTORY
+certificates.py    Certificates in files: loaded again after a renewal, checked, and reported before they expire
+ports.py           TCP ports for servers that tests, the demo and benchmarks start on 127.0.0.1
+routes.py          Which filters match a message
 """
 
 import uprotocol

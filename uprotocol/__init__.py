@@ -3,6 +3,11 @@
 uri  uuid  status  <-  attributes  <-  message  <-  transport (uP-L1)  <-  communication (uP-L2)
 v1/ core/              generated from proto/ by `make proto`
 compiled               whether the hot modules, of all packages, are imported as machine code
+cache.py           A bounded dict for values that can be computed again
+callbacks.py       Lists of callbacks: who adds one gets what removes it again
+encoded.py         A message that is routed, counted, stored and forwarded without being parsed
+pacing.py          Backoff: pauses after failures. Pace: a rate limit. Every package uses these two
+permissions.py     Permission levels (CAP, spec basics/permissions.adoc)
 """
 
 import os

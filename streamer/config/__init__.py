@@ -6,6 +6,9 @@
 [[access]]  who reads what of the history, where that is not what the rules say
 [[follow]]  whose history is followed
 [[epochs]]  which topics have epochs together
+model.py           The whole configuration, what follows from it
+reading.py         Read the TOML file: every mistake is reported with its line
+sections.py        The sections of the configuration, each with the checks of its own keys
 """
 
 from streamer.config.model import Config as Config

@@ -8,6 +8,7 @@ transport.py -> window.py     send, answered by PUBACK      mapping.py  UMessage
                                                        websocket.py   the same over WebSocket
                 answers.py    a second connection, for calls that listeners make
 config.py  settings    subscriptions.py  filters, and copies of a message, pure    reasons.py  reason codes -> UCode
+suspects.py        Streams over whose messages the broker hangs up
 """
 
 from typing import Final
