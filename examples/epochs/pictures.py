@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from history.epochs.frontier import Frontier, State, is_ahead, is_covered
+from history.epochs.frontier import EpochState, Frontier, is_ahead, is_covered
 
 COLOURS: Final = {  # colours of Okabe and Ito
-    State.LATENT: "#FFFFFF",
-    State.ACTIVE: "#E69F00",
-    State.COMPLETED: "#0072B2",
-    State.SKIPPED: "#BBBBBB",
+    EpochState.LATENT: "#FFFFFF",
+    EpochState.ACTIVE: "#E69F00",
+    EpochState.COMPLETED: "#0072B2",
+    EpochState.SKIPPED: "#BBBBBB",
 }
 SIDE: Final = 6  # times from 0 in each dimension
 LOWER, UPPER, NEWEST = "#009E73", "#D55E00", "#56B4E9"

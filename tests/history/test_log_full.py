@@ -91,20 +91,20 @@ async def test_a_log_that_was_closed(disk: Path, free_bytes: int) -> None:
 @pytest.mark.parametrize("free_bytes", FREE_BYTES)
 def test_dead_letters(disk: Path, free_bytes: int) -> None:
     path = disk / "dead-letters.db"
-    store = dead_letter.Store(path)
+    store = dead_letter.LetterStore(path)
     store.write([(1, 14, "away", "cloud", b"")])
     store.close()
     filler = fill(disk, free_bytes)
     for _ in range(2):
         try:
-            dead_letter.Store(path).close()
+            dead_letter.LetterStore(path).close()
         except UStatusError as error:
             refused: UStatusError | None = error
         else:
             refused = None
         assert refused is None or refused.code == UCode.RESOURCE_EXHAUSTED
     filler.unlink()
-    store = dead_letter.Store(path)
+    store = dead_letter.LetterStore(path)
     assert [one.reason for one in store.read()] == ["away"]
     store.close()
     assert not list(disk.glob("*damaged*"))

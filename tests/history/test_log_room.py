@@ -167,7 +167,7 @@ async def test_the_stores_open_on_a_full_disk(runtime: Runtime, disk: SmallDisk 
     """Each of them: the reserve is made again meanwhile."""
     assert disk.reserve.restore(disk.free_bytes(folder / "reserve"))
     filler = disk.fill()
-    letters = dead_letter.Store(folder / "dead-letters.db", disk=disk)
+    letters = dead_letter.LetterStore(folder / "dead-letters.db", disk=disk)
     letters.write([(1, 14, "away", "cloud", b"")])
     letters.close()
     assert not disk.reserve.held
@@ -190,7 +190,7 @@ async def test_the_stores_open_on_a_full_disk(runtime: Runtime, disk: SmallDisk 
 async def test_stores_that_are_open_write_on_a_full_disk(disk: SmallDisk | RealSmallDisk, folder: Path) -> None:
     letter = UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(bytes(64 << 10), 5)).SerializeToString()
     with (
-        contextlib.closing(dead_letter.Store(folder / "dead-letters.db", disk=disk)) as letters,
+        contextlib.closing(dead_letter.LetterStore(folder / "dead-letters.db", disk=disk)) as letters,
         contextlib.closing(Database(folder / "usubscription.db", "vehicle", disk=disk)) as database,
     ):
         database.open()

@@ -31,7 +31,7 @@ class Attack:
     short: dict[str, Any] | None  # what differs in `make test`; None: not there
     scene: Scene = HOME
     checks: tuple[Check, ...] = ()
-    hanging_broker: str = ""  # a broker that hanging_broker meanwhile
+    hanging_broker: str = ""  # the broker that hangs meanwhile
     endless: bool = False  # it goes on until it is ended, after `seconds`
     # bounds that this attack is not judged by, with the reason beside it
     excused: frozenset[str] = field(default_factory=frozenset)

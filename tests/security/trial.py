@@ -141,14 +141,14 @@ class Trial:
         honest.phase = "attack"
         honest.talk()
         try:
-            if self.attack.hangs:
-                self.stage.hang(self.attack.hangs, hung=True)
+            if self.attack.hanging_broker:
+                self.stage.hang(self.attack.hanging_broker, hung=True)
             seconds = self.options.get("seconds", 5.0)
             figures.reported = attacking.wait(seconds if self.attack.endless else seconds + GRACE_S)
         finally:
             attacking.end()
-            if self.attack.hangs:
-                self.stage.hang(self.attack.hangs, hung=False)
+            if self.attack.hanging_broker:
+                self.stage.hang(self.attack.hanging_broker, hung=False)
             honest.hush()
         figures.drain_s = honest.drained("attack", DRAIN_S_MAX)
 

@@ -138,14 +138,14 @@ async def test_many_filters_cost_no_threads_and_few_subscriptions() -> None:
 
 async def test_filters_below_a_cover_are_not_declared_to_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends(subscriptions_max=LIMIT) as (_, beta):
-        calls: list[zenoh.Session] = []
-        declare = beta._receiver.declare
+        calls: list[list[str]] = []
+        declare = beta._declare
 
-        def counted(session: zenoh.Session) -> None:
-            calls.append(session)
-            declare(session)
+        async def counted(new: list[str], doing: str) -> None:
+            calls.append(new)
+            await declare(new, doing)
 
-        monkeypatch.setattr(beta._receiver, "declare", counted)
+        monkeypatch.setattr(beta, "_declare", counted)
         heard = Sink(DEADLINE_S)
         assert len(await beta.register_listeners(pairs(MANY), heard)) == len(MANY)
         assert len(calls) == 1, "one hop for all"
