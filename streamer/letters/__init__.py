@@ -1,5 +1,5 @@
 """Dead letters: messages that could not be delivered.
 
-dead_letter.py        Dead letters: what could not be delivered, with its UCode and the reason. Stored
-rate.py               How many dead letters of one kind are stored in a minute, and how many of them with their payload
+dead_letter.py        Stores and publishes each undeliverable message with its UCode and the reason
+rate.py               Limits the dead letters of one kind per minute, and the bytes of their payloads
 """

@@ -1,12 +1,11 @@
-"""Dead letters: what could not be delivered, with its UCode and the reason. Stored, and published on the dead letter
-topic.
+"""Dead letters: undeliverable messages with their UCode and the reason. They are stored, and published on a topic.
 
 add -> how many of this kind in this minute? -> queue -> one transaction a batch -> SQLite -> up://AUTHORITY/4/1/8001
          few: whole  more: without payload                '-- damaged: moved aside
-         a flood: counted only                            '-- newer, in use, no room: not stored, report, and published
+         a flood: counted only                            '-- newer, in use, disk full: logged, published, not stored
 
-Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives
-way, so that the flood of one pushes out its own letters and not those of the others.
+Queue and store are bounded in letters and bytes. If one is full, letters of the source authority with the most in it
+are removed. So the flood of one authority does not displace the letters of others.
 """
 
 from __future__ import annotations
@@ -45,36 +44,36 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-STORED_MAX: Final = 10_000  # letters kept: they are for a person to look at, the counters go on
+STORED_MAX: Final = 10_000  # letters in the store; the counters also count those that were removed
 STORED_BYTES_MAX: Final = 64 << 20  # of their messages
-FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of them it is written anew at the next start
-WAL_BYTES_MAX: Final = 4 << 20  # of the write-ahead log, once it was emptied
-# ... while somebody reads the file, so that it can't be: beyond it nothing is stored
+FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of them the next start runs `vacuum`
+WAL_BYTES_MAX: Final = 4 << 20  # size of the write-ahead log after a checkpoint
+# ... and while a reader prevents the checkpoint: above it nothing is stored
 WAL_HELD_BYTES_MAX: Final = 32 << 20
-DISK_BYTES_MAX: Final = 128 << 20  # what all files of the store stay below: the bounds above, and what SQLite adds
+DISK_BYTES_MAX: Final = 128 << 20  # of all files of the store: the bounds above and the overhead of SQLite
 QUEUED_MAX: Final = 2_000  # letters not yet stored
 QUEUED_BYTES_MAX: Final = 8 << 20  # of their messages
-# letters of one authority, code and kind of reason; more are counted only: a person reads no more
+# stored letters of one authority, code and kind of reason; any more are only counted
 TOLD_PER_MINUTE: Final = 1_000
-# ... of which so much is kept with payload; more would wear a disk and fill a network
+# ... of these letters with payload; more would wear out the disk and fill the network
 WHOLE_BYTES_PER_MINUTE: Final = 16 << 20
-REASON_CHARACTERS_MAX: Final = 1_000  # it may be a network's words, or name an address of somebody's making
-ENVELOPE_BYTES: Final = 4_096  # what a published letter has beside the message: reason, endpoint, time
-OPEN_AGAIN_S: Final = 5.0  # between two tries to open a store that can't be opened, while letters come
+REASON_CHARACTERS_MAX: Final = 1_000  # a reason may quote a network, or an address that a sender made up
+ENVELOPE_BYTES: Final = 4_096  # of a published letter without the message: reason, endpoint, time
+OPEN_AGAIN_S: Final = 5.0  # between two attempts to open the store, while letters arrive
 SCHEMA_VERSION: Final = 1
-APPLICATION_ID: Final = 0x7570_646C  # "updl": tells dead letters from any other SQLite file
+APPLICATION_ID: Final = 0x7570_646C  # "updl": distinguishes dead letters from other SQLite files
 BATCH_MAX: Final = 256  # letters per transaction
-# ... and the fourth part of the queue's bytes: each is there several times while it is stored and published
+# ... and at most a quarter of the queue's bytes: storing and publishing makes several copies of each letter
 BATCH_SHARE: Final = 4
 
-# of a reason: names and numbers, which make no other kind of it
+# names and numbers in a reason: reasons that differ only in these are of one kind
 _VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 log = structlog.get_logger()
 
 
 def topic(authority: str) -> UUri:
-    """Where dead letters are published."""
+    """Returns the topic on which dead letters are published."""
     return ids.at(authority, ids.DEAD_LETTERS)
 
 
@@ -114,7 +113,7 @@ _TABLE: Final = (
 
 
 def _is_nameless(db: sqlite3.Connection) -> bool:
-    """Version 0.1.0 named neither program nor version."""
+    """Returns True for a file of version 0.1.0, which stored neither application id nor version."""
     columns = {name for _, name, *_ in db.execute("pragma table_info(letter)")}
     return (
         not pragma(db, "application_id") and {"number", "time_ms", "code", "reason", "endpoint", "message"} <= columns
@@ -132,17 +131,17 @@ LETTERS: Final = FileKind(
 
 
 class LetterStore:
-    """The SQLite file; every call blocks, and is made by one thread at a time."""
+    """The SQLite file. Every call blocks; only one thread at a time may call."""
 
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
-        """A damaged file is moved aside, and a new one starts: `moved_to`.
+        """Opens the file. A damaged file is moved to `moved_to`, and a new one is created.
 
-        Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or
-        newer). Nothing is changed then.
+        Raises UStatusError and changes nothing: the codes of FileKind.not_opened, ALREADY_EXISTS (in use),
+        FAILED_PRECONDITION (another program's, or newer).
         """
         self.path, self.moved_to = path, Path()
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
-        self._letters: FairQueue[int] | None = None  # their numbers, by source authority; None: to be counted
+        self._letters: FairQueue[int] | None = None  # their numbers by source authority; None: not counted yet
         with_room(disk.reserve, path, lambda: self._open_or_close(read_only=read_only))
 
     def _open_or_close(self, *, read_only: bool) -> None:
@@ -155,7 +154,7 @@ class LetterStore:
             raise
 
     def _open(self, *, read_only: bool) -> None:
-        if read_only:  # not even a journal is made: it may be another user's
+        if read_only:  # creates no journal: the file may belong to another user
             db = self._file.db = self._file.disk.connect(self.path, read_only=True)
             if LETTERS.version_of(db, self.path) is None:
                 raise LETTERS.refusal(self.path, "nothing is in it")
@@ -178,13 +177,13 @@ class LetterStore:
         db = self._file.connect()
         self._file.update(self._file.version)
         self._letters = _counted(db)
-        if pragma(db, "freelist_count") * pragma(db, "page_size") > FREE_BYTES_MAX:  # it was large once
-            # the disk has no space for the copy, or somebody reads: the next start tries again
+        if pragma(db, "freelist_count") * pragma(db, "page_size") > FREE_BYTES_MAX:  # it was larger before
+            # fails if the disk has no space for the copy, or during a read: the next start tries again
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("vacuum")
 
     def write(self, letters: Sequence[LetterRow]) -> None:
-        """All of them, or a sqlite3.Error and none; if full, the oldest of the authority with the most go first."""
+        """Stores all, or raises sqlite3.Error and stores none. If full, removes the oldest of the largest authority."""
         with_room(self._file.disk.reserve, self.path, lambda: self._try(letters))
 
     def _try(self, letters: Sequence[LetterRow]) -> None:
@@ -208,13 +207,13 @@ class LetterStore:
         while known.is_over:
             removed.add(known.drop())
         with transaction(db):
-            # first: its pages are used again
+            # first, so that the insert reuses its pages
             delete_rows(db, "delete from letter where number", list(removed))
             rows = [(number, *letter) for number, letter in fresh.items() if number not in removed]
             insert_rows(db, "insert into letter(number, time_ms, code, reason, endpoint, message)", rows)
 
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
-        """The newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
+        """Returns the newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
         query = "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?"
         try:
             rows = self._file.connect().execute(query, (newest,)).fetchall()
@@ -226,12 +225,12 @@ class LetterStore:
             raise LETTERS.fault(DamagedError(str(error)), self.path, "read") from None
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the file. May be called twice."""
         self._file.close()
 
 
 def _counted(db: sqlite3.Connection) -> FairQueue[int]:
-    """Whose letters there are. Raises sqlite3.Error."""
+    """Returns the stored letters by source authority. Raises sqlite3.Error."""
     letters: FairQueue[int] = FairQueue(STORED_MAX, STORED_BYTES_MAX)
     for number, data in db.execute("select number, coalesce(cast(message as blob), x'') from letter order by number"):
         letters.add(_authority_of(data), number, len(data))
@@ -239,7 +238,7 @@ def _counted(db: sqlite3.Connection) -> FairQueue[int]:
 
 
 def _authority_of(data: bytes) -> str:
-    """Of the source of an encoded message; "" if none can be read."""
+    """Returns the source authority of an encoded message; "" if it can't be read."""
     try:
         return UMessage.FromString(data).attributes.source.authority_name
     except DecodeError:
@@ -247,20 +246,20 @@ def _authority_of(data: bytes) -> str:
 
 
 def open_read_only(path: Path) -> LetterStore:
-    """For the command line. Raises INVALID_ARGUMENT if there is no such store."""
+    """Opens the store for the command line. Raises INVALID_ARGUMENT if the file is missing."""
     LETTERS.require_there(path)
     return LetterStore(path, read_only=True)
 
 
 class Letter(NamedTuple):
-    """One that is not stored yet. The message is not copied before it is its turn."""
+    """A dead letter that is not stored yet. The message is copied only when it is stored."""
 
     time_ms: int
     code: UCode.ValueType
     reason: str
     endpoint: str
     message: Carried
-    is_withheld: bool = False  # by the rules: what they keep from networks does not reach them on this way either
+    is_withheld: bool = False  # the rules deny the message: its payload is not published
 
     def row(self) -> LetterRow:
         return self.time_ms, self.code, self.reason, self.endpoint, self.message.SerializeToString()
@@ -278,19 +277,19 @@ class Letter(NamedTuple):
 
 
 def attributes_of(message: Carried) -> UAttributes:
-    """To look at anything but the id; of an encoded message nothing is parsed for that."""
+    """Returns the attributes without parsing an encoded message; its id may be that of another message."""
     return message.stamp.attributes if type(message) is EncodedMessage else message.attributes
 
 
 def size_of(message: Carried) -> int:
-    """Of the message when encoded, a few bytes more or less; `ByteSize` of protobuf would encode all of it."""
+    """Returns roughly the encoded size of the message; `ByteSize` of protobuf would encode all of it."""
     if type(message) is EncodedMessage:
         return message.ByteSize()
     return len(message.payload) + message.attributes.ByteSize()
 
 
 class DeadLetters:
-    """The owner of dead letters. `add` never waits; `run` stores and publishes."""
+    """Queues, stores and publishes dead letters. `add` never waits; `run` stores and publishes."""
 
     def __init__(
         self,
@@ -303,7 +302,7 @@ class DeadLetters:
         bytes_max: int = QUEUED_BYTES_MAX,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        """`bytes_max`: of what is not stored yet; `message_bytes_max`: of the payload that networks take."""
+        """`bytes_max`: limit of the queue; `message_bytes_max`: longest payload that networks accept."""
         if path.is_dir():
             raise LETTERS.refusal(path, "it is a folder, not a file")
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
@@ -312,15 +311,15 @@ class DeadLetters:
         self._queue: FairQueue[Letter] = FairQueue(QUEUED_MAX, bytes_max)
         self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
         self._limits_reported_at = -PERIOD_S
-        self._limited: dict[str, str] = {}  # what that line said
+        self._limited: dict[str, str] = {}  # fields of the last line about a limit
         self._arrived = asyncio.Event()
         self._worker: Answerer[Sequence[LetterRow], bool] = Answerer(
             "dead-letters", lambda batches: [self._keep(rows) for rows in batches], worker=runtime.worker
         )
         self._flushing: asyncio.Future[None] | None = None
-        self.trouble: str | None = None  # why nothing is stored now; what is lost is counted
+        self.trouble: str | None = None  # why nothing is stored now; None: letters are stored
         self.total = 0
-        self.lost = 0  # not stored: queue full, no store, disk refused, or a dead letter of a dead letter
+        self.lost = 0  # not stored: queue full, no store, disk error, or a dead letter of a dead letter
         self.limited = 0  # counted only: too many of one kind within a minute
         self.damaged = 0  # stores that were moved aside
         self.by_code: Counter[str] = Counter()
@@ -335,8 +334,7 @@ class DeadLetters:
     def add(
         self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str, *, is_withheld: bool = False
     ) -> None:
-        """Keep `message`, or count it where its authority has too many letters of that kind; an encoded one is not
-        parsed for that.
+        """Queues `message`, or only counts it if its authority has too many letters of that kind. Does not parse it.
 
         `is_withheld`: the rules deny it, so its payload is not published.
         """
@@ -374,13 +372,15 @@ class DeadLetters:
             yield Condition(f"dead letters: {self.trouble}")
 
     async def run(self) -> None:
-        """LetterStore and publish until cancelled."""
+        """Stores and publishes letters until cancelled."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             while self._queue:
                 self._flushing = asyncio.ensure_future(self._flush())
-                await asyncio.shield(self._flushing)  # what has left the queue is stored, though we are cancelled
+                await asyncio.shield(
+                    self._flushing
+                )  # a batch that has left the queue is stored even if `run` is cancelled
 
     async def _flush(self) -> None:
         batch: list[tuple[Letter, int]] = []
@@ -396,11 +396,11 @@ class DeadLetters:
             except UStatusError as error:
                 log.debug("a dead letter could not be published; it is stored", error=str(error))
 
-    # On the thread
+    # On the worker's thread
 
     def _keep(self, rows: Sequence[LetterRow]) -> bool:
-        """LetterStore them, and True; else `trouble` says why not."""
-        for _ in range(2):  # a damaged store is moved aside, and the next one takes them
+        """Returns True if the rows were stored; else `trouble` has the reason."""
+        for _ in range(2):  # if the store is damaged, a new one replaces it and gets the rows
             if self._store is None and not self._open():
                 return False
             assert self._store is not None
@@ -418,7 +418,7 @@ class DeadLetters:
         return False
 
     def _open(self) -> bool:
-        """Diagnostics stop nothing: without a store the letters are published and counted."""
+        """Returns False if the store can't be opened: letters are then only published and counted."""
         if self._monotonic() < self._open_again_at:
             return False
         self._open_again_at = self._monotonic() + OPEN_AGAIN_S

@@ -1,4 +1,4 @@
-"""How many dead letters of one kind are stored in a minute, and how many of them with their payload.
+"""Limits the dead letters of one kind per minute, and the bytes of their payloads.
 
 happened(kind, size) -> Granted: stored with payload | stored without payload | only counted
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
-KINDS_MAX: Final = 4_096  # distinguished within one minute; all further ones count as one kind
+KINDS_MAX: Final = 4_096  # within one minute; all further kinds count as one
 PERIOD_S: Final = 60.0
-ALL: Final = 8  # all kinds together may use 8 times the limits of one: an attacker can invent any number of kinds
+ALL: Final = 8  # all kinds together have 8 times the limits of one: an attacker can invent any number of kinds
 
 
 class Granted(NamedTuple):
-    stored: bool  # else only counted
-    whole: bool  # else without payload
+    stored: bool  # False: only counted
+    whole: bool  # with payload
 
 
 class PerMinute:
-    """At most `count_max` letters of one kind in a minute, with payload up to `bytes_max` bytes; ALL times as much for
-    all kinds together."""
+    """Grants `count_max` letters of one kind per minute, `bytes_max` bytes of them with payload. All kinds together get
+    ALL times as much."""
 
     def __init__(self, count_max: int, bytes_max: int, monotonic: Callable[[], float]) -> None:
         self._count_max, self._bytes_max, self._monotonic = count_max, bytes_max, monotonic

@@ -1,5 +1,5 @@
-"""How much of what each authority may use.
+"""Quotas and memory limits.
 
-ledger.py             What each source authority sends
-limits.py             How much of each thing fits into the memory that the operator gives
+ledger.py             Counts the messages of each source authority and enforces its quota under load
+limits.py             Divides the configured memory among topics, queues and caches
 """

@@ -1,13 +1,12 @@
-"""What each source authority sends: counted for the operator, and held to its quota while the streamer is behind.
+"""Counts the messages of each source authority, and enforces its quota while the streamer is overloaded.
 
-ingress, per message: account.messages, .bytes, .left -= its units --below 0--> AuthorityLedger.is_over: behind?
-Pressure: how busy the loop's thread is, or how long it waits for a processor ----------------------------^ |
-                   dropped "over_quota"; until the next turn the transport may refuse them unread <---------'
-run: a slice of the accounts a turn -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
+ingress, per message: account.messages, .bytes, .left -= its units --below 0--> AuthorityLedger.is_over: overload?
+Pressure: share of time in which the loop's thread runs or waits for a processor --------------------------^ |
+                   dropped "over_quota"; the transport may refuse further ones until the next turn <---------'
+run: per turn, a slice of the accounts -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
 
-An account is found once per route, not per message. Authorities that the configuration names have no quota: who wrote
-them down has decided. Those that only a pattern names (a fleet) have one each, so that one vehicle's flood is that
-vehicle's trouble.
+The account is looked up once per route, not per message. An authority that the configuration names has no quota. One
+that only a pattern matches (a vehicle of a fleet) has its own quota, so that its flood does not harm the others.
 """
 
 from __future__ import annotations
@@ -26,42 +25,42 @@ from streamer.operating.states import Sample
 from uprotocol import callbacks
 from uprotocol.callbacks import Remove
 
-UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload: large ones cost more
-UNITS_PER_S: Final = 5_000  # of one authority: far beyond a vehicle's telemetry, an eighth of what one core forwards
-BURST_S: Final = 2.0  # of the quota may come at once: who was away for a moment brings what has gathered
+UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload
+UNITS_PER_S: Final = 5_000  # per authority: far more than a vehicle's telemetry, an eighth of what one core forwards
+BURST_S: Final = 2.0  # of the quota may arrive at once: a vehicle sends its backlog after a short disconnection
 UNLIMITED: Final = sys.maxsize
-TURN_S: Final = 0.25  # between two looks at the clock: a flood is noticed before people notice it
-SLICES: Final = 40  # each account is looked at once in so many turns, ten seconds
-BEHIND: Final = 0.8  # of its time the thread is busy: beyond that what arrives begins to wait
-RELAXED_S: Final = 5.0  # it counts as behind for so long afterwards: a flood that is dropped makes it idle at once
-TOP: Final = 20  # authorities with metrics of their own
-TOLD_S: Final = 60.0  # between two lines about one authority
+TURN_S: Final = 0.25  # length of a turn; short enough to detect a flood before people notice it
+SLICES: Final = 40  # turns in which each account is sampled once: ten seconds
+BEHIND: Final = 0.8  # busy share of the thread's time from which messages begin to queue
+RELAXED_S: Final = 5.0  # overload lasts at least this long: once a flood is dropped, the thread is idle at once
+TOP: Final = 20  # authorities that metrics list by name
+TOLD_S: Final = 60.0  # between two log lines about one authority
 OTHERS: Final = "others"
 
 log = structlog.get_logger()
 
 
 def units_of(payload_bytes: int) -> int:
-    """What a message with such a payload counts."""
+    """Returns the units of a message with this payload."""
     return 1 + payload_bytes // UNIT_BYTES
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Account:
-    """One authority's. `ingress` counts in it."""
+    """Counters and quota of one authority; `ingress` updates them."""
 
     authority: str
     endpoint: str
-    left: int  # units that it may still send
+    left: int  # units that it may send now
     is_limited: bool
     refilled: float  # loop time
     messages: int = 0
     bytes: int = 0
     dropped: int = 0
-    held_until: float = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
-    rate: float = 0.0  # messages a second, lately
-    sampled: tuple[int, float] = (0, 0.0)  # messages, loop time
-    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what `AuthorityLedger.others` has of them
+    held_until: float = 0.0  # loop time; until then its quota is enforced even without overload
+    rate: float = 0.0  # messages per second, at the last sample
+    sampled: tuple[int, float] = (0, 0.0)  # messages and loop time of the last sample
+    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: its part in `AuthorityLedger.others`
     reported_at: float = 0.0  # loop time
     seen_ms: int = 0  # Unix milliseconds; in steps of ten seconds
 
@@ -74,7 +73,7 @@ class Account:
 
     @property
     def own(self) -> tuple[int, int, int]:
-        """Messages, bytes, dropped: what metrics show of it by name. With the others' they add up to all there was."""
+        """Returns messages, bytes, dropped: those that metrics show under its name and not in `others`."""
         messages, size, dropped = self.settled
         return self.messages - messages, self.bytes - size, self.dropped - dropped
 
@@ -95,16 +94,16 @@ _by_rate: Final = attrgetter("rate", "messages")
 
 
 class Pressure:
-    """Whether the loop's thread has more to do than it can."""
+    """Detects overload of the loop's thread."""
 
     def __init__(self, busy_s: Callable[[], float]) -> None:
         self._busy_s = busy_s
         self._last: tuple[float, float] | None = None
         self._until = 0.0
-        self.share = 0.0  # of its time, lately, in which it ran or waited for a processor; 1 is all of it
+        self.share = 0.0  # 0 to 1: recent part of its time in which it ran or waited for a processor
 
     def look(self, now: float) -> None:
-        """`now` is loop time, seconds."""
+        """Measures the load. `now`: loop time in seconds."""
         busy = self._busy_s()
         if self._last is not None and now > self._last[1]:
             self.share = (busy - self._last[0]) / (now - self._last[1])
@@ -117,7 +116,7 @@ class Pressure:
 
 
 class AuthorityLedger:
-    """All accounts, at most `accounts_max`; the quietest make room, and what they had goes to the others'."""
+    """At most `accounts_max` accounts. If full, the longest silent are removed; their counts go to `others`."""
 
     def __init__(
         self,
@@ -129,18 +128,18 @@ class AuthorityLedger:
         now_ms: Callable[[], int],
         pressure: Pressure,
     ) -> None:
-        """`is_named(authority, endpoint)`: it names it, not just a pattern. `now`: loop time, seconds."""
+        """`is_named(authority, endpoint)`: the endpoint names it, not only a pattern. `now`: loop time in seconds."""
         assert accounts_max > 1, "an account makes room for another one"
         self._accounts_max, self._units_per_s, self._is_named = accounts_max, units_per_s, is_named
         self._now, self._now_ms = now, now_ms
         self._burst = int(units_per_s * BURST_S)
-        self._accounts: dict[tuple[str, str], Account] = {}  # a foreign name costs its owner elsewhere nothing
+        self._accounts: dict[tuple[str, str], Account] = {}  # per endpoint: a false name uses no foreign quota
         self.pressure = pressure
-        self._place = 0  # where the next slice begins
+        self._place = 0  # start of the next slice
         self._snapshot: list[Account] = []
-        self.top: list[Account] = []  # those that sent most some seconds ago; among equals, most in all
+        self.top: list[Account] = []  # highest rates some seconds ago; if equal, most messages
         self._rising: list[Account] = []  # the top of the slices so far
-        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # what those had who are not at the top; never falls
+        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # counts of all accounts outside `top`; never falls
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
 
@@ -151,17 +150,17 @@ class AuthorityLedger:
         return iter(self._accounts.values())
 
     def on_evicted(self, callback: Callable[[], None]) -> Remove:
-        """`callback()` when accounts were removed: whoever holds one has to ask for it again. Returns a function that
+        """Calls `callback()` after accounts were removed: holders must look them up again. Returns a function that
         removes the callback."""
         return callbacks.add(self._evicted_callbacks, callback)
 
     def on_turn(self, callback: Callable[[], None]) -> Remove:
-        """`callback()` at each turn: who was refused may send again then. Returns a function that removes the
+        """Calls `callback()` at each turn: refused authorities may send again then. Returns a function that removes the
         callback."""
         return callbacks.add(self._turn_callbacks, callback)
 
     def remove_endpoint(self, endpoint: str) -> None:
-        """Remove the accounts of its authorities; their counts go to `others`."""
+        """Removes the accounts of its authorities; their counts go to `others`."""
         self._remove([account for account in self if account.endpoint == endpoint])
 
     def account(self, authority: str, endpoint: str) -> Account:
@@ -174,11 +173,11 @@ class AuthorityLedger:
             found.seen_ms = self._now_ms()
             self._accounts[authority, endpoint] = found
             if len(self.top) < TOP:
-                self.top.append(found)  # a small fleet has metrics by name from the first message on
+                self.top.append(found)  # authorities of a small fleet have metrics by name from their first message
         return found
 
     def _make_room(self) -> None:
-        """A tenth at a time, so that it costs little per account."""
+        """Removes a tenth of the accounts at a time, so that the cost per account is small."""
         self._remove(heapq.nsmallest(max(1, self._accounts_max // 10), self, key=lambda account: account.seen_ms))
 
     def _remove(self, leaving: list[Account]) -> None:
@@ -194,17 +193,17 @@ class AuthorityLedger:
             callback()
 
     def is_over(self, account: Account) -> bool:
-        """`account.left` is below 0: may the message pass all the same? True, and counted, if not."""
+        """Decides on a message when `account.left` is below 0. Returns True, and counts it, if it must be dropped."""
         if not account.is_limited:
             account.left = UNLIMITED
             return False
         now = self._now()
         if self._refill(account, now) >= 0:
             return False
-        account.left = max(account.left, -1 - self._units_per_s)  # who was far beyond it is not held for it for minutes
+        account.left = max(account.left, -1 - self._units_per_s)  # so that a large excess does not block it for minutes
         if not self.pressure.is_on(now) and now >= account.held_until:
             return False
-        account.held_until = now + RELAXED_S  # to drop a flood is little work: it must not come back for that
+        account.held_until = now + RELAXED_S  # dropping relieves the thread, which must not readmit the flood
         self.drop(account)
         if now - account.reported_at >= TOLD_S or account.dropped == 1:
             account.reported_at = now
@@ -213,7 +212,7 @@ class AuthorityLedger:
         return True
 
     def drop(self, account: Account, messages: int = 1) -> None:
-        """So many of its messages are not sent on. Metrics know at once, or there would be drops of nobody."""
+        """Counts dropped messages. Metrics show them at once: the sum of all authorities must match the drops."""
         account.dropped += messages
         if account not in self.top:
             self._settle(account)
@@ -224,7 +223,7 @@ class AuthorityLedger:
         return account.left
 
     def refused(self, account: Account, messages: int) -> bool:
-        """So many of its messages were not even read since the last turn. True if it may send again."""
+        """Counts messages that were refused unread since the last turn. Returns True if it may send again."""
         now = self._now()
         account.messages += messages
         if messages:
@@ -232,10 +231,10 @@ class AuthorityLedger:
             account.held_until = now + RELAXED_S
         return self._refill(account, now) >= int(self._units_per_s * TURN_S)
 
-    # Who sends how much
+    # Rates
 
     async def run(self) -> None:
-        """Look at the accounts, some at a time, until cancelled."""
+        """Samples the accounts, one slice per turn, until cancelled."""
         while True:
             await asyncio.sleep(TURN_S)
             now = self._now()
@@ -245,9 +244,9 @@ class AuthorityLedger:
             self.sample(now)
 
     def sample(self, now: float) -> None:
-        """Look at the next slice: rates, who is among the top, and what all others have sent since the last time."""
+        """Samples the next slice: updates rates, `top` and `others`."""
         if self._place >= len(self._snapshot):
-            newer = [one for one in self.top if one not in self._rising]  # or quieter
+            newer = [one for one in self.top if one not in self._rising]  # or slower
             self._show([*self._rising, *newer][:TOP])
             self._rising = []
             self._snapshot, self._place = list(self), 0
@@ -267,14 +266,14 @@ class AuthorityLedger:
         self._rising = heapq.nlargest(TOP, [*self._rising, *part], key=_by_rate)
 
     def _show(self, top: list[Account]) -> None:
-        """These have metrics of their own from now on; what others had in theirs is not forgotten with them."""
+        """Replaces `top`; the counts of accounts that leave it go to `others`."""
         before, self.top = self.top, top
         for account in before:
             if account not in top:
                 self._settle(account)
 
     def _settle(self, account: Account) -> None:
-        """From now on metrics count it with the others, not by name."""
+        """Moves the counts of an account to `others`."""
         messages, size, dropped = account.own
         account.settled = (account.messages, account.bytes, account.dropped)
         self.others.messages += messages
@@ -282,12 +281,12 @@ class AuthorityLedger:
         self.others.dropped += dropped
 
     def by_rate(self, count: int) -> list[Account]:
-        """As `top`, of any number; looks at all of them."""
+        """Returns the `count` accounts with the highest rates; sorts all of them."""
         return heapq.nlargest(count, self, key=_by_rate)
 
     def samples(self, topics_of: Callable[[str], int]) -> Iterator[Sample]:
-        """Of those that send most, and of all others together: a fleet is more than a time series database takes.
-        `topics_of(authority)`: how many topics the logs know of it."""
+        """Returns samples of `top` by name, of `others` as one: a time series database can't take all names of a fleet.
+        `topics_of(authority)`: number of its topics in the logs."""
         for account in (*self.top, self.others):
             label = (account.endpoint, account.authority)
             messages, size, dropped = account.own
@@ -300,7 +299,7 @@ class AuthorityLedger:
         yield "busy", (), self.pressure.share
 
     def notes(self) -> list[str]:
-        """Whose messages were dropped within the last minute, in plain sentences."""
+        """Returns a sentence for each authority whose messages were dropped within the last minute."""
         now = self._now()
         late = [one for one in self.top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
         over = heapq.nlargest(5, late, key=lambda account: account.dropped)

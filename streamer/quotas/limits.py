@@ -1,6 +1,6 @@
-"""How much of each thing fits into the memory that the operator gives: every share in one place.
+"""Divides the configured memory among topics, queues and caches: every share in one place.
 
-[limits] memory_mib --> MemoryLimits: topics, queues ... for all together, and for one authority or caller alone
+[limits] memory_mib --> MemoryLimits: topics, queues ... in total, and per authority or caller
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Final
 from uprotocol.cache import STREAMS_MAX
 from uprotocol.transport import MESSAGE_BYTES_MAX
 
-MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
-TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; measured, see docs/security.md
-CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others work beside it
-VOLATILE_SHARE: Final = 4  # ... the volatile log has a quarter of the topics: few topics with high rates belong there
-SUBSCRIPTION_BYTES: Final = 2_048  # a subscription to a topic of its own, with interest and index; measured
-SENDERS_SHARE: Final = 2  # ... and the callers of one authority together a half: their numbers may be made up
-AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
-CACHED_SHARE: Final = 10  # a tenth of the topics may take turns without being looked up anew; some 3 KB each
+MEMORY_MIB: Final = 512  # in addition to some 100 MiB of an idle streamer
+TOPIC_BYTES: Final = 1_024  # memory of a topic with its caches; measured, see docs/security.md
+CALLERS_SHARE: Final = 4  # one caller gets at most a quarter of the total, so that three others can work
+VOLATILE_SHARE: Final = 4  # ... the volatile log, a quarter of the topics: it is for few topics with high rates
+SUBSCRIPTION_BYTES: Final = 2_048  # memory of a subscription to its own topic, with interest and index; measured
+SENDERS_SHARE: Final = 2  # ... the callers of one authority together, a half: one host can invent many callers
+AUTHORITIES_SHARE: Final = 8  # ... one authority, an eighth of the topics
+CACHED_SHARE: Final = 10  # the caches hold a tenth of the topics; some 3 KB each
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bounds in messages and bytes. Half of `memory_bytes` is for topics; of the rest each queue has a fixed share."""
+    """Limits in messages and bytes. Half of `memory_bytes` is for topics; each queue has a fixed share of the rest."""
 
     memory_bytes: int = MEMORY_MIB << 20
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
     @property
     def topics_max(self) -> int:
-        """Topics known at once, of all logs together."""
+        """Maximum of topics in all logs together."""
         return self.memory_bytes // 2 // TOPIC_BYTES
 
     @property
@@ -39,50 +39,50 @@ class MemoryLimits:
 
     @property
     def streams_cached_max(self) -> int:
-        """Streams of which each cache knows something (uprotocol.cache.raise_streams_max)."""
+        """Maximum of streams in each cache (uprotocol.cache.raise_streams_max)."""
         return max(STREAMS_MAX, self.topics_max // CACHED_SHARE)
 
     @property
     def authorities_max(self) -> int:
-        """Source authorities with an account of their own, some 500 bytes each."""
+        """Maximum of source authorities with an account, some 500 bytes each."""
         return self.memory_bytes // 16 // 512
 
     @property
     def volatile_topics_max(self) -> int:
-        """Of `topics_max`, those of the volatile log, where topics are configured for it; the others are durable."""
+        """Share of the volatile log in `topics_max`, if topics are configured for it; the others are durable."""
         return max(1, self.topics_max // VOLATILE_SHARE)
 
     @property
     def subscriptions_max(self) -> int:
-        """Stored by the embedded uSubscription, and known of each one that is asked; its quotas are shares of that."""
+        """Maximum in the embedded uSubscription, and from each remote one; the quotas are shares of it."""
         return self.memory_bytes // 4 // SUBSCRIPTION_BYTES
 
     @property
     def followed_topics_max(self) -> int:
-        """That followers of the history have named, some 500 bytes each."""
+        """Maximum of topics that followers of the history have named, some 500 bytes each."""
         return self.memory_bytes // 16 // 512
 
     @property
     def express_bytes_max(self) -> int:
-        """Of requests and responses that wait for one endpoint, and of frames of histories."""
+        """Maximum of requests, responses and history frames that wait for one endpoint."""
         return max(2 * self.message_bytes_max, self.memory_bytes // 32)
 
     @property
     def window_bytes_max(self) -> int:
-        """Pushed to one follower and not taken: all of it may have to wait for its endpoint."""
+        """Maximum that is pushed to one follower and unconfirmed: all of it may wait for its endpoint."""
         return self.express_bytes_max // SENDERS_SHARE
 
     @property
     def dead_letter_bytes_max(self) -> int:
-        """Of dead letters that are not stored yet."""
+        """Maximum of dead letters that are not stored yet."""
         return max(2 * self.message_bytes_max, self.memory_bytes // 64)
 
     @property
     def replies_bytes_max(self) -> int:
-        """Of answers of the services inside that the network has not taken yet."""
+        """Maximum of responses of the hosted services that the network has not accepted yet."""
         return max(2 * self.message_bytes_max, self.memory_bytes // 16)
 
     @property
     def reply_bytes_max(self) -> int:
-        """Kept free for one answer of the history: one message of the longest, or some thousands of short ones."""
+        """Reserved for one response of the history: one longest message, or some thousands of short ones."""
         return max(self.message_bytes_max, 1 << 20) + (256 << 10)
