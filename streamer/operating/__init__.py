@@ -1,11 +1,11 @@
-"""For operators: states, metrics, the admin port, control.
+"""Reports for operators and the service manager, and the control of dispatching.
 
-admin.py              The admin port: its answers for monitors and people. http_port.py serves them
-clocks.py             Clocks that are apart: most messages with a ttl have expired on arrival
-control.py            Who may stop and start the dispatching of topics
-http_port.py          The admin port on the network
-losses.py             What was lost: reported to subscribers of gaps, noted in the log, and shown as a condition
-metrics.py            The counters of a streamer as Prometheus metrics, read when somebody asks and never before
-notify.py             What the service manager is told (systemd's Type=notify), if one started us
-states.py             How each endpoint is, since when, and why
+admin.py              The pages of the admin port, for monitors and people. http_port.py serves them
+clocks.py             Detects clocks that differ: most messages with a ttl have expired on arrival
+control.py            Pauses and resumes the dispatching of topics: by RPC and from the command line
+http_port.py          The HTTP server of the admin port
+losses.py             Publishes losses as gaps or keeps them in the log, and shows them as conditions
+metrics.py            The counters of a streamer as Prometheus metrics, read only on request
+notify.py             Notifies the service manager (systemd's Type=notify), if one started us
+states.py             The state of the streamer and of each endpoint, since when, and the reason
 """

@@ -1,13 +1,13 @@
-"""The admin port: its answers for monitors and people. http_port.py serves them.
+"""The pages of the admin port, for monitors and people. http_port.py serves them.
 
-/healthz  alive           /readyz    503 if something does not do its job, else 200: states, with since when and why;
-                                     `problems`: all that is wrong; `notes`: what a person may want to know all the same
-/metrics  for Prometheus  /vehicles  what each source authority sends, one JSON object a line
+/healthz  alive           /readyz    503 if a state is not ready, else 200: states with time and reason;
+                                     `problems`: everything that is wrong; `notes`: other facts for the operator
+/metrics  for Prometheus  /vehicles  traffic of each source authority, one JSON object per line
 
-Admin -> AdminAnswers: bounded in time and length -> HttpPort: who may ask, and how often
+Admin -> AdminAnswers: limits time and length -> HttpPort: limits and authenticates clients
 
-A client that asks all the time takes a tenth of the loop at most: beyond that it gets the last answer again. Long
-lists are cut.
+Answers take at most a tenth of the loop's time: if clients ask more often, they get the last answer again. Long lists
+are cut.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from streamer.operating.states import NOT_READY, READY
 if TYPE_CHECKING:
     from streamer.operating.http_port import HttpPort
 
-VEHICLES_AT_ONCE: Final = 500  # written in one step, some milliseconds of the loop
-LINES_TOLD_MAX: Final = 300  # of problems, and of notes; all PAUSES_MAX patterns that may be paused fit
+VEHICLES_AT_ONCE: Final = 500  # written in one step, which blocks the loop for some milliseconds
+LINES_TOLD_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
 LINE_CHARACTERS_MAX: Final = 1_000
-LOOP_SHARE: Final = 0.1  # of the loop's time that answers may cost
-LOOP_S_MAX: Final = 0.25  # ... beside what was not asked for before: every monitor's answer is made for it
+LOOP_SHARE: Final = 0.1  # of the loop's time, for answers
+LOOP_S_MAX: Final = 0.25  # ... and at once; the first answer of each page is always made
 
 
 class Admin:
-    """Serves one streamer at `address` (HOST:PORT); `guard` says who may ask. `states` gives what States.as_dict does;
-    without it, no problems mean ready."""
+    """Serves one streamer at `address` (HOST:PORT). `guard`: token and certificate. `states`: see States.as_dict;
+    without it, the state is ready if there are no problems."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Admin:
         await self.close()
 
     async def open(self) -> None:
-        """Raises UStatusError: UNAVAILABLE if the port can't be had, FAILED_PRECONDITION for a file of `guard`."""
-        from streamer.operating.http_port import HttpPort  # aiohttp: 0.1 s and 11 MiB, for who has an admin port
+        """Raises UStatusError: UNAVAILABLE if the port can't be opened, FAILED_PRECONDITION for a file of `guard`."""
+        from streamer.operating.http_port import HttpPort  # imports aiohttp (0.1 s, 11 MiB) only if needed
 
         answers = self._answers
         pages = {"/metrics": answers.metrics, "/healthz": answers.health, "/readyz": answers.ready}
@@ -69,7 +69,7 @@ class Admin:
         self.port = await self._http.open(self._host, self.port)
 
     async def close(self) -> None:
-        """May be called twice."""
+        """Closes the port. May be called twice."""
         if self._http is not None:
             await self._http.close()
 
@@ -81,7 +81,7 @@ class AdminAnswer(NamedTuple):
 
 
 class AdminAnswers:
-    """The answer of each path. It is computed again as long as answers take at most LOOP_SHARE of the loop's time."""
+    """Makes the answer of each path; repeats the last one if answers take more than LOOP_SHARE of the loop's time."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class AdminAnswers:
     ) -> None:
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
         self._states = states
-        self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last ones
+        self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last answers
         self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
 
     def health(self) -> AdminAnswer:
@@ -106,7 +106,7 @@ class AdminAnswers:
         return self._kept(self._make_ready)
 
     def vehicles(self) -> Iterator[bytes] | None:
-        """Returns the list in slices, and None if it is asked for too often: it is too long to be kept."""
+        """Returns the list in slices; None if it is requested too often, as it is too long to be kept."""
         return self._slices() if self._may_work() else None
 
     def _slices(self) -> Iterator[bytes]:

@@ -1,8 +1,8 @@
-"""Clocks that are apart: most messages with a ttl have expired on arrival, and calls are dropped without a report.
+"""Detects clocks that differ: most messages with a ttl have expired on arrival, and calls are dropped unreported.
 
 ListenerTable.take_ttl_counts --look, once a second--> the last WINDOW_S --> more than EXPIRED_SHARE expired? `trouble`
 
-Nobody can tell a clock that is fast from messages that waited: `trouble` names both, and how old they were.
+A fast clock and delayed messages look the same: `trouble` names both causes, and the age of the messages.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from streamer.walk.endpoint import Endpoint
 from transports.listeners import TtlCounts
 
 WINDOW_S: Final = 60.0
-MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer say nothing
-EXPIRED_SHARE: Final = 0.5  # of them: more is a trouble
+MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer are too few to decide
+EXPIRED_SHARE: Final = 0.5  # a larger share is reported
 
 
 class Clocks:
-    """Of one endpoint: our clock, and those of who sends there."""
+    """Compares our clock with those of the senders on one endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._seen: deque[tuple[float, TtlCounts]] = deque()  # WINDOW_S of `look`s; one of them may be long ago
+        self._seen: deque[tuple[float, TtlCounts]] = deque()  # of each `look` within WINDOW_S; one may cover more time
 
     def look(self, now_s: float) -> None:
-        """`now_s`: loop time. A transport that does not count tells nothing."""
+        """Reads the counts of the transport, if it has them. `now_s`: loop time."""
         take = getattr(self._endpoint.transport, "take_ttl_counts", None)
         counts: TtlCounts | None = take() if take is not None else None
         if counts is not None and counts.arrived:
@@ -37,7 +37,7 @@ class Clocks:
 
     @property
     def trouble(self) -> str:
-        """Empty while there is none."""
+        """Returns a sentence for the operator; empty if the clocks agree."""
         arrived = sum(counts.arrived for _, counts in self._seen)
         expired = sum(counts.expired for _, counts in self._seen)
         if arrived < MESSAGES_MIN or expired <= EXPIRED_SHARE * arrived:

@@ -1,9 +1,9 @@
-"""Who may stop and start the dispatching of topics, and how they say so; and the way in for the command line.
+"""Pauses and resumes the dispatching of topics: by RPC and from the command line.
 
-core.ustreamer: Pause, Resume, ListPaused -> the caller is named in [dispatch] control? -> Paused
+core.ustreamer: Pause, Resume, ListPaused -> does [dispatch] control name the caller? -> Paused
 command line on this machine -> data_dir/control.sock, which only its owner may open -> Paused, consumers
              streamer stopped: the file of Paused, under the lock of the log
-             vehicles: what the source authorities send (ledger.py), while it runs
+             vehicles: traffic of the source authorities (ledger.py), only while the streamer runs
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 SOCKET: Final = "control.sock"  # in a data_dir
-LOG_LOCK: Final = "history.db.lock"  # held by a streamer that runs
-LINE_BYTES_MAX: Final = 128 << 10  # the longest is the list of what is paused, PAUSES_MAX of some 300 bytes
-VEHICLES_MAX: Final = 400  # some 250 bytes each, so that they fit; the admin port gives all
-CURSORS_MAX: Final = 400  # endpoints that are or were configured, of some 200 bytes
-ANSWER_S: Final = 10.0  # a disk may be slow; who says nothing for so long holds no memory for longer
+LOG_LOCK: Final = "history.db.lock"  # held by a running streamer
+LINE_BYTES_MAX: Final = 128 << 10  # the longest is the list of pauses: PAUSES_MAX of some 300 bytes
+VEHICLES_MAX: Final = 400  # of some 250 bytes, which fit into a line; the admin port lists all
+CURSORS_MAX: Final = 400  # present and former endpoints, of some 200 bytes
+ANSWER_S: Final = 10.0  # long enough for a slow disk; a silent client is disconnected then
 
 log = structlog.get_logger()
 
 
 class Control:
-    """Pause, Resume and ListPaused of core.ustreamer, for callers that match one of `allowed`; nobody else may."""
+    """Serves Pause, Resume and ListPaused of core.ustreamer to callers that match one of `allowed`, to no others."""
 
     def __init__(
         self, transport: UTransport, local: LocalUriProvider, paused: Paused, allowed: Sequence[UUri], drain_ms_max: int
@@ -57,13 +57,13 @@ class Control:
         return f"Control({self._paused!r}, allowed={[uris.format(pattern) for pattern in self._allowed]})"
 
     async def start(self) -> None:
-        """Raises what the transport says."""
+        """Registers the methods. Raises the errors of the transport."""
         await self._server.register_request_handler(PAUSE, self._pause)
         await self._server.register_request_handler(RESUME, self._resume)
         await self._server.register_request_handler(LIST_PAUSED, self._list)
 
     async def stop(self) -> None:
-        """May be called twice."""
+        """Closes the server. May be called twice."""
         await self._server.close()
 
     def _check(self, request: UMessage) -> None:
@@ -92,7 +92,7 @@ class Control:
 
 
 class ControlSocket:
-    """Listens in `folder` while the streamer runs. If it can't hold a socket, only the command line is shut out."""
+    """Listens in `folder` while the streamer runs. If no socket can be made there, only the command line fails."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class ControlSocket:
         vehicles: Callable[[int], list[dict[str, Any]]] = lambda _: [],
         cursors: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
-        """`release` takes a consumer's name from its owner and says who that was; raises NOT_FOUND. `vehicles(count)`:
-        what the source authorities send, those that send most. `cursors()`: what waits for each endpoint.
+        """`release(consumer)` frees the name and returns its owner; raises NOT_FOUND. `vehicles(count)`: traffic of the
+        source authorities that send most. `cursors()`: backlog of each endpoint.
         """
         self._folder, self._paused, self._release = folder, paused, release
         self._vehicles, self._cursors = vehicles, cursors
@@ -126,11 +126,11 @@ class ControlSocket:
         made = socket.socket(socket.AF_UNIX)
         try:
             with contextlib.suppress(FileNotFoundError):
-                # of a process that was killed: the log's lock says that there is no other
+                # left by a killed process: the lock of the log proves that no other runs
                 (self._folder / SOCKET).unlink()
             with _address(self._folder) as address:
                 made.bind(address)
-            (self._folder / SOCKET).chmod(0o600)  # before it listens, so that nobody else gets in between
+            (self._folder / SOCKET).chmod(0o600)  # before it listens, so that no other user can connect first
         except BaseException:
             made.close()
             raise
@@ -183,7 +183,7 @@ class ControlSocket:
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """The socket's path, in a form of which no folder is too deep: the kernel takes 107 bytes."""
+    """Yields a path of the socket that is short for any folder: the kernel limits it to 107 bytes."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{at}/{SOCKET}"
@@ -192,16 +192,17 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -> list[Pause]:
-    """Have the streamer with this data_dir do it, or do it to its file if it is stopped; what is paused then. Blocks.
+    """Sends the command to the streamer with this data_dir, or changes its file if it is stopped. Blocks.
 
-    `own`: the authority of a topic that has none. Raises what the streamer says; UNAVAILABLE if it does not answer.
+    Returns the pauses after it. `own`: authority of a topic without one. Raises the error of the streamer; UNAVAILABLE
+    if it does not answer.
     """
     answer = call(folder, {"do": do, "topic": topic, "peer": peer})
     return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
 
 
 def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
-    """What the source authorities send to that streamer. Blocks. Raises UStatusError, also if no streamer runs."""
+    """Returns the traffic of the source authorities. Blocks. Raises UStatusError, also if no streamer runs."""
     answer = call(folder, {"do": "vehicles", "count": count})
     if answer is None:
         raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it to see what is sent")
@@ -210,7 +211,7 @@ def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def call(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
-    """What the streamer with this data_dir answers; None if it is stopped. Blocks. Raises as `ask`."""
+    """Returns the answer of the streamer with this data_dir; None if it is stopped. Blocks. Raises as `ask`."""
     if not folder.is_dir():
         raise invalid(f"there is no folder {folder}: is this the data_dir of a streamer?")
     try:

@@ -1,9 +1,9 @@
-"""The admin port on the network: HTTP, GET (and HEAD), one request a connection.
+"""The HTTP server of the admin port: GET (and HEAD), one request per connection.
 
-connection -> Line: how many, how long, how large -> TLS -> aiohttp: parsed, routed -> token -> the page asked for
+connection -> Line: limits number, time and size -> TLS -> aiohttp: parses and routes -> token -> page
 
-aiohttp has no limit of its own for the number of connections, nor for the time that a request may take to arrive:
-those, and the size of a request, are Line's.
+aiohttp limits neither the number of connections nor the time in which a request must arrive: Line limits both, and the
+size of a request.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
-REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
-# at once; one more closes the oldest, since a question takes milliseconds: who holds hundreds open locks nobody out
+REQUEST_TIMEOUT_S: Final = 5.0  # a silent client is disconnected then
+# at once; one more closes the oldest, so that idle connections lock nobody out: a request takes milliseconds
 CONNECTIONS_MAX: Final = 256
-CLOSE_S_MAX: Final = 0.5  # for answers that are under way; a part of SERVICES_CLOSE_S
+CLOSE_S_MAX: Final = 0.5  # for answers in progress; a part of SERVICES_CLOSE_S
 
 TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
 
 PageHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MakePage = Callable[[], tuple[int, str, bytes]]  # status, type of the content, content
 T = TypeVar("T")
-List = Callable[[], Iterator[bytes] | None]  # in slices; None for who asks too often
+List = Callable[[], Iterator[bytes] | None]  # returns the list in slices; None if it is requested too often
 
 log = structlog.get_logger()
-_silent = logging.getLogger("streamer.operating.http_port.nonsense")  # what aiohttp says of requests that are none
+_silent = logging.getLogger("streamer.operating.http_port.nonsense")  # aiohttp's log lines about malformed requests
 _silent.disabled = True
 
 
 class HttpPort:
-    """Tells `pages` and `lists` by their paths to whom `guard` lets ask."""
+    """Serves `pages` and `lists` by their paths to clients that `guard` allows."""
 
     def __init__(self, pages: Mapping[str, MakePage], lists: Mapping[str, List], guard: AdminSection) -> None:
         self._pages, self._lists, self._guard = pages, lists, guard
         self._token: Latest[bytes] | None = None
         self._server: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
-        self._lines: dict[Line, None] = {}  # the oldest first
+        self._lines: dict[Line, None] = {}  # oldest first
 
     async def open(self, host: str, port: int) -> int:
-        """The port, which is another one for 0. Raises as `Admin.open`."""
+        """Returns the port, which the system chooses for 0. Raises as `Admin.open`."""
         self._token, tls = await _token(self._guard), await _tls(self._guard)
         http, loop = await self.serve(), asyncio.get_running_loop()
         try:
@@ -68,7 +68,7 @@ class HttpPort:
         return opened
 
     async def serve(self) -> Callable[[], asyncio.Protocol]:
-        """What makes aiohttp's side of a connection."""
+        """Returns a factory for aiohttp's side of a connection."""
         self._runner = runner = web.AppRunner(
             self._application(), access_log=None, logger=_silent, lingering_time=0, shutdown_timeout=CLOSE_S_MAX
         )
@@ -128,7 +128,7 @@ def _listing(slices: List) -> PageHandler:
         await response.prepare(request)
         for part in parts if request.method == "GET" else ():
             await response.write(part)
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # lets other tasks run
         return response
 
     return tell
@@ -139,11 +139,11 @@ async def _close_after(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.update({"Connection": "close", "Server": "up-streamer"})
 
 
-# Who may ask
+# Authentication
 
 
 class Latest(Generic[T]):
-    """What is in files now; one look at them at a time, whoever asks meanwhile."""
+    """The current content of files. Only one read runs at a time."""
 
     def __init__(self, files: KeptFiles[T], found: T) -> None:
         self._files, self._found = files, found
@@ -151,11 +151,11 @@ class Latest(Generic[T]):
 
     @classmethod
     async def of(cls, files: KeptFiles[T]) -> Self:
-        """Raises as they do."""
+        """Raises as `files.current`."""
         return cls(files, await asyncio.to_thread(files.current))
 
     async def get(self) -> T:
-        """A disk that hangs keeps the last in use for all others."""
+        """Returns the current content. During a read, other callers get the last content."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._files.current))
             self._found = await asyncio.shield(self._looking)
@@ -202,17 +202,16 @@ def _shows(request: web.Request, token: bytes) -> bool:
 
 
 class Line(asyncio.Protocol):
-    """One connection: aiohttp's, as long as it keeps within the limits of this file; where there are more than
-    CONNECTIONS_MAX the oldest is closed. It is counted from its first moment, so TLS begins here and not at the
-    listening socket."""
+    """One connection, passed to aiohttp as long as it keeps the limits of this file. Above CONNECTIONS_MAX connections,
+    the oldest is closed. TLS begins here and not at the listening socket, so that a connection counts before it."""
 
     def __init__(self, http: asyncio.Protocol, tls: Latest[ssl.SSLContext] | None, others: dict[Line, None]) -> None:
         self._http, self._tls, self._others = http, tls, others
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._securing: asyncio.Task[None] | None = None
-        self._is_served = False  # aiohttp knows of it
-        self._early = b""  # said before that
+        self._is_served = False  # True once it is passed to aiohttp
+        self._early = b""  # data received before that
         self._bytes_left = REQUEST_BYTES_MAX
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -231,7 +230,7 @@ class Line(asyncio.Protocol):
     async def _secure(self, transport: asyncio.Transport, tls: Latest[ssl.SSLContext]) -> None:
         loop, secured = asyncio.get_running_loop(), None
         try:
-            with contextlib.suppress(OSError):  # no TLS, or none that we take; TimeoutError and SSLError are ones, too
+            with contextlib.suppress(OSError):  # handshake failed; TimeoutError and SSLError are OSErrors
                 context = await tls.get()
                 secured = await loop.start_tls(
                     transport, self, context, server_side=True, ssl_handshake_timeout=REQUEST_TIMEOUT_S
@@ -276,7 +275,7 @@ class Line(asyncio.Protocol):
             self._http.connection_lost(error)
 
     def abort(self) -> None:
-        """End it, whatever is under way."""
+        """Closes the connection at once."""
         self._others.pop(self, None)
         if self._transport is not None:
             self._transport.abort()

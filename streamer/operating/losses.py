@@ -1,4 +1,4 @@
-"""What was lost: reported to subscribers of gaps, noted in the log, and shown as a condition."""
+"""Publishes losses as gaps or keeps them in the log, and shows them as conditions."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ log = structlog.get_logger()
 
 
 class LossReports:
-    """What was lost goes to `gaps`, which publishes it, or is noted in the `durable` log until somebody acknowledges
-    it."""
+    """Publishes losses by `gaps`, or keeps them in the `durable` log until they are acknowledged."""
 
     def __init__(self, gaps: Gaps, durable: Log) -> None:
         self._gaps, self._durable = gaps, durable
 
     def records_lost(self, peer: Endpoint, source: Log, after: int, before: int, reason: Gap.Reason.ValueType) -> None:
-        """An endpoint will never get what is between these seqs, or some of it."""
+        """Reports that an endpoint never gets some or all records between these seqs."""
         gap = Gap(reason=reason, incarnation=source.incarnation, after_seq=after, before_seq=before)
         self._gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
 
     def followed_gap(self, service: UUri, gap: Gap) -> None:
-        """Records of a history that we follow can't be read any more."""
+        """Reports that records of a followed history are lost."""
         what = f"of the history of {uris.format(service)}, which is followed"
         log.error("records that were followed are lost", service=uris.format(service), gap=str(gap).replace("\n", " "))
         self._gaps.add(gap, "", what)
@@ -42,14 +41,14 @@ class LossReports:
         self._durable.losses.report(damages.SUBSCRIPTIONS, what)
 
     def network_lost(self, endpoint: Endpoint, what: str, messages: int | None) -> None:
-        """A network has lost messages before they came here, so nobody can say which."""
+        """Reports that a network lost messages before they arrived; which ones is unknown."""
         endpoint.dropped["lost_by_network"] += messages or 1
         log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
         self._durable.losses.report(damages.NETWORK, loss_detail(endpoint.name, what))
 
 
 def conditions_of_log(kept: Log, hours: float) -> Iterator[Condition]:
-    """`hours`: after which a loss of a network counts as acknowledged; 0: never."""
+    """Yields what is wrong with a log. `hours`: time until a network's loss counts as acknowledged; 0: never."""
     if not kept.healthy:
         yield Condition(f"the {kept.name} log refuses messages: {kept.trouble}", is_fatal=True)
     losses: dict[str, list[Damage]] = {}  # by endpoint
@@ -63,12 +62,12 @@ def conditions_of_log(kept: Log, hours: float) -> Iterator[Condition]:
 
 
 def loss_detail(endpoint: str, what: str) -> str:
-    """The text by which a log keeps a loss of a network."""
+    """Returns the text that a log stores for a loss of a network."""
     return f"endpoint {endpoint}: {what}"
 
 
 def _endpoint_of(loss: Damage) -> str:
-    """The name in a text of `loss_detail`."""
+    """Returns the name in a text of `loss_detail`."""
     return loss.detail.removeprefix("endpoint ").partition(": ")[0]
 
 

@@ -1,8 +1,8 @@
-"""The counters of a streamer as Prometheus metrics, read when somebody asks and never before.
+"""The counters of a streamer as Prometheus metrics, read only on request.
 
 FAMILIES: all metrics        samples of each part: name, labels, value -> families -> text
 
-The functions `of_...` give the samples of parts that have no method for it: those of other packages, endpoints, pumps.
+The functions `of_...` return the samples of parts without a method for it: other packages, endpoints, pumps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamer.walk.endpoint import Endpoint
 from transports.certificates import Expiries
 from usubscription.service import USubscriptionService
 
-# up_streamer_NAME (a counter's ends with _total) -> kind, labels, what it says
+# up_streamer_NAME (counters end with _total) -> kind, labels, help text
 COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
 FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str]]] = {
     "received": (COUNTER, "endpoint", "Messages heard on an endpoint"),
@@ -136,7 +136,7 @@ class StreamerCollector(Collector):
 
 
 def expose(samples: Callable[[], Iterable[Sample]]) -> bytes:
-    """The text exposition format."""
+    """Returns the samples in the text exposition format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StreamerCollector(samples))
     return generate_latest(registry)
@@ -167,7 +167,7 @@ def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
 
 
 def dropped(endpoint: Endpoint) -> Counter[str]:
-    """Drops by reason, those of the transport included."""
+    """Returns the drops by reason, including those of the transport."""
     return endpoint.dropped + Counter(getattr(endpoint.transport, "dropped", {}))
 
 

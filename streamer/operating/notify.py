@@ -1,9 +1,9 @@
-"""What the service manager is told (systemd's Type=notify), if one started us: ready, how we are, that we still turn.
+"""Notifies the service manager (systemd's Type=notify), if one started us: ready, status, watchdog.
 
 NOTIFY_SOCKET -> a datagram for each change
-WATCHDOG_USEC -> a beat from the event loop; a loop that hangs sends none, and is restarted
+WATCHDOG_USEC -> regular beats from the event loop; without them the manager restarts the process
 
-Source: sd_notify(3). Nobody answers, so nothing here waits or fails: a manager that can't be told is no reason to stop.
+Source: sd_notify(3). The manager sends no answer, so nothing here waits; errors of the socket are ignored.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import socket
 from collections.abc import Callable, MutableMapping
 from typing import Final, Self
 
-START_BEAT_S: Final = 10.0  # a start may take long (a full disk is waited for); who beats is given time for three more
+START_BEAT_S: Final = 10.0  # each beat extends the start timeout by three: a start may wait for a full disk
 BEATS_TO_BE_LATE: Final = 3
 STATUS_CHARACTERS_MAX: Final = 400
 STARTING: Final = f"EXTEND_TIMEOUT_USEC={int(START_BEAT_S * BEATS_TO_BE_LATE * 1_000_000)}"
 
 
 class ServiceManager:
-    """Use as `async with`: it beats meanwhile. Takes what was for us from `environment`, so that no child answers."""
+    """Use with `async with`; it sends beats until the exit. Removes its variables from `environment`, so that no child
+    process uses them."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
@@ -34,14 +35,14 @@ class ServiceManager:
         self._socket: socket.socket | None = None
         self._beats: asyncio.Task[None] | None = None
         self._state = STARTING
-        self._hurry = asyncio.Event()  # the pause between two beats is another one from now on
+        self._hurry = asyncio.Event()  # set to send the next beat at once
         self._status: Callable[[], str] = lambda: "starting"
 
     def __repr__(self) -> str:
         return f"ServiceManager({self._address or None!r}, beat={self._interval_s or None} s, {self._state})"
 
     async def __aenter__(self) -> Self:
-        if self._address.startswith(("/", "\0")):  # others there are (vsock), but not for a service of the same machine
+        if self._address.startswith(("/", "\0")):  # others (vsock) are not for services on the same machine
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
             self._beats = asyncio.create_task(self._beat(), name="service manager")
@@ -56,17 +57,17 @@ class ServiceManager:
             self._socket = None
 
     def ready(self, status: Callable[[], str]) -> None:
-        """The service serves; `status` is asked at each beat how it is."""
+        """Reports that the service is ready; each beat sends the current `status()`."""
         self._state, self._status = "READY=1", status
         self._hurry.set()
 
     def stopping(self) -> None:
-        """It drains, and will end."""
+        """Reports that the service is stopping."""
         self._state = "STOPPING=1"
         self._hurry.set()
 
     async def _beat(self) -> None:
-        """All of it each time: what a full queue has refused is told by the next beat."""
+        """Sends everything in each beat, so that one lost to a full queue does not matter."""
         while True:
             self._hurry.clear()
             status = " ".join(self._status().split())[:STATUS_CHARACTERS_MAX]
@@ -78,5 +79,5 @@ class ServiceManager:
 
     def _tell(self, *lines: str) -> None:
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is gone, or its queue is full
+            with contextlib.suppress(OSError):  # the manager is not there, or its queue is full
                 self._socket.sendto("\n".join(lines).encode(), self._address)

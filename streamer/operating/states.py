@@ -1,11 +1,9 @@
-"""How each endpoint is, since when, and why: ready, degraded or not ready; and the streamer itself, with its log and
-its services.
+"""The state of the streamer and of each endpoint, since when, and the reason: ready, degraded or not ready.
 
 networks, pumps, logs, services ... -> Condition -> look: a state for each --> /readyz, metrics
-                                                      '-> another state or reason: a line in the log
+                                                      '-> new state or reason: a line in the log
 
-degraded: it does its job, and a person should look. not ready: it does not do its job. docs/configuration.md has the
-table of what is which.
+degraded: it works, but a person should look. not ready: it does not work. docs/configuration.md lists all conditions.
 """
 
 from __future__ import annotations
@@ -21,21 +19,21 @@ import structlog
 READY: Final = "ready"
 DEGRADED: Final = "degraded"
 NOT_READY: Final = "not ready"
-STATES: Final = (READY, DEGRADED, NOT_READY)  # the better one first
-LOOK_S: Final = 1.0  # between looks; a connection that comes or goes is looked at on the spot
+STATES: Final = (READY, DEGRADED, NOT_READY)  # best first
+LOOK_S: Final = 1.0  # between looks; a change of a connection causes one at once
 STARTING: Final = "starting"
 OPENING: Final = "its network is being opened"
-STREAMER: Final = ""  # where a condition is of no endpoint
+STREAMER: Final = ""  # in place of an endpoint's name, for the streamer itself
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
-# one value for the metrics: the name of a family in metrics.py, the values of its labels, the value
+# one value for the metrics: name of a family in metrics.py, values of its labels, value
 Sample = tuple[str, tuple[str, ...], float]
 
 log = structlog.get_logger()
 
 
 def each(name: str, labels: tuple[str, ...], counts: Mapping[str, float]) -> Iterator[Sample]:
-    """One sample for each value of the family's last label."""
+    """Returns a sample for each value of the family's last label."""
     return ((name, (*labels, key), count) for key, count in counts.items())
 
 
@@ -44,11 +42,11 @@ class Condition(NamedTuple):
 
     text: str  # a plain sentence
     endpoint: str = STREAMER
-    is_fatal: bool = False  # it keeps its endpoint, or the streamer, from doing its job
+    is_fatal: bool = False  # its endpoint, or the streamer, is not ready
 
     @property
     def problem(self) -> str:
-        """With whom it is about."""
+        """Returns the text with the name of the endpoint."""
         return f"endpoint {self.endpoint}: {self.text}" if self.endpoint else self.text
 
 
@@ -69,7 +67,7 @@ class EndpointState:
 
 
 class States:
-    """`names` are those of the endpoints; `conditions` says all that is wrong now."""
+    """`names`: of the endpoints; `conditions()`: everything that is wrong now."""
 
     def __init__(
         self, names: Iterable[str], conditions: Callable[[], Sequence[Condition]], now_ms: Callable[[], int]
@@ -91,16 +89,16 @@ class States:
         del self._states[name]
 
     def __getitem__(self, endpoint: str) -> EndpointState:
-        """As of the last `look`; STREAMER for what is of no endpoint."""
+        """Returns the state at the last `look`; of the streamer itself for STREAMER."""
         return self._states[endpoint]
 
     @property
     def worst(self) -> str:
-        """Of all of them."""
+        """Returns the worst state of all."""
         return max((state.name for state in self._states.values()), key=STATES.index)
 
     def look(self) -> Sequence[Condition]:
-        """What is wrong now; each change is logged."""
+        """Updates the states, logs each change, and returns what is wrong now."""
         found = self._conditions()
         now = self._now_ms()
         for name, state in self._states.items():
@@ -119,7 +117,7 @@ class States:
         state.name, state.reason = entered, reason
         if was != entered:
             state.since_ms = now_ms
-        # one that only counts on is no other reason
+        # a reason that differs only in numbers is the same
         if was == entered and _NUMBERS.sub("#", before) == _NUMBERS.sub("#", reason):
             return
         state.reason_since_ms = now_ms
@@ -130,7 +128,7 @@ class States:
             method("the state of an endpoint has changed", endpoint=name, state=entered, was=was, reason=reason)
 
     def samples(self) -> Iterator[Sample]:
-        """As of the last `look`."""
+        """Yields the states at the last `look`."""
         yield "ready", (), self.worst != NOT_READY
         yield from each("state", (), _flags(self.worst))
         for name, state in self._states.items():
@@ -138,22 +136,22 @@ class States:
                 yield from each("endpoint_state", (name,), _flags(state.name))
 
     def as_dict(self) -> dict[str, Any]:
-        """For /readyz, as of the last `look`."""
+        """Returns the states at the last `look`, for /readyz."""
         states = {name: state.as_dict() for name, state in self._states.items()}
         return {"status": self.worst, "streamer": states.pop(STREAMER), "endpoints": states}
 
 
 def _flags(state: str) -> dict[str, float]:
-    """For each state, by the value of its label, whether it is that one."""
+    """Returns True for the label of `state`, False for those of the others."""
     return {one.replace(" ", "_"): one == state for one in STATES}
 
 
 def of_one_that_cant_start(names: Iterable[str], why: str, since_ms: int) -> dict[str, Any]:
-    """For /readyz, while nothing is there that could be looked at."""
+    """Returns the states for /readyz while the streamer can't be created."""
     state = EndpointState(NOT_READY, since_ms, why, since_ms).as_dict()
     return {"status": NOT_READY, "streamer": state, "endpoints": {name: dict(state) for name in names}}
 
 
 def _moment(unix_ms: int) -> str:
-    """RFC 3339, UTC."""
+    """Returns the time in RFC 3339, UTC."""
     return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
