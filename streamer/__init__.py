@@ -1,16 +1,17 @@
-"""uStreamer: one UMessage's walk, one room per part of it.
+"""uStreamer: forwards UMessages between endpoints. Each part of a message's path has its package.
 
 walk/        endpoint -> ingress -> flow -> log -> view -> egress -> endpoint; requests, responses: egress/express
-egress/      sends what the view lets through to one peer: pump, holds, pauses, the express lane
-following/   other histories into our log, and ours to who follows it, in place of the egress
-letters/     dead letters        quotas/      how much of what each authority may have
-operating/   admin port, metrics, control topics, states      commands/, demo/, config/      for people
-app.py       starts the parts in order, and stops them
-assembly.py        The composition root: makes every part of a streamer and connects the parts. Nothing runs yet
-attaching.py       Endpoints and rules of a running streamer
-embedded.py        The embedded uSubscription
-lifecycle.py       The parts of a streamer: started in order
-order.py           The parts of a streamer in the order in which they start; assembly.py makes them
+egress/      sends the messages that the view allows to one peer: pump, holds, pauses, the express lane
+following/   copies other histories into our log; hands records over to followers of our history, without the egress
+letters/     dead letters        quotas/      quotas and memory limits
+operating/   admin port, metrics, control topics, states      commands/, demo/, config/      command line, settings
+app.py             Runs a streamer: starts its parts in order, and stops them in reverse
+assembly.py        The composition root: creates and connects all parts of a streamer, and starts none
+attaching.py       Adds and removes endpoints and rules of a running streamer
+embedded.py        Opens and starts the embedded uSubscription
+lifecycle.py       Starts parts in order, stops them in reverse, and collects their reports
+order.py           Lists the parts of a streamer in the order in which they start
+parts.py           Creates the parts that depend only on the configuration
 """
 
-from transports import plugin as plugin  # first of all: it checks that `uprotocol` is ours
+from transports import plugin as plugin  # must be the first import: it checks that `uprotocol` is ours

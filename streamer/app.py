@@ -1,12 +1,12 @@
-"""A streamer that runs: its parts are started in order, and stopped in reverse.
+"""Runs a streamer: starts its parts in order, and stops them in reverse.
 
-    logs -> interest on disk -> endpoints, each listened to as it is opened -> pumps -> hosted services -> ready
-                                '-> each uSubscription is asked as soon as its network is there
+    logs -> interest on disk -> endpoints: each listens once it is open -> pumps -> hosted services -> ready
+                                '-> each uSubscription is asked once its network is connected
 
-A message that comes before the services run waits in the log, or its caller is told to try again.
+A message that arrives before the services run waits in the log; a request is answered with an error: try again.
 
-A network that is away at the start is tried again and again (networks.py). So are a disk that is full and a
-uSubscription store that can't be read.
+If a network is unavailable, the disk full, or the uSubscription store unreadable at the start, it is tried again until
+it works (networks.py, embedded.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 
 class Streamer(Assembly):
-    """One running dispatcher: `streamer = await Streamer.create(config); await streamer.run()`."""
+    """A streamer: `streamer = await Streamer.create(config); await streamer.run()`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Streamer(Assembly):
     ) -> None:
         super().__init__(config, endpoints, logs, window, keeper, runtime)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._group: asyncio.TaskGroup | None = None  # of `run`
+        self._group: asyncio.TaskGroup | None = None  # of the tasks of `run`
         running = RunningEndpoints(self, self.start_task)
         self.add_rule, self.remove_rule = running.add_rule, running.remove_rule
         self.add_endpoint, self.remove_endpoint = running.add_endpoint, running.remove_endpoint
@@ -66,7 +66,7 @@ class Streamer(Assembly):
 
     @classmethod
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
-        """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
+        """Opens the logs and creates the parts, but opens no network. Raises UStatusError."""
         endpoints = parts.endpoints_of(config)
         runtime = dataclasses.replace(runtime, disk=runtime.disk.with_reserve(parts.reserve_of(config)))
         logs, window = await parts.logs_of(config, runtime)
@@ -80,10 +80,10 @@ class Streamer(Assembly):
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
 
-    # Life
+    # Start and stop
 
     async def run(self) -> None:
-        """Work until `stop` is called or the task is cancelled; then drain and close everything."""
+        """Runs until `stop` is called or the task is cancelled; then drains and closes everything."""
         try:
             if self.admin is not None:
                 await self.admin.open()
@@ -102,7 +102,7 @@ class Streamer(Assembly):
         self.networks.stop_waiting()
 
     def start_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that is cancelled when the streamer stops, and stops the streamer if it fails."""
+        """Starts a task that is cancelled when the streamer stops. If it fails, the streamer stops."""
         assert self._group is not None, "run has begun"
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
@@ -118,25 +118,24 @@ class Streamer(Assembly):
         log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
 
     def release(self, consumer: str) -> str:
-        """Free a consumer's name for the next uEntity that uses it; returns who had it. Raises NOT_FOUND."""
+        """Frees a consumer's name for the next uEntity that uses it; returns its owner. Raises NOT_FOUND."""
         owner = str(self.history.consumers.release(consumer))
         log.info("a consumer was released", consumer=consumer, owner=owner)
         return owner
 
     def dropped(self, endpoint: Endpoint) -> Counter[str]:
-        """Drops by reason, those of the transport included."""
+        """Returns the drops by reason, including those of the transport."""
         return metrics.dropped(endpoint)
 
     def cursors(self) -> list[dict[str, Any]]:
-        """What waits in the durable log for each endpoint, also for those that are not configured."""
+        """Returns the backlog of each endpoint in the durable log, including those that are not configured."""
         durable = self.logs.durable
         found = listed(durable.cursors.all(), durable.newest_seq, durable.oldest_seq)
         return [dataclasses.asdict(one) for one in found]
 
 
 async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: asyncio.Event | None = None) -> None:
-    """Run a streamer until `stopping` is set or the task is cancelled. Raises UStatusError for what the world has wrong
-    for good."""
+    """Runs a streamer until `stopping` is set or the task is cancelled. Raises UStatusError if waiting can't help."""
     stopping = stopping or asyncio.Event()
     streamer = await _create(config, stopping)
     if streamer is None:
@@ -171,8 +170,8 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
 
 
 async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
-    """The streamer, as soon as the disk lets it be; None if `stopping` comes first. The admin port says meanwhile what
-    is wrong."""
+    """Returns the streamer once the disk allows it; None if `stopping` is set before. Meanwhile the admin port reports
+    the error."""
     backoff = Backoff(1_000, REOPEN_MS_MAX)
     trouble_logged, since_ms = "", REAL.now_ms()
     while not stopping.is_set():

@@ -1,8 +1,8 @@
-"""The composition root: makes every part of a streamer and connects the parts. Nothing runs yet.
+"""The composition root: creates and connects all parts of a streamer, and starts none.
 
-    Config -> parts.py: what the configuration describes by itself -> Assembly: services, walk, networks, reports
-                                                                      '-> for each endpoint: ingress, pumps, clocks
-attaching.py has the endpoints and rules of a running streamer, order.py the order of start and stop, app.py runs it.
+    Config -> parts.py: parts that depend only on it -> Assembly: services, walk, networks, reports
+                                                        '-> for each endpoint: ingress, pumps, clocks
+attaching.py changes endpoints and rules at run time, order.py has the order of start and stop, app.py runs the parts.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 from usubscription_client.table import Topics
 
-FOLLOW_MS_MIN: Final = 500  # between tries to follow a history, and ...
-FOLLOW_MS_MAX: Final = 60_000
-ANNOUNCEMENT_TTL_MS: Final = 5_000  # the next one comes
-DRAIN_MS_MAX: Final = 200  # for each service inside to answer what it has begun, and the network to take it
-# messages to a network off the vehicle: below what is taken there of one authority (UNITS_PER_S)
+FOLLOW_MS_MIN: Final = 500  # shortest and ...
+FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
+ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
+DRAIN_MS_MAX: Final = 200  # for each hosted service to send the responses to pending requests
+# messages to a network outside the vehicle; below the quota of one authority there (UNITS_PER_S)
 PACE_OUTSIDE_PER_S: Final = 4_000
 
 
 @dataclass
 class Attached:
-    """What one endpoint has."""
+    """The parts of one endpoint."""
 
     endpoint: Endpoint
     ingress: Ingress
@@ -94,8 +94,8 @@ class Assembly:
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
         self.ready, self.stopping = asyncio.Event(), asyncio.Event()
-        self.attached: dict[str, Attached] = {}  # by the name of the endpoint
-        # the same objects as those in `attached`: the parts that serve all endpoints look into them
+        self.attached: dict[str, Attached] = {}  # by name of the endpoint
+        # the objects in `attached`, for parts that serve all endpoints
         self.ingresses: dict[str, Ingress] = {}
         self.pumps: list[Pump] = []
         self.clocks: dict[str, Clocks] = {}
@@ -109,7 +109,7 @@ class Assembly:
         return Backoff(self.config.egress.retry_min_ms, self.config.egress.retry_max_ms, self.runtime.rng)
 
     def _make_services(self) -> None:
-        """What hosted services and the view need of each other."""
+        """Creates the hosted services, the view, and what both need."""
         config, runtime = self.config, self.runtime
         self.gaps = Gaps(config.authority, self.logs, self._publish, now_ms=runtime.now_ms)
         self.losses = LossReports(self.gaps, self.logs.durable)
@@ -134,12 +134,12 @@ class Assembly:
             lambda: tuple(one.newest_seq for one in self.logs),
         )
         self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
-        self.paused.load()  # before anybody can change it
+        self.paused.load()  # before a command can change it
         self.view = View(self.endpoints, self.rules, self.interest, self.logs, self.paused)
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
 
     def _make_walk(self, window: IdWindow) -> None:
-        """From an ingress to the pumps."""
+        """Creates the parts from ingress to pumps."""
         config, runtime = self.config, self.runtime
         self.express = Express(
             self.endpoints,
@@ -189,8 +189,8 @@ class Assembly:
         self.follows.attach(self.dispatch, self.ingresses)
 
     def make_endpoint(self, endpoint: Endpoint, config: Config) -> Attached:
-        """What one endpoint needs. `config` describes it."""
-        # one pace for all that goes to its network
+        """Creates the parts of one endpoint, which `config` contains."""
+        # one limit for all messages to its network
         per_s = config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
         pace = None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)
         pumps = [
@@ -217,7 +217,7 @@ class Assembly:
         return made
 
     def _make_networks(self) -> None:
-        """What serves all endpoints, and the history."""
+        """Creates the parts that serve all endpoints, and the history."""
         config, keeper, logs = self.config, self.keeper, list(self.logs)
         followed_by = {one.name: uris.parse(one.followed_by) for one in config.endpoint if one.followed_by is not None}
         self.handovers = HandOvers(
@@ -252,7 +252,7 @@ class Assembly:
         )
 
     def _make_reports(self) -> None:
-        """What tells people how it is."""
+        """Creates the reports for operators."""
         config = self.config
         used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
         self.certificates = Expiries(used, self.runtime.now_ms)
@@ -270,7 +270,7 @@ class Assembly:
             )
 
     def connection_changed(self, _connected: bool) -> None:
-        """Look at the states once every part knows of it, unless the streamer stops."""
+        """Updates the states after all parts have processed the change, unless the streamer stops."""
         if not self.stopping.is_set():
             asyncio.get_running_loop().call_soon(self.states.look)
 
@@ -285,20 +285,20 @@ class Assembly:
             pump.look_at(topics)
 
     async def _entities_changed(self) -> None:
-        """A hosted service has started or stopped: messages for it go another way now."""
+        """A hosted service has started or stopped: routes its messages again."""
         for ingress in (*self.ingresses.values(), self.entry):
             ingress.forget_verdicts()
             ingress.filters.services_changed()
         await self.networks.listen()
 
     def _is_named(self, authority: str, endpoint: str) -> bool:
-        """True if the configuration names this authority. The services inside have no endpoint."""
+        """Returns True if the configuration names this authority. Hosted services have no endpoint."""
         return not endpoint or (endpoint in self.endpoints and authority in self.endpoints[endpoint].authorities)
 
     # Reports
 
     def conditions(self) -> list[Condition]:
-        """What is wrong; empty: ready."""
+        """Returns everything that is wrong; empty: ready."""
         found = [*self.parts.conditions()]
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
@@ -310,7 +310,7 @@ class Assembly:
             yield Condition(f"{what}: its last known subscriptions serve", owner.name if owner else STREAMER)
 
     def problems(self) -> list[str]:
-        """What is wrong, in plain sentences; empty: ready."""
+        """Returns a sentence for each condition; empty: ready."""
         return [one.problem for one in self.conditions()]
 
     def samples(self) -> Iterator[Sample]:
@@ -318,12 +318,12 @@ class Assembly:
         return self.parts.samples()
 
     def look(self) -> dict[str, Any]:
-        """The states now, each with its reason: of the endpoints, of the streamer itself, and the worst of them."""
+        """Returns the current states with reasons: of the endpoints, of the streamer itself, and the worst."""
         self.states.look()
         return self.states.as_dict()
 
     def notes(self) -> list[str]:
-        """What a person may want to know though nothing is wrong."""
+        """Returns facts for the operator that are no problems."""
         return [*self.parts.notes()]
 
     def configuration_notes(self) -> Iterator[str]:
@@ -333,15 +333,15 @@ class Assembly:
         yield from parts.notes_of(self.config, self.endpoints, self.rules)
 
     def topics_of(self, authority: str) -> int:
-        """How many topics of it the logs know."""
+        """Returns the number of its topics in the logs."""
         return sum(one.topics_of(authority) for one in self.logs)
 
     def vehicles(self, count: int) -> list[dict[str, Any]]:
-        """What the source authorities send, those that send most first."""
+        """Returns the traffic of the source authorities, highest rates first."""
         return [account.as_dict(self.topics_of(account.authority)) for account in self.ledger.by_rate(count)]
 
     def all_vehicles(self) -> Iterator[dict[str, Any]]:
-        """The same of all of them, in the order in which they first sent something."""
+        """Returns the traffic of all source authorities, in the order of their first messages."""
         return (account.as_dict(self.topics_of(account.authority)) for account in list(self.ledger))
 
     async def _announce(self, to: UUri, announcement: Message) -> None:
@@ -350,5 +350,5 @@ class Assembly:
         await self.hosted.send(builder.with_id(uuids.new()).pack(announcement))
 
     async def _publish(self, topic: UUri, payload: Message) -> None:
-        """On a topic of core.ustreamer."""
+        """Publishes on a topic of core.ustreamer."""
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(payload))

@@ -1,8 +1,8 @@
-"""Endpoints and rules of a running streamer: they start and stop, come and go.
+"""Adds and removes endpoints and rules of a running streamer; starts and closes the endpoints.
 
 section -> Endpoint -> ingress, a pump for each log, clocks -> registered with every part that serves all endpoints
                        '-> tasks: network, express queue, pumps        (express, networks, states, follows, ...)
-remove: tasks end -> the network is closed -> out of every part; its cursors stay in the logs, as over a restart
+remove: tasks end -> network is closed -> removed from every part; its cursors stay in the logs, as after a restart
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RunningEndpoints:
 
     def __init__(self, streamer: Assembly, start_task: StartTask) -> None:
         self._streamer, self._start_task = streamer, start_task
-        self._turn = asyncio.Lock()  # one change of the endpoints after the other
+        self._turn = asyncio.Lock()  # serialises changes of the endpoints
 
     async def start(self) -> None:
         for attached in self._streamer.attached.values():
@@ -52,7 +52,7 @@ class RunningEndpoints:
         ]
 
     async def close(self) -> None:
-        """Close all networks, side by side."""
+        """Closes all networks concurrently."""
         attached = self._streamer.attached.values()
         closing = [within(NETWORKS_CLOSE_S, one.endpoint.name, one.endpoint.close()) for one in attached]
         results = await asyncio.gather(*closing, return_exceptions=True)
@@ -62,11 +62,11 @@ class RunningEndpoints:
         if errors:
             raise errors[0]
 
-    # Rules and endpoints that come and go
+    # Changes of rules and endpoints
 
     async def add_rule(self, rule: Rule) -> None:
-        """Let messages pass. Raises ALREADY_EXISTS, NOT_FOUND (no such endpoint) or what a network answers; then
-        nothing has changed."""
+        """Adds a rule. Raises ALREADY_EXISTS, NOT_FOUND (unknown endpoint) or a network's error; then nothing has
+        changed."""
         streamer = self._streamer
         for name in (rule.ingress, rule.egress):
             self._check_known(name)
@@ -79,16 +79,16 @@ class RunningEndpoints:
             raise
 
     async def remove_rule(self, ingress: str, egress: str) -> None:
-        """Stop passing messages. Raises NOT_FOUND."""
+        """Removes a rule. Raises NOT_FOUND."""
         self._streamer.rules.remove(ingress, egress)
         await self._streamer.networks.sync()
 
     async def add_endpoint(
         self, section: EndpointSection, rules: Iterable[RuleSection] = (), follow: Iterable[FollowSection] = ()
     ) -> None:
-        """Add an endpoint, the rules that name it, and what is followed there. Its network is opened in the background;
-        `states` has the result. Raises INVALID_ARGUMENT for what does not fit the configuration, FAILED_PRECONDITION
-        before the streamer is ready; then nothing has changed."""
+        """Adds an endpoint, the rules that name it, and the histories to follow there. Its network is opened in the
+        background; `states` has the result. Raises INVALID_ARGUMENT if it does not fit the configuration,
+        FAILED_PRECONDITION before the streamer is ready; then nothing has changed."""
         streamer = self._streamer
         async with self._turn:
             if not streamer.ready.is_set() or streamer.stopping.is_set():
@@ -106,9 +106,9 @@ class RunningEndpoints:
             log.info("an endpoint was added", endpoint=section.name)
 
     async def remove_endpoint(self, name: str) -> None:
-        """Remove an endpoint with its rules. What waits in the logs for it stays, for an endpoint of the same name.
-        Raises NOT_FOUND; FAILED_PRECONDITION for the endpoint of our own authority; INVALID_ARGUMENT if something
-        else in the configuration needs it."""
+        """Removes an endpoint with its rules. Its backlog in the logs is kept for an endpoint of the same name. Raises
+        NOT_FOUND; FAILED_PRECONDITION for the endpoint of our own authority; INVALID_ARGUMENT if something else in
+        the configuration needs it."""
         streamer = self._streamer
         async with self._turn:
             self._check_known(name)
@@ -131,8 +131,8 @@ class RunningEndpoints:
             raise UStatusError(UCode.NOT_FOUND, f"unknown endpoint {name!r}; known: {known}")
 
     async def _attach(self, section: EndpointSection, follow: Iterable[FollowSection]) -> None:
-        """The configuration has this endpoint by now. Raises UStatusError for a file that can't be used; then nothing
-        has changed."""
+        """Creates and starts an endpoint that is in the configuration. Raises UStatusError for an unusable file; then
+        nothing has changed."""
         streamer = self._streamer
         config = streamer.config
         endpoint = parts.endpoint_of(config, section)
@@ -145,7 +145,7 @@ class RunningEndpoints:
         streamer.handovers.add_endpoint(endpoint, made.pumps, followed_by)
         streamer.certificates.add(endpoint.name, parts.certificates_of_endpoint(section))
         for pump in made.pumps:
-            pump.begin()  # before anything is listened to: what comes from now on is for this endpoint, too
+            pump.begin()  # before its network listens: records from now on are for this endpoint, too
         streamer.handovers.load_endpoint(endpoint.name)
         streamer.claims.find_unclaimed()
         streamer.hosted.endpoint_added(endpoint)
@@ -168,7 +168,7 @@ class RunningEndpoints:
             made.tasks.append(self._start_task(source.start(), f"learn the interest {made.endpoint.name}"))
 
     async def _detach(self, name: str) -> None:
-        """Remove an endpoint from everything; its network is closed, for NETWORKS_CLOSE_S at most."""
+        """Removes an endpoint from all parts. Closes its network within NETWORKS_CLOSE_S."""
         streamer, attached = self._streamer, self._streamer.attached[name]
         endpoint = attached.endpoint
         for task in attached.tasks:
@@ -179,7 +179,7 @@ class RunningEndpoints:
             if source.name in endpoint.authorities:
                 await streamer.interest.remove_source(source)
         await within(NETWORKS_CLOSE_S, name, endpoint.close())
-        # from here on without a pause: no part may find it in another part that has already removed it
+        # no `await` from here on: all parts must remove it in one step
         del streamer.attached[name], streamer.ingresses[name], streamer.clocks[name]
         attached.ingress.close()
         endpoint.sends.close()
@@ -208,7 +208,7 @@ class RunningEndpoints:
         yield from self._held("refused", "left")
 
     def _held(self, *labels: Label) -> Iterator[Condition]:
-        """What has been held for long enough that a person should know, of these labels."""
+        """Yields holds with these labels that have lasted long enough to be reported."""
         now_ms = self._streamer.runtime.now_ms()
         for pump in self._streamer.pumps:
             for held in pump.address_holds.states():

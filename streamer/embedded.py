@@ -1,6 +1,6 @@
-"""The embedded uSubscription: opened and started as soon as the disk lets it be.
+"""Opens and starts the embedded uSubscription, as soon as the disk allows it.
 
-open -> start -- the store can't be read or written: tried again, REOPEN_MS_MAX apart at most --> on_started
+open -> start -- store can't be read or written: tries again, at least every REOPEN_MS_MAX --> on_started
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.service import USubscriptionService
 
-REOPEN_MS_MAX: Final = 30_000  # between tries to open a file on a disk that is full
+REOPEN_MS_MAX: Final = 30_000  # between attempts to open a file on a full disk
 
 log = structlog.get_logger()
 
 
 class EmbeddedUSubscription:
-    """Starts `service`. Codes that no waiting mends are raised: FAILED_PRECONDITION, ALREADY_EXISTS (see
+    """Starts `service`. Raises errors that waiting does not fix: FAILED_PRECONDITION, ALREADY_EXISTS (see
     usubscription.store.schema)."""
 
     def __init__(self, service: USubscriptionService, runtime: Runtime, on_lost: Callable[[int], None]) -> None:
-        """`on_lost(changes)`: so many changes of subscriptions were lost with the file."""
+        """`on_lost(changes)`: gets the number of subscription changes that were lost with the file."""
         self.service, self._runtime, self._on_lost = service, runtime, on_lost
-        self._trouble = ""  # why it does not start
+        self._trouble = ""  # why it can't start
         self._is_open = False
         self.is_started = False
 
@@ -37,16 +37,16 @@ class EmbeddedUSubscription:
         return f"EmbeddedUSubscription(is_started={self.is_started}, trouble={self._trouble!r})"
 
     async def open(self) -> None:
-        """Read the file, if the disk lets us: then `start` need not try again."""
+        """Opens the file if the disk allows it; otherwise `run` tries again."""
         self._is_open = await self._attempt(self.service.open)
 
     async def start(self) -> None:
-        """Start it, unless it could not be opened; `run` tries again."""
+        """Starts the service if its file is open; otherwise `run` tries again."""
         if self._is_open:
             await self._start()
 
     async def run(self, on_started: Callable[[], Awaitable[None]]) -> None:
-        """Try to start it until it runs. `on_started` is awaited if it had to be waited for."""
+        """Tries to start the service until it runs, then awaits `on_started`. Does nothing if it runs already."""
         backoff = Backoff(1_000, REOPEN_MS_MAX, self._runtime.rng)
         if self.is_started:
             return
@@ -64,7 +64,7 @@ class EmbeddedUSubscription:
         return True
 
     async def _attempt(self, begin: Callable[[], Awaitable[None]]) -> bool:
-        """False if the disk does not let the service `begin` now."""
+        """Calls `begin`. Returns False if it fails and can be tried again."""
         try:
             await begin()
         except UStatusError as error:

@@ -1,7 +1,7 @@
-"""The parts of a streamer: started in order, stopped in the other; each says what is wrong with it, and its counters.
+"""Starts parts in order, stops them in reverse, and collects their reports: conditions, samples and notes.
 
 Part.start, then Part.run as a task -> the next part -> ... -> ready
-stop: services, the last first, for SERVICES_CLOSE_S in all -> networks -> files, side by side, FILES_CLOSE_S each
+stop: services, last first, SERVICES_CLOSE_S in total -> networks -> files, concurrently, FILES_CLOSE_S each
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from streamer.operating.states import Condition, Sample
 
 Stage = Literal["service", "network", "file"]
 
-# in all less than 5 s: containers are killed after 10
-SERVICES_CLOSE_S: Final = 1.0  # for all of them together, one after the other
-NETWORKS_CLOSE_S: Final = 3.0  # for each, side by side
-FILES_CLOSE_S: Final = 0.5  # for one file to be closed cleanly; the next start recovers one that was not
+# less than 5 s in total: containers are killed after 10 s
+SERVICES_CLOSE_S: Final = 1.0  # for all together, one after the other
+NETWORKS_CLOSE_S: Final = 3.0  # for each, concurrently
+FILES_CLOSE_S: Final = 0.5  # for each, to close cleanly; otherwise the next start recovers the file
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part: what starts and stops it, and what it reports. `run` becomes a task once `start` has returned; `stop`
-    is called even if the part was never started."""
+    """One part: how it starts and stops, and its reports. `run` becomes a task after `start`; `stop` is called even if
+    the part was never started."""
 
     name: str
-    stage: Stage = "service"  # of stopping
+    stage: Stage = "service"  # in which it stops
     start: Callable[[], Awaitable[Any]] | None = None
     run: Callable[[], Coroutine[Any, Any, None]] | None = None
     stop: Callable[[], Awaitable[Any]] | None = None
@@ -50,7 +50,7 @@ class Parts:
         return f"Parts({', '.join(part.name for part in self._parts)})"
 
     async def start(self, start_task: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
-        """Raises what `start` of a part raises."""
+        """Starts every part. Raises the error of a part's `start`."""
         for part in self._parts:
             if part.start is not None:
                 await part.start()
@@ -58,7 +58,7 @@ class Parts:
                 start_task(part.run(), part.name)
 
     async def stop(self) -> None:
-        """Stop every part. A failure is logged, and the other parts are stopped all the same."""
+        """Stops every part. Logs failures, and stops the other parts nevertheless."""
         await within(SERVICES_CLOSE_S, "services", self._stop_services())
         for part in self._parts:
             if part.stage == "network":
@@ -91,7 +91,7 @@ async def _stop(part: Part) -> None:
 
 
 async def within(seconds: float, name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`, but not for longer: the process has to end."""
+    """Awaits `work` for at most `seconds`, then logs a warning and continues."""
     try:
         async with asyncio.timeout(seconds):
             await work

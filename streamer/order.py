@@ -1,4 +1,4 @@
-"""The parts of a streamer in the order in which they start; assembly.py makes them."""
+"""Lists the parts of a streamer in the order in which they start."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from streamer.operating import metrics
 from streamer.operating.losses import conditions_of_log
 from streamer.operating.states import LOOK_S, Sample
 
-# until we say that we are ready, though the rest works: for a network that hangs, and then for what is asked over those
-# that are there
+# longest delay of `ready`: for networks to open, then for uSubscriptions to answer over the connected ones
 OPEN_WAIT_S: Final = 5.0
 INTEREST_WAIT_S: Final = 5.0
 
@@ -32,7 +31,7 @@ def parts_in_order(streamer: Assembly, running: RunningEndpoints) -> list[Part]:
 
 def _storage(streamer: Assembly) -> Iterator[Part]:
     async def watch() -> None:
-        """Until cancelled, look at states, clocks, the log's file and losses that were reported for long enough."""
+        """Checks states, clocks, the log's file, and old losses to acknowledge, until cancelled."""
         durable = streamer.logs.durable
         loop, after_ms = asyncio.get_running_loop(), streamer.config.history.acknowledge_after_ms
         while True:
@@ -68,13 +67,13 @@ def _storage(streamer: Assembly) -> Iterator[Part]:
 
 
 def _walk(streamer: Assembly, running: RunningEndpoints) -> Iterator[Part]:
-    """Its networks are opened last: whoever listens before has been loaded."""
+    """Yields the parts of the walk. Networks open last, when everything that receives messages is loaded."""
 
     async def load() -> None:
         for section in streamer.config.rules:
             streamer.rules.add(parts.rule_of(section))
         for pump in streamer.pumps:
-            pump.begin()  # before anything is listened to: what comes from now on is for them
+            pump.begin()  # before networks listen: records from now on are for the pumps
         streamer.handovers.load()
         streamer.follows.load()
         streamer.claims.load()
@@ -111,14 +110,14 @@ def _walk(streamer: Assembly, running: RunningEndpoints) -> Iterator[Part]:
 
 
 def _services(streamer: Assembly) -> Iterator[Part]:
-    """Stopped before the networks, the last first."""
+    """Yields the services; they stop before the networks, last first."""
     hosted, embedded, claims, handovers = streamer.hosted, streamer.embedded, streamer.claims, streamer.handovers
 
     async def drain() -> None:
         await hosted.unserved.drain(DRAIN_MS_MAX)
 
     async def settled() -> None:
-        """Each service that is hosted has registered its methods."""
+        """Marks that all hosted services have registered their methods."""
         if embedded is None or embedded.is_started:
             hosted.unserved.is_settled = True
 
@@ -127,7 +126,7 @@ def _services(streamer: Assembly) -> Iterator[Part]:
         await streamer.interest.refresh()
 
     async def settle_down() -> None:
-        """Wait until each network is listened to for all that is wanted, for OPEN_WAIT_S and INTEREST_WAIT_S at most.
+        """Waits until the networks listen for all subscribed topics, for OPEN_WAIT_S and INTEREST_WAIT_S at most.
         Everything else works meanwhile."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WAIT_S):

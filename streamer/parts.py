@@ -1,7 +1,7 @@
-"""The parts that the configuration describes by itself. Nothing runs yet; app.py ties them together.
+"""Creates the parts that depend only on the configuration; assembly.py connects them.
 
 Config -> endpoints_of -> usubscription_of -> interest_sources_of
-       -> logs_of: the files, opened, and the ids lately taken
+       -> logs_of: opens the files, and reads the ids of recent messages
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from usubscription_client.static_file import StaticFile
 RESERVE_NAME: Final = "reserve"  # in a data_dir
 ENTITY: Final = 0x0004  # core.ustreamer
 VERSION: Final = 1
-RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a network delivers again is known
+RECENT_IDS: Final = 65_536  # read from the log at start, to recognise messages that a network delivers twice
 
 log = structlog.get_logger()
 
 
 def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None) -> Endpoints:
-    """With these transports, or made with them; nothing is opened."""
+    """Returns the endpoints, with `transports` or new ones; opens nothing."""
     given = transports or {}
     return Endpoints(endpoint_of(config, section, given.get(section.name)) for section in config.endpoint)
 
 
 def endpoint_of(config: Config, section: EndpointSection, transport: UTransport | None = None) -> Endpoint:
-    """With this transport, or one that its section describes; nothing is opened."""
+    """Returns the endpoint, with `transport` or the one of its section; opens nothing."""
     endpoint = Endpoint(section.name, section.authorities, transport or _transport(config, section), section.suffix)
     endpoint.sends.ms_max = config.egress.send_ms_max
     endpoint.transport.tells_absence = section.hold
@@ -64,7 +64,7 @@ def endpoint_of(config: Config, section: EndpointSection, transport: UTransport 
 
 
 def make_transport(config: Config, section: EndpointSection) -> UTransport:
-    """The transport of an endpoint, closed. Raises UStatusError as `transports.plugin.create`."""
+    """Returns the transport of an endpoint, not open. Raises UStatusError as `transports.plugin.create`."""
     named = [authority for authority in section.authorities if not uris.is_pattern(authority)]
     authority = config.authority if config.authority in named or not named else named[0]
     return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
@@ -75,13 +75,13 @@ def _transport(config: Config, section: EndpointSection) -> UTransport:
         transport = make_transport(config, section)
         transport.message_bytes_max, transport.refused = config.limits.message_bytes_max, {}
         return transport
-    except plugins.NotMade as error:  # that endpoint's trouble alone
+    except plugins.NotMade as error:  # affects only this endpoint
         log.error("a transport can't be made", endpoint=section.name, why=error.message)
         return _Unmade(error.message)
 
 
 class _Unmade(UTransport):
-    """Stands for a transport whose constructor failed."""
+    """Replaces a transport whose constructor failed."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -98,7 +98,7 @@ class _Unmade(UTransport):
 def usubscription_of(
     config: Config, hosted: HostedTransport, runtime: Runtime, drain_ms_max: int
 ) -> USubscriptionService | None:
-    """The service in this process, if one is configured."""
+    """Returns the embedded service; None if it is not configured."""
     if config.usubscription_of(config.home) != "embedded":
         return None
     limits = limits_of(config)
@@ -116,7 +116,7 @@ def usubscription_of(
 
 
 def entities_of(config: Config) -> list[int]:
-    """The uEntities inside: each has methods from the beginning to the end."""
+    """Returns the ids of the hosted uEntities with methods."""
     return [ENTITY, *([USUBSCRIPTION] if config.usubscription_of(config.home) == "embedded" else [])]
 
 
@@ -127,7 +127,7 @@ def interest_sources_of(
     embedded: USubscriptionService | None,
     runtime: Runtime,
 ) -> list[InterestSource]:
-    """Whom the streamer asks who wants what; each remembers it in a file of its own."""
+    """Returns the sources of subscriptions; each uSubscription's answer is saved in its own file."""
     sources: list[InterestSource] = []
     for section in config.endpoint:
         if config.usubscription_of(section) == "embedded":
@@ -146,7 +146,7 @@ def _saved_interest(config: Config, authority: str) -> Path:
 def remote_sources_of(
     config: Config, section: EndpointSection, hosted: HostedTransport, endpoints: Endpoints, runtime: Runtime
 ) -> list[InterestSource]:
-    """The uSubscription services on the network of one endpoint; none if it has another mode."""
+    """Returns the uSubscription services on the network of an endpoint; empty if its mode is not remote."""
     if config.usubscription_of(section) != "remote":
         return []
     endpoint = endpoints[section.name]
@@ -171,7 +171,7 @@ def _lives_at(endpoints: Endpoints, endpoint: Endpoint, authority: str) -> bool:
 
 
 def reserve_of(config: Config) -> Reserve:
-    """Of the disk of `data_dir`. Raises FAILED_PRECONDITION if there is no such disk."""
+    """Returns the reserve on the disk of `data_dir`. Raises FAILED_PRECONDITION if it can't be used."""
     asked = config.history.reserve_mib
     try:
         return reserves.reserve_of(config.streamer.data_dir / RESERVE_NAME, None if asked is None else asked << 20)
@@ -181,7 +181,7 @@ def reserve_of(config: Config) -> Reserve:
 
 
 def given_up_note(config: Config, reserve: Reserve) -> Iterator[str]:
-    """While a store has needed it."""
+    """Yields a note while a store uses the reserve."""
     if not reserve.is_whole and config.streamer.data_dir.exists():
         yield (
             f"the disk of {config.streamer.data_dir} is full: its reserve of {reserve.bytes >> 20} MiB was given up. "
@@ -190,7 +190,7 @@ def given_up_note(config: Config, reserve: Reserve) -> Iterator[str]:
 
 
 def too_small_note(config: Config, limit_bytes: int) -> Iterator[str]:
-    """Where the log may take only `limit_bytes` of its disk."""
+    """Yields a note if `limit_bytes`, the limit by the disk, is less than the configured size of the log."""
     if limit_bytes < config.history.retention_mib << 20:
         yield (
             f"history.retention_mib: {config.history.retention_mib} MiB do not fit the disk of "
@@ -201,7 +201,7 @@ def too_small_note(config: Config, limit_bytes: int) -> Iterator[str]:
 
 
 async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
-    """Both logs, opened, and the ids that the durable one has taken lately. Raises UStatusError."""
+    """Returns both logs, open, and the ids of recent records of the durable one. Raises UStatusError."""
     data_dir, history, limits = config.streamer.data_dir, config.history, limits_of(config)
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
             UCode.FAILED_PRECONDITION,
             f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can",
         ) from None
-    volatile_topics = limits.volatile_topics_max if history.volatile else 1  # none is used without a pattern
+    volatile_topics = limits.volatile_topics_max if history.volatile else 1  # without a pattern none is used
     shared: dict[str, Any] = {
         "retention_ms": int(history.retention_hours * 3_600_000),
         "authority_streams_max": limits.authority_topics_max,
@@ -230,7 +230,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
         )
         window = IdWindow()
         for stream, id in await durable.recent_ids(RECENT_IDS):
-            if durable.knows_stream(stream):  # else of records that are damaged; whoever reads them learns of it
+            if durable.knows_stream(stream):  # else its records are damaged, which is reported when they are read
                 source = durable.stream(stream).source.SerializeToString()
                 window.take(id + source)
         kept = [topic for section in config.epochs for topic in section.topics]
@@ -241,7 +241,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
 
 
 async def keeper_of(config: Config, logs: Logs, runtime: Runtime) -> Keeper:
-    """Of the epochs. Raises FAILED_PRECONDITION if a group was kept in another way before."""
+    """Returns the keeper of the epochs. Raises FAILED_PRECONDITION if a group was kept differently before."""
     groups = [
         Group(
             section.name,
@@ -268,14 +268,14 @@ def rule_of(section: RuleSection) -> Rule:
 
 
 def certificates_of(config: Config) -> Iterator[tuple[str, CertificateFile]]:
-    """Each certificate that is configured, with the name of its endpoint; "" for the admin port, open or not."""
+    """Yields each configured certificate with the name of its endpoint; "" for the admin port, open or not."""
     yield from (("", file) for file in config.admin.certificate_files)
     for section in config.endpoint:
         yield from ((section.name, file) for file in certificates_of_endpoint(section))
 
 
 def certificates_of_endpoint(section: EndpointSection) -> Iterable[CertificateFile]:
-    with contextlib.suppress(UStatusError, ValidationError):  # reported where the transport is made
+    with contextlib.suppress(UStatusError, ValidationError):  # reported when the transport is created
         _, settings = plugins.configure(section.transport, section.settings)
         if isinstance(settings, TransportSettings):
             return settings.certificate_files
@@ -288,7 +288,7 @@ def follow_of(section: FollowSection, endpoints: Endpoints) -> Follow:
 
 
 def notes_of(config: Config, endpoints: Endpoints, rules: Iterable[Rule]) -> Iterator[str]:
-    """What can be followed only for nothing as long as it is configured so, in plain sentences."""
+    """Yields a sentence for each configured following that can transfer nothing."""
     ways = list(rules)
     asks = [config.usubscription_of(one) for one in config.endpoint if config.usubscription_of(one) != "none"]
     keeps_nothing = ""
