@@ -103,7 +103,7 @@ class Assembly:
         self._make_walk(window)
         self._make_networks()
         self._make_reports()
-        self.parts = Parts(())  # order.py fills it
+        self.parts = Parts(())  # Streamer replaces it by those of order.py
 
     def _backoff(self) -> Backoff:
         return Backoff(self.config.egress.retry_min_ms, self.config.egress.retry_max_ms, self.runtime.rng)

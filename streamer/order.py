@@ -190,5 +190,5 @@ def _reports(streamer: Assembly) -> Iterator[Part]:
         notes=certificates.notes,
         samples=partial(metrics.of_certificates, certificates),
     )
-    if admin is not None:  # it is opened before anything starts, and closed first
+    if admin is not None:  # `run` opens it before all parts; it is closed first
         yield Part(name="admin", stop=admin.close)

@@ -88,7 +88,7 @@ class Control:
         return found
 
 
-# On this machine
+# Commands on this machine
 
 
 class ControlSocket:

@@ -27,7 +27,7 @@ from transports.certificates import KeptFiles, load_pair
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
+REQUEST_BYTES_MAX: Final = 8_192  # a usual GET has some 500
 REQUEST_TIMEOUT_S: Final = 5.0  # a silent client is disconnected then
 # at once; one more closes the oldest, so that idle connections lock nobody out: a request takes milliseconds
 CONNECTIONS_MAX: Final = 256

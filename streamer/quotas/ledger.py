@@ -138,7 +138,7 @@ class AuthorityLedger:
         self._place = 0  # start of the next slice
         self._snapshot: list[Account] = []
         self.top: list[Account] = []  # highest rates some seconds ago; if equal, most messages
-        self._rising: list[Account] = []  # the top of the slices so far
+        self._rising: list[Account] = []  # highest rates in the slices so far
         self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # counts of all accounts outside `top`; never falls
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
