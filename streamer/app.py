@@ -3,7 +3,7 @@
     logs -> interest on disk -> endpoints: each listens once it is open -> pumps -> hosted services -> ready
                                 '-> each uSubscription is asked once its network is connected
 
-A message that arrives before the services run waits in the log; a request is answered with an error: try again.
+A message that arrives before the services run waits in the log; a request gets an error: try again.
 
 If a network is unavailable, the disk full, or the uSubscription store unreadable at the start, it is tried again until
 it works (networks.py, embedded.py).
@@ -128,7 +128,7 @@ class Streamer(Assembly):
         return metrics.dropped(endpoint)
 
     def cursors(self) -> list[dict[str, Any]]:
-        """Returns the backlog of each endpoint in the durable log, including those that are not configured."""
+        """Returns the backlog in the durable log of each endpoint, also of those not configured."""
         durable = self.logs.durable
         found = listed(durable.cursors.all(), durable.newest_seq, durable.oldest_seq)
         return [dataclasses.asdict(one) for one in found]

@@ -59,7 +59,7 @@ from usubscription_client.table import Topics
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
 ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
-DRAIN_MS_MAX: Final = 200  # for each hosted service to send the responses to pending requests
+DRAIN_MS_MAX: Final = 200  # for each hosted service to answer pending requests
 # messages to a network outside the vehicle; below the quota of one authority there (UNITS_PER_S)
 PACE_OUTSIDE_PER_S: Final = 4_000
 
@@ -95,7 +95,7 @@ class Assembly:
         self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
         self.ready, self.stopping = asyncio.Event(), asyncio.Event()
         self.attached: dict[str, Attached] = {}  # by name of the endpoint
-        # the objects in `attached`, for parts that serve all endpoints
+        # those of `attached`, for parts that serve all endpoints
         self.ingresses: dict[str, Ingress] = {}
         self.pumps: list[Pump] = []
         self.clocks: dict[str, Clocks] = {}
@@ -103,7 +103,7 @@ class Assembly:
         self._make_walk(window)
         self._make_networks()
         self._make_reports()
-        self.parts = Parts(())  # Streamer replaces it by those of order.py
+        self.parts = Parts(())  # Streamer sets those of order.py
 
     def _backoff(self) -> Backoff:
         return Backoff(self.config.egress.retry_min_ms, self.config.egress.retry_max_ms, self.runtime.rng)
@@ -270,7 +270,7 @@ class Assembly:
             )
 
     def connection_changed(self, _connected: bool) -> None:
-        """Updates the states after all parts have processed the change, unless the streamer stops."""
+        """Updates the states after all parts know the change, unless the streamer stops."""
         if not self.stopping.is_set():
             asyncio.get_running_loop().call_soon(self.states.look)
 
@@ -341,7 +341,7 @@ class Assembly:
         return [account.as_dict(self.topics_of(account.authority)) for account in self.ledger.by_rate(count)]
 
     def all_vehicles(self) -> Iterator[dict[str, Any]]:
-        """Returns the traffic of all source authorities, in the order of their first messages."""
+        """Returns the traffic of all source authorities in the order of their first messages."""
         return (account.as_dict(self.topics_of(account.authority)) for account in list(self.ledger))
 
     async def _announce(self, to: UUri, announcement: Message) -> None:

@@ -27,7 +27,7 @@ class EmbeddedUSubscription:
     usubscription.store.schema)."""
 
     def __init__(self, service: USubscriptionService, runtime: Runtime, on_lost: Callable[[int], None]) -> None:
-        """`on_lost(changes)`: gets the number of subscription changes that were lost with the file."""
+        """`on_lost(changes)`: number of subscription changes that were lost with the file."""
         self.service, self._runtime, self._on_lost = service, runtime, on_lost
         self._trouble = ""  # why it can't start
         self._is_open = False

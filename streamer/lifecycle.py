@@ -58,7 +58,7 @@ class Parts:
                 start_task(part.run(), part.name)
 
     async def stop(self) -> None:
-        """Stops every part. Logs failures, and stops the other parts nevertheless."""
+        """Stops every part. Failures are logged."""
         await within(SERVICES_CLOSE_S, "services", self._stop_services())
         for part in self._parts:
             if part.stage == "network":
@@ -91,7 +91,7 @@ async def _stop(part: Part) -> None:
 
 
 async def within(seconds: float, name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Awaits `work` for at most `seconds`, then logs a warning and continues."""
+    """Awaits `work` for at most `seconds`, then logs a warning."""
     try:
         async with asyncio.timeout(seconds):
             await work

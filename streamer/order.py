@@ -31,7 +31,7 @@ def parts_in_order(streamer: Assembly, running: RunningEndpoints) -> list[Part]:
 
 def _storage(streamer: Assembly) -> Iterator[Part]:
     async def watch() -> None:
-        """Checks states, clocks, the log's file, and old losses to acknowledge, until cancelled."""
+        """Checks states, clocks, the log's file and old losses until cancelled."""
         durable = streamer.logs.durable
         loop, after_ms = asyncio.get_running_loop(), streamer.config.history.acknowledge_after_ms
         while True:
@@ -67,7 +67,7 @@ def _storage(streamer: Assembly) -> Iterator[Part]:
 
 
 def _walk(streamer: Assembly, running: RunningEndpoints) -> Iterator[Part]:
-    """Yields the parts of the walk. Networks open last, when everything that receives messages is loaded."""
+    """Yields the parts of the walk. Networks open last, after all receivers are loaded."""
 
     async def load() -> None:
         for section in streamer.config.rules:

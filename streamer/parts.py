@@ -190,7 +190,7 @@ def given_up_note(config: Config, reserve: Reserve) -> Iterator[str]:
 
 
 def too_small_note(config: Config, limit_bytes: int) -> Iterator[str]:
-    """Yields a note if `limit_bytes`, the limit by the disk, is less than the configured size of the log."""
+    """Yields a note if the disk limits the log to less than its configured size."""
     if limit_bytes < config.history.retention_mib << 20:
         yield (
             f"history.retention_mib: {config.history.retention_mib} MiB do not fit the disk of "
@@ -268,7 +268,7 @@ def rule_of(section: RuleSection) -> Rule:
 
 
 def certificates_of(config: Config) -> Iterator[tuple[str, CertificateFile]]:
-    """Yields each configured certificate with the name of its endpoint; "" for the admin port, open or not."""
+    """Yields each configured certificate with its endpoint's name; "" for the admin port, open or not."""
     yield from (("", file) for file in config.admin.certificate_files)
     for section in config.endpoint:
         yield from ((section.name, file) for file in certificates_of_endpoint(section))

@@ -44,7 +44,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-STORED_MAX: Final = 10_000  # letters in the store; the counters also count those that were removed
+STORED_MAX: Final = 10_000  # letters in the store
 STORED_BYTES_MAX: Final = 64 << 20  # of their messages
 FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of them the next start runs `vacuum`
 WAL_BYTES_MAX: Final = 4 << 20  # size of the write-ahead log after a checkpoint
@@ -63,10 +63,10 @@ OPEN_AGAIN_S: Final = 5.0  # between two attempts to open the store, while lette
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x7570_646C  # "updl": distinguishes dead letters from other SQLite files
 BATCH_MAX: Final = 256  # letters per transaction
-# ... and at most a quarter of the queue's bytes: storing and publishing makes several copies of each letter
+# ... and a quarter of the queue's bytes: storing and publishing copies each letter several times
 BATCH_SHARE: Final = 4
 
-# names and numbers in a reason: reasons that differ only in these are of one kind
+# names and numbers: reasons that differ only in these are of one kind
 _VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 log = structlog.get_logger()
@@ -259,7 +259,7 @@ class Letter(NamedTuple):
     reason: str
     endpoint: str
     message: Carried
-    is_withheld: bool = False  # the rules deny the message: its payload is not published
+    is_withheld: bool = False  # the rules deny it: its payload is not published
 
     def row(self) -> LetterRow:
         return self.time_ms, self.code, self.reason, self.endpoint, self.message.SerializeToString()
@@ -334,7 +334,7 @@ class DeadLetters:
     def add(
         self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str, *, is_withheld: bool = False
     ) -> None:
-        """Queues `message`, or only counts it if its authority has too many letters of that kind. Does not parse it.
+        """Queues `message`, or counts it unparsed if its authority has too many letters of that kind.
 
         `is_withheld`: the rules deny it, so its payload is not published.
         """
@@ -378,9 +378,7 @@ class DeadLetters:
             self._arrived.clear()
             while self._queue:
                 self._flushing = asyncio.ensure_future(self._flush())
-                await asyncio.shield(
-                    self._flushing
-                )  # a batch that has left the queue is stored even if `run` is cancelled
+                await asyncio.shield(self._flushing)  # a batch is stored even if `run` is cancelled
 
     async def _flush(self) -> None:
         batch: list[tuple[Letter, int]] = []

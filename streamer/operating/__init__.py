@@ -1,4 +1,4 @@
-"""Reports for operators and the service manager, and the control of dispatching.
+"""Reports for operators, and the control of dispatching.
 
 admin.py              The pages of the admin port, for monitors and people. http_port.py serves them
 clocks.py             Detects clocks that differ: most messages with a ttl have expired on arrival

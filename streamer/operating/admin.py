@@ -25,7 +25,7 @@ from streamer.operating.states import NOT_READY, READY
 if TYPE_CHECKING:
     from streamer.operating.http_port import HttpPort
 
-VEHICLES_AT_ONCE: Final = 500  # written in one step, which blocks the loop for some milliseconds
+VEHICLES_AT_ONCE: Final = 500  # written in one step of some milliseconds
 LINES_TOLD_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
 LINE_CHARACTERS_MAX: Final = 1_000
 LOOP_SHARE: Final = 0.1  # of the loop's time, for answers
@@ -106,7 +106,7 @@ class AdminAnswers:
         return self._kept(self._make_ready)
 
     def vehicles(self) -> Iterator[bytes] | None:
-        """Returns the list in slices; None if it is requested too often, as it is too long to be kept."""
+        """Returns the list in slices; None if requested too often: it is too long to be kept."""
         return self._slices() if self._may_work() else None
 
     def _slices(self) -> Iterator[bytes]:

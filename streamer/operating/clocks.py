@@ -15,7 +15,7 @@ from streamer.walk.endpoint import Endpoint
 from transports.listeners import TtlCounts
 
 WINDOW_S: Final = 60.0
-MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer are too few to decide
+MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer prove nothing
 EXPIRED_SHARE: Final = 0.5  # a larger share is reported
 
 

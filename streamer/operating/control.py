@@ -126,7 +126,7 @@ class ControlSocket:
         made = socket.socket(socket.AF_UNIX)
         try:
             with contextlib.suppress(FileNotFoundError):
-                # left by a killed process: the lock of the log proves that no other runs
+                # of a killed process: the lock of the log proves that no other runs
                 (self._folder / SOCKET).unlink()
             with _address(self._folder) as address:
                 made.bind(address)

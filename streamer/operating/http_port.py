@@ -28,7 +28,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 REQUEST_BYTES_MAX: Final = 8_192  # a usual GET has some 500
-REQUEST_TIMEOUT_S: Final = 5.0  # a silent client is disconnected then
+REQUEST_TIMEOUT_S: Final = 5.0  # then the connection is closed
 # at once; one more closes the oldest, so that idle connections lock nobody out: a request takes milliseconds
 CONNECTIONS_MAX: Final = 256
 CLOSE_S_MAX: Final = 0.5  # for answers in progress; a part of SERVICES_CLOSE_S
@@ -38,7 +38,7 @@ TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
 PageHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MakePage = Callable[[], tuple[int, str, bytes]]  # status, type of the content, content
 T = TypeVar("T")
-List = Callable[[], Iterator[bytes] | None]  # returns the list in slices; None if it is requested too often
+List = Callable[[], Iterator[bytes] | None]  # in slices; None if requested too often
 
 log = structlog.get_logger()
 _silent = logging.getLogger("streamer.operating.http_port.nonsense")  # aiohttp's log lines about malformed requests
@@ -202,7 +202,7 @@ def _shows(request: web.Request, token: bytes) -> bool:
 
 
 class Line(asyncio.Protocol):
-    """One connection, passed to aiohttp as long as it keeps the limits of this file. Above CONNECTIONS_MAX connections,
+    """One connection, passed to aiohttp while it keeps the limits of this file. Above CONNECTIONS_MAX connections,
     the oldest is closed. TLS begins here and not at the listening socket, so that a connection counts before it."""
 
     def __init__(self, http: asyncio.Protocol, tls: Latest[ssl.SSLContext] | None, others: dict[Line, None]) -> None:

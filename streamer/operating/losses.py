@@ -26,7 +26,7 @@ class LossReports:
         self._gaps, self._durable = gaps, durable
 
     def records_lost(self, peer: Endpoint, source: Log, after: int, before: int, reason: Gap.Reason.ValueType) -> None:
-        """Reports that an endpoint never gets some or all records between these seqs."""
+        """Reports that some or all records between these seqs never reach an endpoint."""
         gap = Gap(reason=reason, incarnation=source.incarnation, after_seq=after, before_seq=before)
         self._gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
 

@@ -23,7 +23,7 @@ STATES: Final = (READY, DEGRADED, NOT_READY)  # best first
 LOOK_S: Final = 1.0  # between looks; a change of a connection causes one at once
 STARTING: Final = "starting"
 OPENING: Final = "its network is being opened"
-STREAMER: Final = ""  # in place of an endpoint's name, for the streamer itself
+STREAMER: Final = ""  # names the streamer itself in place of an endpoint
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 # one value for the metrics: name of a family in metrics.py, values of its labels, value
@@ -89,7 +89,7 @@ class States:
         del self._states[name]
 
     def __getitem__(self, endpoint: str) -> EndpointState:
-        """Returns the state at the last `look`; of the streamer itself for STREAMER."""
+        """Returns the state at the last `look`; STREAMER is the streamer itself."""
         return self._states[endpoint]
 
     @property

@@ -1,4 +1,4 @@
-"""Counts the messages of each source authority, and enforces its quota while the streamer is overloaded.
+"""Counts the messages of each source authority, and enforces its quota during overload.
 
 ingress, per message: account.messages, .bytes, .left -= its units --below 0--> AuthorityLedger.is_over: overload?
 Pressure: share of time in which the loop's thread runs or waits for a processor --------------------------^ |
@@ -27,12 +27,12 @@ from uprotocol.callbacks import Remove
 
 UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload
 UNITS_PER_S: Final = 5_000  # per authority: far more than a vehicle's telemetry, an eighth of what one core forwards
-BURST_S: Final = 2.0  # of the quota may arrive at once: a vehicle sends its backlog after a short disconnection
+BURST_S: Final = 2.0  # of the quota may arrive at once: the backlog after a short disconnection
 UNLIMITED: Final = sys.maxsize
 TURN_S: Final = 0.25  # length of a turn; short enough to detect a flood before people notice it
 SLICES: Final = 40  # turns in which each account is sampled once: ten seconds
-BEHIND: Final = 0.8  # busy share of the thread's time from which messages begin to queue
-RELAXED_S: Final = 5.0  # overload lasts at least this long: once a flood is dropped, the thread is idle at once
+BEHIND: Final = 0.8  # busy share of the thread's time; above it messages queue
+RELAXED_S: Final = 5.0  # overload lasts at least this long: dropping a flood makes the thread idle at once
 TOP: Final = 20  # authorities that metrics list by name
 TOLD_S: Final = 60.0  # between two log lines about one authority
 OTHERS: Final = "others"
@@ -57,7 +57,7 @@ class Account:
     messages: int = 0
     bytes: int = 0
     dropped: int = 0
-    held_until: float = 0.0  # loop time; until then its quota is enforced even without overload
+    held_until: float = 0.0  # loop time; until then its quota applies even without overload
     rate: float = 0.0  # messages per second, at the last sample
     sampled: tuple[int, float] = (0, 0.0)  # messages and loop time of the last sample
     settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: its part in `AuthorityLedger.others`
@@ -173,7 +173,7 @@ class AuthorityLedger:
             found.seen_ms = self._now_ms()
             self._accounts[authority, endpoint] = found
             if len(self.top) < TOP:
-                self.top.append(found)  # authorities of a small fleet have metrics by name from their first message
+                self.top.append(found)  # a small fleet has metrics by name from the first message
         return found
 
     def _make_room(self) -> None:

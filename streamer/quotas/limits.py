@@ -13,7 +13,7 @@ from uprotocol.transport import MESSAGE_BYTES_MAX
 
 MEMORY_MIB: Final = 512  # in addition to some 100 MiB of an idle streamer
 TOPIC_BYTES: Final = 1_024  # memory of a topic with its caches; measured, see docs/security.md
-CALLERS_SHARE: Final = 4  # one caller gets at most a quarter of the total, so that three others can work
+CALLERS_SHARE: Final = 4  # one caller gets a quarter of the total, so that three others can work
 VOLATILE_SHARE: Final = 4  # ... the volatile log, a quarter of the topics: it is for few topics with high rates
 SUBSCRIPTION_BYTES: Final = 2_048  # memory of a subscription to its own topic, with interest and index; measured
 SENDERS_SHARE: Final = 2  # ... the callers of one authority together, a half: one host can invent many callers
@@ -54,7 +54,7 @@ class MemoryLimits:
 
     @property
     def subscriptions_max(self) -> int:
-        """Maximum in the embedded uSubscription, and from each remote one; the quotas are shares of it."""
+        """Maximum in the embedded uSubscription, and from each remote one; its quotas are shares of it."""
         return self.memory_bytes // 4 // SUBSCRIPTION_BYTES
 
     @property
