@@ -1,8 +1,8 @@
 """The command line: `up-streamer`, or `python -m streamer.commands.cli`. Only this package prints and exits.
 
-cli        the commands put together, main            run      run, usubscription: what serves until it is told to end
-terminal   printing, errors, ending                   check    what a configuration says, and the files that it names
-options    of several commands, networks              client   subscribe, publish, call
+cli        all commands, main                         run      run, usubscription: processes that serve until a signal
+terminal   printing, errors, exit codes               check    checks a configuration and the files that it names
+options    shared options, networks                   client   subscribe, publish, call
 drives     replay, demo
-cursors  history  operating    what a streamer keeps, and for whom
+cursors  history  operating    the data that a streamer stores
 """

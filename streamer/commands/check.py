@@ -1,4 +1,4 @@
-"""up-streamer check: what a configuration says, every mistake in it, and what can't be used on this machine."""
+"""up-streamer check: a summary of a configuration, its mistakes, and the files that this machine can't use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
-# in the name of a setting, or of a table that it is in
+# matches the name of a secret setting, or of its table
 SECRET: Final = re.compile(r"key|password|credential|secret|token")
 
 
@@ -80,7 +80,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 
 
 def _summary(config: Config) -> Iterator[str]:
-    """What is kept, where, and who may ask: a line each."""
+    """Yields lines on what is stored, where, and who has access."""
     history, admin = config.history, config.admin
     yield f"data_dir: {config.streamer.data_dir.absolute()}"
     yield f"recorded: {', '.join(history.record) or 'nothing but what somebody has subscribed to'}"
@@ -99,7 +99,7 @@ def _summary(config: Config) -> Iterator[str]:
 
 
 def _show_following(config: Config) -> None:
-    """Whom we follow, and who follows us."""
+    """Print whom we follow and who follows us."""
     if config.follow:
         rows = [
             (one.endpoint, one.service, one.mode, ", ".join(["what is wanted here", *one.topics]))
@@ -147,14 +147,14 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
 
 
 async def _make_transports(config: Config) -> dict[str, UTransport]:
-    """Each endpoint's transport, not opened: a constructor may refuse what its settings' model lets through."""
+    """Returns each endpoint's transport, not opened: a constructor may refuse settings that their model accepts."""
     from streamer.parts import make_transport
 
     return {section.name: make_transport(config, section) for section in config.endpoint}
 
 
 def _unclaimed(config: Config) -> dict[str, int]:
-    """How many records wait for endpoints that the file does not have; nothing where the log can't be read now."""
+    """Returns how many records wait for each endpoint that the file lacks; empty if the log can't be read."""
     names = {endpoint.name for endpoint in config.endpoint}
     try:
         found = cursors.listed(config.streamer.data_dir / LOG_NAME)
@@ -163,12 +163,12 @@ def _unclaimed(config: Config) -> dict[str, int]:
     return {one.endpoint: one.records for one in found if one.records and one.endpoint not in names}
 
 
-# The files that it names, here and now: every Path in the models, those of the transports, too
+# Files that the configuration names: every Path in the models, including those of the transports
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a file, and the configuration's line that names it. `fatal`: the streamer could not work so."""
+    """A problem of a file, and the configuration's line that names it. `fatal`: the streamer could not work."""
 
     line: int
     what: str
@@ -176,7 +176,7 @@ class Finding:
 
 
 def findings(config: Config, text: str) -> list[Finding]:
-    """What is wrong with the files that `config`, which is what `text` says, names; in the order of the lines."""
+    """Returns the problems of the files that `config` names, by line. `text`: its TOML source."""
     found = []
     unusable = set()
     for location, path in _named(config):
@@ -204,7 +204,7 @@ def _certificate_files(config: Config) -> Iterator[tuple[Location, CertificateFi
 
 
 def _named(config: Config) -> Iterator[tuple[Location, Path]]:
-    """Every path, and where it stands. The transports' models, foreign ones too, say by types what is a path."""
+    """Yields every path and its key. In the models of transports, plugins too, the type Path marks paths."""
     yield ("streamer", "data_dir"), config.streamer.data_dir
     yield from _paths(config.admin, ("admin",))
     if config.usubscription.static_file is not None:
@@ -229,7 +229,7 @@ def _paths(value: Any, location: Location) -> Iterator[tuple[Location, Path]]:
 
 
 def _file(path: Path) -> str:
-    """What is wrong with a file that is to be read; empty if nothing."""
+    """Returns why the file can't be read; empty if it can."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return "is no file"
@@ -239,7 +239,7 @@ def _file(path: Path) -> str:
 
 
 def _folder(path: Path) -> str:
-    """What is wrong with a folder that is to be written to, and made if there is none; empty if nothing."""
+    """Returns why the folder can't be created or written to; empty if it can."""
     try:
         there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The commands of the other files put together: `up-streamer`, or `python -m streamer.commands.cli`."""
+"""All commands in one application: `up-streamer`, or `python -m streamer.commands.cli`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-RECEIVED_MAX: Final = 100_000  # messages that wait to be printed; a terminal that lags loses nothing before that
+RECEIVED_MAX: Final = 100_000  # messages that wait to be printed; when it is reached, receiving waits
 
 
 def subscribe(
@@ -118,16 +118,16 @@ def call(
     terminal.tell(as_json, report, str(value))
 
 
-# What a message says
+# Messages as text and JSON
 
 
 def show(message: UMessage, as_json: bool) -> None:
-    """Print it."""
+    """Print `message`."""
     terminal.tell(as_json, as_dict(message) if as_json else {}, "" if as_json else as_line(message))
 
 
 def payload_value(payload: UPayload) -> Any:
-    """As JSON can say it: known messages and text as such, everything else as hex."""
+    """Returns JSON data: known messages and text decoded, everything else as hex."""
     data, format = payload.data, payload.format
     try:
         if format == UPayloadFormat.UPAYLOAD_FORMAT_TEXT:
@@ -148,7 +148,7 @@ def payload_value(payload: UPayload) -> Any:
 
 
 def as_dict(message: UMessage) -> dict[str, Any]:
-    """A message as plain data; absent attributes are left out."""
+    """Returns a message as plain data; omits absent attributes."""
     attributes = message.attributes
     data: dict[str, Any] = {
         "id": uuids.format(attributes.id),
@@ -186,7 +186,7 @@ def as_line(message: UMessage) -> str:
 
 
 class Collector:
-    """A listener that hands what it hears to a queue."""
+    """A listener that puts messages into a queue."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[UMessage] = asyncio.Queue(RECEIVED_MAX)
@@ -207,7 +207,7 @@ async def _listen(
     count: int | None,
     subscribe: bool,
 ) -> None:
-    """Hand each message on `topics` to `each`, until `count` have come. `subscribe`: tell the uSubscription, too."""
+    """Pass messages on `topics` to `each`, at most `count`. `subscribe`: subscribe at the uSubscription, too."""
     from usubscription_client.client import USubscriptionClient
 
     collector = Collector()
@@ -233,7 +233,7 @@ async def _listen(
 
 
 async def _send(network: Network, sent: list[UMessage]) -> None:
-    """Raises the first UStatusError."""
+    """Send all messages. Raises the first UStatusError."""
     async with network.open() as transport:
         for status in await transport.send_batch(sent):
             if status.code:

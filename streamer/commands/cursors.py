@@ -1,9 +1,9 @@
-"""up-streamer cursors: what waits in the log of a streamer, for its endpoints and for consumers of its history.
+"""up-streamer cursors: records in a streamer's log that wait for its endpoints and for consumers of its history.
 
-list               by the streamer that runs, else from its log; read only
-consumers          read only; the streamer may run
-adopt, forget      the log's owner does that, so the streamer must be stopped
-release            by the streamer that runs, else in its log
+list               asks the running streamer, else reads its log; read only
+consumers          reads the log; read only; the streamer may run
+adopt, forget      write to the log, so the streamer must be stopped
+release            asks the running streamer, else writes to its log
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 HOLDS: Final = (PARKED_PREFIX, HELD_PREFIX)
-SCAN_RECORDS: Final = 10_000  # of a log that are looked at in one step
+SCAN_RECORDS: Final = 10_000  # read from a log in one step
 SCAN_BYTES: Final = 16 << 20
-FOR_EVER: Final = 1 << 60  # no retention of ours: that is the streamer's
+FOR_EVER: Final = 1 << 60  # no retention here: the streamer does it
 
 
 EndpointName = Annotated[str, typer.Argument(help="The endpoint for which records wait.")]
@@ -112,37 +112,36 @@ def release(
     terminal.tell(as_json, {"consumer": consumer, "owner": owner}, f"{consumer!r} belongs to {owner} no more")
 
 
-# In the log
+# Reading and changing the log
 
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """The cursor of one consumer in the durable log, and whose its name is ("": the next caller's that uses it)."""
+    """The cursor of one consumer in the durable log, and the owner of its name ("": the next caller gets it)."""
 
     consumer: str
     owner: str
     seq: int
-    records: int  # that come after it
-    lease_s: int  # for so long it holds retention by age; 0: its owner has not polled for longer than that
+    records: int  # after the cursor
+    lease_s: int  # how long it still delays retention by age; 0: the lease has ended
 
 
 def asked(path: Path) -> list[Listed]:
-    """As the streamer says that runs, whose file is some seconds behind; else as `listed`. Blocks. Raises as that, and
-    UNAVAILABLE if the streamer does not answer."""
+    """Returns the list of a running streamer, whose file lags some seconds; else that of `listed`. Blocks. Raises as
+    `listed`, and UNAVAILABLE if the streamer does not answer."""
     answer = control.call(path.parent, {"do": "cursors"})
     return listed(path) if answer is None else [Listed(**one) for one in answer["cursors"]]
 
 
 def listed(path: Path) -> list[Listed]:
-    """As the file says. Raises UStatusError: INVALID_ARGUMENT if there is no log, FAILED_PRECONDITION if it can't be
-    read."""
+    """Returns the list in the file. Raises UStatusError: INVALID_ARGUMENT: no log; FAILED_PRECONDITION: unreadable."""
     rows, newest, oldest = _rows(path)
     found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
     return claims.listed(found, newest, oldest)
 
 
 def consuming(path: Path) -> list[Consumer]:
-    """Raises as `listed`."""
+    """Returns all consumers in the file. Raises as `listed`."""
     rows, newest, oldest = _rows(path)
     whose = owners(name for name, *_ in rows)
     cursors = {
@@ -160,7 +159,7 @@ def consuming(path: Path) -> list[Consumer]:
 
 
 def _rows(path: Path) -> tuple[list[Any], int, int]:
-    """Of all cursors, with the seqs of the newest and the oldest record. Raises as `listed`."""
+    """Returns all cursors and the seqs of the newest and the oldest record. Raises as `listed`."""
     _require_log(path)
     try:
         db = REAL_DISK.connect(path, read_only=True)
@@ -176,9 +175,9 @@ def _rows(path: Path) -> tuple[list[Any], int, int]:
 
 
 async def _release(path: Path, consumer: str) -> str:
-    """Take the name from its owner, for the next uEntity that uses it, which goes on at its cursor; who had it. Blocks.
+    """Remove the owner of a name; the next uEntity that uses it continues at its cursor. Returns the owner. Blocks.
 
-    Raises UStatusError: NOT_FOUND (nobody owns the name), or what Log.open says.
+    Raises UStatusError: NOT_FOUND (nobody owns the name), or the error of Log.open.
     """
     answer = control.call(path.parent, {"do": "release", "consumer": consumer})
     if answer is not None:
@@ -193,10 +192,10 @@ async def _release(path: Path, consumer: str) -> str:
 
 
 async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) -> Listed:
-    """The endpoint `new` gets what waits for `old`; with `out_of_order` what it has had itself since then comes twice.
+    """Records that wait for `old` wait for `new`. With `out_of_order`, it gets its own records since then again.
 
     Raises UStatusError: NOT_FOUND (no such cursor), FAILED_PRECONDITION (`new` has been sent newer messages of these
-    topics), or what Log.open says (ALREADY_EXISTS: the streamer runs).
+    topics), or the error of Log.open (ALREADY_EXISTS: the streamer runs).
     """
     async with await _open(path) as log:
         rows = log.cursors.all()
@@ -220,8 +219,7 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Up to where an endpoint has had everything: all topics, those that are parked, by stream, and the addresses that
-    are held."""
+    """The last seqs that an endpoint got: in all topics, in each parked stream, and in each held address."""
 
     seq: int
     parked: dict[str, int]
@@ -229,12 +227,12 @@ class Place:
 
     @classmethod
     def of(cls, rows: Mapping[str, Cursor], endpoint: str) -> Self | None:
-        """None if it has no cursor."""
+        """Returns None if `endpoint` has no cursor."""
         row = rows.get(CURSOR_PREFIX + endpoint)
         return None if row is None else cls(row.seq, *(_after(rows, f"{one}{endpoint}:") for one in HOLDS))
 
     def earliest(self, other: Place) -> Place:
-        """From where on both have everything. A topic that is parked for one of them may have gone on for the other."""
+        """Returns the lower seq of both endpoints, everywhere: a topic may be parked for only one of them."""
 
         def both(mine: dict[str, int], others: dict[str, int]) -> dict[str, int]:
             return {
@@ -249,11 +247,11 @@ def _after(rows: Mapping[str, Cursor], prefix: str) -> dict[str, int]:
 
 
 async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int, read: int) -> None:
-    """Raises FAILED_PRECONDITION if of a topic of which something waits for `old`, `new` has been sent what is newer:
-    it began after seq `began`, and has come to `read`."""
+    """Raises FAILED_PRECONDITION if `new`, which got the seqs after `began` up to `read`, has newer records of a topic
+    of which records wait for `old`."""
     if read <= began:
         return
-    # of an address that is held any topic may wait
+    # records of any topic may wait for a held address
     after = min([leaves.seq, *leaves.held.values()])
     waits = {int(stream) for stream in leaves.parked} | await _streams(log, after, began)
     newer = await _streams(log, max(began, leaves.seq), read)
@@ -268,7 +266,7 @@ async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int
 
 
 async def _streams(log: Log, after: int, until: int) -> set[int]:
-    """Those with records beyond `after` and up to `until`."""
+    """Returns the streams with records after `after` up to `until`."""
     found: set[int] = set()
     while after < until:
         scan = await log.scan(after, max_records=SCAN_RECORDS, max_bytes=SCAN_BYTES, until=until)
@@ -281,7 +279,7 @@ async def _streams(log: Log, after: int, until: int) -> set[int]:
 
 
 async def _forget(path: Path, endpoint: str) -> int:
-    """What waits for `endpoint` waits no more; how many records that were. Raises as `_adopt`."""
+    """Remove all cursors of `endpoint`. Returns how many records waited for it. Raises as `_adopt`."""
     records = sum(one.records for one in listed(path) if one.endpoint == endpoint)
     async with await _open(path) as log:
         rows = log.cursors.all()
@@ -303,7 +301,7 @@ def _require_log(path: Path) -> None:
 
 
 def _is_of(name: str, endpoint: str) -> bool:
-    """Its cursor, where it began, and those of what is held for it."""
+    """True for its cursor, its begin, and the cursors of held records."""
     holds = tuple(f"{one}{endpoint}:" for one in HOLDS)
     return name in (CURSOR_PREFIX + endpoint, BEGAN_PREFIX + endpoint) or name.startswith(holds)
 

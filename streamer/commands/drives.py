@@ -1,4 +1,4 @@
-"""up-streamer replay, demo: a drive, each sample one publish; and all that becomes of it."""
+"""up-streamer replay, demo: publish the samples of a drive; show their way to Spark."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from streamer.commands import terminal
 from streamer.commands.options import AsJson, Data, DemoOptions, Seed, Where
 from uprotocol.status import invalid
 
-PROGRESS_S: Final = 0.5  # between two lines about progress
-START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
+PROGRESS_S: Final = 0.5  # between two progress lines
+START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; a larger value is probably in another unit
 
 
 def replay(
@@ -83,7 +83,7 @@ def demo(options: DemoOptions) -> None:
     logs.configure()
 
     async def perform() -> demos.DemoResult:
-        return await demos.Demo(options, terminal.err).run()  # made here: once there is a folder, Ctrl-C clears it away
+        return await demos.Demo(options, terminal.err).run()  # created here, so that Ctrl-C removes its folder
 
     outcome = terminal.finish(perform())
     demos.show(outcome, terminal.out)

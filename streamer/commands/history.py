@@ -1,4 +1,4 @@
-"""up-streamer history: what a streamer keeps, over the network; and what of it is damaged, in its data_dir."""
+"""up-streamer history: reads a history over the network, and finds damage in the files of a data_dir."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 BUCKET: Final = Buckets.kind
-SHORT: Final = 8  # characters by which a person tells logs
-TABLE_ROWS_MAX: Final = 1_000  # of one table: it is shown when all of its rows are there
+SHORT: Final = 8  # characters of an incarnation that are shown
+TABLE_ROWS_MAX: Final = 1_000  # per table: it is printed when it is complete
 
 
 def history_(
@@ -74,14 +74,14 @@ def history_(
 
 
 async def _describe(network: Network, streamer: UUri, patterns: list[UUri], as_json: bool) -> None:
-    """Shown as it comes: a fleet has more topics than a terminal's memory should hold."""
+    """Print topics while they arrive: a fleet may have too many to hold in memory."""
     async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
         history = HistoryClient(rpc, streamer)
         await (_print_json if as_json else _print_tables)(await history.logs(patterns), history.topics(patterns))
 
 
 async def _print_json(logs: list[LogState], topics: AsyncIterator[TopicState]) -> None:
-    """One object, though written piece by piece."""
+    """Print one JSON object, piece by piece."""
     print(f'{{"logs": {json.dumps(list(map(_log_row, logs)))}, "topics": [', end="")
     before = ""
     async for one in topics:
@@ -123,7 +123,7 @@ async def _poll(network: Network, streamer: UUri, patterns: list[UUri], limit: i
 
 
 async def _frontiers(network: Network, streamer: UUri) -> list[dict[str, Any]]:
-    """A row for each group, and each log in which it is frontiers."""
+    """Returns a row for each group and each log with its frontiers."""
     request = PollRequest(topics=ids.frontiers_of(uris.WILDCARD_AUTHORITY), latest=True)
     async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
         frontiers = await HistoryClient(rpc, streamer).frontiers(request)
@@ -161,14 +161,14 @@ def _show_epochs(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """As much as a terminal has room for."""
+    """Returns the row, short enough for a terminal."""
     short = {"kept by": row["kept by"].removesuffix("/4/1/0"), "log": row["log"][:SHORT]}
     times = {key: _times(row["by"], row[key]) for key in ("lower", "upper")}
     return row | short | times | {key: len(row[key]) for key in ("open", "incomplete")}
 
 
 def _times(kind: str, times: list[Time]) -> str:
-    """Of buckets the time at which each begins, in UTC."""
+    """Returns `times` as text: of buckets, the UTC time of the begin."""
     if kind != BUCKET:
         return " ".join(map(str, times))
     return " ".join(_readable(ms) for (ms,) in times)
@@ -177,7 +177,7 @@ def _times(kind: str, times: list[Time]) -> str:
 def _readable(ms: int) -> str:
     try:
         return f"{datetime.fromtimestamp(ms / 1_000, UTC):%Y-%m-%d %H:%M:%S}.{ms % 1_000:03}"
-    except (ValueError, OverflowError, OSError):  # of no year that has a number of four digits
+    except (ValueError, OverflowError, OSError):  # not a year of four digits
         return str(ms)
 
 
@@ -203,7 +203,7 @@ def _topic_row(one: TopicState) -> dict[str, Any]:
 
 
 def _verify(log: Path, as_json: bool) -> None:
-    """Read everything that the log holds, and say what of it is damaged. Writes nothing; the streamer may run."""
+    """Read the whole log and print what is damaged. Writes nothing; the streamer may run."""
     from history.file.verify import verify
 
     report = verify(log)
@@ -236,7 +236,7 @@ def _verify(log: Path, as_json: bool) -> None:
 
 
 def _acknowledge(log: Path, as_json: bool) -> None:
-    """A person has seen what the log has lost; a streamer that runs notices within some seconds."""
+    """Mark the losses of the log as seen; a running streamer notices within some seconds."""
     from history.file.damage import acknowledge
 
     seen = acknowledge(log)
@@ -247,7 +247,7 @@ def _acknowledge(log: Path, as_json: bool) -> None:
 
 
 def _as_dict(damage: Damage) -> dict[str, Any]:
-    """What a log has lost, as plain data."""
+    """Returns a loss as plain data."""
     return {
         "time_ms": damage.when_ms,
         "kind": damage.kind,

@@ -1,6 +1,6 @@
-"""up-streamer pause, resume, paused, vehicles, dead-letters, subscriptions: what an operator does and looks at.
+"""up-streamer pause, resume, paused, vehicles, dead-letters, subscriptions: commands for operators.
 
-over the control socket of a streamer that runs -> pause, resume, paused (else in its files), vehicles
+over the control socket of a running streamer   -> pause, resume, paused (else in its files), vehicles
 in the files of a data_dir                      -> dead-letters, subscriptions
 """
 

@@ -1,7 +1,6 @@
-"""Options that several commands have, and the network that they describe.
+"""Options that several commands share, and the network that they describe.
 
-A parameter of a command whose type is an OptionGroup stands for all fields of that group: `add` makes an option of
-each field.
+If a parameter of a command has the type of an OptionGroup, `add` makes an option of each field of the group.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 
 LOG_NAME: Final = "history.db"  # in a data_dir
-ENTITY: Final = 0x1_C11  # of the command line itself; instances keep several of them apart
+ENTITY: Final = 0x1_C11  # of the command line; the instance id distinguishes several of them
 VERSION: Final = 1
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The streamer's TOML file.")]
@@ -59,7 +58,7 @@ class Where(OptionGroup):
     entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{ENTITY:X}"
 
     def network(self, authority: str | None = None) -> Network:
-        """`authority`: who we are where nothing else says it. Raises UStatusError(INVALID_ARGUMENT)."""
+        """Returns the network. `authority`: ours by default. Raises UStatusError(INVALID_ARGUMENT)."""
         authority = self.authority or authority
         try:
             ue_id = int(self.entity, 16)
@@ -89,7 +88,7 @@ class Payload(OptionGroup):
     file: Annotated[Path | None, typer.Option(help="Payload: the bytes of a file.")] = None
 
     def read(self) -> UPayload | None:
-        """Raises UStatusError(INVALID_ARGUMENT)."""
+        """Returns the payload, or None. Raises UStatusError(INVALID_ARGUMENT)."""
         if sum(one is not None for one in (self.text, self.json_payload, self.hex, self.file)) > 1:
             raise invalid("say the payload once: one of --text, --json-payload, --hex and --file")
         if self.text is not None:
@@ -119,7 +118,7 @@ class DataDir(OptionGroup):
 
     @property
     def path(self) -> Path:
-        """Raises UStatusError(INVALID_ARGUMENT)."""
+        """The folder. Raises UStatusError(INVALID_ARGUMENT)."""
         if (self.data_dir is None) == (self.config is None):
             raise invalid("say either --data-dir DIR or --config FILE")
         return self.data_dir if self.data_dir is not None else configs.load(self.config or Path()).streamer.data_dir
@@ -132,12 +131,12 @@ class DataDir(OptionGroup):
 
 @dataclass(frozen=True)
 class DemoOptions(OptionGroup):
-    """What the demo does."""
+    """Options of the demo."""
 
     data: Data = None
     seed: Seed = 1
     seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600
-    # of both publishers together: the longest of the recorded drives takes 40 s
+    # both publishers together: the longest recorded drive takes 40 s
     rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000
     out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out")
     without_mqtt: Annotated[
@@ -147,7 +146,7 @@ class DemoOptions(OptionGroup):
 
 
 def add(app: typer.Typer, name: str, function: Callable[..., None]) -> None:
-    """Make `function` a command of `app`. A UStatusError is printed, and ends the process with EXIT_FAILED."""
+    """Make `function` a command of `app`. A UStatusError is printed and ends the process with EXIT_FAILED."""
     app.command(name)(_spelled_out(function))
 
 
@@ -168,7 +167,7 @@ def _spelled_out(function: Callable[..., None]) -> Callable[..., None]:
             function(**given)
 
     order = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
-    run.__signature__ = inspect.Signature(order)  # type: ignore[attr-defined]  # what typer reads
+    run.__signature__ = inspect.Signature(order)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
 
@@ -181,7 +180,7 @@ def _fields(group: Any) -> list[inspect.Parameter]:
     ]
 
 
-# The network that a command uses
+# Networks
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class Network:
 
 
 def network_of(path: Path, endpoint: str, authority: str | None, entity: int) -> Network:
-    """The network of an endpoint of a streamer's configuration. What the streamer listens on, we connect to."""
+    """Returns the network of an endpoint in a streamer's configuration. We connect where the streamer listens."""
     config = configs.load(path)
     section = next((one for one in config.endpoint if one.name == endpoint), None)
     if section is None:
@@ -215,7 +214,7 @@ def network_of(path: Path, endpoint: str, authority: str | None, entity: int) ->
     settings = dict(section.settings)
     if section.transport == "zenoh" and settings.get("listen"):
         settings["connect"] = [*settings.get("connect", []), *settings.pop("listen")]
-        if settings.get("mode") == "router":  # it is the streamer that brings its guests together; we are one
+        if settings.get("mode") == "router":  # the streamer is the router; we are its client
             settings["mode"] = "client"
     for own in ("client_id", "clean_start", "session_expiry_s"):
         settings.pop(own, None)
@@ -226,7 +225,7 @@ def network_of(path: Path, endpoint: str, authority: str | None, entity: int) ->
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """`key=value` with JSON values where they parse, text otherwise; `a.b=1` nests."""
+    """Parses `key=value`; a value that is not JSON is text. `a.b=1` nests."""
     settings: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")

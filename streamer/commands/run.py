@@ -1,4 +1,4 @@
-"""up-streamer run, usubscription: a streamer, or a uSubscription service of its own, until it is told to end."""
+"""up-streamer run, usubscription: run a streamer, or only a uSubscription service, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamer.operating.notify import ServiceManager
 if TYPE_CHECKING:
     from streamer.app import Streamer
 
-GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: Python's search after 700 objects costs a tenth
+GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages have no cycles; the default of 700 objects costs 10 %
 
 
 def run(config: ConfigFile, as_json: AsJson = False) -> None:
@@ -39,7 +39,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
 
 
 async def _serve(config: configs.Config, as_json: bool) -> None:
-    from streamer.app import serve  # all of the streamer, which no other command waits for
+    from streamer.app import serve  # imported here: slow, and no other command needs it
 
     gc.set_threshold(*GC_THRESHOLDS)
     manager, stopping = ServiceManager(), asyncio.Event()
@@ -48,7 +48,7 @@ async def _serve(config: configs.Config, as_json: bool) -> None:
         port = streamer.admin.port if streamer.admin else None
         names = ", ".join(endpoint.name for endpoint in streamer.endpoints)
         data = {"ready": True, "authority": config.authority, "admin_port": port}
-        with contextlib.suppress(OSError):  # nobody reads it: no reason to stop
+        with contextlib.suppress(OSError):  # a closed standard output is no reason to stop
             terminal.tell(as_json, data, f"ready: {config.authority} joins {names}")
         manager.ready(lambda: _status(streamer))
 

@@ -1,4 +1,4 @@
-"""What commands have in common with a terminal: printing, the world's errors as a line and an exit code, ending."""
+"""Functions that commands share: print, turn errors into a line and an exit code, stop at a signal."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rich.text import Text
 from storage import logs
 from uprotocol.status import UStatusError, code_name
 
-SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
+SWITCH_INTERVAL_S: Final = 0.001  # the longest that the loop and threads of transports wait for each other
 EXIT_FAILED: Final = 1
-EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: the file is wrong, a new start changes nothing; systemd's unit knows
+EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: its file is wrong; systemd does not restart it
 EXIT_INTERRUPTED: Final = 130
 
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def errors(exit_code: int = EXIT_FAILED, log_format: logs.Format = "text") -> Iterator[None]:
-    """The world's errors, as a line and an exit code."""
+    """Turn a UStatusError into a line and an exit code."""
     try:
         yield
     except UStatusError as error:
-        if log_format == "json":  # standard error is the log, and whoever reads it takes no other lines
+        if log_format == "json":  # standard error is a log of JSON lines only
             structlog.get_logger().error("the process ends", code=code_name(error.code), error=error.message)
         else:
             err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
@@ -46,7 +46,7 @@ def errors(exit_code: int = EXIT_FAILED, log_format: logs.Format = "text") -> It
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end, or to Ctrl-C or SIGTERM."""
+    """Run `work` until it ends, or until Ctrl-C or SIGTERM."""
 
     async def until_signalled() -> T:
         task = asyncio.ensure_future(work)
@@ -63,12 +63,12 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
 
 
 def tell(as_json: bool, data: dict[str, Any], line: str) -> None:
-    """One thing: a JSON object, or a line."""
+    """Print `data` as JSON, or `line`."""
     print(json.dumps(data) if as_json else plain(line), flush=True)
 
 
 def tell_all(as_json: bool, rows: Iterable[dict[str, Any]], title: str, columns: Sequence[str]) -> None:
-    """Several things: a JSON object each, or a table of some of what they have."""
+    """Print each row as a JSON object, or `columns` of all as a table."""
     if not as_json:
         show(title, columns, [[row.get(column) for column in columns] for row in rows])
         return
@@ -77,7 +77,7 @@ def tell_all(as_json: bool, rows: Iterable[dict[str, Any]], title: str, columns:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table, of what strangers have written, too. None is an empty cell."""
+    """Print a table, safe for foreign text. None is an empty cell."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -87,10 +87,10 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 
 def plain(text: str) -> str:
-    """What strangers have written is shown as it is: neither markup nor a terminal's commands."""
+    """Escapes control characters, so that foreign text can't send commands to the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def moment(ms: int) -> str:
-    """A time in Unix milliseconds, for people."""
+    """Returns Unix milliseconds as readable UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ms / 1000))
