@@ -1,10 +1,10 @@
-"""The demo: a drive crosses three networks because somebody subscribed; Spark writes it down; all of it is counted.
+"""The demo: subscribed topics of a drive cross three networks, Spark stores all topics, and everything is counted.
 
     mcu1 (DDS) ------+                                 +--> cloud application (MQTT 5): only what it subscribed to
                      +--> gateway: one up-streamer ----+
     vehicle1 (Zenoh) +        log on disk              +--> Spark (Zenoh, pull from the history) --> Parquet --> plot
 
-Each box is a process of its own, but for the cloud application, which counts in this one.
+Each box is a process, except the cloud application, which runs and counts in this process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from usubscription_client.client import USubscriptionClient
 CLI: Final = "streamer.commands.cli"
 CLOUD: Final = "cloud"
 CLOUD_APP: Final = 0x9001
-WANTED: Final = (  # what the cloud application subscribes to; everything else stays in the vehicle
+WANTED: Final = (  # the cloud application subscribes to these; all others stay in the vehicle
     "Vehicle.OBD.Speed",
     "Vehicle.OBD.EngineSpeed",
     "Vehicle.OBD.CoolantTemperature",
@@ -55,21 +55,21 @@ WANTED: Final = (  # what the cloud application subscribes to; everything else s
     "Vehicle.OBD.ThrottlePosition",
     "Vehicle.Powertrain.Transmission.CurrentGear",
 )
-SETTLE_TIMEOUT_S: Final = 120.0  # for everything published to arrive
+SETTLE_TIMEOUT_S: Final = 120.0  # until all messages have arrived
 TRIGGER_MS: Final = 1_000  # between two micro-batches of Spark
 
 
 @dataclass
 class DemoResult:
-    """What was counted."""
+    """All counts of one run."""
 
     published: Counter[str] = field(default_factory=Counter)  # by topic
     wanted: set[str] = field(default_factory=set)  # topics
     received: Counter[str] = field(default_factory=Counter)  # by topic, distinct ids
     cloud_disorder: int = 0
     parquet: Counter[str] = field(default_factory=Counter)  # by topic, distinct ids
-    rows: Counter[str] = field(default_factory=Counter)  # by topic, all of them
-    forwarded: Counter[str] = field(default_factory=Counter)  # by topic: everything heard on the cloud's network
+    rows: Counter[str] = field(default_factory=Counter)  # by topic, with duplicates
+    forwarded: Counter[str] = field(default_factory=Counter)  # by topic, all on the cloud's network
     dropped: dict[str, int] = field(default_factory=dict)
     problems: int = 0
     seconds: float = 0.0
@@ -80,13 +80,13 @@ class DemoResult:
         return sum(count for topic, count in self.published.items() if topic in self.wanted)
 
     def gaps_of(self, topic: str) -> int:
-        """Published messages that are missing where they should be, in Parquet or in the cloud."""
+        """Returns how many messages are missing in Parquet and, if subscribed, in the cloud."""
         published = self.published[topic]
         in_cloud = max(0, published - self.received[topic]) if topic in self.wanted else 0
         return max(0, published - self.parquet[topic]) + in_cloud
 
     def duplicates_of(self, topic: str) -> int:
-        """Messages that came more than once, to Parquet or to the cloud."""
+        """Returns how many messages came again, in Parquet or the cloud."""
         in_cloud = self.forwarded[topic] - self.received[topic] if topic in self.wanted else 0
         return self.rows[topic] - self.parquet[topic] + in_cloud
 
@@ -100,7 +100,7 @@ class DemoResult:
 
     @property
     def unsubscribed(self) -> int:
-        """Messages that reached the cloud's network though nobody there subscribed to their topic."""
+        """Messages that reached the cloud's network without a subscription to their topic."""
         return sum(count for topic, count in self.forwarded.items() if topic not in self.wanted)
 
     def as_dict(self) -> dict[str, int | float]:
@@ -126,11 +126,11 @@ class DemoResult:
         )
 
 
-# The stage
+# The run
 
 
 class Demo:
-    """One performance, in a temporary folder."""
+    """One run of the demo, in a temporary folder."""
 
     def __init__(self, options: DemoOptions, console: Console) -> None:
         self._options, self._console = options, console
@@ -199,7 +199,7 @@ class Demo:
         await asyncio.to_thread(plot, self._parquet, self._outcome.plot)
 
     async def _start_broker(self) -> None:
-        """The cloud is on MQTT then."""
+        """Start a broker for the cloud."""
         from streamer.demo.mosquitto import Broker
 
         try:
@@ -216,11 +216,11 @@ class Demo:
         return child
 
     async def _stop_children(self) -> None:
-        """All at once: none of them needs another to end cleanly."""
+        """Stop all at once: each ends cleanly without the others."""
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def _start_services(self, progress: Progress, stage: TaskID) -> dict[str, Any]:
-        """The gateway first: others connect to it. Then a uSubscription for each authority that it doesn't serve."""
+        """Start the gateway, to which others connect; then a uSubscription for each authority that it doesn't serve."""
         config = self._folder / "gateway.toml"
         config.write_text(self._gateway_config())
         progress.update(stage, advance=1, description="starting the gateway")
@@ -276,7 +276,7 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
     # The cloud application
 
     async def _subscribe(self, topics: Sequence[UUri]) -> USubscriptionClient:
-        """Hear all that leaves the vehicle, so that too much is noticed; subscribe to some; wait until all stand."""
+        """Listen to all topics, to count unwanted messages; subscribe to `topics`; wait until all are SUBSCRIBED."""
         transport = await self._stack.enter_async_context(self._cloud.open())
         for authority in (drives.VEHICLE, drives.MCU):
             await transport.register_listener(uris.pattern(authority, drives.PUBLISHER_UE_ID), self)
@@ -305,7 +305,7 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
         return client
 
     def on_receive(self, message: UMessage) -> None:
-        """The cloud application hears something."""
+        """Count a message in the cloud."""
         topic, id = uris.format(message.attributes.source), (message.attributes.id.msb, message.attributes.id.lsb)
         self._outcome.forwarded[topic] += 1
         seen = self._ids.setdefault(topic, set())
@@ -347,7 +347,7 @@ processing_time_ms = {TRIGGER_MS}
         return await self._child("the Spark job", "spark_ingest", "--config", str(config))
 
     def _read_parquet(self) -> None:
-        """Count what Spark has committed: every row, and the distinct ids of each topic."""
+        """Count the rows that Spark has committed, and the distinct ids, by topic."""
         from spark_ingest.parquet import read
 
         table = read(self._parquet, ["topic", "message_id"])
@@ -358,7 +358,7 @@ processing_time_ms = {TRIGGER_MS}
     # The drive
 
     async def _replay(self, drive: drives.Drive, progress: Progress) -> None:
-        """Both publishers at once, each with its share of the rate: they drive through the same time together."""
+        """Run both publishers at once, each with its share of the rate, so that their times stay aligned."""
         start_ms = uuids.now_ms()
         options = self._options
         simulated = ["--seed", str(options.seed), "--seconds", str(options.seconds)]
@@ -384,7 +384,7 @@ processing_time_ms = {TRIGGER_MS}
         await asyncio.gather(*map(follow, children))
 
     async def _settle(self, ingest: Child, progress: Progress) -> None:
-        """Wait until everything has arrived, or nothing more comes. Raises ABORTED if the Spark job has ended."""
+        """Wait for all messages, at most SETTLE_TIMEOUT_S. Raises ABORTED if the Spark job has ended."""
         outcome = self._outcome
         cloud = progress.add_task("received in the cloud", total=outcome.subscribed)
         parquet = progress.add_task("rows in Parquet", total=outcome.published.total())
@@ -401,7 +401,7 @@ processing_time_ms = {TRIGGER_MS}
         self._console.print("not everything has arrived in time", style="red")
 
     def _count_rows(self) -> int:
-        """Rows that Spark has committed so far."""
+        """Returns the rows that Spark has committed."""
         from spark_ingest.parquet import read
 
         try:
@@ -416,7 +416,7 @@ processing_time_ms = {TRIGGER_MS}
 
 
 def _get(port: int, path: str) -> str:
-    """What the gateway's admin port says, whatever the status."""
+    """Returns the admin port's answer, with any status."""
     try:
         answer = urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10)
     except urllib.error.HTTPError as error:
@@ -426,7 +426,7 @@ def _get(port: int, path: str) -> str:
 
 
 async def _until_ready(port: int) -> None:
-    """Until the gateway has heard from every uSubscription. Raises DEADLINE_EXCEEDED with what it still misses."""
+    """Wait until every uSubscription has answered the gateway. Raises DEADLINE_EXCEEDED with what is missing."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while missing := json.loads(await asyncio.to_thread(_get, port, "/readyz"))["problems"]:
         if time.monotonic() > deadline:
@@ -436,18 +436,18 @@ async def _until_ready(port: int) -> None:
 
 
 def _as_options(network: Network) -> list[str]:
-    """What a command is told to be on that network."""
+    """Returns a command's options for `network`."""
     settings = [word for key, value in network.settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     return ["--transport", network.transport, "--authority", network.authority, *settings]
 
 
 def _toml(settings: dict[str, Any]) -> str:
-    """An inline table; JSON's strings, numbers, booleans and arrays are TOML's."""
+    """Returns an inline table. JSON strings, numbers, booleans and arrays are TOML, too."""
     return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()) + " }"
 
 
 def show(outcome: DemoResult, console: Console) -> None:
-    """The table at the end."""
+    """Print the final table."""
     table = Table(title="what crossed the gateway to the cloud", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("network", "published", "forwarded", "received", "Parquet", "gaps", "duplicates"):
         table.add_column(column, justify="left" if column == "network" else "right", no_wrap=True)

@@ -1,9 +1,9 @@
-"""Drives: a recorded one from a CSV file of OBD-II parameters, or a simulated one from a seed. Pure.
+"""Drives: recorded, from a CSV file of OBD-II parameters, or simulated, from a seed. No I/O.
 
 CSV text --read-> Drive(signals, rows, problems) --samples(start_ms)--> SignalSample --message-> UMessage
 seed --simulate->
 
-Paths are those of COVESA's Vehicle Signal Specification, branch Vehicle.OBD, where it has one. A column that is not in
+Paths come from COVESA's Vehicle Signal Specification, branch Vehicle.OBD, if it has one. A column that is missing in
 the table below becomes Vehicle.OBD.<CamelCase of its name>. One row is one second.
 """
 
@@ -32,14 +32,14 @@ from uprotocol.v1.uri_pb2 import UUri
 
 MCU: Final = "mcu1"
 VEHICLE: Final = "vehicle1"
-PUBLISHER_UE_ID: Final = 0x8001  # the same on both; uEntity types from 8000 are free for applications
+PUBLISHER_UE_ID: Final = 0x8001  # of both publishers; uEntity types from 8000 are free for applications
 PUBLISHER_VERSION: Final = 1
 
 ROW_PERIOD_MS: Final = 1_000  # the recordings have no time column: one row a second
-ROWS_MAX: Final = 1_000_000  # eleven days at one row a second; a longer file is most likely not a drive
-COLUMNS_MAX: Final = 1_024  # each is a topic, and a car has some hundred parameters
-TEXT_LENGTH_MAX: Final = 1_000  # characters of a text value; longer is a broken file, not a state
-PROBLEMS_TOLD_MAX: Final = 100  # the first ones say it all; the rest is counted
+ROWS_MAX: Final = 1_000_000  # eleven days at one row a second; a longer file is probably no drive
+COLUMNS_MAX: Final = 1_024  # each is a topic; a car has some hundred parameters
+TEXT_LENGTH_MAX: Final = 1_000  # characters of a text value; a longer one means a broken file
+PROBLEMS_TOLD_MAX: Final = 100  # the others are only counted
 DERIVED_RESOURCE_MIN: Final = 0x9000  # topics of columns that the table doesn't know; the table itself stays far below
 DERIVED_RESOURCES: Final = 0x6000
 
@@ -48,7 +48,7 @@ SignalValue = float | str | bool
 
 @dataclass(frozen=True)
 class Signal:
-    """What is measured, and the topic that it is published on: the same in every drive."""
+    """A measured quantity and its topic, which is the same in every drive."""
 
     path: str
     publisher: str  # authority
@@ -72,7 +72,7 @@ class SignalSample(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something in the file that could not be read; all else was. `row` is the line number, the header's is 1."""
+    """An unreadable part of the file; the rest is kept. `row` is the line number; the header has 1."""
 
     row: int
     reason: str
@@ -82,7 +82,7 @@ class Problem(NamedTuple):
 
 
 # One third is published by the engine's own controller (mcu1), the rest by the vehicle computer.
-# (publisher, path, column names); the place in this table is the topic's resource, so it only grows at its end.
+# (publisher, path, column names). The row number gives the topic's resource, so append new rows at the end.
 _TABLE: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (VEHICLE, "Vehicle.OBD.RunTime", ("ENGINE_RUN_TIME", "ENGINE_RUN_TINE")),  # the typing error is carOBD's
     (MCU, "Vehicle.OBD.EngineSpeed", ("ENGINE_RPM", "RPM")),
@@ -126,7 +126,7 @@ _COLUMNS: Final[dict[str, str]] = {name: path for _, path, names in _TABLE for n
 
 @dataclass(frozen=True)
 class Drive:
-    """Signals, and a row of their values for each second; None where there is no value."""
+    """Signals, and a row of their values for each second; None: no value."""
 
     signals: tuple[Signal, ...]
     rows: Sequence[tuple[SignalValue | None, ...]] = field(repr=False)
@@ -134,14 +134,14 @@ class Drive:
     problems_total: int = 0
 
     def report(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
-        """A line for each problem, and one for how many more there are."""
+        """Yields a line for each problem, then the number of others."""
         shown = self.problems[:at_most]
         yield from map(str, shown)
         if self.problems_total > len(shown):
             yield f"and {self.problems_total - len(shown)} more that can't be read"
 
     def samples(self, start_ms: int) -> Iterator[SignalSample]:
-        """Every value there is, row by row; the first row is at `start_ms` (Unix milliseconds)."""
+        """Yields all values, row by row; the first row is at `start_ms` (Unix milliseconds)."""
         for number, row in enumerate(self.rows):
             time_ms = start_ms + number * ROW_PERIOD_MS
             for signal, value in zip(self.signals, row, strict=True):
@@ -150,7 +150,7 @@ class Drive:
 
 
 def message(sample: SignalSample) -> UMessage:
-    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction."""
+    """Returns `sample` as a valid publish with an upstreamer.v1.Sample in plain protobuf."""
     signal, time_ms, value = sample
     payload = ustreamer_pb2.Sample(path=signal.path)
     payload.time.seconds, payload.time.nanos = time_ms // 1000, time_ms % 1000 * 1_000_000
@@ -164,15 +164,15 @@ def message(sample: SignalSample) -> UMessage:
     return UMessage(attributes=attributes, payload=payload.SerializeToString())
 
 
-# Recorded
+# Recorded drives
 
 
 def read(text: str) -> Drive:
-    """The drive that a CSV file holds.
+    """Returns the drive in a CSV file.
 
-    Tolerated without a report: `()` or units behind a name, blanks around values, trailing commas, empty lines. Told in
-    `problems`: a cell that can't be read, a row without any value; all other values are kept. A column of the table,
-    and any that has a number somewhere, has numbers only; else its cells are `true`/`false` or text. Raises
+    Ignored: `()` or units behind a name, blanks around values, trailing commas, empty lines. Reported in `problems`:
+    unreadable cells and rows without any value; all other values are kept. A column of the table, or one that has a
+    number in any row, has only numbers; other columns have `true`/`false` or text. Raises
     UStatusError(INVALID_ARGUMENT) for text without header or rows.
     """
     lines = ((number, line) for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1) if line.strip())
@@ -200,7 +200,7 @@ def read(text: str) -> Drive:
 
 
 def _cells(line: str) -> list[str]:
-    """One line at a time, so that a stray quote spoils its own row and not the rest of the file."""
+    """Returns the cells of one line: a stray quote then affects only its own row."""
     try:
         return [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])]
     except csv.Error:
@@ -208,7 +208,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _header(names: list[str], number: int, problems: list[Problem]) -> list[tuple[int, Signal]]:
-    """(column, signal) for each column that has a name."""
+    """Returns (column, signal) for each named column."""
     if all(_number(name) is not None for name in names if name):
         raise invalid(f"expected a header of column names in the first row, got {', '.join(names[:3])}...")
     found: list[tuple[int, Signal]] = []
@@ -234,7 +234,7 @@ def _header(names: list[str], number: int, problems: list[Problem]) -> list[tupl
 
 
 def _path(name: str) -> str | None:
-    """Vehicle.OBD.Speed for `VEHICLE_SPEED ()`; a path of the specification stands for itself."""
+    """Returns Vehicle.OBD.Speed for `VEHICLE_SPEED ()`; leaves Vehicle... paths unchanged."""
     bare = re.sub(r"[(\[{].*?[)\]}]", "", name).strip()
     if re.fullmatch(r"Vehicle(\.[A-Za-z][A-Za-z0-9]*)+", bare):
         return bare
@@ -247,7 +247,7 @@ def _path(name: str) -> str | None:
 
 
 def _derived(path: str, taken: Iterable[int]) -> Signal:
-    """A signal that the table lacks. Its topic comes from its name, whatever the columns around it."""
+    """Returns a signal for a column missing in the table. Its topic depends on its name."""
     digest = zlib.crc32(path.encode())
     resource = digest % DERIVED_RESOURCES
     while DERIVED_RESOURCE_MIN + resource in taken:
@@ -283,10 +283,10 @@ def _number(cell: str) -> float | None:
         value = float(cell)
     except ValueError:
         return None
-    return value if math.isfinite(value) and "_" not in cell else None  # no scan tool means inf or 1_0
+    return value if math.isfinite(value) and "_" not in cell else None  # scan tools don't write inf or 1_0
 
 
-# Simulated
+# Simulated drives
 # A small car with a petrol engine. SI units unless the name says otherwise.
 _MASS_KG = 1_150.0
 _DRAG = 0.5 * 1.2 * 0.68  # half the density of air times the drag area
@@ -296,15 +296,15 @@ _TORQUE_MAX_NM = 125.0
 _IDLE_RPM, _UPSHIFT_RPM, _DOWNSHIFT_RPM, _LIMIT_RPM = 780.0, 2_600.0, 1_350.0, 6_000.0
 _RPM_PER_MPS = (0.0, 450.0, 248.0, 171.0, 126.0, 101.0)  # by gear
 _TANK_L = 45.0
-_FUEL_J_PER_L = 32e6 * 0.27  # what reaches the crank
+_FUEL_J_PER_L = 32e6 * 0.27  # at the crank
 _IDLE_FUEL_L_PER_S = 0.7 / 3600
-_SECONDS_BEFORE_START = 3  # ignition on, engine not yet
+_SECONDS_BEFORE_START = 3  # ignition on, engine off
 
 
 def simulate(seed: int, seconds: int) -> Drive:
-    """A drive of `seconds` rows: a cold start, then city, country road and motorway in turns, with stops between.
+    """Returns a drive of `seconds` rows: a cold start, then city, country road, motorway and stops in random order.
 
-    The same seed gives the same drive, whatever its length.
+    The same seed gives the same drive at any length.
     """
     assert seconds > 0, "a drive has at least one row"
     if seconds > ROWS_MAX:
@@ -315,13 +315,13 @@ def simulate(seed: int, seconds: int) -> Drive:
 
 
 class _Car:
-    """The state of the simulated car; `step` is one second of it."""
+    """The simulated car; `step` advances it by one second."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.speed = 0.0  # m/s
         self.target = 0.0
-        self.until = 12  # second at which the driver wants something else; until then the car stands
+        self.until = 12  # the second of the next target speed; before 12, the car stands
         self.gear = 0
         self.ambient = rng.uniform(5.0, 30.0)
         self.coolant = self.catalyst = self.ambient
@@ -329,7 +329,7 @@ class _Car:
         self.fuel = rng.uniform(0.4, 0.95) * _TANK_L
 
     def step(self, second: int) -> dict[str, SignalValue]:
-        """Paths of signals and their values, the same ones in the same order each time."""
+        """Returns values by signal path; the paths and their order never change."""
         running = second > _SECONDS_BEFORE_START
         before = self.speed
         if running:
@@ -339,7 +339,7 @@ class _Car:
         power_available = min(_POWER_MAX_W, _TORQUE_MAX_NM * rpm * math.pi / 30) if running else 1.0
         load = min(1.0, 0.18 + 0.82 * wheel_w / power_available) if running else 0.0
         if running and self.speed < before - 0.5:
-            load = 0.05  # overrun: the fuel is cut off
+            load = 0.05  # overrun: no fuel
         self._heat_and_burn(running, wheel_w, load)
         pedal = 16.0 + 55.0 * max(0.0, load - 0.18) if self.speed > 0.3 and running else 16.0
         state = "ON" if running else "START" if second == _SECONDS_BEFORE_START else "ACC"
@@ -363,7 +363,7 @@ class _Car:
         }
 
     def _drive(self, second: int) -> None:
-        """Follow the target speed within what a calm driver and the engine do."""
+        """Approach the target speed, limited by a calm driver and the engine."""
         if second >= self.until:
             low, high, shortest, longest = self.rng.choice(
                 [(0, 0, 8, 30), (25, 50, 20, 60), (25, 50, 20, 60), (70, 95, 40, 120), (105, 125, 60, 180)]
@@ -378,11 +378,11 @@ class _Car:
             self.speed = 0.0
 
     def _force(self, acceleration: float) -> float:
-        """Newtons at the wheels for this speed and `acceleration` (m/s in one second)."""
+        """Returns the force at the wheels in N. `acceleration`: m/s in one second."""
         return _MASS_KG * acceleration + _DRAG * self.speed**2 + (_ROLLING_N if self.speed > 0 else 0.0)
 
     def _shift(self) -> float:
-        """Change gear where the engine speed asks for it; the engine speed that results."""
+        """Select the gear by engine speed. Returns the new engine speed in rpm."""
         if self.speed < 0.3:
             self.gear = 0
             return _IDLE_RPM + 4.0 * max(0.0, 70.0 - self.coolant)  # a cold engine idles faster
@@ -394,7 +394,7 @@ class _Car:
         return min(max(self.speed * _RPM_PER_MPS[self.gear], _IDLE_RPM), _LIMIT_RPM)
 
     def _heat_and_burn(self, running: bool, wheel_w: float, load: float) -> None:
-        """Temperatures follow what the engine burns and what the wind takes."""
+        """Update fuel and temperatures from engine load and airflow."""
         if running:
             self.fuel = max(0.5, self.fuel - _IDLE_FUEL_L_PER_S - wheel_w / _FUEL_J_PER_L)
         thermostat_c = 88.0 + 3.0 * load

@@ -1,7 +1,7 @@
 """A private mosquitto on a free loopback port: for tests, the demo and benchmarks.
 
 the binary on PATH, else a container        with Broker() as broker:  broker.port
-                                            installs nothing: in a checkout, tools/mosquitto.py does
+                                            installs nothing; in a checkout, use tools/mosquitto.py
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from transports.ports import free_port
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-# where distributions install daemons, often not on a user's PATH
+# distributions install daemons here, often outside a user's PATH
 PATHS: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
 PORT_TRIES_MAX: Final = 5  # another process may take the port before mosquitto binds it
-START_MS_MAX: Final = 20_000  # a container's start on a busy machine
+START_MS_MAX: Final = 20_000  # enough for a container on a busy machine
 STOP_MS_MAX: Final = 10_000  # mosquitto writes its store within milliseconds; beyond this it hangs
 PROBE_MS: Final = 10
 DIRECTORY_PREFIX: Final = "up-streamer-broker-"
@@ -46,13 +46,13 @@ MISSING: Final = (
 
 
 def find() -> str | None:
-    """Path of the mosquitto binary, or None."""
+    """Returns the path of mosquitto, or None."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
 
 
 def runner() -> Callable[[Path], ServerProcess | _Container]:
-    """A function that runs mosquitto with a configuration file: the binary, else a container. Raises
-    FAILED_PRECONDITION: there is neither."""
+    """Returns a function that runs mosquitto with a configuration file: the binary, else a container. Raises
+    FAILED_PRECONDITION if both are missing."""
     binary = find()
     if binary is not None:
         return lambda config: ServerProcess([binary, "-c", str(config)], config.parent / "log")
@@ -63,12 +63,12 @@ def runner() -> Callable[[Path], ServerProcess | _Container]:
 
 
 class Server:
-    """A server process that `start`, `stop`, `kill` and `restart` control, on 127.0.0.1."""
+    """A server on 127.0.0.1 with methods to start, stop, kill and restart it."""
 
     host = "127.0.0.1"
 
     def start(self) -> Self:
-        """Returns when it accepts clients. Raises an error with its last words if it does not."""
+        """Start it and wait until it accepts clients. Raises an error with its last output."""
         for delay_s in self._starting():
             time.sleep(delay_s)
         return self
@@ -80,11 +80,11 @@ class Server:
         return self
 
     def _starting(self) -> Iterator[float]:
-        """Start it, and yield how long to sleep before looking again whether it is up."""
+        """Start it; yields the seconds to sleep before each check until it is up."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End it with SIGTERM: a persistent server writes its store. May be called twice."""
+        """End it with SIGTERM; a persistent server saves its store. Idempotent."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -100,8 +100,8 @@ class Server:
 
 
 class ServerProcess:
-    """A command that runs until `end`, and no longer than this process. Start it on a thread that lives as long as it
-    is needed (the main one): Linux ends it with the thread that started it."""
+    """A command that runs until `end`, or until this process ends. Linux also kills it when the thread that started it
+    ends, so start it on the main thread."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         with log.open("ab") as out:
@@ -112,7 +112,7 @@ class ServerProcess:
                 stdout=out,
                 stderr=out,
                 preexec_fn=functools.partial(die_with_parent, signal.SIGKILL, os.getpid()),
-                # Ctrl-C goes to us alone: it must not end the server while its clients still send
+                # Ctrl-C must not end the server while its clients still send
                 start_new_session=True,
             )
 
@@ -120,10 +120,10 @@ class ServerProcess:
         return self._popen.poll() is None
 
     def send_signal(self, number: signal.Signals) -> None:
-        self._popen.send_signal(number)  # unless it has ended
+        self._popen.send_signal(number)  # no-op if it has ended
 
     def end(self, number: signal.Signals, stop_s_max: float = STOP_MS_MAX / 1000) -> None:
-        """Wait for the end after this signal; after `stop_s_max` it is killed."""
+        """Send the signal and wait; after `stop_s_max`, kill it."""
         self.send_signal(number)
         try:
             self._popen.wait(stop_s_max)
@@ -165,9 +165,9 @@ class Broker(Server):
     """One mosquitto; `restart` keeps its port.
 
     `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca,
-    certificate, key) and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A
-    persistent broker keeps sessions and messages over a stop. All of it lives in a directory that goes with `close`, or
-    with the next start if we are killed; no process outlives ours.
+    certificate, key) and turns TLS on; `settings` are further lines of mosquitto.conf, which override ours. A
+    persistent broker keeps sessions and messages over a stop. `close` removes its directory; if we are killed, the next
+    start does. The broker never outlives our process.
     """
 
     users: Mapping[str, str] | None = None
@@ -180,7 +180,7 @@ class Broker(Server):
     def __post_init__(self) -> None:
         self._port = 0
         self._directory: Path | None = None
-        self._lock = -1  # of the directory, while there is one
+        self._lock = -1  # of the directory, if it exists
         self._running: ServerProcess | _Container | None = None
 
     def __repr__(self) -> str:
@@ -201,7 +201,7 @@ class Broker(Server):
         return (self._directory / "log").read_text(errors="replace") if self._directory is not None else ""
 
     def _starting(self) -> Iterator[float]:
-        """Raises UStatusError: FAILED_PRECONDITION (no mosquitto), UNAVAILABLE (it has ended, with its last words)."""
+        """Raises UStatusError: FAILED_PRECONDITION (no mosquitto), UNAVAILABLE (it did not start; with its output)."""
         if self.running:
             return
         run = runner()
@@ -234,7 +234,7 @@ class Broker(Server):
             self._running.send_signal(signal.SIGHUP)
 
     def close(self) -> None:
-        """Stop it and remove its files. May be called twice."""
+        """Stop it and remove its files. Idempotent."""
         self.stop()
         atexit.unregister(self.close)
         if self._directory is not None:
@@ -270,15 +270,15 @@ class Broker(Server):
             "log_dest stderr",
             "log_type error\nlog_type warning\nlog_type notice",
             "max_inflight_messages 0",  # else 20: a round trip for every 20 messages
-            # else 1000, and more are lost; with 0 (no limit), mosquitto 2.0 hangs up after each publish that its access
-            # rules refuse
+            # else 1000, and further ones are lost; with 0 (no limit), mosquitto 2.0 disconnects after each publish that
+            # the access rules refuse
             "max_queued_messages 100000000",
             f"allow_anonymous {'false' if self.users is not None else 'true'}",
             f"persistence {'true' if self.persistent else 'false'}",
             f"persistence_location {directory}/",
         ]
         if os.geteuid() == 0:
-            lines.append("user root")  # it could not read its files otherwise
+            lines.append("user root")  # otherwise it can't read its files
         if self.users is not None:
             passwords = "".join(_password_line(name, password) for name, password in self.users.items())
             lines.append(f"password_file {_private(directory / 'passwords', passwords)}")
@@ -294,13 +294,13 @@ class Broker(Server):
 
 
 def _make_directory() -> tuple[Path, int]:
-    """A new directory, and a file descriptor that holds its lock, which the kernel releases however we end."""
+    """Returns a new directory and the descriptor of its lock, which the kernel releases when we end."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if directory.exists():  # else another process has removed it as a leftover
+            if directory.exists():  # otherwise another process has removed it
                 return directory, lock
             os.close(lock)
 
@@ -308,7 +308,7 @@ def _make_directory() -> tuple[Path, int]:
 def _remove_leftovers() -> None:
     """Remove the directories of killed processes."""
     for directory in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
-        with contextlib.suppress(OSError):  # of another user, or its owner is alive
+        with contextlib.suppress(OSError):  # another user's, or in use
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == os.geteuid():
@@ -325,7 +325,7 @@ def _private(path: Path, text: str) -> Path:
 
 
 def _password_line(name: str, password: str) -> str:
-    """As mosquitto_passwd writes it ($7$: PBKDF2 with SHA-512); not every installation has that tool."""
+    """Returns a line of mosquitto_passwd ($7$: PBKDF2 with SHA-512), which may not be installed."""
     salt, rounds = os.urandom(12), 101
     digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, rounds)
     return f"{name}:$7${rounds}${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n"

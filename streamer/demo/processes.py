@@ -1,7 +1,7 @@
-"""Processes that tell their state in JSON lines, and that die with us.
+"""Processes that print their state as JSON lines, and that end with ours.
 
-Child.start(name, "streamer.commands.cli", "run", ...) -> say("ready"): its next line with that key
-                                                       -> stop(), or kill() as a power cut would
+Child.start(name, "streamer.commands.cli", "run", ...) -> say("ready"): the next line with that key
+                                                       -> stop(), or kill() as in a power cut
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, Final
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-START_TIMEOUT_S: Final = 60.0  # for a process to say that it is ready, on a busy machine
-STOP_TIMEOUT_S: Final = 20.0  # for a process to end after SIGTERM, before it is killed
+START_TIMEOUT_S: Final = 60.0  # until a process is ready, on a busy machine
+STOP_TIMEOUT_S: Final = 20.0  # after SIGTERM, before SIGKILL
 LINES_KEPT: Final = 50  # of a process's output, to show when it fails
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None  # before any fork: a child must not load anything
 
 
 class Child:
-    """A process that tells its state in JSON lines, and that dies with us."""
+    """A process that prints its state as JSON lines, and ends with ours."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self._process = name, process
@@ -59,14 +59,14 @@ class Child:
                     self.said.put_nowait(json.loads(line))
 
     async def say(self, key: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-        """The next thing said that has `key`. Raises UStatusError if the process ends or is silent for too long."""
+        """Returns the next JSON line with `key`. Raises UStatusError if the process ends or takes too long."""
         ended = asyncio.create_task(self._process.wait())
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     saying = asyncio.create_task(self.said.get())
                     await asyncio.wait({saying, ended}, return_when=asyncio.FIRST_COMPLETED)
-                    if not saying.done() and self._readers:  # it has ended; what it said last may still be on its way
+                    if not saying.done() and self._readers:  # it has ended; its last lines may be unread
                         await asyncio.gather(*self._readers)
                         await asyncio.sleep(0)
                     if not saying.done():
@@ -81,7 +81,7 @@ class Child:
             ended.cancel()
 
     def require_running(self) -> None:
-        """Raises UStatusError(ABORTED) with its last words if it has ended."""
+        """Raises UStatusError(ABORTED) with the last output if it has ended."""
         if self._process.returncode is not None:
             raise UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
 
@@ -97,16 +97,16 @@ class Child:
         self._process.send_signal(number)
 
     async def ended(self) -> int:
-        """Its exit code, when it has one."""
+        """Wait; returns the exit code."""
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """SIGKILL, as a power cut would."""
+        """Send SIGKILL, and wait."""
         self._process.kill()
         await self._process.wait()
 
     async def stop(self) -> int | None:
-        """SIGTERM, and SIGKILL if that is not heard. Reaches what the process started, too."""
+        """Send SIGTERM, then SIGKILL if needed. Also kills what the process started."""
         if self._process.returncode is None:
             self._process.terminate()
             try:
@@ -122,9 +122,9 @@ class Child:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int | None = None) -> None:
-    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only.
+    """Call this in a child before exec. It gets the signal when its parent ends for any reason. Linux only.
 
-    `parent`: its process id; the child ends at once if that has ended before."""
+    `parent`: its process id; the child exits if the parent has already ended."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)
         if parent is not None and os.getppid() != parent:

@@ -1,6 +1,6 @@
-"""Replay a drive: every sample one publish, in order, as fast as the network takes it or at a given rate.
+"""Replay a drive: publish each sample in order, as fast as the network accepts them or at a given rate.
 
-Drive -> the publisher's own samples -> batches -> send_batch, again what was not taken -> counts per topic
+Drive -> the publisher's own samples -> batches -> send_batch, retries -> counts per topic
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_MIN_MS, RETRY_MAX_MS = 20, 2_000
 
 
 def load(data: Path | None, seed: int, seconds: int) -> drives.Drive:
-    """The recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT if nothing in it can be read."""
+    """Returns the recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT for an unreadable file."""
     if data is None:
         return drives.simulate(seed, seconds)
     try:
@@ -43,9 +43,9 @@ async def replay(
     rate: float | None = None,
     on_progress: Callable[[int], None] = lambda published: None,
 ) -> Counter[str]:
-    """Publish every sample; `rate` is in samples per second. The answer counts by topic what the network has taken.
+    """Publish every sample; `rate` is in samples per second. Returns the number of messages by topic.
 
-    Raises the UStatusError of a message that the network refuses for good.
+    Raises the UStatusError of a message that the network refuses permanently.
     """
     counts: Counter[str] = Counter()
     started, published = time.monotonic(), 0
@@ -64,7 +64,7 @@ async def replay(
 
 
 async def send_all(transport: UTransport, messages: list[UMessage]) -> None:
-    """Until the network has taken each of them. Raises the UStatusError of one that it refuses for good."""
+    """Send until the network accepts all. Raises the UStatusError of a permanent refusal."""
     backoff = Backoff(RETRY_MIN_MS, RETRY_MAX_MS)
     while messages:
         statuses = await transport.send_batch(messages)
