@@ -26,7 +26,7 @@ from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-RECEIVED_MAX: Final = 100_000  # messages that wait to be printed; when it is reached, receiving waits
+RECEIVED_MAX: Final = 100_000  # messages that wait to be printed; beyond it, receiving waits
 
 
 def subscribe(
@@ -45,7 +45,7 @@ def subscribe(
     logs.configure()
     network, filters = where.network(), [uris.parse(topic) for topic in topics]
 
-    def on_listening() -> None:  # on standard error, so that standard output holds messages only
+    def on_listening() -> None:  # on standard error: standard output has only messages
         heard = [uris.format(topic) for topic in filters]
         said = json.dumps({"listening": heard}) if as_json else f"listening to {', '.join(topics)}"
         print(said, file=sys.stderr, flush=True)

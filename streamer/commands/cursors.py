@@ -134,7 +134,7 @@ def asked(path: Path) -> list[Listed]:
 
 
 def listed(path: Path) -> list[Listed]:
-    """Returns the list in the file. Raises UStatusError: INVALID_ARGUMENT: no log; FAILED_PRECONDITION: unreadable."""
+    """Returns the list in the file. Raises UStatusError (INVALID_ARGUMENT: no log; FAILED_PRECONDITION: unreadable)."""
     rows, newest, oldest = _rows(path)
     found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
     return claims.listed(found, newest, oldest)
@@ -192,7 +192,7 @@ async def _release(path: Path, consumer: str) -> str:
 
 
 async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) -> Listed:
-    """Records that wait for `old` wait for `new`. With `out_of_order`, it gets its own records since then again.
+    """Move the records that wait for `old` to `new`. With `out_of_order`, `new` may get records twice.
 
     Raises UStatusError: NOT_FOUND (no such cursor), FAILED_PRECONDITION (`new` has been sent newer messages of these
     topics), or the error of Log.open (ALREADY_EXISTS: the streamer runs).
@@ -219,7 +219,7 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The last seqs that an endpoint got: in all topics, in each parked stream, and in each held address."""
+    """The seqs up to which an endpoint has every record: overall, by parked stream, and by held address."""
 
     seq: int
     parked: dict[str, int]
@@ -232,7 +232,7 @@ class Place:
         return None if row is None else cls(row.seq, *(_after(rows, f"{one}{endpoint}:") for one in HOLDS))
 
     def earliest(self, other: Place) -> Place:
-        """Returns the lower seq of both endpoints, everywhere: a topic may be parked for only one of them."""
+        """Returns the lower of both seqs, overall, by stream and by address: a topic may be parked for only one."""
 
         def both(mine: dict[str, int], others: dict[str, int]) -> dict[str, int]:
             return {
@@ -301,7 +301,7 @@ def _require_log(path: Path) -> None:
 
 
 def _is_of(name: str, endpoint: str) -> bool:
-    """True for its cursor, its begin, and the cursors of held records."""
+    """True if `name` is any cursor of `endpoint`, held ones too."""
     holds = tuple(f"{one}{endpoint}:" for one in HOLDS)
     return name in (CURSOR_PREFIX + endpoint, BEGAN_PREFIX + endpoint) or name.startswith(holds)
 

@@ -168,7 +168,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _times(kind: str, times: list[Time]) -> str:
-    """Returns `times` as text: of buckets, the UTC time of the begin."""
+    """Returns times as text; a bucket as its start in UTC."""
     if kind != BUCKET:
         return " ".join(map(str, times))
     return " ".join(_readable(ms) for (ms,) in times)

@@ -58,7 +58,7 @@ class Where(OptionGroup):
     entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{ENTITY:X}"
 
     def network(self, authority: str | None = None) -> Network:
-        """Returns the network. `authority`: ours by default. Raises UStatusError(INVALID_ARGUMENT)."""
+        """Returns the network. `authority`: default of --authority. Raises UStatusError(INVALID_ARGUMENT)."""
         authority = self.authority or authority
         try:
             ue_id = int(self.entity, 16)

@@ -87,7 +87,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 
 def plain(text: str) -> str:
-    """Escapes control characters, so that foreign text can't send commands to the terminal."""
+    """Returns `text` with control characters escaped: foreign text can't control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

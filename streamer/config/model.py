@@ -1,4 +1,4 @@
-"""The whole configuration, what follows from it, and what is wrong with it though each section is right by itself."""
+"""The whole configuration, values derived from it, and mistakes that involve several keys or sections."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def check_coherence(self) -> Self:
-        """Raises what is wrong though each section is right by itself, with the key of each mistake."""
+        """Raises mistakes that involve several keys or sections, with the key of each."""
         if mistakes := list(mistakes_of(self)):
             text = "; ".join(what for what, _ in mistakes)
             raise PydanticCustomError("incoherent", "{text}", {"text": text, "mistakes": mistakes})
@@ -63,13 +63,13 @@ class Config(Section):
     def with_endpoint(
         self, section: EndpointSection, rules: Sequence[RuleSection] = (), follow: Sequence[FollowSection] = ()
     ) -> Config:
-        """With one more endpoint; its rules are those given. Raises INVALID_ARGUMENT if they do not fit."""
+        """Returns a copy with the new endpoint and its rules. Raises INVALID_ARGUMENT if they don't fit."""
         return self._changed(
             endpoint=[*self.endpoint, section], rule=[*self.rules, *rules], follow=[*self.follow, *follow]
         )
 
     def without_endpoint(self, name: str) -> Config:
-        """Without this endpoint, and what names it. Raises INVALID_ARGUMENT if something needs it."""
+        """Returns a copy without an endpoint and its entries. Raises INVALID_ARGUMENT if it is needed."""
         return self._changed(
             endpoint=[one for one in self.endpoint if one.name != name],
             rule=[one for one in self.rules if name not in (one.from_, one.to)],
@@ -92,7 +92,7 @@ class Config(Section):
 
     @property
     def answers_for(self) -> frozenset[str]:
-        """Authorities beside its own for which the embedded uSubscription answers; a family at home has no other."""
+        """Other authorities that the embedded uSubscription serves; by default, the families at home."""
         if self.usubscription_of(self.home) != "embedded":
             return frozenset()
         if self.usubscription.answers_for is not None:
@@ -101,7 +101,7 @@ class Config(Section):
 
     @property
     def home(self) -> EndpointSection:
-        """The endpoint on whose network the streamer's own authority lives."""
+        """The endpoint that has the streamer's own authority."""
         return next(endpoint for endpoint in self.endpoint if self.authority in endpoint.authorities)
 
     def usubscription_of(self, endpoint: EndpointSection) -> Literal["embedded", "remote", "none"]:
@@ -114,7 +114,7 @@ class Config(Section):
 
     @property
     def rules(self) -> list[RuleSection]:
-        """As written; where none is written, every endpoint to every other."""
+        """The rules; without any, from each endpoint to each other."""
         if self.rule:
             return self.rule
         names = [endpoint.name for endpoint in self.endpoint]
@@ -125,7 +125,7 @@ class Config(Section):
 
 
 def mistakes_of(config: Config) -> Iterator[tuple[str, Location]]:
-    """Each mistake, with the key that has to be changed."""
+    """Yields each mistake with the key to change."""
     yield from _mistakes_of_admin(config)
     yield from _mistakes_of_endpoints(config)
     yield from _mistakes_of_rules(config)
@@ -269,14 +269,14 @@ def _mistakes_of_epochs(config: Config) -> Iterator[tuple[str, Location]]:
 
 
 def _owner(config: Config, authority: str) -> EndpointSection | None:
-    """Returns the endpoint of an authority or of a family, as Endpoints.owner."""
+    """Returns the endpoint of an authority or family, like Endpoints.owner."""
     named = {name: endpoint for endpoint in config.endpoint for name in endpoint.authorities}
     return next((named[one] for one in uris.owners(authority) if one in named), None)
 
 
 def _may_be_at(config: Config, service: AccessPattern, name: str) -> bool:
-    """True if another service of that name can be at this endpoint, and for an unknown endpoint, which is reported
-    elsewhere."""
+    """True if this endpoint can have another service of that name. Also true for an unknown endpoint, which is
+    reported elsewhere."""
     for endpoint in config.endpoint:
         if endpoint.name == name:
             there = {one for one in endpoint.authorities if uris.is_one_of(one, {service.authority})}
@@ -287,7 +287,7 @@ def _may_be_at(config: Config, service: AccessPattern, name: str) -> bool:
 
 
 def _may_have(config: Config, follow: FollowSection, service: AccessPattern, topic: UUri) -> bool:
-    """True if records of `topic` may be in the followed history, and are taken from there."""
+    """True if the followed history may have records of `topic` that we read."""
     authority = topic.authority_name
     if authority != uris.WILDCARD_AUTHORITY:
         owner = _owner(config, authority)

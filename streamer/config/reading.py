@@ -16,11 +16,11 @@ from streamer.config.sections import Location
 from transports import plugin as plugins
 from uprotocol.status import UStatusError, invalid
 
-Mistake = tuple[int, str]  # the line on which it is, and what it is
+Mistake = tuple[int, str]  # line, description
 
 
 def load(path: Path) -> Config:
-    """Read and check `path`, transports' settings, too. Raises UStatusError(INVALID_ARGUMENT), a line per mistake."""
+    """Read and check `path` and transports' settings. Raises UStatusError(INVALID_ARGUMENT), a line per mistake."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -47,14 +47,14 @@ def loads(text: str, name: str = "config") -> Config:
 
 
 def _not_toml(text: str, name: str, said: str) -> str:
-    """tomllib tells the line in words only: "(at line 3, column 7)", or "(at end of document)"."""
+    """Reads the line from the text of tomllib: "(at line 3, column 7)" or "(at end of document)"."""
     at = re.search(r" ?\(at (?:line (\d+), column \d+|end of document)\)$", said)
     line = int(at[1]) if at and at[1] else text.count("\n") + 1
     return f"{name}:{line}: this is not valid TOML: {said}"
 
 
 def _settings_mistakes(text: str, raw: dict[str, Any]) -> Iterator[Mistake]:
-    """What the transports say of their settings; sections of another shape are reported elsewhere."""
+    """Yields mistakes in transports' settings; malformed sections are reported elsewhere."""
     endpoints = raw.get("endpoint")
     for index, endpoint in enumerate(endpoints if isinstance(endpoints, list) else []):
         match endpoint:
@@ -70,7 +70,7 @@ def _settings_mistakes(text: str, raw: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def _explain(text: str, mistakes: ValidationError, model: type[BaseModel], within: Location = ()) -> Iterator[Mistake]:
-    """Line, and `where: what`, of each mistake that `model` has found in what is `within` that table."""
+    """Yields line and `key: mistake` for each mistake that `model` found in the table `within`."""
     for error in mistakes.errors(include_url=False):
         location = (*within, *error["loc"])
         where = ".".join(str(part) for part in location)
@@ -87,7 +87,7 @@ def _explain(text: str, mistakes: ValidationError, model: type[BaseModel], withi
 
 
 def line_of(text: str, location: Location) -> int:
-    """The line on which `location` is written, or the nearest line above it that is; tomllib itself keeps no lines."""
+    """Returns the line of `location`, or of the nearest table around it. tomllib provides no lines."""
     best, best_depth = 1, 0
     table: Location = ()
     counts: dict[str, int] = {}
@@ -104,7 +104,7 @@ def line_of(text: str, location: Location) -> int:
             here = (*table, *(part.strip("\"'") for part in entry[1].split(".")))
         else:
             continue
-        depth = min(len(here), len(location))  # one [[rule]] is a part of ("rule",)
+        depth = min(len(here), len(location))  # the first [[rule]] matches ("rule",)
         if here[:depth] == location[:depth] and depth > best_depth:
             best, best_depth = number, depth
     return best
