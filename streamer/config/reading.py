@@ -47,7 +47,7 @@ def loads(text: str, name: str = "config") -> Config:
 
 
 def _not_toml(text: str, name: str, said: str) -> str:
-    """Reads the line from the text of tomllib: "(at line 3, column 7)" or "(at end of document)"."""
+    """Returns the error; tomllib appends "(at line 3, column 7)" or "(at end of document)"."""
     at = re.search(r" ?\(at (?:line (\d+), column \d+|end of document)\)$", said)
     line = int(at[1]) if at and at[1] else text.count("\n") + 1
     return f"{name}:{line}: this is not valid TOML: {said}"

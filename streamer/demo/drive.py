@@ -39,7 +39,7 @@ ROW_PERIOD_MS: Final = 1_000  # the recordings have no time column: one row a se
 ROWS_MAX: Final = 1_000_000  # eleven days at one row a second; a longer file is probably no drive
 COLUMNS_MAX: Final = 1_024  # each is a topic; a car has some hundred parameters
 TEXT_LENGTH_MAX: Final = 1_000  # characters of a text value; a longer one means a broken file
-PROBLEMS_TOLD_MAX: Final = 100  # the others are only counted
+PROBLEMS_TOLD_MAX: Final = 100  # kept; the others are only counted
 DERIVED_RESOURCE_MIN: Final = 0x9000  # topics of columns that the table doesn't know; the table itself stays far below
 DERIVED_RESOURCES: Final = 0x6000
 
