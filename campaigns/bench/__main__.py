@@ -1,11 +1,11 @@
-"""`python -m campaigns.bench`: legs, costs and the table of what was to be reached; as JSON in the last line of stdout.
+"""`python -m campaigns.bench`: runs legs and costs, and prints the table of targets; the last line of stdout is JSON.
 
-python -m campaigns.bench                                        all of it in its short form, some ten minutes
-python -m campaigns.bench --legs zenoh_mqtt,disk --seconds 60    some, each run as long as named
+python -m campaigns.bench                                        everything in its short form, some ten minutes
+python -m campaigns.bench --legs zenoh_mqtt,disk --seconds 60    some legs and costs, 60 s for each run
 python -m campaigns.bench --curves                               the curves and their pictures, an hour
 python -m campaigns.bench --soak 1000000                         memory while a million messages pass
 
-Exit code 0 only if every message arrived, once and in order, and a soak's memory stayed flat.
+The exit code is 0 only if every message arrived once and in order, and the memory of a soak did not grow.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from campaigns.bench.measure import LEGS, Result, measure
 from campaigns.bench.processes import BenchError
 from campaigns.bench.soak import SOAK_LEGS, soak
 
-BUSY_LOAD_PER_CORE: Final = 0.5  # of others before we begin: from here on the figures are noise
+BUSY_LOAD_PER_CORE: Final = 0.5  # load of other processes at the start, above which the figures are noise
 SPREAD_MAX: Final = 1.4  # between the ratios of a leg's rounds; on a quiet machine they differ by a tenth
 MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs", "overlay-tmpfs")
-TABLE_COLUMNS: Final = 160  # where standard output is no terminal
-SCALE: Final = "usubscription"  # only where it is named: it takes a minute, and no row of the table is about it
+TABLE_COLUMNS: Final = 160  # if standard output is no terminal
+SCALE: Final = "usubscription"  # runs only if it is named: it takes a minute and has no row in the table
 PICTURES: Final = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 _progress = Console(stderr=True)
 
@@ -50,7 +50,7 @@ def _file_system(directory: Path) -> str:
 
 
 def _cores() -> int:
-    """Those that we may use, not those of the machine."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -78,7 +78,7 @@ def _work_directory(parent: Path | None) -> Iterator[Path]:
 
 
 def _each(names: list[str], work: Callable[[str], Any]) -> tuple[dict[str, Any], bool]:
-    """What `work` makes of every name; one that fails is told and left out, and the others go on."""
+    """Returns the results of `work` for each name. A failed one is logged and left out; the others continue."""
     results, whole = {}, True
     for name in names:
         _say(f"{name} ...")
@@ -87,7 +87,7 @@ def _each(names: list[str], work: Callable[[str], Any]) -> tuple[dict[str, Any],
         except BenchError as error:
             _say(f"error: {name}: {error}")
             whole = False
-        except Exception:  # a mistake of the bench's own costs this leg, and not the figures of an hour
+        except Exception:  # an error of the bench itself costs this leg, not the figures of an hour
             _say(f"error: {name}: {traceback.format_exc()}")
             whole = False
     return results, whole
@@ -192,7 +192,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _scale() -> dict[str, Any]:
-    """What campaigns.bench.usubscription_scale measures, in a process of its own; its table goes to standard error."""
+    """Runs campaigns.bench.usubscription_scale in its own process; its table goes to standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "campaigns.bench.usubscription_scale"], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -264,7 +264,7 @@ def _print_tables(legs: dict[str, Result], rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    # so that everything is closed as after Ctrl-C
+    # SIGTERM closes everything as Ctrl-C does
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments = _arguments()
     try:

@@ -1,8 +1,8 @@
-"""`python -m campaigns.bench.asker zenoh:PORT`: an application beyond the streamer that calls its services, timed.
+"""`python -m campaigns.bench.asker zenoh:PORT`: an application that calls and times the services of the streamer.
 
 bench -> {"do": NAME, ...} per line on stdin -> asker -> one JSON answer per line on stdout
 
-The calls are made with the product's own client side, one after the other.
+It uses the product's own clients and makes one call after the other.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
 TIMEOUT_MS: Final = 60_000
-BESIDE_S: Final = 0.02  # between questions beside a longer one
+BESIDE_S: Final = 0.02  # between the questions that run beside a longer one
 OPTIONS: Final = CallOptions(timeout_ms=TIMEOUT_MS)
 SUBSCRIBE, REGISTER, RESET = 1, 4, 6  # methods of core.usubscription, version 4
 DESCRIBE: Final = ids.at(wire.INGRESS_AUTHORITY, ids.DESCRIBE)
-SERVICE: Final = uris.uri(wire.EGRESS_AUTHORITY, 0, 4, 0)  # who alone may say Reset: a uSubscription service
+SERVICE: Final = uris.uri(wire.EGRESS_AUTHORITY, 0, 4, 0)  # only a uSubscription service may call Reset
 
 
 class Asker:
@@ -50,7 +50,7 @@ class Asker:
         self._expected = 0
 
     async def subscribe(self, first: int, count: int) -> dict[str, Any]:
-        """To topics `first`, `first` + 1, ...: how long until each was answered."""
+        """Subscribes to topics `first`, `first` + 1, ... and returns how long each answer took."""
         ms, statuses = [], Counter[int]()
         for number in range(first, first + count):
             asked = UPayload.pack(v4.SubscribeRequest(topic=wire.topic(number)))
@@ -61,7 +61,7 @@ class Asker:
         return {"ms": ms, "statuses": statuses}
 
     async def register(self) -> dict[str, Any]:
-        """For all changes; they come to this uEntity as notifications."""
+        """Registers for all changes, which arrive at this uEntity as notifications."""
         source = uris.uri(wire.INGRESS_AUTHORITY, 0, 4, 0x8000)
         await self._transport.register_listener(source, self, self._local.get_source())
         await self._rpc.invoke_method(_method(REGISTER), UPayload.pack(v4.NotificationsRequest()), OPTIONS)
@@ -78,11 +78,11 @@ class Asker:
         self.on_receive_batch([message])
 
     async def reset(self, count: int) -> dict[str, Any]:
-        """End all of this authority: how long until the last of `count` notifications of it has come, and how long from
-        the first to the last."""
+        """Resets this authority. Returns the time until the last of `count` notifications has arrived, and the time
+        from the first to the last."""
         self._notified, self._expected, self._first = 0, count, 0.0
         self._quiet.clear()
-        # as the service of this authority, and from its address: nobody else may
+        # in the name and from the address of this authority's service: no other sender may call Reset
         request = UMessageBuilder.request(SERVICE, _method(RESET), TIMEOUT_MS).pack(v4.ResetRequest())
         began = time.perf_counter()
         status = (await self._transport.send_batch([request]))[0]
@@ -97,7 +97,7 @@ class Asker:
         }
 
     async def logs(self) -> dict[str, Any]:
-        """What Spark asks for with each batch: the newest record of all topics of the bench."""
+        """Asks, as Spark does with each batch, for the newest record of all topics of the bench."""
         began = time.perf_counter()
         logs = await self._history.logs([wire.EVERY_TOPIC])
         return {
@@ -106,9 +106,9 @@ class Asker:
         }
 
     async def topics(self) -> dict[str, Any]:
-        """All topics of the bench, page by page: ms of each page, how many topics, and the longest that a question for
-        one topic took meanwhile."""
-        await self._history.logs([wire.TOPIC])  # as one who has asked before
+        """Lists all topics of the bench page by page. Returns the ms of each page, the number of topics, and the
+        longest time that a question for one topic took meanwhile."""
+        await self._history.logs([wire.TOPIC])  # a first question, so that the caller is known
         beside = asyncio.ensure_future(self._beside())
         ms, number, began = [], 0, time.perf_counter()
         asked = DescribeRequest(topics=[wire.EVERY_TOPIC], listing=DescribeRequest.LISTING_PAGE)
@@ -162,5 +162,5 @@ async def serve(address: Address) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends this process
     asyncio.run(serve(Address.parse(sys.argv[1])))

@@ -1,11 +1,11 @@
-"""The bare relays: the same libraries or sockets, nothing of up-streamer. `python -m campaigns.bench.bare zenoh:7001
-mqtt:7002`
+"""The bare relays use the same libraries or sockets, and no code of up-streamer. `python -m campaigns.bench.bare
+zenoh:7001 mqtt:7002`
 
 zenoh, dds   callback or take -> put
-mqtt         all that one read brought -> one write, at most 1,000 unacknowledged -> one write of acknowledgements
+mqtt         all packets of one read -> one write, at most 1,000 unacknowledged -> one write of acknowledgements
 
-They take no part in uProtocol beyond its bytes: no check, no log, no subscription, and what they hold is lost when they
-end. MQTT has no client library here: paho needs four to eight times as long as these sixty lines.
+They copy the bytes of uProtocol messages: no check, no log, no subscription; what they hold is lost when they end.
+MQTT uses no client library here: paho takes four to eight times as long as these sixty lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from campaigns.bench import networks, wire
 from campaigns.bench.load import answer
 from campaigns.bench.mqtt import MqttSocket
 
-# of messages from Zenoh that MQTT has not taken: Zenoh's callback waits then, and with it the publisher
+# messages from Zenoh that MQTT has not sent; beyond it, Zenoh's callback waits, and with it the publisher
 WAITING_MESSAGES_MAX: Final = 2_000
 PACKETS_IN_WRITE_MAX: Final = 256
 
@@ -60,7 +60,7 @@ class _Mqtt(asyncio.Protocol):
         sys.exit(f"the broker hung up: {error}")
 
     async def open(self, port: int, client_id: str, subscribe: bool) -> int:
-        """The window that the broker grants."""
+        """Connects and returns the window that the broker grants."""
         opened = MqttSocket(port, client_id)
         if subscribe:
             opened.subscribe(wire.MQTT_EVERY_TOPIC)
@@ -70,10 +70,10 @@ class _Mqtt(asyncio.Protocol):
 
 
 class _MqttOut:
-    """Packets on their way to a broker: `waiting` until `flush` finds room in the window."""
+    """Packets for a broker. They stay in `waiting` until `flush` finds free capacity in the window."""
 
     def __init__(self, on_left: Callable[[int], None]) -> None:
-        self._on_left = on_left  # with how many have left
+        self._on_left = on_left  # called with the number of packets that were sent
         self.waiting: collections.deque[tuple[bytes, bytes]] = collections.deque()  # topic; properties and payload
         self._in_flight, self._window, self._packet_id = 0, 0, 0
         self._mqtt = _Mqtt(self._acknowledged)
@@ -114,10 +114,10 @@ async def zenoh_mqtt(source: int, destination: int) -> Any:
         nonlocal woken
         if len(out.waiting) >= WAITING_MESSAGES_MAX:
             room.clear()
-            if len(out.waiting) >= WAITING_MESSAGES_MAX:  # it may have become less before `room` was cleared
+            if len(out.waiting) >= WAITING_MESSAGES_MAX:  # the queue may have shrunk before `room` was cleared
                 room.wait()
         out.waiting.append(packets.rest(sample.attachment.to_bytes(), sample.payload.to_bytes()))
-        if not woken:  # one wake-up for all that comes until the loop has its turn
+        if not woken:  # one wake-up for all samples that arrive before the loop runs
             woken = True
             loop.call_soon_threadsafe(flush)
 
@@ -133,7 +133,7 @@ def _id_text(id: bytes) -> bytes:
 
 
 class FromAttributes:
-    """MQTT's properties for the attributes of Zenoh: only the id differs."""
+    """Makes MQTT properties from the attributes of Zenoh: only the id differs."""
 
     def __init__(self) -> None:
         packet = wire.PublishPackets().packet(0, b"")
@@ -168,7 +168,7 @@ async def mqtt_zenoh(source: int, destination: int) -> Any:
 
 
 async def mqtt_mqtt(source: int, destination: int) -> Any:
-    """Acknowledges what has been sent on, so that a slow destination is felt at the source."""
+    """Acknowledges only what it has forwarded, so that a slow destination slows the source."""
     acks: collections.deque[bytes] = collections.deque()
 
     def on_packets(data: bytes, packets: list[tuple[int, int, int]]) -> None:
@@ -216,7 +216,7 @@ RELAYS: Final[dict[tuple[str, str], Callable[[int, int], Any]]] = {
 
 
 async def serve(source: networks.Address, destination: networks.Address) -> None:
-    """Relay until standard input ends."""
+    """Relays until standard input ends."""
     made = RELAYS[source.network, destination.network](source.number, destination.number)
     _kept = await made if asyncio.iscoroutine(made) else made
     answer(ready=True)
@@ -224,7 +224,7 @@ async def serve(source: networks.Address, destination: networks.Address) -> None
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends this process
     sys.setswitchinterval(0.001)
     with contextlib.suppress(SystemExit):
         asyncio.run(serve(*map(networks.Address.parse, sys.argv[1:3])))

@@ -1,8 +1,8 @@
-"""Curves: the same measurements along one axis each, as figures and pictures (campaigns/bench/pictures.py).
+"""Curves: the same measurement along one axis, as figures and pictures (campaigns/bench/pictures.py).
 
-topics_published, topics_subscribed   4,000/s over so many topics     records   what the log holds already
+topics_published, topics_subscribed   4,000/s over so many topics     records   records in the log
 fleet     vehicles with 30 topics each                                payload   16 B to 1 MiB
-peers     networks that get every message                             load      what is offered, against latency
+peers     networks that get every message                             load      latency by offered load
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from campaigns.bench.measure import RUN_MESSAGES_MIN, VOLATILE, calibrate
 from campaigns.bench.processes import BenchError
 from campaigns.bench.subject import Scene
 
-RESULTS: Final = "curves.json"  # beside the pictures: what they show
+RESULTS: Final = "curves.json"  # the figures of the pictures, in the same directory
 RUN_S: Final = 5.0
 PEERS: Final = (1, 2, 3, 4, 6, 8)
 RECORDS: Final = (0, 100_000, 250_000, 500_000, 1_000_000, 2_000_000)
-RECORDS_MIB: Final = 16_384  # history.retention_mib: none of them is to be deleted meanwhile
+RECORDS_MIB: Final = 16_384  # history.retention_mib: large enough that no record is deleted during the run
 STEP_MESSAGES_MAX: Final = 250_000  # sent in one run while the log is filled
 PAYLOADS: Final = tuple(4**power for power in range(2, 11))  # 16 B to 1 MiB
 PAYLOAD_MIB_MAX: Final = 512  # of one run
 LOADS: Final = (10, 100, 300, 1_000, 3_000, 10_000, 20_000, 40_000, 60_000, 80_000)
-LOAD_KEPT: Final = 0.97  # of what is offered must arrive, or latency is only the length of a growing queue
+LOAD_KEPT: Final = 0.97  # share of the offered load that must arrive; below it, latency only shows a growing queue
 FLEETS: Final = (100, 1_000, 5_000)
 
-# name -> kind of lane, leg: beside one another in the pictures
+# name -> kind of lane, leg: shown together in the pictures
 SUBJECTS: Final[dict[str, tuple[Kind, Leg]]] = {
     "bare": ("bare", Leg("zenoh", "zenoh")),
     "volatile": ("streamer", Leg("zenoh", "zenoh", VOLATILE)),
@@ -51,7 +51,7 @@ def _costing(one: Lane, messages: int, size: int = wire.PAYLOAD_BYTES) -> Figure
 
 
 def peers(setting: Setting) -> Figures:
-    """One topic that as many networks want: messages taken per second, and CPU for each that leaves."""
+    """Measures one topic with `count` destinations: messages received per second, and CPU for each message sent."""
 
     def at(count: int, directory: Path) -> Figures:
         with lane("streamer", Leg("zenoh", "zenoh", peers=count), directory) as one:
@@ -63,7 +63,7 @@ def peers(setting: Setting) -> Figures:
 
 
 def records(setting: Setting) -> Figures:
-    """Full speed of a durable log that holds so many records, all in one streamer."""
+    """Measures full speed of a durable log by the number of its records, all in one streamer."""
     scene = Scene(sections={"history": {"retention_mib": RECORDS_MIB}})
     with lane("streamer", Leg("zenoh", "zenoh", scene), setting.directory / "records") as one:
         run_messages = calibrate(one, setting.seconds_or(RUN_S))
@@ -83,7 +83,7 @@ def records(setting: Setting) -> Figures:
 
 
 def _beside(xs: tuple[int, ...], setting: Setting, work: Callable[[Lane, int], Figures]) -> Figures:
-    """By subject: what `work` makes of its lane at each x."""
+    """Returns by subject what `work` returns for its lane at each x."""
     found = {}
     for name, (kind, leg) in SUBJECTS.items():
         setting.say(name)
@@ -94,7 +94,7 @@ def _beside(xs: tuple[int, ...], setting: Setting, work: Callable[[Lane, int], F
 
 
 def payload(setting: Setting) -> Figures:
-    """Full speed with payloads of so many bytes."""
+    """Measures full speed by payload size in bytes."""
 
     def at(one: Lane, size: int) -> Figures:
         few = max(50, min(RUN_MESSAGES_MIN, (PAYLOAD_MIB_MAX << 18) // size))
@@ -107,7 +107,7 @@ def payload(setting: Setting) -> Figures:
 
 
 def load(setting: Setting) -> Figures:
-    """Latency at an offered load, from the time at which each message was due."""
+    """Measures latency by offered load, from the time at which each message was due."""
     full: dict[int, bool] = {}
 
     def at(one: Lane, rate: int) -> Figures:
@@ -136,8 +136,8 @@ CURVES: Final[dict[str, Callable[[Setting], Figures]]] = {
 
 
 def curves(names: list[str], setting: Setting, pictures_directory: Path) -> dict[str, Any]:
-    """Measure `names`, and write figures and pictures; those of other curves stay as they are. A curve that fails is
-    told, and leaves its old ones."""
+    """Measures `names` and writes figures and pictures; those of other curves do not change. A failed curve is reported
+    and keeps its previous files."""
     pictures_directory.mkdir(parents=True, exist_ok=True)
     path = pictures_directory / RESULTS
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

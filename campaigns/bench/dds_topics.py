@@ -1,11 +1,11 @@
-"""The first messages of very many new topics on DDS, and how long a topic that is known waits meanwhile.
+"""The first messages of many new topics on DDS, and how long messages of a known topic wait meanwhile.
 
 one way        here: 2,000 writers                   there: one reader with a wildcard
-with readers   here: 2,000 writers                   there: the topics asked for one by one
-both ways      each end asks for 2,000 topics of the other, and both begin at the same time
+with readers   here: 2,000 writers                   there: a reader for each topic, made one by one
+both ways      each end reads 2,000 topics of the other, and both begin at the same time
 
-Two processes, each with a transport of its own on loopback. Meanwhile a topic that is known carries a message every
-20 ms each way that has topics; how long each was due is what it waited.
+Two processes have their own transports on loopback. Meanwhile a known topic carries a message every 20 ms in each
+direction that has topics; its wait is the time since the message was due.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 TOPICS: Final = 2_000
-BATCH: Final = 512  # as the dispatcher sends
-KNOWN: Final = 0x9000  # the resource of the topic that is known
+BATCH: Final = 512  # the batch size of the dispatcher
+KNOWN: Final = 0x9000  # the resource of the known topic
 KNOWN_PERIOD_S: Final = 0.02
 CASE_S_MAX: Final = 90.0
 CASES: Final = {"one_way": ("all", False), "with_readers": ("each", False), "both_ways": ("each", True)}
@@ -53,7 +53,7 @@ def cpu_s() -> float:
 
 
 class Arrived:
-    """Which topics have come, and how late those of the known one were."""
+    """Which topics have arrived, and how late the messages of the known topic were."""
 
     def __init__(self) -> None:
         self.topics: set[bytes] = set()
@@ -73,7 +73,7 @@ class Arrived:
 
 
 async def end(me: str, other: str, domain: int, asks: str, sends: bool) -> None:
-    """One of the two: JSON lines on stdin begin what it does, JSON lines on stdout say what came of it."""
+    """Runs one of the two processes: JSON lines on stdin are its commands, JSON lines on stdout its results."""
     lines: asyncio.Queue[None] = asyncio.Queue()
 
     def read() -> None:
@@ -93,7 +93,7 @@ async def end(me: str, other: str, domain: int, asks: str, sends: bool) -> None:
         made = [message(topic(me, number), b"x" * 256) for number in range(TOPICS if sends else 0)]
         print(json.dumps({"registered_s": registered_s}), flush=True)
         await lines.get()
-        if sends:  # from here on it is known
+        if sends:  # the other end knows it from now on
             await transport.send_batch([message(uris.uri(me, 1, 1, KNOWN), b"%.6f" % time.time())])
         print(json.dumps({"ready": True}), flush=True)
         await lines.get()
@@ -168,8 +168,8 @@ def _case(name: str, directory: Path) -> dict[str, float]:
 
 
 def measure(directory: Path, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """By case: seconds until all of the first messages have come, CPU seconds of both ends, ms that a known topic
-    waited at most meanwhile, seconds to ask for the topics. Raises BenchError if one is lost or comes twice."""
+    """Returns by case: seconds until all first messages have arrived, CPU seconds of both ends, the longest wait of a
+    known topic in ms, seconds to create the readers. Raises BenchError if a message is lost or doubled."""
     directory.mkdir(parents=True, exist_ok=True)
     results = {}
     for name in CASES:

@@ -1,5 +1,5 @@
-"""The DDS type of docs/dds-mapping.md, with CDR made by hand: cyclonedds' own takes 20 us for a sequence of octets, and
-lists them.
+"""The DDS type of docs/dds-mapping.md with its own CDR code: that of cyclonedds takes 20 us for a sequence of octets,
+and returns lists.
 
 This module has no `from __future__ import annotations`: cyclonedds reads the annotations themselves.
 """
@@ -47,4 +47,4 @@ class UMessage(IdlStruct, typename="uprotocol.v1.UMessage"):
 
     @classmethod
     def deserialize_key(cls, data: bytes, has_header: bool = True, use_version_2: Any = None) -> Self:
-        return cls()  # the type has no key; asked for when a writer has gone
+        return cls()  # the type has no key; this is called when a writer has ended

@@ -1,6 +1,6 @@
-"""`python -m campaigns.bench.far PORT DELAY_MS`: a TCP port that is PORT of this machine from far away.
+"""`python -m campaigns.bench.far PORT DELAY_MS`: a TCP port that forwards to the local PORT with a delay.
 
-client <-> [port, told on stdout] --DELAY_MS later--> PORT, and as late back; as wide as the machine, in order
+client <-> [port, printed on stdout] --DELAY_MS later--> PORT, and back with the same delay; in order, no rate limit
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from campaigns.bench.load import answer
 
-# on the way in one direction: 100 ms of 600 MB/s. Beyond it the sender waits, as it would for a receiver's window
+# bytes under way in one direction: 100 ms of 600 MB/s. Beyond it the sender waits, as for a receiver's window
 BYTES_MAX: Final = 64 << 20
 
 
 class Delay:
-    """Bytes on their way, in order, each for `delay_s`. Time is an argument."""
+    """Bytes in order, each of which is under way for `delay_s`. Time is an argument."""
 
     def __init__(self, delay_s: float) -> None:
         self._delay_s, self.size = delay_s, 0
@@ -29,7 +29,7 @@ class Delay:
         self.size += len(data)
 
     def take(self, now: float) -> list[bytes]:
-        """What has arrived by `now`."""
+        """Returns what has arrived by `now`."""
         out = []
         while self._under_way and self._under_way[0][0] <= now:
             out.append(self._under_way.popleft()[1])
@@ -38,12 +38,12 @@ class Delay:
 
     @property
     def next(self) -> float | None:
-        """When the next bytes arrive; None: none are under way."""
+        """Returns when the next bytes arrive, or None if none are under way."""
         return self._under_way[0][0] if self._under_way else None
 
 
 class Side(asyncio.Protocol):
-    """One connection's end; what it reads comes out at `other` a while later."""
+    """One end of a connection. `other` writes what it reads after the delay."""
 
     def __init__(self, delay_s: float) -> None:
         self._delay = Delay(delay_s)
@@ -58,7 +58,7 @@ class Side(asyncio.Protocol):
         transport.pause_reading()
 
     def join(self, other: Side) -> None:
-        """From now on what is read here comes out there."""
+        """From now on `other` writes what this end reads."""
         self.other = other
         self.transport.resume_reading()
 
@@ -92,7 +92,7 @@ class Side(asyncio.Protocol):
 
 
 class Far:
-    """The port, while it is served."""
+    """The port while it is open."""
 
     def __init__(self, target: int, delay_s: float) -> None:
         self._target, self._delay_s = target, delay_s
@@ -100,7 +100,7 @@ class Far:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> int:
-        """The port to connect to."""
+        """Opens the port and returns its number."""
         self._server = await asyncio.get_running_loop().create_server(self._accept, "127.0.0.1", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -134,5 +134,5 @@ async def serve(target: int, delay_ms: float) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends this process
     asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2])))

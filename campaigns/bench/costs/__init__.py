@@ -1,8 +1,8 @@
-"""Costs that should follow the change: a measurement for each row of the table in docs/benchmarks.md.
+"""Costs that should depend only on the size of a change: one measurement per row of the table in docs/benchmarks.md.
 
-common.py       setting, points, metrics      topics.py       many topics on Zenoh, first sight of one
-disk.py         bytes written per message     subscribing.py  one subscription more, start, notifications
-describing.py   Describe                      brokers.py      a far, a small, a synchronous MQTT
+common.py       setting, points, metrics      topics.py       many topics on Zenoh, the first message of one
+disk.py         bytes written per message     subscribing.py  one more subscription, start, notifications
+describing.py   Describe                      brokers.py      MQTT: a far broker, a small window, one at a time
 slow.py         a slow processor              elsewhere.py    a fleet, DDS
 following.py    a gateway that follows another one      epochs.py  an append, with and without epochs
 """

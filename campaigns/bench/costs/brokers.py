@@ -1,4 +1,4 @@
-"""MQTT to MQTT where the broker is the limit: far away, with a small window, or one message at a time."""
+"""MQTT to MQTT where the broker limits the rate: far away, with a small window, or with one message at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ KINDS: Final[tuple[Kind, ...]] = ("bare", "streamer", "bridge")
 FAR_MS: Final = 50.0  # each way
 OFFERED_PER_S: Final = 20_000
 SHORT_S: Final = 4.0
-# settings.in_flight_max of the far endpoint: 20,000/s for the 100 ms that an acknowledgement takes are 2,000
+# settings.in_flight_max of the far endpoint: 20,000/s times the 100 ms of an acknowledgement are 2,000
 IN_FLIGHT_MAX: Final = 4_096
-STOCK_IN_FLIGHT: Final = ("max_inflight_messages 20",)  # as mosquitto comes; nothing is dropped from its queue here
+STOCK_IN_FLIGHT: Final = ("max_inflight_messages 20",)  # mosquitto's default; here it drops nothing from its queue
 ROUND_TRIPS: Final = 500
 ROUND_TIMEOUT_S: Final = 120.0
 
 
 def far(setting: Setting) -> Figures:
-    """The destination's broker 50 ms away each way, 20,000/s offered: what of it arrives there."""
+    """Measures what arrives if 20,000/s are offered and the destination's broker is 50 ms away each way."""
     scene = Scene(out_settings={"in_flight_max": IN_FLIGHT_MAX})
 
     def at(kind: Kind, directory: Path) -> Figures:
@@ -39,7 +39,7 @@ def far(setting: Setting) -> Figures:
 
 
 def stock(setting: Setting) -> Figures:
-    """Brokers that allow 20 messages in flight, as mosquitto does by itself; full speed."""
+    """Measures full speed with brokers that allow 20 messages in flight, the default of mosquitto."""
 
     def at(kind: Kind, directory: Path) -> Figures:
         with lane(kind, Leg("mqtt", "mqtt", broker_settings=STOCK_IN_FLIGHT), directory) as one:
@@ -49,7 +49,7 @@ def stock(setting: Setting) -> Figures:
 
 
 def one_at_a_time(setting: Setting) -> Figures:
-    """A publisher that sends the next message when the one before it has arrived."""
+    """Measures a publisher that sends each message after the previous one has arrived."""
 
     def at(kind: Kind, directory: Path) -> Figures:
         with round_trip(kind, Leg("mqtt", "mqtt"), directory) as ends:

@@ -1,4 +1,4 @@
-"""What the measurements of costs share: their setting, points along an axis, and what the admin port says."""
+"""Shared parts of the cost measurements: their setting, points along an axis, and metrics from the admin port."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from campaigns.bench.processes import BenchError
 
-PACE_PER_S: Final = 4_000  # what a gateway sends off the vehicle, and a fleet in the issue's rows
+PACE_PER_S: Final = 4_000  # what a gateway sends off the vehicle, and what a fleet sends in the issue's rows
 ADMIN_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where to write, whom to tell; `seconds` of each run instead of the measurement's own, short ones."""
+    """Where to write and whom to notify. `seconds` replaces the measurement's own, short duration of each run."""
 
     directory: Path
     say: Callable[[str], None]
@@ -30,7 +30,7 @@ Figures = dict[str, Any]
 
 
 def points(xs: Iterable[Any], setting: Setting, work: Callable[[Any, Path], Figures]) -> Figures:
-    """What `work` makes of each x, in a directory of its own. One that fails is told as such, and the others go on."""
+    """Returns the figures of `work` for each x, in its own directory. A failed x is reported, the others go on."""
     found: Figures = {}
     for x in xs:
         name = f"{x:,}" if isinstance(x, int) else str(x)
@@ -48,18 +48,18 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
-BROKEN: Final = ("failed", "lost", "doubled", "duplicates", "disordered")  # figures that must be nothing
+BROKEN: Final = ("failed", "lost", "doubled", "duplicates", "disordered")  # figures that must be zero or absent
 
 
 def has_failed(figures: Any) -> bool:
-    """Whether any point of it has, or has lost, doubled or disordered a message."""
+    """Returns whether any point failed, or has lost, doubled or disordered a message."""
     if isinstance(figures, dict):
         return any(figures.get(name) for name in BROKEN) or any(has_failed(one) for one in figures.values())
     return False
 
 
 def metrics(port: int) -> dict[str, float]:
-    """What the streamer's admin port says, by name and labels as they stand there. Raises BenchError."""
+    """Returns the metrics of the streamer's admin port by name and labels. Raises BenchError."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ADMIN_TIMEOUT_S) as answer:
             text = answer.read().decode()

@@ -1,4 +1,4 @@
-"""Describe of a log with many topics: what Spark asks with each batch (the newest record that matches), and all topics
+"""Describe of a log with many topics: the newest matching record (Spark's question with each batch), and all topics
 in pages."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transports.ports import free_port
 from uprotocol import uri as uris
 
 TOPICS: Final = (8_000, 30_000, 300_000)
-ASKED: Final = 5  # times; the first one may have to make what the others find, and is told by itself
+ASKED: Final = 5  # times; the first answer may have to build a cache, and is reported by itself
 FILL_TIMEOUT_S: Final = 180.0
 LOOK_S: Final = 0.2
 
@@ -38,7 +38,7 @@ def _at(topics: int, directory: Path) -> Figures:
     }
     source, out = Address("zenoh", free_port()), Address("zenoh", free_port())
     with ExitStack() as stack:
-        scene = Scene(topics=0, sections=sections)  # recorded, and wanted by nobody
+        scene = Scene(topics=0, sections=sections)  # topics are recorded, but have no subscriber
         streamer = stack.enter_context(subject.start(directory, source, out, scene=scene, log_dir=directory))
         publisher = Child.module("publisher", "campaigns.bench.load", "publisher", source, topics, log_dir=directory)
         stack.enter_context(publisher).wait_for("ready")
@@ -71,7 +71,7 @@ def _at(topics: int, directory: Path) -> Figures:
 
 
 def _wait_for(admin: int, topics: int) -> None:
-    """Until the log has a record of each of so many topics. Raises BenchError."""
+    """Waits until the log has a record of each of `topics` topics. Raises BenchError."""
     deadline = time.monotonic() + FILL_TIMEOUT_S
     known = 0.0
     while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""What a streamer writes to its disk for each message, at rates at which commits are small.
+"""Bytes that a streamer writes to disk for each message, at rates at which commits are small.
 
-/proc/PID/io write_bytes of the streamer while 10, 100 and 1,000 messages/s pass, each rate through a streamer of its
-own, all at once. A short run may end before the log's first checkpoint; `most` adds what is still to be copied from the
-write-ahead log, each byte of which is written once more at the most. With --seconds 600 that no longer counts.
+/proc/PID/io write_bytes of the streamer while 10, 100 and 1,000 messages/s pass. Each rate has its own streamer; all
+run at once. A short run may end before the log's first checkpoint: `most` adds the bytes of the write-ahead log that
+are not copied yet, each of which is written at most once more. With --seconds 600 these no longer matter.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from campaigns.bench.lanes import Lane, Leg, lane
 
 RATES: Final = (10, 100, 1_000)
 SHORT_S: Final = 15.0
-WARM_UP_S: Final = 1.0  # the file is made, and the first cursor written
+WARM_UP_S: Final = 1.0  # time to create the file and write the first cursor
 KB: Final = 1_000
 
 
 def measure(setting: Setting) -> Figures:
-    """By rate: KB written per message so far and at most, and what the CPU took."""
+    """Returns by rate: KB written per message, so far and at most, and the CPU time."""
     seconds = setting.seconds_or(SHORT_S)
     with _streamers(setting) as streamers:
         for rate, one in streamers.items():

@@ -1,4 +1,4 @@
-"""Measurements that live beside this package: a fleet, and new topics on DDS."""
+"""Costs whose measurements are outside this package: a fleet, and new topics on DDS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from campaigns.bench.costs.common import Figures, Setting, points
 from campaigns.bench.processes import BenchError
 
-FLEETS: Final = (100, 1_000)  # vehicles, 30 topics each; the curves have 5,000, too
+FLEETS: Final = (100, 1_000)  # vehicles, 30 topics each; the curves also have 5,000
 
 
 def _measure(module: str) -> Any:
@@ -33,7 +33,7 @@ def fleet(setting: Setting, fleets: tuple[int, ...] = FLEETS) -> Figures:
 
 
 def dds(setting: Setting) -> Figures:
-    """The first message of many new topics, and what waits meanwhile."""
+    """Measures the first message of many new topics, and how long other messages wait meanwhile."""
     setting.directory.mkdir(parents=True)
     figures: Figures = _measure("campaigns.bench.dds_topics")(setting.directory, setting.say)
     return figures

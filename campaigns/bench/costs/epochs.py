@@ -1,6 +1,6 @@
-"""What epochs cost an append: nothing where there are none, little where other topics have them.
+"""The cost of epochs for an append: none without epochs, little where other topics have them.
 
-Batches of messages into three logs in memory, in turn, so that what the machine does meanwhile is the same for all:
+Appends batches to three logs in memory, in turn, so that the load of the machine is the same for all:
 no groups -- a group of other topics -- a group of these topics, in buckets of a second, ten of which pass per round
 """
 
@@ -29,15 +29,15 @@ GROUPS: Final = {
     "of_others": [Group("second", [uris.uri("vehicle1", 0x8002, 1, 0xFFFF)], 1_000)],
     "of_these": [Group("second", [uris.uri("vehicle1", 0x8001, 1, 0xFFFF)], 1_000, ahead_ms=1 << 40)],
 }
-BATCH: Final = 100  # messages: what comes at once at a rate of some thousands per second
-BATCHES: Final = 100  # of a turn
-SECONDS_PASS: Final = 10  # of the ids, in a turn
+BATCH: Final = 100  # messages that arrive at once at a rate of some thousands per second
+BATCHES: Final = 100  # batches per turn
+SECONDS_PASS: Final = 10  # that the ids of one turn span
 ROUNDS: Final = 40
 RING_BYTES: Final = 32 << 20
 
 
 def measure(setting: Setting) -> Figures:
-    """Microseconds of CPU per message, and the median of the ratios, round by round."""
+    """Returns microseconds of CPU per message, and the median of the ratios of the rounds."""
     return asyncio.run(_measure(setting))
 
 
@@ -67,7 +67,7 @@ async def _measure(setting: Setting) -> Figures:
 
 
 def _batches(number: int) -> list[list[EncodedMessage]]:
-    """Created for each round, since what was appended may not change; not part of what is measured."""
+    """Creates new batches for each round, as appended messages must not change. This time is not measured."""
     begin_ms = 1_700_000_000_000 + number * SECONDS_PASS * 1_000
     payload = UPayload(bytes(PAYLOAD_BYTES), UPayloadFormat.UPAYLOAD_FORMAT_RAW)
     made = []
@@ -83,7 +83,7 @@ def _message(created_ms: int, number: int, payload: UPayload) -> EncodedMessage:
 
 
 async def _append(log: Log, batches: list[list[EncodedMessage]]) -> float:
-    """Seconds of CPU."""
+    """Appends the batches and returns the seconds of CPU."""
     stream = log.stream_id(TOPIC)
     began = time.process_time()
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Following: a gateway that follows another one over a link of some length, and what a poll costs.
+"""Following: a gateway that follows another one over links of different lengths, and the cost of a poll.
 
 publisher -- Zenoh -- vehicle gateway == Zenoh or MQTT through campaigns.bench.far, or DDS == hub -- Zenoh -- subscriber
 """
@@ -32,16 +32,16 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, PollReques
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 
-WAYS: Final = ("pushed", "follow_push", "follow_poll")  # the first: the vehicle's gateway pushes, nobody follows
+WAYS: Final = ("pushed", "follow_push", "follow_poll")  # first way: the vehicle's gateway pushes, and nobody follows
 ROUND_TRIPS_MS: Final = {
     "zenoh": (0, 200),
     "mqtt": (0, 200),
     "dds": (0,),
-}  # by the link; campaigns.bench.far delays TCP only
-# further settings of the link: an acknowledgement of a broker takes as long as the way there and back
+}  # by link; campaigns.bench.far delays only TCP
+# further settings of the link: a broker's acknowledgement takes as long as the way there and back
 MORE: Final[dict[str, dict[str, object]]] = {"mqtt": {"in_flight_max": 4_096}}
 SHORT_S: Final = 3.0
-PACE_PER_S: Final = 200  # of the delays
+PACE_PER_S: Final = 200  # rate at which delays are measured
 TAKEN_OVER_S: Final = 30.0
 LOOK_S: Final = 0.1
 TOPICS: Final = (1, 10, 100, 1_000, 10_000)
@@ -50,7 +50,7 @@ NAMED_MAX: Final = 1_000  # topics that one poll may name
 
 
 def road(setting: Setting) -> Figures:
-    """Per second at full speed, and delays at a modest pace, by the link, the way and the round trip of the link."""
+    """Returns messages per second at full speed, and delays at a modest rate, by link, way and round trip."""
 
     def of(link: str, way: str) -> Figures:
         def at(round_trip_ms: int, directory: Path) -> Figures:
@@ -137,12 +137,12 @@ def _hub(way: str, link: Address, out: Address, admin: int) -> list[str]:
 
 
 def _service(authority: str) -> str:
-    """A gateway, as a configuration names it."""
+    """Returns the gateway's address as a configuration names it."""
     return uris.format(ids.at(authority)).removeprefix("up:")
 
 
 def _wait_for(admin: int) -> None:
-    """Until the hub has taken over. Raises BenchError."""
+    """Waits until the hub has taken over. Raises BenchError."""
     deadline = time.monotonic() + TAKEN_OVER_S
     while time.monotonic() < deadline:
         if metrics(admin).get('up_streamer_followed{endpoint="link",state="handed_over"}') == 1:
@@ -155,7 +155,7 @@ def _wait_for(admin: int) -> None:
 
 
 def polls(setting: Setting) -> Figures:
-    """Bytes of a poll and its answer where nothing is new, by the topics that are followed; and where it names them."""
+    """Returns the bytes of a poll without news and its answer, by followed topics; and if the poll names them."""
 
     def at(topics: int, directory: Path) -> Figures:
         del directory
@@ -190,7 +190,7 @@ FOLLOWER: Final = bytes(16)
 
 
 async def _follow(client: HistoryClient, topics: list[UUri]) -> int:
-    """How many bytes it took to say it."""
+    """Follows `topics` and returns the bytes that this took."""
     bytes = 0
     for number, first in enumerate(range(0, len(topics), CHANGES_MAX), 1):
         asked = CommandRequest(follower=FOLLOWER, number=number)

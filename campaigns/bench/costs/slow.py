@@ -1,7 +1,7 @@
-"""Zenoh to MQTT with a slow processor: the streamer gets a share of one core, its publisher does not.
+"""Zenoh to MQTT with a slow processor: the streamer gets a share of one core, its publisher is not limited.
 
-What it takes in, what it sends, and what it reads back from its disk because it took in more than it sent
-(/proc/PID/io rchar: bytes that came from files, whether or not the disk had to move).
+Measures what the streamer receives, what it sends, and what it reads back from its disk because it received more than
+it sent (/proc/PID/io rchar: bytes read from files, with or without disk access).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB: Final = 1 << 20
 
 @contextmanager
 def slowed(child: Child, share: float = SHARE) -> Iterator[None]:
-    """`child` on one core, and stopped for the rest of each PERIOD_S. It needs no rights beyond our own."""
+    """Keeps `child` on one core, and stops it for the rest of each PERIOD_S. It needs no further rights."""
     cores = os.sched_getaffinity(child.pid)
     for task in os.listdir(f"/proc/{child.pid}/task"):
         os.sched_setaffinity(int(task), {max(cores)})

@@ -1,4 +1,4 @@
-"""What a change of interest costs a running streamer, and what it costs to start with many."""
+"""The cost of a change of interest in a running streamer, and of a start with many subscriptions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from usubscription.state import Status
 from usubscription.store.database import Database
 
 KNOWN: Final = (5_000, 50_000)
-ONE_MORE: Final = 10  # Subscribes, one after the other, at a time ...
-ONE_MORE_MAX: Final = 500  # ... as long as they take less than ONE_MORE_S: CPU is counted in hundredths of a second
+ONE_MORE: Final = 10  # Subscribes in a row, repeated ...
+ONE_MORE_MAX: Final = 500  # ... while they take less than ONE_MORE_S: CPU is counted in hundredths of a second
 ONE_MORE_S: Final = 4.0
 STARTED_WITH: Final = 5_000
 TOLD: Final = 200
@@ -31,7 +31,7 @@ ANSWER_TIMEOUT_S: Final = 120.0
 
 
 def fill(path: Path, topics: int) -> None:
-    """A store in which one subscriber has all of the first `topics`, as the service would leave it."""
+    """Writes the store that the service would leave if one subscriber had all of the first `topics`."""
     path.parent.mkdir(parents=True)
     database = Database(path, wire.INGRESS_AUTHORITY)
     database.open()
@@ -59,8 +59,8 @@ def fill(path: Path, topics: int) -> None:
 def running(
     directory: Path, source: str, topics: int, sections: dict[str, dict[str, Any]] | None = None
 ) -> Iterator[tuple[Child, Child, float]]:
-    """A streamer with a uSubscription inside that knows `topics` subscriptions, an application beyond it, and how many
-    seconds the streamer took to be ready."""
+    """Starts a streamer whose inner uSubscription knows `topics` subscriptions. Returns it, an application beyond it,
+    and the seconds until the streamer was ready."""
     fill(directory / "data" / "usubscription.db", topics)
     with ExitStack() as stack:
         port = stack.enter_context(Broker()).port if source == "mqtt" else free_port()
@@ -84,12 +84,12 @@ def ask(asker: Child, **command: Any) -> dict[str, Any]:
 
 
 def one_more(setting: Setting) -> Figures:
-    """ms of a Subscribe while the streamer knows so many topics, which are on an MQTT network; and the streamer's CPU
-    for it, which is for the most part its event loop's."""
+    """Returns the ms of a Subscribe while the streamer knows `topics` topics on an MQTT network, and the CPU that it
+    takes in the streamer, mostly in its event loop."""
 
     def at(topics: int, directory: Path) -> Figures:
         with running(directory, "mqtt", topics) as (streamer, asker, _):
-            ask(asker, do="subscribe", first=topics, count=1)  # the way is known
+            ask(asker, do="subscribe", first=topics, count=1)  # a first call, so that the connection is ready
             cpu_s = streamer.cpu_s()
             ms: list[float] = []
             while len(ms) < ONE_MORE_MAX and sum(ms) < ONE_MORE_S * 1_000:
@@ -104,7 +104,7 @@ def one_more(setting: Setting) -> Figures:
 
 
 def start(setting: Setting) -> Figures:
-    """Seconds until ready with 5,000 subscriptions to topics on Zenoh, less those with none."""
+    """Returns seconds until ready with 5,000 subscriptions to topics on Zenoh, minus those without subscriptions."""
     starts = {}
     for topics in (0, STARTED_WITH):
         with running(setting.directory / str(topics), "zenoh", topics) as (_, _, start_s):
@@ -115,7 +115,7 @@ def start(setting: Setting) -> Figures:
 
 
 def notifications(setting: Setting) -> Figures:
-    """A request changes 200 subscriptions at once: ms from the first to the last of the 200 notifications of it, and
+    """Changes 200 subscriptions by one request. Returns the ms from the first to the last of its 200 notifications, and
     from the request to the last."""
     with running(setting.directory / "told", "zenoh", TOLD) as (_, asker, _):
         ask(asker, do="register")

@@ -1,4 +1,4 @@
-"""Many topics: subscribed to one by one, published on Zenoh, and seen for the first time."""
+"""Many topics: subscribed to one by one, published on Zenoh, and received for the first time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SUBSCRIBED: Final = (1, 1_000, 10_000, 100_000)
 PUBLISHED: Final = (3_900, 4_500, 30_000, 100_000)
 SHORT_S: Final = 5.0
 START_TIMEOUT_S: Final = 180.0  # with 100,000 subscriptions
-# beyond it more subscriptions would only take the machine down: they have a thread each
+# each subscription has a thread: more of them would overload the machine
 THREADS_MAX: Final = 1_000
-# times that each topic is published before it is measured, for a sender treats a new topic otherwise than a known one;
-# of many topics only where the runs are long
+# times that each topic is published before the measurement, as a sender treats a new topic differently from a known
+# one; with many topics only if the runs are long
 WARM_UP_ROUNDS: Final = 20
 WARM_UP_TOPICS_MAX: Final = 5_000
 LONG_S: Final = 60.0
@@ -32,7 +32,7 @@ FIRST_SIGHTS: Final = 200
 
 
 def subscribed(setting: Setting) -> Figures:
-    """Zenoh to Zenoh, each topic subscribed to by itself, 4,000/s over all of them."""
+    """Zenoh to Zenoh with one subscription per topic, 4,000/s over all topics."""
     threads = 0
 
     def at(topics: int, directory: Path) -> Figures:
@@ -43,7 +43,7 @@ def subscribed(setting: Setting) -> Figures:
         scene = Scene(topics=topics, start_timeout_s=START_TIMEOUT_S)
         with lane("streamer", Leg("zenoh", "zenoh", scene), directory) as streamer:
             start_s = time.monotonic() - began
-            streamer.run(max(topics, PACE_PER_S))  # each once: what the first sight of a topic costs is told elsewhere
+            streamer.run(max(topics, PACE_PER_S))  # each once: the cost of a first message is measured elsewhere
             messages = max(topics, int(PACE_PER_S * setting.seconds_or(SHORT_S)))
             cpu_s = streamer.cpu_s()
             result = streamer.run(messages, PACE_PER_S)
@@ -61,7 +61,7 @@ def subscribed(setting: Setting) -> Figures:
 
 
 def published(setting: Setting) -> Figures:
-    """Zenoh to Zenoh, one subscription to all, 4,000/s over so many topics: what of that rate arrives."""
+    """Zenoh to Zenoh with one subscription to all topics: what arrives of 4,000/s over so many topics."""
 
     def at(topics: int, directory: Path) -> Figures:
         with lane("streamer", Leg("zenoh", "zenoh", Scene(topics=topics, exact=False)), directory) as streamer:
@@ -90,7 +90,7 @@ class _Nobody:
 
 
 def first_sight(setting: Setting) -> Figures:
-    """The event loop's time for a topic that it has not seen before, in this process: the table of listeners alone."""
+    """Measures the event loop's time for the first message of a topic, in this process: only the table of listeners."""
 
     def at(filters: int, _: Path) -> Figures:
         table = ListenerTable("bench", listeners_max=filters)
