@@ -3,8 +3,8 @@
 back end's client -- MQTT in-vehicle --> up-streamer, uSubscription inside -- MQTT off-vehicle --> all vehicles
       <------------------------------ their messages, all the time ------------------------------'
 
-The client subscribes to every topic of every vehicle. Until the last answer all that a topic can be is PENDING; it is
-SUBSCRIBED when its vehicle has agreed. Messages count as owed from when their vehicle was asked for the topic.
+The client subscribes to every topic of every vehicle. A topic is PENDING until its vehicle has agreed, and SUBSCRIBED
+afterwards. A message must arrive if it is sent after its vehicle was asked for the topic.
 Prints one JSON line.
 """
 
@@ -26,12 +26,12 @@ from campaigns.bench.processes import BenchError, Child
 from campaigns.bench.subject import READY_WORD
 from streamer.demo.mosquitto import Broker
 
-VEHICLES: Final = (100, 1_000, 5_000)  # of the runs that `make bench` makes
+VEHICLES: Final = (100, 1_000, 5_000)  # in the runs of `make bench`
 TOPICS_EACH: Final = 30
 RATE: Final = 4_000.0  # messages a second over all vehicles
-SUBSCRIBED_WITHIN_S: Final = 600.0  # then the subscriptions so far count
-STEADY_S: Final = 5.0  # measured once all stand
-STALL_S: Final = 15.0  # nothing came for so long: what is missing is lost
+SUBSCRIBED_WITHIN_S: Final = 600.0  # after this time, the subscriptions so far count
+STEADY_S: Final = 5.0  # measured once all topics are SUBSCRIBED
+STALL_S: Final = 15.0  # if nothing arrives for so long, the missing messages are lost
 LOOK_S: Final = 1.0
 TELL_S: Final = 10.0
 ANSWER_S: Final = 60.0
@@ -42,7 +42,7 @@ MEMORY_MIB_MIN: Final = 512
 
 
 def write_config(directory: Path, backend_port: int, fleet_port: int, topics: int) -> Path:
-    """The bridge's TOML file."""
+    """Writes the bridge's TOML file."""
 
     def endpoint(name: str, authority: str, port: int, mode: str) -> str:
         lines = [f"[[endpoint]]\nname = '{name}'\ntransport = 'mqtt5'\nauthorities = ['{authority}']"]
@@ -61,7 +61,7 @@ def write_config(directory: Path, backend_port: int, fleet_port: int, topics: in
 
 
 class Ends:
-    """The bridge, and both ends beside it."""
+    """The bridge and the processes at its two ends."""
 
     def __init__(self, stack: ExitStack, directory: Path, vehicles: int, topics_each: int) -> None:
         def child(name: str, module: str, *arguments: object) -> Child:
@@ -88,7 +88,7 @@ def measure(
     rate: float = RATE,
     limit_s: float = SUBSCRIBED_WITHIN_S,
 ) -> dict[str, Any]:
-    """Subscribe to a fleet while it publishes. `pending_s`, `subscribed_s`: None if that did not come within `limit_s`.
+    """Subscribes to a fleet while it publishes. `pending_s` and `subscribed_s` are None if `limit_s` was too short.
     Raises BenchError if a process ends."""
     directory.mkdir(parents=True, exist_ok=True)
     topics = vehicles * topics_each

@@ -1,7 +1,7 @@
 """`python -m campaigns.bench.fleet_load vehicles|backend PORT VEHICLES TOPICS_EACH`: the two ends of the fleet leg.
 
-vehicles: one connection that plays all of them: their topics are published, their uSubscriptions answer
-backend : one client that subscribes to all topics, some hundreds of requests in flight, and counts what comes
+vehicles: one connection for all vehicles: publishes their topics and answers for their uSubscriptions
+backend : a client that subscribes to all topics, with some hundreds of requests in flight, and counts the messages
 
 One JSON command per line on stdin, one JSON answer per line on stdout; the process ends when stdin does.
 """
@@ -29,16 +29,16 @@ from uprotocol.core.usubscription.wire import CODECS, FETCH_SUBSCRIPTIONS, SUBSC
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-PUBLISH_EVERY_S: Final = 0.002  # what has become due leaves together
-UNACKNOWLEDGED_MAX: Final = 20_000  # a broker that is behind is waited for; the messages count from when they were due
-IN_FLIGHT: Final = 1_000  # Subscribes without an answer: below the share of one caller
+PUBLISH_EVERY_S: Final = 0.002  # messages that are due are sent together
+UNACKNOWLEDGED_MAX: Final = 20_000  # beyond it, wait for the broker; the delay of a message counts from when it was due
+IN_FLIGHT: Final = 1_000  # Subscribes without an answer: fewer than one caller may have
 V4_SUBSCRIBED: Final[Any] = Status.SUBSCRIBED + 1  # on the wire
-ASK_AGAIN_S: Final = 1.0  # after a Subscribe was refused
+ASK_AGAIN_S: Final = 1.0  # after a refused Subscribe
 DISCONNECT: Final = b"\xe0\x00"
 
 
 class Link(asyncio.Protocol):
-    """One MQTT connection; `take(PUBLISH bodies)` gets those of one read."""
+    """One MQTT connection; calls `take` with the PUBLISH bodies of each read."""
 
     def __init__(self, take: Any) -> None:
         self._take, self._rest, self._packet_id = take, b"", 0
@@ -86,12 +86,12 @@ def _new_id() -> str:
 
 
 class Vehicles:
-    """All vehicles: each topic in turn, `rate` messages a second over all of them. A message is owed from when its
-    vehicle was asked for the topic."""
+    """All vehicles: they publish the topics in turn, `rate` messages a second in total. A message must arrive if it is
+    sent after its vehicle was asked for the topic."""
 
     def __init__(self, vehicles: int, topics_each: int) -> None:
         self._count, self._each = vehicles * topics_each, topics_each
-        self._asked: dict[int, Any] = {}  # topics, and which version was spoken
+        self._asked: dict[int, Any] = {}  # topics, and the version of the request
         self._link = Link(self._take)
         self._publishing: asyncio.Task[None] | None = None
         self.sent = self.owed = self.requests = 0
@@ -124,7 +124,7 @@ class Vehicles:
     def _message(self, topic: int, number: int, due_ns: int) -> bytes:
         authority = wire.vehicle(topic // self._each)
         source = f"//{authority}/{wire.ENTITY:X}/{wire.VERSION:X}/{wire.FIRST_TOPIC + topic % self._each:X}"
-        sink = f"//{wire.CLOUD}/FFFFFFFF/FF/FFFF"  # a streamer's
+        sink = f"//{wire.CLOUD}/FFFFFFFF/FF/FFFF"  # the address of a streamer
         is_owed = topic in self._asked
         self.owed += is_owed
         made = wire.properties("up-pub.v1", _new_id(), source, sink, "CS1")
@@ -141,7 +141,7 @@ class Vehicles:
         return acks
 
     def _answers(self, request: wire.Received) -> list[bytes]:
-        """The response, and what the vehicle's own uSubscription tells its new subscriber."""
+        """Returns the response, and the notification by the vehicle's own uSubscription for its new subscriber."""
         self.requests += 1
         sink = uris.parse(request.users["4"])
         codec, own = CODECS[sink.ue_version_major], sink.authority_name
@@ -187,7 +187,7 @@ class Backend:
         self._link = Link(self._take)
         self._calls: dict[bytes, int] = {}  # id of a Subscribe -> its topic
         self._answered, self._standing = bytearray(self._count), bytearray(self._count)
-        self._seen = [0] * self._count  # per topic, a bit for each message that was owed
+        self._seen = [0] * self._count  # per topic, a bit for each message that must arrive
         self._last = array("q", [-1] * self._count)
         self._delays_ms = array("f")
         self._done: dict[str, float] = {}
@@ -246,7 +246,7 @@ class Backend:
 
     def _count_message(self, payload: bytes, now_ns: int) -> None:
         topic, number, due_ns, is_owed = wire.unstamp(payload)
-        if not is_owed:  # from between two questions: it may come, and need not
+        if not is_owed:  # sent before its vehicle was asked for the topic: it may arrive, but need not
             return
         bit = 1 << number
         if self._seen[topic] & bit:
@@ -269,7 +269,7 @@ class Backend:
         self._room.set()
         if "8" in message.users:
             self.refused += 1
-            if self.refused == 1:  # the others will have the same reason
+            if self.refused == 1:  # the others have the same reason
                 why = UStatus.FromString(message.payload)
                 print(f"a Subscribe was refused: {why.code} {why.message}", file=sys.stderr, flush=True)
             asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask, topic)
@@ -302,7 +302,7 @@ async def serve(role: str, port: int, vehicles: int, topics_each: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends this process
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(sys.argv[1], *map(int, sys.argv[2:5])))
 

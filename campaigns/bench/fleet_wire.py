@@ -1,7 +1,7 @@
-"""What travels in the fleet leg: MQTT packets of uProtocol, made and taken apart by hand. Pure.
+"""The wire format of the fleet leg: MQTT packets of uProtocol, made and parsed by hand. Pure.
 
-payload = topic (4) | number on that topic (4) | when it was due, ns (8) | whether somebody is owed it (1) | padding
-vehicle vin00007, its topic 12: //vin00007/20/1/800C, number 7 * 30 + 12 of all
+payload = topic (4) | number on that topic (4) | when it was due, ns (8) | whether it must arrive (1) | padding
+The topic 12 of vehicle vin00007 is //vin00007/20/1/800C, number 7 * 30 + 12 of all topics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 
 CLOUD: Final = "cloud"
-BACKEND: Final = uris.uri(CLOUD, 0x10, 1, 0)  # who subscribes
+BACKEND: Final = uris.uri(CLOUD, 0x10, 1, 0)  # the subscriber
 ENTITY, VERSION, FIRST_TOPIC = 0x20, 1, 0x8000  # of a vehicle's topics
 CALL_TTL_MS: Final = 600_000  # of a Subscribe
 PUBLISHED: Final = f"+/{ENTITY:X}/0/{VERSION:X}/+"  # in-vehicle, on the back end's network
@@ -43,7 +43,7 @@ def topic_number(uri: UUri, topics_each: int) -> int:
 
 
 def segments(uri: UUri) -> str:
-    """Of a topic name in a vehicle, or in the back end."""
+    """Returns a topic name in a vehicle or in the back end."""
     return (
         f"{uri.authority_name}/{uri.ue_id & 0xFFFF:X}/{uri.ue_id >> 16:X}/{uri.ue_version_major:X}/{uri.resource_id:X}"
     )
@@ -52,20 +52,20 @@ def segments(uri: UUri) -> str:
 # -- packets
 
 _EXPIRY, _CONTENT_TYPE, _CORRELATION, _USER = 0x02, 0x03, 0x09, 0x26
-_FIXED: Final = {0x01: 1, _EXPIRY: 4, 0x23: 2}  # bytes of the properties of a PUBLISH that are no text
+_FIXED: Final = {0x01: 1, _EXPIRY: 4, 0x23: 2}  # bytes of the PUBLISH properties that are not texts
 
 
 def properties(
     type: str, id: str, source: str, sink: str, priority: str, expiry_s: int = 0, reqid: bytes = b""
 ) -> bytes:
-    """The properties of a PUBLISH as uProtocol's mapping has them; expiry_s 0, no reqid: none."""
+    """Returns the properties of a PUBLISH in uProtocol's mapping. expiry_s 0 and no reqid add no property."""
     users = (("uP", "1"), ("1", id), ("2", type), ("3", source), ("4", sink), ("5", priority))
     made = b"".join(b"\x26" + text_of(key) + text_of(value) for key, value in users)
     if expiry_s:
         made += struct.pack(">BI", _EXPIRY, expiry_s)
     if reqid:
         made += struct.pack(">BH", _CORRELATION, len(reqid)) + reqid
-    return made + b"\x03" + text_of("2")  # protobuf, as it is
+    return made + b"\x03" + text_of("2")  # payload format: protobuf
 
 
 def publish_packet(topic: str, packet_id: int, made: bytes, payload: bytes) -> bytes:
@@ -83,14 +83,14 @@ class Received(NamedTuple):
 
 
 def read_publish(data: bytes, start: int, end: int) -> Received:
-    """The body of a PUBLISH with QoS 1."""
+    """Parses the body of a PUBLISH with QoS 1."""
     at = start + 2 + int.from_bytes(data[start : start + 2], "big")
     topic, packet_id = data[start + 2 : at].decode(), data[at : at + 2]
     length, at = _read_varint(data, at + 2)
     stop, users, correlation, expiry_s = at + length, dict[str, str](), b"", 0
     while at < stop:
         kind, at = data[at], at + 1
-        if kind == 0x0B:  # the identifier of our subscription
+        if kind == 0x0B:  # the subscription identifier
             _, at = _read_varint(data, at)
             continue
         if kind in _FIXED:
@@ -107,7 +107,7 @@ def read_publish(data: bytes, start: int, end: int) -> Received:
 
 
 def payload_of(data: bytes, end: int) -> bytes:
-    """Of a PUBLISH with a stamped payload: what else it says is known."""
+    """Returns the payload of a PUBLISH with a stamped payload, and ignores the rest."""
     return data[end - PAYLOAD_BYTES : end]
 
 

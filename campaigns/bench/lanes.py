@@ -1,9 +1,9 @@
-"""A lane: publisher -> relay -> subscriber, processes and networks of their own, started once for many runs.
+"""A lane: publisher -> relay -> subscriber with their own processes and networks, started once for many runs.
 
-bare      bench.bare                 the same libraries or sockets, nothing of up-streamer
+bare      bench.bare                 the same libraries or sockets, no code of up-streamer
 streamer  the streamer under test
-bridge    mosquitto itself           MQTT to MQTT: the source's broker brings it to the destination's
-rust      --peer-rust BINARY         Eclipse's Rust streamer, which may lose: what it lost is told
+bridge    mosquitto itself           MQTT to MQTT: the source's broker forwards to the destination's
+rust      --peer-rust BINARY         Eclipse's Rust streamer; it may lose messages, which are counted
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from campaigns.bench.subject import Scene
 from transports.ports import free_port
 
 Kind = Literal["bare", "streamer", "bridge", "rust"]
-RUN_TIMEOUT_S: Final = 120.0  # beyond what a run takes by itself
-# a bridge without a limit connects with a Receive Maximum of 0, which is refused
+RUN_TIMEOUT_S: Final = 120.0  # in addition to the duration of a run
+# without a limit, a bridge connects with a Receive Maximum of 0, which the broker refuses
 BRIDGE_WINDOW: Final = ("max_inflight_messages 65000",)
-SLOWEST_PER_S: Final = 1_000  # at full speed; what is slower than that for long is no figure
+SLOWEST_PER_S: Final = 1_000  # at full speed; below this rate a run times out
 
 
 @dataclass(frozen=True)
 class Leg:
-    """From one network to another. `far_ms`: how far away the destination's broker is for the relay, each way."""
+    """A source and a destination network. `far_ms`: delay between the relay and the destination's broker, each way."""
 
     source: str
     destination: str
     scene: Scene = field(default_factory=Scene)
     far_ms: float = 0
     broker_settings: Sequence[str] = ()  # lines of mosquitto.conf, of both brokers
-    peers: int = 1  # destinations of a streamer, each with a network and a subscriber of its own
+    peers: int = 1  # destinations of a streamer, each with its own network and subscriber
 
 
 class Lane:
-    """A relay between a publisher and subscribers, each of which gets every message. `relay` is None where a broker is
-    the relay."""
+    """A relay between a publisher and subscribers, each of which gets every message. `relay` is None if a broker is the
+    relay."""
 
     def __init__(
         self, name: str, relay: Child | None, publisher: Child, subscribers: Sequence[Child], *, loses: bool
@@ -50,7 +50,7 @@ class Lane:
         self.name, self.relay, self._loses = name, relay, loses
         self._publisher, self._subscribers = publisher, subscribers
         self._run = 0
-        self._under_way = 0, 0.0  # messages, and within how many seconds
+        self._under_way = 0, 0.0  # messages, and their seconds
 
     @property
     def process(self) -> Child:
@@ -61,7 +61,7 @@ class Lane:
         return self.relay.log_tail() if self.relay is not None else ""
 
     def join(self) -> None:
-        """Until a message passes: discovery and matching are done."""
+        """Waits until a message arrives, so that discovery and matching are complete."""
         deadline = time.monotonic() + MATCH_TIMEOUT_S
         while time.monotonic() < deadline:
             self._publisher.tell(run=0, messages=1, rate=0, size=wire.PAYLOAD_BYTES)
@@ -72,13 +72,13 @@ class Lane:
         raise BenchError(f"{self.name}: no message came through within {MATCH_TIMEOUT_S:.0f} s{self._said()}")
 
     def run(self, messages: int, rate: float = 0, size: int = wire.PAYLOAD_BYTES) -> dict[str, Any]:
-        """Send `messages`, and count them at the other ends: the result of the slowest. Raises BenchError if one is
-        lost, doubled or out of order, unless the relay is one that may."""
+        """Sends `messages` and returns the result of the slowest subscriber. Raises BenchError if a message is lost,
+        doubled or out of order, unless this relay may lose messages."""
         self.begin(messages, rate, size)
         return self.finish()
 
     def begin(self, messages: int, rate: float = 0, size: int = wire.PAYLOAD_BYTES) -> None:
-        """The first half of `run`, for lanes that run at once."""
+        """Starts a run. Lanes that run at the same time call `begin` and `finish` instead of `run`."""
         self._run += 1
         self._ask_subscribers(run=self._run, messages=messages, latency=rate > 0)
         self._publisher.tell(run=self._run, messages=messages, rate=rate, size=size)
@@ -99,7 +99,7 @@ class Lane:
         return [subscriber.answer(RUN_TIMEOUT_S) for subscriber in self._subscribers]
 
     def _judge(self, result: dict[str, Any], messages: int) -> None:
-        """Add what was lost and the rate."""
+        """Adds the number of lost messages and the rate."""
         lost = messages - result["received"]
         if not self._loses and (lost or result["doubled"] or result["disordered"]):
             raise BenchError(
@@ -110,16 +110,16 @@ class Lane:
         result["per_s"] = max(result["received"] - 1, 0) / max(float(result["seconds"]), 1e-9)
 
     def throughput(self, messages: int, size: int = wire.PAYLOAD_BYTES) -> float:
-        """Messages per second between the first and the last received."""
+        """Returns messages per second between the first and the last received."""
         return float(self.run(messages, size=size)["per_s"])
 
     def cpu_s(self) -> float:
-        """Of the relay so far; 0 where that is a broker."""
+        """Returns the relay's CPU time so far; 0 if the relay is a broker."""
         return self.relay.cpu_s() if self.relay is not None else 0.0
 
 
 class Net:
-    """The two networks of a leg, and what stands between relay and destination."""
+    """The two networks of a leg, and the link between the relay and the destination."""
 
     def __init__(self, leg: Leg, directory: Path, stack: ExitStack, *, bridge: bool = False) -> None:
         self.destinations = [_network(leg.destination, leg, stack) for _ in range(leg.peers)]
@@ -136,13 +136,13 @@ class Net:
 def _network(
     network: str, leg: Leg, stack: ExitStack, more: Sequence[str] = (), unless_set: Sequence[str] = ()
 ) -> Address:
-    """`more` follows the leg's own settings of a broker, since what follows a bridge belongs to it; `unless_set` is for
-    a leg that has none."""
+    """`more` follows the leg's own broker settings, because settings after a bridge belong to the bridge. `unless_set`
+    applies to a leg without settings."""
     return new_address(network, stack, (*(leg.broker_settings or unless_set), *more))
 
 
 def new_address(network: str, stack: ExitStack, broker_settings: Sequence[str] = ()) -> Address:
-    """Of a network that nobody else is on, with a broker where it has one, until `stack` ends."""
+    """Returns an unused network, with a broker if it needs one. It exists until `stack` ends."""
     if network == "mqtt":
         from streamer.demo.mosquitto import Broker
 
@@ -151,7 +151,7 @@ def new_address(network: str, stack: ExitStack, broker_settings: Sequence[str] =
 
 
 def _bridge(port: int) -> list[str]:
-    """mosquitto.conf of the source's broker: all topics of the bench to the broker at `port`, QoS 1."""
+    """Returns lines for mosquitto.conf of the source's broker: forward all topics of the bench to `port` with QoS 1."""
     return [
         "connection bench",
         f"address 127.0.0.1:{port}",
@@ -165,7 +165,7 @@ def _bridge(port: int) -> list[str]:
 
 @contextmanager
 def lane(kind: Kind, leg: Leg, directory: Path, binary: Path | None = None) -> Iterator[Lane]:
-    """A running lane, on networks of its own; `binary`: of a lane of kind rust. Raises BenchError."""
+    """Runs a lane on its own networks. `binary` is for a lane of kind rust. Raises BenchError."""
     directory.mkdir(parents=True)
     with ExitStack() as stack:
         net = Net(leg, directory, stack, bridge=kind == "bridge")
@@ -205,7 +205,7 @@ def _relay(kind: Kind, leg: Leg, net: Net, directory: Path, stack: ExitStack, bi
 
 @contextmanager
 def round_trip(kind: Kind, leg: Leg, directory: Path) -> Iterator[Child]:
-    """A lane whose two ends are one process, that sends the next message when the one before it has come."""
+    """Runs a lane whose ends are one process, which sends each message after the previous one has arrived."""
     directory.mkdir(parents=True)
     with ExitStack() as stack:
         net = Net(leg, directory, stack, bridge=kind == "bridge")

@@ -1,9 +1,9 @@
-"""`python -m campaigns.bench.load ROLE NETWORK:NUMBER ...`: one end of a benchmark, or both, in a process of its own.
+"""`python -m campaigns.bench.load ROLE NETWORK:NUMBER ...`: one end of a benchmark, or both, in its own process.
 
     publisher ADDRESS TOPICS | subscriber ADDRESS TOPICS | round SOURCE DESTINATION
 
 bench -> one JSON command per line on stdin -> load -> one JSON answer per line on stdout
-The process ends when stdin does, so it can't outlive the bench.
+The process ends when its stdin closes, so that it cannot outlive the bench.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from campaigns.bench import networks, wire
 
-STALL_S: Final = 8.0  # nothing came for so long: what is missing is lost
+STALL_S: Final = 8.0  # if nothing arrives for so long, the missing messages are lost
 Command = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ def subscriber(address: networks.Address, tally: networks.Tally) -> networks.Sub
         from campaigns.bench.mqtt import MqttSubscriber
 
         return MqttSubscriber(address.number, tally)
-    return networks.ZenohSubscriber(address.number, tally)  # no leg ends at DDS
+    return networks.ZenohSubscriber(address.number, tally)  # no leg has DDS as destination
 
 
 def publish(address: networks.Address, topics: int) -> Callable[[Command], None]:
@@ -71,12 +71,12 @@ def subscribe(address: networks.Address, topics: int) -> Callable[[Command], Non
         tally.wait(STALL_S)
         answer(**tally.result())
 
-    run.keeps = end  # type: ignore[attr-defined]  # a Zenoh subscriber that nobody holds is undeclared
+    run.keeps = end  # type: ignore[attr-defined]  # a Zenoh subscriber without a reference is undeclared
     return run
 
 
 def go_round(source: networks.Address, destination: networks.Address) -> Callable[[Command], None]:
-    """The next message is sent when the one before it has come: what one at a time costs."""
+    """Sends each message after the previous one has arrived, to measure one message at a time."""
     tally = networks.Tally()
     ends = publisher(source, 1), subscriber(destination, tally)
 
@@ -93,7 +93,7 @@ def go_round(source: networks.Address, destination: networks.Address) -> Callabl
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends this process
     sys.setswitchinterval(0.001)
     role, address, other = sys.argv[1], networks.Address.parse(sys.argv[2]), sys.argv[3]
     if role == "round":

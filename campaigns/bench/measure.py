@@ -1,8 +1,8 @@
-"""One leg: the bare relay and the streamer side by side, measured in turn, and others beside them where they can run.
+"""One leg: the bare relay and the streamer, measured in turn, and other relays that support the leg.
 
 round 1: for each lane a run at full speed   then for each lane a run at 1,000/s (delays, CPU)
 round 2: the same                            the lane that is not measured is idle
-...   -> medians of what the rounds say
+...   -> medians of the rounds
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Final
 from campaigns.bench.lanes import Kind, Lane, Leg, lane
 from campaigns.bench.subject import Scene
 
-ROUNDS: Final = 3  # pairs; the median of three lets one of them be disturbed
-RUN_S: Final = 3.0  # of one run at full speed, by what the warm-up says; --seconds sets it
+ROUNDS: Final = 3  # the median of three rounds allows for one disturbed round
+RUN_S: Final = 3.0  # of one run at full speed, estimated by the warm-up; --seconds sets it
 RUN_MESSAGES_MIN: Final = 2_000
-WARM_UP_MESSAGES: Final = 10_000  # sent first and not counted, and fewer where the leg is slow
+WARM_UP_MESSAGES: Final = 10_000  # sent first and not counted; fewer on a slow leg
 LATENCY_RATE: Final = 1_000  # messages per second
-LATENCY_S: Final = 1.5  # per round; with --seconds as long as the other runs
+LATENCY_S: Final = 1.5  # per round; --seconds applies to these runs, too
 
 VOLATILE: Final = Scene(volatile=True)
 AT_ONCE: Final = Scene(sections={"history": {"gather_ms": 0}})
@@ -35,18 +35,18 @@ LEGS: Final[dict[str, Leg]] = {
     "mqtt_mqtt": Leg("mqtt", "mqtt"),
     "dds_zenoh": Leg("dds", "zenoh"),
 }
-RUST_NETWORKS: Final = ("zenoh", "mqtt")  # that the Rust streamer has transports for, without a machine of its own
+RUST_NETWORKS: Final = ("zenoh", "mqtt")  # networks for which the Rust streamer has transports on one machine
 
 
 @dataclass
 class Figures:
-    """What the rounds said of one lane."""
+    """The figures of one lane from all rounds."""
 
     per_s: list[float] = field(default_factory=list)
     p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)
     cpu_s: float = 0.0  # of the runs at full speed
-    messages: int = 0  # that they sent
+    messages: int = 0  # sent in these runs
     lost: int = 0
     paced_cpu_s: float = 0.0  # of the runs at LATENCY_RATE
     paced_messages: int = 0
@@ -59,7 +59,7 @@ class Figures:
             "p50_ms": round(statistics.median(self.p50_ms), 3),
             "p99_ms": round(statistics.median(self.p99_ms), 3),
         }
-        if self.cpu_s:  # a broker's own work is not to be rates from what it does as a bridge
+        if self.cpu_s:  # a broker has no rates: its own work can't be told from its work as a bridge
             found["cpu_s_per_million"] = round(self.cpu_s / self.messages * 1e6, 1)
             found["us_per_message_at_1000"] = round(self.paced_cpu_s / self.paced_messages * 1e6)
             found["rss_peak_mib"] = round(self.rss_peak_mib, 1)
@@ -71,7 +71,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of one leg, by lane. Ratios are those of the rounds, not of the medians."""
+    """The figures of one leg, by lane. The ratios are computed per round, not from the medians."""
 
     lanes: dict[str, Figures]
 
@@ -81,7 +81,7 @@ class Result:
         return [one / other for one, other in zip(ours, bare, strict=True)]
 
     def added_ms(self, name: str) -> float:
-        """`name`: p50_ms or p99_ms. Ours less bare's of the same round; around 0 it may be negative."""
+        """Returns by round: the streamer's delay minus bare's; may be negative. `name` is p50_ms or p99_ms."""
         ours, bare = (list[float](getattr(self.lanes[kind], name)) for kind in ("streamer", "bare"))
         return statistics.median(one - other for one, other in zip(ours, bare, strict=True))
 
@@ -99,7 +99,7 @@ class Result:
 
 
 def kinds(leg: Leg, rust: Path | None) -> list[Kind]:
-    """The lanes that can run this leg."""
+    """Returns the lanes that can run this leg."""
     found: list[Kind] = ["bare", "streamer"]
     if leg.source == leg.destination == "mqtt":
         found.append("bridge")
@@ -117,7 +117,7 @@ def measure(
     seconds: float | None = None,
     rust: Path | None = None,
 ) -> Result:
-    """All rounds of one leg; `messages` or else `seconds` for each run. Raises BenchError."""
+    """Runs all rounds of one leg with `messages` or else `seconds` for each run. Raises BenchError."""
     with ExitStack() as stack:
         lanes = {
             kind: stack.enter_context(lane(kind, leg, directory / kind, rust if kind == "rust" else None))
@@ -158,7 +158,7 @@ def _paced(one: Lane, messages: int, figures: Figures) -> None:
 
 
 def calibrate(one: Lane, seconds: float) -> int:
-    """Warm up, and see how many messages fit into `seconds`."""
+    """Warms up, and returns how many messages fit into `seconds`."""
     one.run(RUN_MESSAGES_MIN // 2)
     rate = one.throughput(WARM_UP_MESSAGES)
     return max(RUN_MESSAGES_MIN, int(rate * seconds))

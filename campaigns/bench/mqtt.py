@@ -1,7 +1,7 @@
-"""MQTT 5 straight on the socket, QoS 1: the two ends, since a client library would be what is measured.
+"""MQTT 5 on a plain socket, QoS 1: publisher and subscriber, because a client library would limit the figures.
 
-publisher : batches of packets in one write, a window of unacknowledged ones
-subscriber: acknowledges all of a read at once
+publisher : batches of packets in one write, a limited number of unacknowledged ones
+subscriber: acknowledges all messages of a read at once
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Final
 from campaigns.bench import wire
 from campaigns.bench.networks import MATCH_TIMEOUT_S, Tally
 
-WINDOW_MESSAGES_MAX: Final = 1_000  # unacknowledged; some 20 ms of mosquitto, so the window never is the limit
+WINDOW_MESSAGES_MAX: Final = 1_000  # unacknowledged; mosquitto needs some 20 ms for them, so this never is the limit
 READ_BYTES: Final = 262_144
 
 
 class MqttSocket:
-    """A connection that is clean and has been accepted. Raises OSError, ConnectionError: refused or hung up."""
+    """An accepted connection with a clean session. Raises OSError if it is refused, ConnectionError if it is closed."""
 
     def __init__(self, port: int, client_id: str) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=MATCH_TIMEOUT_S)
@@ -31,7 +31,7 @@ class MqttSocket:
         self.socket.settimeout(None)
 
     def read(self) -> tuple[bytes, list[tuple[int, int, int]]]:
-        """What arrived, and where its whole packets are. Raises ConnectionError when the broker hangs up."""
+        """Returns new data and the positions of its whole packets. Raises ConnectionError when the broker closes."""
         data = self.socket.recv(READ_BYTES)
         if not data:
             raise ConnectionError("the broker closed the connection")
@@ -77,7 +77,7 @@ class MqttPublisher:
             self._progress.notify()
 
     def send(self, batches: Iterable[list[bytes]]) -> None:
-        """Returns when the broker has acknowledged all. What is due together leaves in one write."""
+        """Returns when the broker has acknowledged all. Messages that are due together are sent in one write."""
         packet, window = self._packets.packet, self._mqtt.window
         for batch in batches:
             packets = [packet(number, payload) for number, payload in enumerate(batch, self._number)]
@@ -116,7 +116,7 @@ class MqttSubscriber:
                         acks.append(wire.puback_packet(data[packet_id : packet_id + 2]))
                         take(data[payload:end])
                 if acks:
-                    self._mqtt.socket.sendall(b"".join(acks))  # one write for all of this read
+                    self._mqtt.socket.sendall(b"".join(acks))  # one write for all messages of this read
 
     def close(self) -> None:
         self._mqtt.close()

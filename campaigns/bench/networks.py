@@ -1,8 +1,8 @@
-"""The two ends of a benchmark on each network, with that network's own library and nothing of up-streamer.
+"""Publishers and subscribers of a benchmark on each network, with that network's own library, without up-streamer.
 
 publisher: send(batches of payloads) -> network -> relay -> network -> Tally.take(payload) :subscriber
 
-An address is a port of 127.0.0.1 (zenoh, mqtt), or a DDS domain. The ends of MQTT are in campaigns/bench/mqtt.py.
+An address is a port of 127.0.0.1 (zenoh, mqtt) or a DDS domain. campaigns/bench/mqtt.py has the ends of MQTT.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Final, Protocol
 
 from campaigns.bench import wire
 
-MATCH_TIMEOUT_S: Final = 20.0  # until publisher and subscriber have found each other
-QUIET_S: Final = 0.3  # after the last message: what comes twice has come by then
-LOOK_S: Final = 0.1  # how exactly the time of the last message is known where some are lost
+MATCH_TIMEOUT_S: Final = 20.0  # until publisher and subscriber have discovered each other
+QUIET_S: Final = 0.3  # after the last message, to count duplicates
+LOOK_S: Final = 0.1  # precision of the time of the last message if some are lost
 DDS_TAKE_SAMPLES: Final = 256
-DDS_WRITE_ATTEMPT_MS: Final = 50  # cyclonedds holds the GIL while a write waits for room: wait shortly, and often
-# of Zenoh, that a publisher of the bench declares; beyond it declaring would be what is measured
+DDS_WRITE_ATTEMPT_MS: Final = 50  # cyclonedds holds the GIL while a write blocks: wait shortly, and often
+# publishers that a benchmark declares on Zenoh; with more, declaring would dominate the figures
 ZENOH_PUBLISHERS_MAX: Final = 1_000
 
 
@@ -36,10 +36,10 @@ class Subscriber(Protocol):
 
 
 class Tally:
-    """Counts one run at a time; what belongs to another run (warm-up, stragglers) is only noticed.
+    """Counts one run at a time, and only notices messages of other runs (warm-up, late ones).
 
-    Message n is on topic n modulo `topics`. `disordered` are those behind a later one of their topic, `scrambled` those
-    that did not follow the one sent before them, on whatever topic.
+    Message n is on topic n modulo `topics`. `disordered` messages came after a later one of their topic, `scrambled`
+    ones did not follow the message that was sent before them on any topic.
     """
 
     def __init__(self, topics: int = 1) -> None:
@@ -85,14 +85,14 @@ class Tally:
             self.done.set()
 
     def wait(self, stall_s: float, quiet_s: float = QUIET_S) -> None:
-        """Until all of the run is here and nothing has come twice for `quiet_s`, or nothing has come for `stall_s`."""
+        """Waits until the run is complete and no duplicate came for `quiet_s`, or nothing came for `stall_s`."""
         before, changed = -1, time.perf_counter()
         while not self.done.wait(min(stall_s, LOOK_S)):
             now = time.perf_counter()
             if self.received != before:
                 before, changed = self.received, now
             elif now - changed >= stall_s:
-                self.last = changed  # where messages are lost, the last one came at about that time
+                self.last = changed  # if messages are lost, the last one arrived at about that time
                 return
         self._twice.wait(quiet_s)
 
@@ -119,7 +119,7 @@ def zenoh_session(*, listen: int | None = None, connect: int | None = None) -> A
 
     config = zenoh.Config()
     config.insert_json5("scouting/multicast/enabled", "false")
-    config.insert_json5("transport/shared_memory/enabled", "false")  # as the streamer has it
+    config.insert_json5("transport/shared_memory/enabled", "false")  # as in the streamer
     for side, port in (("listen", listen), ("connect", connect)):
         config.insert_json5(f"{side}/endpoints", f'["tcp/127.0.0.1:{port}"]' if port else "[]")
     return zenoh.open(config)
@@ -183,7 +183,7 @@ address="127.0.0.1"/></Peers></Discovery></Domain></CycloneDDS>"""
 
 
 class DdsParticipant:
-    """One participant with the project's topic and QoS (docs/dds-mapping.md), loopback only."""
+    """One participant with the project's topic and QoS (docs/dds-mapping.md), on loopback only."""
 
     def __init__(self, domain: int) -> None:
         from cyclonedds.domain import Domain, DomainParticipant
@@ -248,7 +248,7 @@ class DdsPublisher:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a child process connects: a network and its port or domain, as `zenoh:7447` on a command line."""
+    """The address of a child process: a network and its port or domain, written `zenoh:7447` on a command line."""
 
     network: str
     number: int

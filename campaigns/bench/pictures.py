@@ -1,6 +1,6 @@
-"""Figures of a curve -> one picture with one message, as SVG: axes with units, colours that everybody tells apart.
+"""Draws the figures of a curve as SVG pictures: axes with units, colours that are easy to distinguish.
 
-A point that failed or was skipped is left out, and the line ends there.
+A failed or skipped point is left out, and the line ends there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Final
 Figures = dict[str, Any]
 Series = dict[str, list[tuple[float, float]]]
 
-# of Okabe and Ito, which are told apart also in grey and by the colour-blind; and a mark for each, for print
+# colours by Okabe and Ito, which differ also in grey and for the colour-blind; and markers, for print
 STYLES: Final = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
 SIZE_INCHES: Final = (6.4, 3.6)
-LINEAR_TICKS_MAX: Final = 6  # millions have so much room
+LINEAR_TICKS_MAX: Final = 6  # labels in the millions are wide
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Picture:
     series: Callable[[Figures], Series]
     x_log: bool = True
     y_log: bool = False
-    ticks: bool = False  # one for each x, where they are far enough apart
+    ticks: bool = False  # one for each x, if they are far enough apart
 
 
 def line(figures: Figures, *keys: str) -> list[tuple[float, float]]:
-    """(x, the first of `keys` that a point has), in the order of x."""
+    """Returns (x, the first of `keys` that the point has) in the order of x."""
     found = []
     for x, point in figures.items():
         value = next((point[key] for key in keys if isinstance(point, dict) and point.get(key) is not None), None)
@@ -125,7 +125,7 @@ PICTURES: Final[dict[str, dict[str, Picture]]] = {
 
 
 def draw(curve: str, figures: Figures, directory: Path) -> list[Path]:
-    """The pictures of that curve as files in `directory`; one that has no point is not drawn."""
+    """Writes the pictures of a curve to `directory` and returns their paths. A picture without points is not drawn."""
     return [
         path
         for name, picture in PICTURES[curve].items()
@@ -156,7 +156,7 @@ def _draw(picture: Picture, series: Series, path: Path) -> Path | None:
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, 1.08 * max(y for points in series.values() for _, y in points))
-        for axis in (axes.xaxis, axes.yaxis):  # behind the scales, which set their own
+        for axis in (axes.xaxis, axes.yaxis):  # drawn behind the scales, which set their own
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.grid(alpha=0.3)
         if picture.ticks:

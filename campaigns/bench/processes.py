@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts, asks, measures, and certainly ends.
+"""Processes that a benchmark starts, asks, measures, and always ends.
 
 Child(argv) -> ready line -> ask(command) -> answer ... close(): end of stdin, then SIGTERM, then SIGKILL
 """
@@ -25,15 +25,15 @@ from streamer.demo.processes import die_with_parent
 READY_TIMEOUT_S: Final = 60.0  # a cold start of Python, Zenoh and the streamer on a busy machine
 CLOSE_TIMEOUT_S: Final = 10.0
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-_LOG_TAIL_BYTES: Final = 1_000  # the last lines say why
+_LOG_TAIL_BYTES: Final = 1_000  # the last lines name the reason
 
 
 class BenchError(Exception):
-    """The benchmark can't go on, or its figures would be worth nothing."""
+    """The benchmark can't continue, or its figures would be invalid."""
 
 
 class Child:
-    """A process of its own session, so that Ctrl-C reaches the bench alone, which then ends it in order."""
+    """A process in its own session, so that Ctrl-C reaches only the bench, which then ends its children in order."""
 
     def __init__(self, name: str, argv: list[str], log: Path) -> None:
         self.name, self._log = name, log
@@ -53,7 +53,7 @@ class Child:
 
     @classmethod
     def module(cls, name: str, module: str, *arguments: object, log_dir: Path) -> Self:
-        """`python -m module arguments`."""
+        """Runs `python -m module arguments`."""
         return cls(name, [sys.executable, "-m", module, *map(str, arguments)], log_dir / f"{name}.log")
 
     @property
@@ -67,7 +67,7 @@ class Child:
         self._lines.put(None)
 
     def line(self, timeout_s: float) -> str:
-        """The next line of its stdout. Raises BenchError with the end of its log if it ended or is silent."""
+        """Returns the next line of stdout. Raises BenchError with the end of the log on an end or a timeout."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
@@ -77,7 +77,7 @@ class Child:
         return line
 
     def wait_for(self, word: str, timeout_s: float = READY_TIMEOUT_S) -> Self:
-        """Until a line of its stdout has `word`."""
+        """Waits until a line of stdout contains `word`."""
         deadline = time.monotonic() + timeout_s
         while word not in self.line(max(deadline - time.monotonic(), 0.01)):
             pass
@@ -96,29 +96,29 @@ class Child:
         return made
 
     def log_tail(self) -> str:
-        """The end of what it wrote to stderr, to be added to an error."""
+        """Returns the end of stderr, for an error text."""
         with contextlib.suppress(OSError):
             text = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
             if text:
                 return f"; its log ends with:\n{text}"
         return ""
 
-    # what it costs, from /proc (Linux)
+    # costs, from /proc (Linux)
 
     def cpu_s(self) -> float:
-        """User and system seconds of all its threads so far."""
+        """Returns user and system seconds of all threads so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
     def memory_mib(self, field: str) -> float:
-        """`VmRSS` (now) or `VmHWM` (its peak)."""
+        """Returns `VmRSS` (now) or `VmHWM` (peak)."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) / 1024
         raise BenchError(f"{self.name} has no {field}: it has ended{self.log_tail()}")
 
     def io_bytes(self, field: str) -> int:
-        """`write_bytes` (that it caused to be written to a disk) or `rchar` (that it read from files) so far."""
+        """Returns `write_bytes` (caused to be written to a disk) or `rchar` (read from files) so far."""
         for line in Path(f"/proc/{self.pid}/io").read_text().splitlines():
             name, _, value = line.partition(": ")
             if name == field:
@@ -136,8 +136,8 @@ class Child:
             self._process.send_signal(number)
 
     def close(self) -> None:
-        """May be called twice."""
-        self.signal(signal.SIGCONT)  # one that is stopped would not hear of its end
+        """Ends the process. A second call does nothing."""
+        self.signal(signal.SIGCONT)  # a stopped process would not handle the signals
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -149,7 +149,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(CLOSE_TIMEOUT_S)  # unless what it has started itself lives on
+        self._reader.join(CLOSE_TIMEOUT_S)  # the reader lives on if a child of the process does
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +159,7 @@ class Child:
 
 
 def free_domain() -> int:
-    """A DDS domain whose first ports nobody has (RTPS 9.6.1.1: 7400 + 250 per domain, then 10 + 2 per participant)."""
+    """Returns a DDS domain with free first ports (RTPS 9.6.1.1: 7400 + 250 per domain, then 10 + 2 per participant)."""
     domains = list(range(1, 200))
     random.shuffle(domains)
     for domain in domains:

@@ -1,7 +1,7 @@
-"""Memory while a million messages pass: resident size of the streamer at every 100,000, and its slope.
+"""Memory while a million messages pass: resident size of the streamer after every 100,000, and its slope.
 
-The first part fills what is bounded (tail, rings, caches, the allocator's arenas); after it, memory must stay where it
-is.
+The first part fills what is bounded (tail, rings, caches, the allocator's arenas). After it, memory must stay
+constant.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from campaigns.bench.measure import LEGS
 from campaigns.bench.processes import BenchError
 
 STEP_MESSAGES: Final = 100_000
-FILL_MESSAGES: Final = 200_000  # the named bounds of tail and windows are reached before this
-# between the end of the fill and the end: 20 bytes for each of 800,000 messages, so less than one object each
+FILL_MESSAGES: Final = 200_000  # tail and windows reach their bounds before this
+# growth after the fill: 20 bytes for each of 800,000 messages, which is less than one object each
 GROWTH_MIB_MAX: Final = 16.0
-SOAK_MESSAGES_MIN: Final = FILL_MESSAGES + 2 * STEP_MESSAGES  # two points make a slope
+SOAK_MESSAGES_MIN: Final = FILL_MESSAGES + 2 * STEP_MESSAGES  # two points define a slope
 SOAK_LEGS: Final = ("zenoh_zenoh_durable", "zenoh_zenoh_volatile")
 
 
 def slope(points: list[tuple[int, float]]) -> float:
-    """MiB per million messages: the least-squares line through (messages, MiB)."""
+    """Returns MiB per million messages: the slope of the least-squares line through (messages, MiB)."""
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread * 1e6 if spread else 0.0

@@ -1,7 +1,7 @@
 """The streamer under test: its configuration for one leg, and its process.
 
-interest: the topics are wanted by a subscriber beyond each destination
-endpoints: in (device1) -> out (device2), out3 (device3), ...      a rule to each
+interest: a subscriber beyond each destination wants the topics
+endpoints: in (device1) -> out (device2), out3 (device3), ...      one rule for each destination
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from campaigns.bench.networks import Address
 from campaigns.bench.processes import READY_TIMEOUT_S, Child
 from uprotocol import uri as uris
 
-READY_WORD = "ready"  # in the line on stdout by which `up-streamer run` says that it forwards
-MEMORY_MIB: Final = 8_192  # limits.memory_mib where a leg has more topics than the default lets one authority have
+READY_WORD = "ready"  # in the line that `up-streamer run` prints when it is ready
+MEMORY_MIB: Final = 8_192  # limits.memory_mib if a leg has more topics than the default allows one authority
 TOPICS_OF_DEFAULT_MAX: Final = 4_000
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What differs between the legs; `sections` are further keys of the configuration file, by section."""
+    """The differences between the legs. `sections` are further configuration keys by section."""
 
     volatile: bool = False
     topics: int = 1
-    # of the interest: True names each topic, False has one pattern for all of them
+    # the interest: True names each topic, False uses one pattern for all of them
     exact: bool = True
-    embedded: bool = False  # a uSubscription inside, instead of a file
+    embedded: bool = False  # a uSubscription inside the streamer instead of a file
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     out_settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of the destinations' transports
     start_timeout_s: float = READY_TIMEOUT_S
 
 
 def authority(number: int) -> str:
-    """Of the destination `number`, from 0."""
+    """Returns the authority of the destination `number`, from 0."""
     return wire.EGRESS_AUTHORITY if number == 0 else f"device{number + 2}"
 
 
 def settings(address: Address) -> dict[str, object]:
-    """A transport's settings in the configuration file: where its network is."""
+    """Returns a transport's settings for its network."""
     if address.network == "zenoh":
         return {"listen": [f"tcp/127.0.0.1:{address.number}"]}
     if address.network == "mqtt":
@@ -51,7 +51,7 @@ def settings(address: Address) -> dict[str, object]:
 
 
 def keys(head: str, values: Mapping[str, Any]) -> str:
-    """A table of the file; JSON's texts, numbers and lists are TOML's."""
+    """Returns a TOML table; JSON's texts, numbers and lists are valid TOML."""
     return "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
 
 
@@ -63,7 +63,7 @@ def endpoint(
     more: Mapping[str, Any],
     followed_by: str | None = None,
 ) -> str:
-    """`more`: further settings of its transport; `followed_by`: the streamer that follows, if one does."""
+    """`more` are further settings of the transport; `followed_by` is the streamer that follows this endpoint."""
     transport = address.network.replace("mqtt", "mqtt5")
     by = {} if followed_by is None else {"followed_by": followed_by}
     values = {"name": name, "transport": transport, "authorities": [authority], "usubscription": usubscription, **by}
@@ -71,7 +71,7 @@ def endpoint(
 
 
 def write_interest(path: Path, scene: Scene, destinations: int = 1) -> Path:
-    """The subscriptions as the JSON file that the Rust streamer reads, too."""
+    """Writes the subscriptions in the JSON format of the Rust streamer."""
     topics = map(wire.topic, range(scene.topics)) if scene.exact else [wire.EVERY_TOPIC]
     subscribers = [
         uris.format(uris.uri(authority(number), wire.SUBSCRIBER.ue_id, 1, 0)) for number in range(destinations)
@@ -81,7 +81,7 @@ def write_interest(path: Path, scene: Scene, destinations: int = 1) -> Path:
 
 
 def write_config(directory: Path, source: Address, *destinations: Address, scene: Scene) -> Path:
-    """The TOML file for a streamer that forwards the topics from `source` to all `destinations`."""
+    """Writes the TOML file of a streamer that forwards the topics from `source` to all `destinations`."""
     outs = ["out", *(f"out{number + 2}" for number in range(1, len(destinations)))]
     mode = "embedded" if scene.embedded else "none"
     tables: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def write_config(directory: Path, source: Address, *destinations: Address, scene
 
 
 def start(directory: Path, source: Address, *destinations: Address, scene: Scene, log_dir: Path) -> Child:
-    """A streamer that is ready to forward. Raises BenchError with the end of its log."""
+    """Starts a streamer and waits until it is ready. Raises BenchError with the end of its log."""
     config = write_config(directory, source, *destinations, scene=scene)
     child = Child.module("streamer", "streamer.commands.cli", "run", "--config", config, log_dir=log_dir)
     try:

@@ -1,6 +1,6 @@
-"""What is to be reached, in one place, and the table that says what was.
+"""The targets of all benchmarks, and the table that compares them with the figures.
 
-figures of a run, as the last line of stdout has them -> rows(figures) -> what | to reach | reached
+figures of a run, from the last line of stdout -> rows(figures) -> what | to reach | reached
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import uprotocol
 Figures = dict[str, Any]
 Path = tuple[str, ...]
 
-FLAT: Final = 1.25  # times what it costs with one: as far as two runs of the same may differ
+FLAT: Final = 1.25  # times the cost with one: two runs of the same may differ by so much
 
 
 @dataclass(frozen=True)
 class Target:
-    """One row. `figure` takes its value out of the figures, and raises KeyError, TypeError or ZeroDivisionError where
-    they have none."""
+    """One row. `figure` reads its value from the figures, and raises KeyError, TypeError or ZeroDivisionError if it is
+    absent."""
 
     what: str
     figure: Callable[[Figures], float]
@@ -33,7 +33,7 @@ class Target:
         return f"{'at least' if self.at_least else 'at most'} {_number(self.bound)}{self.unit and ' ' + self.unit}"
 
     def reached(self, figures: Figures) -> float | None:
-        """None: was not measured."""
+        """Returns None if it was not measured."""
         try:
             return float(self.figure(figures))
         except (KeyError, TypeError, ZeroDivisionError):
@@ -48,7 +48,7 @@ def _number(value: float) -> str:
 
 
 def at(*path: str) -> Callable[[Figures], float]:
-    """The figure at that path."""
+    """Returns a function that reads the figure at that path."""
 
     def take(figures: Figures) -> float:
         found: Any = figures
@@ -64,12 +64,12 @@ def over(one: Callable[[Figures], float], other: Callable[[Figures], float]) -> 
 
 
 def beside(lane: str, cost: tuple[str, str]) -> Callable[[Figures], float]:
-    """The streamer's rate over that of another lane."""
+    """Returns the streamer's rate divided by that of another lane."""
     return over(at(*cost, "streamer", "per_s"), at(*cost, lane, "per_s"))
 
 
 def is_compiled() -> bool:
-    """Whether the core that is measured here is the compiled one."""
+    """Returns whether the measured core is compiled."""
     return uprotocol.CORE.startswith("compiled")
 
 
@@ -206,7 +206,7 @@ def _following() -> list[Target]:
 
 
 def targets(compiled: bool) -> list[Target]:
-    """All rows; speeds depend on whether the core is compiled."""
+    """Returns all rows; the speeds depend on whether the core is compiled."""
     disk = [
         Target(
             f"disk, durable, 256 B at {rate:,}/s: written per message",
@@ -220,7 +220,7 @@ def targets(compiled: bool) -> list[Target]:
 
 
 def rows(figures: Figures, compiled: bool) -> list[dict[str, Any]]:
-    """The table: what, to reach, reached (None: not measured), and whether it holds."""
+    """Returns the table: what, to reach, reached (None: not measured), and whether the target is met."""
     found = []
     for target in targets(compiled):
         value = target.reached(figures)

@@ -1,9 +1,9 @@
-"""Remote subscriptions in a burst: how long until all of them stand.
+"""A burst of remote subscriptions: the time until all of them are confirmed.
 
 two services:  app -> service a -> 10,000 topics -> service b
 fleet:         app -> service cloud -> 30 topics of each of 1,000 vehicles -> one process that answers for all of them
 
-Prints one JSON line. All of it is one process, so `cpu_s` counts the services, the networks and the fleet.
+Prints one JSON line. Everything runs in one process, so `cpu_s` includes the services, the networks and the fleet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SENT_TOGETHER: Final = 500
 
 
 class Joins:
-    """What a pair of networks has between them: all that is for others."""
+    """Connects two networks: forwards every message to the other one."""
 
     def __init__(self, into: UTransport) -> None:
         self._into = into
@@ -50,7 +50,7 @@ class Joins:
 
 
 class Fleet:
-    """Answers every Subscribe of whatever vehicle, and tells its change, as each vehicle's own service would."""
+    """Answers every Subscribe to any vehicle and sends its change, as the service of that vehicle would."""
 
     def __init__(self, transport: UTransport) -> None:
         self._transport = transport
@@ -86,7 +86,7 @@ async def member(network: LocalNetwork, authority: str, ue_id: int, version: int
 async def burst(
     service: USubscriptionService, transport: UTransport, authority: str, topics: Sequence[Any], limit_s: float
 ) -> dict[str, Any]:
-    """All Subscribes at once, from one client: as many as may wait."""
+    """Sends all Subscribes at once from one client, within the limit of waiting requests."""
     source = uris.uri(authority, 0x10, 1, 0)
     sink = uris.uri(authority, 0, 4, 1)
     requests = [
@@ -103,7 +103,7 @@ async def burst(
     service.on_change(changed)
     start, cpu = time.perf_counter(), time.process_time()
     for at in range(0, len(requests), SENT_TOGETHER):
-        # more than its share would be refused
+        # the service refuses more than the caller's share
         while service.entry.waiting.used + 2 * SENT_TOGETHER > service.entry.waiting.caller_max:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await transport.send_batch(requests[at : at + SENT_TOGETHER])

@@ -1,4 +1,4 @@
-"""uSubscription at its size: a million subscriptions in one store, asked while it is written to.
+"""uSubscription at full size: a store with a million subscriptions, read while it is written to.
 
 fill (bulk, not measured) -> start -> FetchSubscribers one by one (p99) while subscribers subscribe -> memory
                              service process         two client processes, over Zenoh on loopback; each answer durable
@@ -42,15 +42,15 @@ from usubscription.store.database import Database
 
 AUTHORITY: Final = "scale"
 TOPICS_PER_ENTITY: Final = 100
-SUBSCRIBERS_AT_ONCE: Final = 256  # requests in flight: what a few hundred applications that start together have
-FETCH_PAUSE_S: Final = 0.002  # between questions, so that they sample the whole run
-RATE_PER_S: Final = 2_200  # of Subscribe, while FetchSubscribers is measured: what the service has to bear is 2,000
+SUBSCRIBERS_AT_ONCE: Final = 256  # requests in flight, as of a few hundred applications that start together
+FETCH_PAUSE_S: Final = 0.002  # between questions, so that they cover the whole run
+RATE_PER_S: Final = 2_200  # Subscribes during the measurement of FetchSubscribers; the service must support 2,000
 OPTIONS: Final = CallOptions(timeout_ms=30_000)
 
 
 def fill(path: Path, subscriptions: int, topics: int, subscribers: int) -> None:
-    """A store as the service would leave it, written in bulk: filling it over the network would take longer than
-    measuring it."""
+    """Writes the store that the service would leave, in bulk: filling it over the network would take longer than the
+    measurement."""
     database = Database(path, AUTHORITY)
     database.open()
     database.close()
@@ -73,7 +73,7 @@ def fill(path: Path, subscriptions: int, topics: int, subscribers: int) -> None:
 
 
 def topic(number: int) -> tuple[str, int, int]:
-    """Authority, entity, resource."""
+    """Returns authority, entity and resource."""
     return (AUTHORITY, 0x100 + number // TOPICS_PER_ENTITY, 0x8000 + number % TOPICS_PER_ENTITY)
 
 
@@ -83,7 +83,7 @@ def topic_uri(number: int) -> UUri:
 
 
 class Service:
-    """The service as a process of its own."""
+    """The service in its own process."""
 
     def __init__(self, path: Path, endpoint: str) -> None:
         settings = ["--setting", f'listen=["{endpoint}"]']
@@ -107,7 +107,7 @@ class Service:
         assert line, "the service did not start"
 
     def memory_mib(self) -> float:
-        """Resident memory at its highest."""
+        """Returns the peak of resident memory."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         (peak,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
         return int(peak.split()[1]) / 1024
@@ -126,7 +126,7 @@ def percentile(values: list[float], part: float) -> float:
 
 
 async def fetch_until(endpoint: str, end: float, topics: int) -> list[float]:
-    """How long each FetchSubscribers took, in ms."""
+    """Returns the ms of each FetchSubscribers."""
     local, chance, found = LocalUriProvider(AUTHORITY, 0xF000, 1), random.Random(1), []
     async with create("zenoh", {"connect": [endpoint]}, local) as transport, InMemoryRpcClient(transport, local) as rpc:
         while time.monotonic() < end:
@@ -140,8 +140,8 @@ async def fetch_until(endpoint: str, end: float, topics: int) -> list[float]:
 
 
 class Subscribers:
-    """Callers of Subscribe. They take the answers as they come, in batches: a call of its own for each would cost more
-    than the service."""
+    """Callers of Subscribe. They take the answers in batches: one call for each answer would cost more than the
+    service."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -181,11 +181,11 @@ class Subscribers:
 
 
 async def subscribe_for(endpoint: str, seconds: float, rate: float, seed: int) -> dict[str, Any]:
-    """Subscribe at `rate` per second, whatever the service does (0: as fast as SUBSCRIBERS_AT_ONCE callers can)."""
+    """Subscribes at `rate` per second, even if the service is slower (0: SUBSCRIBERS_AT_ONCE callers at full speed)."""
     local, callers = LocalUriProvider(AUTHORITY, 0xF001, 1), Subscribers(seed)
     async with create("zenoh", {"connect": [endpoint]}, local) as transport:
         await transport.register_listener(uris.uri(AUTHORITY, 0, 4, 1), callers, local.get_source())
-        await callers.send(transport, callers.requests(1))  # the network is there, and knows its way
+        await callers.send(transport, callers.requests(1))  # the network is connected and has routes
         await callers.news.wait()
         callers.latencies.clear()
         ready = callers.requests(int(seconds * rate)) if rate else []
@@ -216,7 +216,7 @@ async def subscribe_for(endpoint: str, seconds: float, rate: float, seed: int) -
 
 
 def load(endpoint: str, seconds: float, rate: float, seed: int) -> subprocess.Popen[str]:
-    """The subscribers, as a process of their own."""
+    """Starts the subscribers in their own process."""
     command = [sys.executable, __file__, "--load", json.dumps([endpoint, seconds, rate, seed])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -230,7 +230,7 @@ def result(process: subprocess.Popen[str]) -> dict[str, Any]:
 def measure(endpoint: str, seconds: float, rate: float, topics: int) -> dict[str, Any]:
     idle = asyncio.run(fetch_until(endpoint, time.monotonic() + min(seconds, 3), topics))
     steady = load(endpoint, seconds + 1, rate, 1)
-    time.sleep(1)  # it is under way
+    time.sleep(1)  # the load has started
     busy = asyncio.run(fetch_until(endpoint, time.monotonic() + seconds - 1, topics))
     at_rate, flat_out = result(steady), result(load(endpoint, seconds, 0, 2))
     return {

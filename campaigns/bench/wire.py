@@ -1,12 +1,12 @@
-"""What travels in a benchmark: topics, stamped payloads, and the bytes of each network around them. Pure.
+"""Wire formats of the benchmarks: topics, stamped payloads, and their packets on each network. Pure.
 
 payload  = run (4) | number in the run (4) | time at which it was due, ns (8) | padding
-           so a subscriber can count, check order and time, and a publisher that is late hides nothing
+           so a subscriber can count and check order and time, and the delay of a late publisher is included
 zenoh    : payload, attachment = 0x01 + UAttributes
-mqtt     : PUBLISH, QoS 1, uProtocol's user properties       made and taken apart here: a client library
-dds      : CDR of uprotocol::v1::UMessage                    would be slower than what is measured
+mqtt     : PUBLISH, QoS 1, uProtocol's user properties       made and parsed here: a client library
+dds      : CDR of uprotocol::v1::UMessage                    would be slower than the relay
 
-Every message has an id of its own, for a dispatcher drops an id that it has seen. Message n of a publisher is on topic
+Every message has its own id, because a dispatcher drops an id that it has seen. Message n of a publisher is on topic
 n modulo the number of topics.
 """
 
@@ -26,20 +26,20 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 INGRESS_AUTHORITY: Final = "device1"
 EGRESS_AUTHORITY: Final = "device2"
-TOPICS_PER_ENTITY: Final = 1_000  # as many as one uEntity has resources for, and more
+TOPICS_PER_ENTITY: Final = 1_000  # further topics belong to the next uEntities
 FIRST_ENTITY: Final = 0x10AB
 FIRST_RESOURCE: Final = 0x8000
 VERSION: Final = 3
 
 
 def topic(number: int) -> UUri:
-    """The topic number `number` of all that a benchmark publishes."""
+    """Returns the topic `number` of a benchmark."""
     entity, resource = divmod(number, TOPICS_PER_ENTITY)
     return uris.uri(INGRESS_AUTHORITY, FIRST_ENTITY + entity, VERSION, FIRST_RESOURCE + resource)
 
 
 def segments(number: int) -> str:
-    """Of that topic, as Zenoh's keys and MQTT's in-vehicle topics have them."""
+    """Returns the segments of that topic in Zenoh's keys and MQTT's in-vehicle topics."""
     entity, resource = divmod(number, TOPICS_PER_ENTITY)
     return f"{INGRESS_AUTHORITY}/{FIRST_ENTITY + entity:X}/0/{VERSION}/{FIRST_RESOURCE + resource:X}"
 
@@ -59,8 +59,8 @@ DDS_PARTITION: Final = ZENOH_KEY  # docs/dds-mapping.md
 PAYLOAD_BYTES: Final = 256
 _STAMP: Final = struct.Struct(">IIq")
 PAYLOAD_BYTES_MIN: Final = _STAMP.size
-BATCH_MESSAGES: Final = 64  # that a publisher hands to its network together, where so many are due
-BATCH_BYTES: Final = 1 << 18  # ... and of large ones fewer
+BATCH_MESSAGES: Final = 64  # messages that a publisher sends together if so many are due
+BATCH_BYTES: Final = 1 << 18  # ... fewer if they are large
 unstamp = _STAMP.unpack_from
 
 
@@ -73,8 +73,8 @@ def batches(
     now_ns: Callable[[], int] = time.time_ns,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[list[bytes]]:
-    """`messages` payloads of `size` bytes, due evenly at `rate` per second (0: as fast as they are taken), in batches
-    of the messages that are due. The stamp is the time at which a message was due, however late it leaves."""
+    """Yields `messages` payloads of `size` bytes, due evenly at `rate` per second (0: full speed), in batches of those
+    that are due. The stamp is the time at which a message was due, even if it is sent later."""
     pack, padding = _STAMP.pack, b"x" * (size - PAYLOAD_BYTES_MIN)
     together = max(1, min(BATCH_MESSAGES, BATCH_BYTES // size))
     began, number = now_ns(), 0
@@ -94,13 +94,13 @@ def batches(
 
 
 def _id_template() -> tuple[int, int]:
-    """(msb, lsb with a zero counter) of a UUIDv7 made now; the low 48 bits of lsb count the messages."""
+    """Returns (msb, lsb with a zero counter) of a new UUIDv7; the low 48 bits of lsb count the messages."""
     made = uuids.new()
     return made.msb, made.lsb & ~0xFFFF_FFFF_FFFF
 
 
 class Attributes:
-    """UAttributes as bytes, 46 of them, with a new id each time."""
+    """UAttributes as 46 bytes, with a new id each time."""
 
     def __init__(self, topics: int = 1) -> None:
         self.msb, self.lsb = _id_template()
@@ -124,16 +124,16 @@ class Attributes:
         return self._head + (self.lsb | number).to_bytes(8, "little") + self._tails[number % self._topics]
 
     def attachment(self, number: int) -> bytes:
-        """With the version byte of the Zenoh mapping in front."""
+        """Returns the attributes with the version byte of the Zenoh mapping in front."""
         return self._attachment_head + (self.lsb | number).to_bytes(8, "little") + self._tails[number % self._topics]
 
 
-# --- MQTT 5, as little of it as a load generator needs
+# --- MQTT 5: only what a load generator needs
 # -----------------------------------------------------------------------------
 
 CONNACK, PUBLISH_PACKET, PUBACK, SUBACK = 2, 3, 4, 9
 _RECEIVE_MAXIMUM: Final = 0x21
-RECEIVE_MAXIMUM_DEFAULT: Final = 65_535  # MQTT 5, 3.2.2.3.3: what a CONNACK without the property means
+RECEIVE_MAXIMUM_DEFAULT: Final = 65_535  # MQTT 5, 3.2.2.3.3: the value if a CONNACK has no such property
 
 
 def varint(value: int) -> bytes:
@@ -150,7 +150,7 @@ def text_of(text: str) -> bytes:
 
 
 def connect_packet(client_id: str) -> bytes:
-    """A clean start, without keep-alive."""
+    """Returns a CONNECT with a clean start and without keep-alive."""
     properties = struct.pack(">BH", _RECEIVE_MAXIMUM, 65_535)
     body = (
         text_of("MQTT") + b"\x05\x02" + struct.pack(">H", 0) + varint(len(properties)) + properties + text_of(client_id)
@@ -177,7 +177,7 @@ class PublishPackets:
         self._topics = topics
 
     def _of(self, number: int) -> tuple[bytes, bytes, bytes]:
-        """The topic, and the properties before and behind the digits that count."""
+        """Returns the topic, and the properties before and after the digits of the counter."""
         source = uris.format(topic(number))
         properties = [("uP", "1"), ("1", self._message_id), ("2", "up-pub.v1"), ("3", source), ("5", "CS1")]
         encoded = (
@@ -195,13 +195,13 @@ class PublishPackets:
 
 
 def publish_packet(rest: bytes, packet_id: int, topic_name: bytes) -> bytes:
-    """QoS 1; `rest` is all that stands behind the packet id: properties and payload."""
+    """Returns a PUBLISH with QoS 1; `rest` is everything after the packet id: properties and payload."""
     length = varint(len(topic_name) + 2 + len(rest))
     return b"".join((b"\x32", length, topic_name, packet_id.to_bytes(2, "big"), rest))
 
 
 def publish_places(data: bytes, start: int) -> tuple[int, int]:
-    """Where the packet id and the payload of a PUBLISH begin; its body begins at `start`."""
+    """Returns the positions of the packet id and the payload of a PUBLISH whose body begins at `start`."""
     packet_id = start + 2 + (data[start] << 8 | data[start + 1])
     length, at, shift = 0, packet_id + 2, 0
     while True:
@@ -217,13 +217,13 @@ _ID_PROPERTY: Final = b"\x26\x00\x011\x00\x24"  # user property "1", a text of 3
 
 
 def message_id(data: bytes, start: int, end: int) -> bytes:
-    """The 16 bytes of the uProtocol id in a PUBLISH. Raises ValueError if it is missing."""
+    """Returns the 16 bytes of the uProtocol id in a PUBLISH. Raises ValueError if it is missing."""
     at = data.index(_ID_PROPERTY, start, end) + len(_ID_PROPERTY)
     return bytes.fromhex(data[at : at + 36].decode().replace("-", ""))
 
 
 def split_packets(data: bytes) -> tuple[list[tuple[int, int, int]], int]:
-    """(kind, start and end of its body) of every whole packet in `data`, and where the rest begins."""
+    """Returns (kind, start and end of the body) of every whole packet in `data`, and the position of the rest."""
     packets, position, end = [], 0, len(data)
     while position + 2 <= end:
         at, length, shift = position + 1, 0, 0
@@ -248,8 +248,8 @@ _PROPERTY_BYTES: Final = {0x11: 4, 0x13: 2, 0x21: 2, 0x22: 2, 0x24: 1, 0x25: 1, 
 
 
 def receive_maximum(connack: bytes) -> int:
-    """How many PUBLISH packets the broker lets be unacknowledged, from the body of its CONNACK. Raises ConnectionError
-    if it refused us."""
+    """Returns how many PUBLISH packets may be unacknowledged, from the body of a CONNACK. Raises ConnectionError if the
+    broker refused the connection."""
     if connack[1]:
         raise ConnectionError(f"the broker refused the connection with reason code {connack[1]:#04x}")
     at, end = 3, 3 + connack[2]

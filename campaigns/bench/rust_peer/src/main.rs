@@ -2,7 +2,7 @@
 //!
 //! device1 at the first address -> up-streamer -> device2 at the second. Its own configurable-streamer has one connection
 //! for each kind of network, so it can't join two Zenoh networks or two brokers.
-//! Says "ready" on stdout, and ends with stdin.
+//! Prints "ready" on stdout, and ends when stdin closes.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ type Failure = Box<dyn Error + Send + Sync>;
 
 const SOURCE: &str = "device1";
 const DESTINATION: &str = "device2";
-const STREAMER: &str = "streamer"; // the authority of its own that each transport wants
-const QUEUE_MESSAGES: u16 = 10_000; // of each route, as its example configuration has it; beyond it messages are lost
+const STREAMER: &str = "streamer"; // each transport needs its own authority
+const QUEUE_MESSAGES: u16 = 10_000; // of each route, as in its example configuration; beyond it messages are lost
 
 async fn transport(address: &str, name: &str) -> Result<Arc<dyn UTransport>, Failure> {
     match address.split_once(':') {
