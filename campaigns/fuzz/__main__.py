@@ -1,6 +1,6 @@
 """python -m campaigns.fuzz [--list | --replay | --minutes 10 | --seconds 60] [--target NAME]...
 
-The time is shared by the targets; two of them run side by side. Ends with 1 if there was a find.
+The targets share the time; two of them run side by side. The exit code is 1 if there was a find.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def hunt_all(names: list[str], seconds: float, out: Path, *, seed: int = 1, with_atheris: bool | None = None) -> int:
-    """`seconds` in all, shared by `names`. 1 if there was a find."""
+    """Fuzzes for `seconds` in total, shared by `names`. Returns 1 if there was a find."""
     if with_atheris is None and not engine.has_atheris():
         print("atheris is not installed: random changes to the corpus instead, without feedback")
     print(f"{len(names)} targets, {seconds:.0f} s in all, --seed {seed}; what they say is in {out}", flush=True)

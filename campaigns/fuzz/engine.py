@@ -1,4 +1,4 @@
-"""Runs targets: each input within its time and memory, and many inputs one after the other.
+"""Runs targets: each input within limits of time and memory, many inputs one after the other.
 
 replay: every input of the corpus          hunt: nursery (imports once) --fork--> a process for each target -> Report
 """
@@ -26,9 +26,9 @@ from campaigns.fuzz import registry
 from campaigns.fuzz.mutate import mutated
 from campaigns.fuzz.registry import INPUT_BYTES_MAX, Target, file_name
 
-# of the processor, so that a busy machine finds nothing; a decoder takes milliseconds for INPUT_BYTES_MAX
+# CPU time, so that a busy machine causes no finds; a decoder takes milliseconds for INPUT_BYTES_MAX
 INPUT_CPU_S: Final = 5.0
-MEMORY_MIB_MAX: Final = 2_048  # beside what the process has when it begins
+MEMORY_MIB_MAX: Final = 2_048  # in addition to the memory of the process at its start
 OUT: Final = Path("out/fuzz")
 ROOT: Final = Path(__file__).parents[2]
 SIDE_BY_SIDE: Final = 2
@@ -47,12 +47,12 @@ _KEPT: Final = re.compile(r"Test unit written to (\S+)")
 
 
 class TooSlow(BaseException):
-    """An input took longer than INPUT_CPU_S. No Exception, so that nobody takes it for one that is handled."""
+    """An input took longer than INPUT_CPU_S. It is no Exception, so that no handler of Exception catches it."""
 
 
 @dataclass
 class Report:
-    """What a hunt did."""
+    """The results of a hunt."""
 
     target: str
     engine: str
@@ -84,8 +84,8 @@ def deadline(cpu_s: float = INPUT_CPU_S) -> Iterator[None]:
 
 
 def replay(target: Target) -> int:
-    """Run every input of the corpus; how many. Raises what the target raises, or TooSlow, with a note that names the
-    input."""
+    """Runs every input of the corpus and returns their number. Raises what the target raises, or TooSlow, with a note
+    that names the input."""
     paths = sorted(target.corpus.glob("*"))
     for path in paths:
         try:
@@ -98,7 +98,7 @@ def replay(target: Target) -> int:
 
 
 def quiet() -> None:
-    """No line of a log for each input."""
+    """Turns logging off, which would write lines for each input."""
     import structlog
 
     def dropped(*_: Any) -> Any:
@@ -107,14 +107,14 @@ def quiet() -> None:
     structlog.configure(processors=[dropped])
 
 
-# The targets, each in a process of its own
+# Each target runs in its own process
 
 
 def hunt(
     names: Sequence[str], seconds_each: float, out: Path, *, seed: int = 1, with_atheris: bool | None = None
 ) -> Iterator[Report]:
-    """Hunt with each of the targets for so long; a report as soon as one is done. What the processes say goes to
-    `out`/NAME.log.
+    """Hunts with each target for `seconds_each`, and yields a report as soon as a target is done. The output of the
+    processes goes to `out`/NAME.log.
 
     One process imports everything, which takes some seconds, and forks one more for each target.
     """
@@ -149,7 +149,7 @@ def hunt(
 
 
 def nursery(engine: str, names: Sequence[str], seconds_each: float, out: Path, seed: int) -> None:
-    """Fork a process for each of `names`, SIDE_BY_SIDE at once; a line of JSON for each that has ended."""
+    """Forks a process for each of `names`, SIDE_BY_SIDE at once, and prints a line of JSON when one has ended."""
     quiet()
     if engine == "atheris":
         import atheris
@@ -187,8 +187,8 @@ def _fork(engine: str, target: Target, seconds: float, out: Path, seed: int) -> 
 
 
 def _report(engine: str, name: str, seconds: float, code: int, out: Path) -> Report:
-    """What libFuzzer and ours both write at their end. A process that ended badly is a find even if it has kept no
-    input."""
+    """Parses the last lines, which libFuzzer and our engine write alike. A process that failed is a find even without a
+    kept input."""
     log = out / f"{name}.log"
     said = log.read_bytes()
     runs = _RUNS.findall(said)
@@ -197,7 +197,7 @@ def _report(engine: str, name: str, seconds: float, code: int, out: Path) -> Rep
 
 
 class Trying:
-    """Runs a target, and keeps the input that it fails with."""
+    """Runs a target, and keeps the input with which it fails."""
 
     def __init__(self, target: Target, out: Path) -> None:
         self._target, self._out, self._executions = target, out, 0
@@ -219,7 +219,7 @@ class Trying:
 
 
 def _hunt_at_random(target: Target, seconds: float, out: Path, seed: int) -> None:
-    """Without feedback; the first find ends it."""
+    """Hunts without feedback until the first find."""
     inputs, rng = target.inputs() or [b""], random.Random(f"{target.name} {seed}")
     _bound_memory()
     trying, begun = Trying(target, out), time.monotonic()
@@ -229,7 +229,7 @@ def _hunt_at_random(target: Target, seconds: float, out: Path, seed: int) -> Non
 
 
 def _hunt_with_atheris(target: Target, seconds: float, out: Path, seed: int) -> None:
-    """Ends this process, with libFuzzer's exit code. What it learns goes into `out`/corpus/NAME."""
+    """Hunts, and ends this process with libFuzzer's exit code. New inputs go into `out`/corpus/NAME."""
     import atheris
 
     learnt = out / "corpus" / target.name

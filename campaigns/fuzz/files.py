@@ -1,7 +1,7 @@
-"""What files and command lines bring: the log, the mark, remembered JSON, configurations, drives, checkpoints,
+"""Targets for files and command lines: the log, the mark, remembered JSON, configurations, drives, checkpoints,
 addresses, HTTP.
 
-octets -> a file in a folder of this process -> its reader -> what it says | the refusal that it documents
+octets -> a file in a folder of this process -> its reader -> a value | the documented refusal
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INVALID: Final = UCode.INVALID_ARGUMENT
 
 @cache
 def folder() -> Path:
-    """Goes with the process."""
+    """Returns a folder that is deleted when the process ends."""
     made = tempfile.TemporaryDirectory(prefix="fuzz-")
     _kept.append(made)
     return Path(made.name)
@@ -62,7 +62,7 @@ def file_of(data: bytes, name: str) -> Path:
 
 @target
 def log_chunk(data: bytes) -> None:
-    """Columns whose checksum is right, and whose content may be anything: a wrong one is refused before anything is
+    """Reads columns with the right checksum and any content: a wrong checksum is refused before anything else is
     read."""
     dice = Dice(data)
     records = dice.octet()
@@ -87,7 +87,7 @@ _SQL_VALUES: Final = (None, 0, 1, -1, 2**62, -(2**63), 1.5, "", "text", "egress:
 
 @target
 def log_rows(data: bytes) -> None:
-    """Rows of a log whose values are of any type and whose checksums are right, one bit off, or anything."""
+    """Reads rows of a log whose values have any type, and whose checksums are right, wrong by one bit, or random."""
     dice = Dice(data)
     table = dice.one_of(rows.CHECKED)
     row = tuple(dice.one_of(_SQL_VALUES) if dice.octet() & 1 else _sql(dice) for _ in table.columns)
@@ -113,7 +113,7 @@ def _sql(dice: Dice) -> Any:
 
 @cache
 def small_log() -> dict[str, bytes]:
-    """The files of a log with some records, as it is left by a process that was killed."""
+    """Returns the files of a log with some records, as a killed process leaves them."""
 
     async def make() -> dict[str, bytes]:
         path = folder() / "made" / "l.db"
@@ -131,7 +131,7 @@ def small_log() -> dict[str, bytes]:
 
 @target
 def log_file(data: bytes) -> None:
-    """A log some of whose octets are others, or are missing: it opens, and whatever it gives is a message of a known
+    """Opens a log with changed or missing octets. It must open, and each record that it returns is a message of a known
     topic."""
     files = {name: bytearray(content) for name, content in small_log().items()}
     dice = Dice(data)
@@ -219,7 +219,7 @@ def spark_offsets(data: bytes) -> None:
 
 @target
 def spark_records(data: bytes) -> None:
-    """Records as Poll gives them: one row for each, and the same ones however often."""
+    """Converts records of a Poll: one row for each, and the same rows each time."""
     dice = Dice(data)
     records = []
     while dice.left and len(records) < 8:
@@ -241,7 +241,7 @@ def spark_records(data: bytes) -> None:
 
 @target
 def spark_sample(data: bytes) -> None:
-    """A sample in plain protobuf behind another one: cut by hand, or by protobuf, it is the same row."""
+    """Converts a sample in plain protobuf behind another one: our parser and protobuf return the same row."""
     topic = uris.uri("vin", 1, 1, 0x8000)
     sample = ustreamer_pb2.Sample(path="Vehicle.Speed", double_value=1.5)
     sample.time.seconds = 1_800_000_000
@@ -294,11 +294,11 @@ def uuid_text(data: bytes) -> None:
         assert uuids.to_bytes(uuids.from_bytes(data)) == data
 
 
-TURNS: Final = 30  # of the loop; an answer takes some ten
+TURNS: Final = 30  # turns of the loop; an answer takes some ten
 
 
 class _Client(asyncio.Transport):
-    """A connection whose other end has said something, and hears what it is answered."""
+    """A connection whose other end has sent something and receives the answer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random changes to inputs, for machines without atheris: no feedback, but quick."""
+"""Random changes to inputs, for machines without atheris: without feedback, but fast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-CHANGES_MAX: Final = 6  # to one input: more of them, and nothing of what it was is left
+CHANGES_MAX: Final = 6  # to one input; with more, nothing of the input is left
 _ODD: Final = (0, 1, 0x0A, 0x12, 0x1A, 0x20, 0x22, 0x2F, 0x3F, 0x40, 0x7F, 0x80, 0xC0, 0xFE, 0xFF)
 _PIECES: Final = (
     b"\xff" * 8,
@@ -23,7 +23,7 @@ _PIECES: Final = (
 
 
 def mutated(rng: random.Random, inputs: Sequence[bytes], bytes_max: int) -> bytes:
-    """One of `inputs`, changed; or something new."""
+    """Returns a changed input from `inputs`, or a random new one."""
     data = bytearray(rng.choice(inputs) if inputs and rng.random() < 0.9 else rng.randbytes(rng.randrange(1, 64)))
     for _ in range(rng.randint(1, CHANGES_MAX)):
         _change(rng, data, inputs)

@@ -1,6 +1,6 @@
-"""The targets by name, and what they share.
+"""The targets by name, and their shared functions.
 
-@target -> TARGETS[name] -> run(data)          returns: fine          raises: a find
+@target -> TARGETS[name] -> run(data)          returns: passed          raises: a find
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-# of what is tried: decoders have no secrets beyond that, and small inputs are tried more often
+# of an input: larger ones show nothing new in decoders, and small inputs run more often
 INPUT_BYTES_MAX: Final = 4_096
 
 Run = Callable[[bytes], None]
@@ -38,7 +38,7 @@ TARGETS: Final[dict[str, Target]] = {}
 
 
 def target(run: Run) -> Run:
-    """Register `run` under its own name."""
+    """Registers `run` under its own name."""
     name = run.__name__
     assert name not in TARGETS, f"two targets are called {name}"
     TARGETS[name] = Target(name, run)
@@ -46,7 +46,7 @@ def target(run: Run) -> Run:
 
 
 def load() -> dict[str, Target]:
-    """Every target there is."""
+    """Returns all targets."""
     for module in ("wires", "services", "files"):
         importlib.import_module(f"campaigns.fuzz.{module}")
     return TARGETS
@@ -54,7 +54,7 @@ def load() -> dict[str, Target]:
 
 @contextlib.contextmanager
 def refusing(*codes: UCode.ValueType) -> Iterator[None]:
-    """What is decoded within may be refused with one of these; with any other error it is a find."""
+    """Accepts errors with these codes in its block; any other error is a find."""
     try:
         yield
     except UStatusError as error:
@@ -65,7 +65,7 @@ def refusing(*codes: UCode.ValueType) -> Iterator[None]:
 
 
 def is_refused(decode: Callable[[bytes], object], data: bytes) -> bool:
-    """True if it is INVALID_ARGUMENT to `decode`."""
+    """Returns True if `decode` raises INVALID_ARGUMENT."""
     try:
         decode(data)
     except UStatusError as error:
@@ -74,5 +74,5 @@ def is_refused(decode: Callable[[bytes], object], data: bytes) -> bool:
 
 
 def file_name(data: bytes) -> str:
-    """Of an input, in the corpus."""
+    """Returns the name of an input in the corpus."""
     return hashlib.blake2b(data, digest_size=10).hexdigest()

@@ -1,6 +1,6 @@
-"""What callers of the core services bring: payloads of requests, answers and changes, and whole requests.
+"""Targets for callers of the core services: payloads of requests, answers and changes, and whole requests.
 
-payload -> service -> a response that can be read, with a code but INTERNAL    answer -> client -> what it may believe
+payload -> service -> a readable response without INTERNAL    answer -> client -> only valid data
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from usubscription_client import table
 
 OWN: Final = "vin"
 CALLER: Final = uris.uri("cloud", 0x20, 1, 0)
-CALL_TTL_MS: Final = 200  # so short that no poll waits for what might come
+CALL_TTL_MS: Final = 200  # so short that no poll waits for new records
 ANSWER_S: Final = 20.0
 
 _FORMATS: Final = (
@@ -73,7 +73,7 @@ _FORMATS: Final = (
 
 
 class Network(UTransport):
-    """One host's: what it is asked, and what it answers."""
+    """The network of one host: takes its requests, and returns its answers."""
 
     def __init__(self) -> None:
         self.listeners: dict[int, UListener] = {}
@@ -110,20 +110,20 @@ class Network(UTransport):
 
 @cache
 def loop() -> asyncio.AbstractEventLoop:
-    """One for all inputs of a process: making one for each would be most of the work."""
+    """Returns one loop for all inputs of a process: a new one for each would be most of the work."""
     return asyncio.new_event_loop()
 
 
 @contextlib.contextmanager
 def stopped_clock() -> Iterator[None]:
-    """No request expires because the machine is slow."""
+    """Stops the clock, so that no request expires on a slow machine."""
     now_ns, ids = uuids.now_ms() * 1_000_000, uuids.UUIDGenerator()
     with uuids.simulated(lambda: now_ns, ids):
         yield
 
 
 def payload_of(dice: Dice, *types: type[Message]) -> UPayload:
-    """As it came, or of some shape."""
+    """Returns a payload: the raw octets, or a message of a random shape."""
     choice = dice.octet()
     format = _FORMATS[choice >> 1 & 3] if choice & 8 else _FORMATS[0]
     type = types[(choice >> 4) % len(types)]
@@ -138,7 +138,7 @@ def request_of(payload: UPayload, method: UUri) -> UMessage:
 
 
 def call(network: Network, method: int, payload: UPayload, response: type[Message]) -> Message | UStatus:
-    """The answer, which may be any but INTERNAL: that would be a fault of ours."""
+    """Returns the answer. Any code is accepted but INTERNAL, which would be an error of the product."""
     with stopped_clock():
         request = request_of(payload, at(OWN, method))
         answer = loop().run_until_complete(network.ask(request))
@@ -158,7 +158,7 @@ def call(network: Network, method: int, payload: UPayload, response: type[Messag
 
 @cache
 def history() -> Network:
-    """A history of some records on three topics."""
+    """Returns a history with some records on three topics."""
 
     async def start() -> Network:
         log = await Log.open(None, name="fuzz", retention_bytes=1 << 20)
@@ -199,7 +199,7 @@ def history_progress(data: bytes) -> None:
 
 @target
 def epochs_assembled(data: bytes) -> None:
-    """Frontiers in any order: no record is delivered twice, and each whole epoch has a reported end."""
+    """Reports frontiers in any order: no record is delivered twice, and each whole epoch has a reported end."""
     dice, assembler = Dice(data), Assembler(filter=Dice(data).one_of(("atomic", "all")), timeout_s=5)
     handed = Counter[int]()
     for seq in range(1, 2 + dice.octet() % 64):
@@ -232,7 +232,7 @@ def _publication(source: UUri, payload: UPayload) -> UMessage:
 
 @target
 def history_answers(data: bytes) -> None:
-    """What a history answers to those who read it: each record once, in order, whatever it says."""
+    """Feeds any answers of a history to its readers: they deliver each record once and in order."""
     acceptor, payload = Acceptor(), payload_of(Dice(data), ustreamer.PollResponse, ustreamer.DescribeResponse)
     with refusing(UCode.INVALID_ARGUMENT):
         response = payload.unpack(ustreamer.PollResponse)
@@ -255,7 +255,7 @@ def history_answers(data: bytes) -> None:
 
 
 class _Kept(Paused):
-    """In memory: no file is written for each input."""
+    """Keeps pauses in memory: no file is written for each input."""
 
     async def _change(self, pauses: Any) -> None:
         self._put_in_force(pauses)
@@ -277,7 +277,7 @@ def control() -> Network:
 
 @target
 def control_calls(data: bytes) -> None:
-    """Pause, Resume, ListPaused."""
+    """Calls Pause, Resume, ListPaused."""
     dice = Dice(data)
     method, request, response = dice.one_of(
         (
@@ -291,7 +291,7 @@ def control_calls(data: bytes) -> None:
 
 @target
 def control_line(data: bytes) -> None:
-    """What the command line says to the socket."""
+    """Sends a line to the socket, as the command line does."""
     answer = loop().run_until_complete(ControlSocket(Path("nowhere"), paused(), lambda name: name)._answer(data))
     assert "code" in answer or answer.keys() in ({"ended", "paused"}, {"owner"}, {"vehicles"})
     assert answer.get("code") != UCode.INTERNAL
@@ -299,7 +299,7 @@ def control_line(data: bytes) -> None:
 
 @target
 def request_arrives(data: bytes) -> None:
-    """A whole request, valid or not: it is answered, or counted."""
+    """Sends a whole request, valid or not: it is answered or counted."""
     dice = Dice(data)
     attributes = made(UAttributes, dice)
     network = history()
@@ -365,7 +365,7 @@ def usubscription_requests_v4(data: bytes) -> None:
 
 @target
 def usubscription_changes(data: bytes) -> None:
-    """Updates that another service tells: read by the service, and written by it again."""
+    """Sends updates of another service: the service reads them, and writes them again."""
     dice = Dice(data)
     major = 3 + dice.octet() % 2
     payload = payload_of(dice, v3.Update if major == 3 else v4.Subscription)
@@ -389,7 +389,7 @@ def usubscription_changes(data: bytes) -> None:
 
 @target
 def usubscription_answers(data: bytes) -> None:
-    """What a service answers and tells to clients: streamers, applications, and other services."""
+    """Feeds answers and changes of a service to its clients: streamers, applications, and other services."""
     dice = Dice(data)
     major = 3 + dice.octet() % 2
     types: tuple[type[Message], ...] = (
@@ -413,7 +413,7 @@ def usubscription_answers(data: bytes) -> None:
 
 
 def believed(*subscriptions: Subscription) -> None:
-    """A streamer listens to the topics that somebody wants, and sends to subscribers: none of them may be nonsense."""
+    """Checks what a streamer believes: the topics that it listens to and the subscribers that it sends to are valid."""
     source = table.InterestTable()
     source.replace(subscriptions)
     for topic in source.topics():

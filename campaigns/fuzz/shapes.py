@@ -1,6 +1,6 @@
-"""Bytes to protobuf messages of any shape: structures that mutated octets of a real message would hardly ever meet.
+"""Turns bytes into protobuf messages of any shape, which mutated octets of a real message would hardly ever reach.
 
-bytes --Dice--> choices --fill--> message      the same bytes make the same message; bytes that end make empty fields
+bytes --Dice--> choices --fill--> message      the same bytes make the same message; missing bytes make empty fields
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _WIDTHS: Final = {  # the range of each integer type
 
 
 class Dice:
-    """Choices, one octet each; where there are no more octets it is always the first one."""
+    """Choices of one octet each; after the last octet it is always the first choice."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -122,7 +122,7 @@ class Dice:
         return self._data[self._at - count : self._at]
 
     def some(self) -> bytes:
-        """As many octets as the next one says."""
+        """Returns as many octets as the next octet says."""
         return self.take(self.octet())
 
     def rest(self) -> bytes:
@@ -133,7 +133,7 @@ class Dice:
 
 
 def made(type: type[M], dice: Dice) -> M:
-    """A message of `type`."""
+    """Returns a message of `type`."""
     message = type()
     fill(message, dice)
     return message
@@ -141,7 +141,7 @@ def made(type: type[M], dice: Dice) -> M:
 
 def fill(message: Message, dice: Dice, depth: int = 0) -> None:
     known = _SPECIAL.get(message.DESCRIPTOR.full_name)
-    if known is not None and dice.octet() & 3:  # mostly one that means something
+    if known is not None and dice.octet() & 3:  # mostly a valid value
         message.CopyFrom(dice.one_of(known))
         return
     for field in message.DESCRIPTOR.fields:

@@ -1,6 +1,6 @@
-"""What networks bring: MQTT, Zenoh, DDS, and messages on their way through.
+"""Targets for networks: MQTT, Zenoh, DDS, and messages that are forwarded.
 
-octets -> mapping -> listener table -> a message that is valid -> every other mapping -> and back: the same message
+octets -> mapping -> listener table -> a valid message -> every other mapping -> and back: the same message
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 INVALID, DENIED = UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED
 OWN = "vin"
-NOW_MS = 0x0192_A7B0_0000  # when the ids of the shapes were made, so that few have expired
+NOW_MS = 0x0192_A7B0_0000  # the time of the ids in the shapes, so that few have expired
 
 
 class Heard(EncodedListener):
-    """A listener that takes messages as they came."""
+    """A listener that takes encoded messages."""
 
     def __init__(self) -> None:
         self.messages: list[EncodedMessage] = []
@@ -55,7 +55,7 @@ def table() -> tuple[ListenerTable, Heard]:
 
 
 def arrive(payload: bytes, encoded: bytes, key: str = "up/vin/10/0/1/8000/{}/{}/{}/{}/{}") -> None:
-    """Through the listener table, three times: the second and third time the stream is known."""
+    """Passes a message through the listener table three times: from the second time on, the stream is known."""
     listeners, heard = table()
 
     def complete(place: int, attributes: UAttributes) -> None:
@@ -71,7 +71,7 @@ def arrive(payload: bytes, encoded: bytes, key: str = "up/vin/10/0/1/8000/{}/{}/
 
 
 def check(message: EncodedMessage) -> None:
-    """What a listener gets is valid, is what it looks like, and can be carried on or is refused."""
+    """Checks that a delivered message is valid and consistent, and that it can be forwarded or is refused."""
     plain = message.decoded()
     validate(plain)
     id = plain.attributes.id
@@ -84,7 +84,7 @@ def check(message: EncodedMessage) -> None:
 
 
 def forward(message: UMessage) -> None:
-    """By each mapping, and back."""
+    """Converts a message by each mapping and back."""
     attachment = zenoh_mapping.encode(message)
     assert zenoh_mapping.decode(message.payload, attachment).attributes == message.attributes
     with refusing(INVALID):
@@ -118,7 +118,7 @@ def _by_mqtt(message: UMessage, mode: Mode) -> None:
 
 
 def _comparable(attributes: UAttributes) -> UAttributes:
-    """But for what MQTT can't say: an empty token, a ttl of 0, and no authority."""
+    """Returns attributes without what MQTT cannot carry: an empty token, a ttl of 0, and no authority."""
     copy = UAttributes.FromString(attributes.SerializeToString())
     if not copy.token:
         copy.ClearField("token")
@@ -133,7 +133,7 @@ def _comparable(attributes: UAttributes) -> UAttributes:
 
 @target
 def zenoh_sample(data: bytes) -> None:
-    """A payload and an attachment."""
+    """Parses a payload and an attachment."""
     dice = Dice(data)
     payload, attachment = dice.some(), dice.rest()
     with refusing(INVALID):
@@ -143,7 +143,7 @@ def zenoh_sample(data: bytes) -> None:
 
 @target
 def zenoh_key(data: bytes) -> None:
-    """The keys of all kinds of addresses, and what is read from them."""
+    """Makes the keys of all kinds of addresses, and parses them."""
     dice = Dice(data)
     source, sink = made(UUri, dice), made(UUri, dice) if dice.octet() & 1 else None
     with refusing(INVALID):
@@ -163,7 +163,7 @@ def zenoh_key(data: bytes) -> None:
 
 @target
 def message_arrives(data: bytes) -> None:
-    """Attributes of any shape, on their way through."""
+    """Passes on a message with attributes of any shape."""
     dice = Dice(data)
     attributes = made(UAttributes, dice)
     payload = dice.some()
@@ -172,7 +172,7 @@ def message_arrives(data: bytes) -> None:
 
 @target
 def mqtt_packets(data: bytes) -> None:
-    """What a socket brings, cut anywhere."""
+    """Splits data of a socket that is cut anywhere."""
     cut = data[0] if data else 0
     stream = data[1:]
     try:
@@ -189,7 +189,7 @@ def mqtt_packets(data: bytes) -> None:
 
 @target
 def mqtt_publish(data: bytes) -> None:
-    """The inside of a PUBLISH: topic, properties, payload."""
+    """Parses the body of a PUBLISH: topic, properties, payload."""
     if data:
         _publish(data[0], data[1:])
 
@@ -209,7 +209,7 @@ def _publish(first: int, body: bytes) -> None:
 
 @target
 def mqtt_properties(data: bytes) -> None:
-    """Topic and user properties as texts, without their lengths to be guessed."""
+    """Parses topic and user properties given as texts, so that no lengths have to be guessed."""
     parts = data.split(b"\xff")
     texts = [part.decode(errors="replace") for part in parts]
     pairs = list(pairwise(texts[1:]))[::2]
@@ -241,7 +241,7 @@ def dds_sample(data: bytes) -> None:
 
 @target
 def stored_message(data: bytes) -> None:
-    """A UMessage as the log has it: read by hand, or by protobuf, it is the same."""
+    """Parses a UMessage as the log stores it: our parser and protobuf must return the same."""
     stamps = Stamps()
     try:
         plain = UMessage.FromString(data)
@@ -264,7 +264,7 @@ def stored_message(data: bytes) -> None:
 
 @target
 def names_of_what_is_carried(data: bytes) -> None:
-    """Payloads of the core services under other names."""
+    """Sends payloads of the core services under other names."""
     dice = Dice(data)
     message = EncodedMessage.of(made(UMessage, dice))
     names = Names("vin", lambda authority: authority in ("ecu1", "cloud"))
