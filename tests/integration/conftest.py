@@ -1,4 +1,4 @@
-"""A streamer as a process of its own, between real networks."""
+"""A streamer in its own process, between real networks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from transports.ports import free_port
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uri_pb2 import UUri
 
-WAIT_S = 60  # a test that waits longer for one thing has failed
+WAIT_S = 60  # a test fails if it waits longer than this for one event
 
 
 class Hearer(Sink):
-    """Keeps what it hears, and can be waited for."""
+    """Keeps the messages that it receives, and can wait for them."""
 
     def __init__(self) -> None:
         super().__init__(WAIT_S)
 
     @property
     def unique(self) -> list[bytes]:
-        """Payloads without those of ids that came before."""
+        """Returns the payloads without repeated ids."""
         first = {(m.attributes.id.msb, m.attributes.id.lsb): m.payload for m in reversed(self.messages)}
         return [first.pop(id) for m in self.messages if (id := (m.attributes.id.msb, m.attributes.id.lsb)) in first]
 
 
 @dataclass
 class Gateway:
-    """One streamer process; `start` again after `kill` or `stop` goes on with the same data."""
+    """One streamer process. After `kill` or `stop`, `start` continues with the same data."""
 
     config: Path
     stack: AsyncExitStack
@@ -103,12 +103,12 @@ class Gateway:
         return list(json.loads(await asyncio.to_thread(self._get, "/readyz"))["problems"])
 
     async def metrics(self) -> dict[str, float]:
-        """`name{labels}` without the prefix, and its value."""
+        """Returns the values by `name{labels}` without the prefix."""
         text = await asyncio.to_thread(self._get, "/metrics")
         return {name: float(value) for name, value in re.findall(r"^up_streamer_(\S+) (\S+)$", text, re.MULTILINE)}
 
     async def until(self, condition: Callable[[dict[str, float]], Any]) -> dict[str, float]:
-        """Wait until the metrics say so."""
+        """Waits until the metrics meet the condition."""
         async with asyncio.timeout(WAIT_S):
             while not condition(found := await self.metrics()):  # noqa: ASYNC110 - it is another process
                 await asyncio.sleep(0.1)
@@ -161,9 +161,9 @@ settings = {{ domain_id = {domain}, interface = "lo", multicast = false, peers =
 
 @pytest.fixture
 async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
-    """`await make_gateway(broker, "vehicle cloud", {topic: [subscribers]})`: endpoints by name.
+    """`await make_gateway(broker, "vehicle cloud", {topic: [subscribers]})` starts a gateway with the named endpoints.
 
-    `vehicle` and `cloud` are more settings of these, `extra` is more TOML, `usubscription` is the mode of endpoints.
+    `vehicle` and `cloud` are their further settings, `usubscription` is their mode, and `extra` is further TOML.
     """
     async with AsyncExitStack() as stack:
 

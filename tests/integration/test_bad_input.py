@@ -1,4 +1,4 @@
-"""What is wrong on a network is counted or answered, and everything else goes on: one streamer process, three real
+"""Invalid input from a network is counted or answered, and everything else continues: one streamer process, three real
 networks.
 
 vehicle1 -- Zenoh --+-- gateway --+-- MQTT 5 -- cloud
@@ -62,7 +62,7 @@ def says(topic: UUri, text: str) -> UMessage:
 
 
 def invalid_and_expired(topic: UUri) -> list[UMessage]:
-    """What no sender of ours would send."""
+    """Returns messages that no valid sender would send."""
     no_id = UMessage(attributes=UAttributes(type=UMessageType.UMESSAGE_TYPE_PUBLISH, source=topic))
     expired = says(topic, "expired")
     expired.attributes.id.msb -= 60_000 << 16
@@ -71,7 +71,7 @@ def invalid_and_expired(topic: UUri) -> list[UMessage]:
 
 
 def foreign(sink: UUri = CLOUD_APP) -> UMessage:
-    """In the name of an authority that lives on none of the networks that it is sent on."""
+    """Returns a message in the name of an authority that is on none of the networks on which it is sent."""
     return UMessageBuilder.notification(uris.parse("//streamer/8001/1/8001"), sink).build()
 
 
@@ -87,7 +87,7 @@ async def raw_zenoh(port: int) -> AsyncIterator[Callable[[str, bytes, bytes | No
     async def put(key: str, payload: bytes, attachment: bytes | None) -> None:
         publisher = session.declare_publisher(key)
         async with asyncio.timeout(30):
-            while not publisher.matching_status.matching:  # noqa: ASYNC110 - Zenoh tells it on a thread of its own
+            while not publisher.matching_status.matching:  # noqa: ASYNC110 - Zenoh reports it on its own thread
                 await asyncio.sleep(0.01)
         publisher.put(payload, attachment=attachment)
 
@@ -124,7 +124,7 @@ async def test_a_zenoh_sample_that_is_none_is_counted_and_the_next_one_goes_on(
 
 
 async def _write(writers: Writers, route: WriterRoute, samples: list[bytes]) -> None:
-    """Whatever octets these are; until the network has them."""
+    """Writes raw octets, and waits until the network has them."""
     loop, written = asyncio.get_running_loop(), asyncio.Event()
     batch = Batch(len(samples), lambda _: loop.call_soon_threadsafe(written.set))
 
@@ -150,7 +150,7 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(
     }
     mcu = await gateway.node("dds", "mcu1", settings, 0x8001)
     await mcu.send(says(RPM, "first"))
-    await heard.expect(1)  # they know each other now
+    await heard.expect(1)  # from now on they know each other
     participant = Participant(DdsConfig(**settings))
     writers = Writers(participant, writers_max=16, timeout_s=1.0)
     try:
@@ -158,12 +158,12 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(
         samples = [
             dds_mapping.pack(b"", b"no attributes", has_payload=True),
             dds_mapping.pack(b"\xff\xff\xff", b"attributes that don't parse", has_payload=True),
-            good[:4] + b"\x02" + good[5:],  # of another version
+            good[:4] + b"\x02" + good[5:],  # another version
             *(dds_mapping.encode(message) for message in invalid_and_expired(RPM)),
         ]
         spoof = foreign()
         async with asyncio.timeout(60):
-            # until the gateway has found this writer
+            # repeated until the gateway has found this writer
             while sum(dropped(metrics := await gateway.metrics(), "mcu").values()) < 6:
                 route = WriterRoute(dds_mapping.writer_partition(RPM, None, "mcu1"), 0, None)
                 spoofed = WriterRoute(dds_mapping.writer_partition(spoof.attributes.source, CLOUD_APP, "mcu1"), 0, None)
@@ -181,7 +181,7 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(
 
 
 def raw_mqtt(broker: Broker, packets: list[tuple[str, dict[str, str], bytes]]) -> None:
-    """With plain paho, as a foreign client would."""
+    """Publishes with plain paho, as a foreign client would."""
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=MQTTProtocolVersion.MQTTv5)
     client.connect(broker.host, broker.port)
     client.loop_start()

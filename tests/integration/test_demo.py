@@ -1,4 +1,4 @@
-"""The demo from end to end, and that nothing is left of it, whenever it ends."""
+"""The demo from end to end, and that nothing remains after it ends at any moment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ END_S = 60
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Who runs with `folder` as its place for temporary files: the demo and whatever it has started, at any depth."""
+    """Returns the processes with `folder` as their folder for temporary files: the demo and all its descendants."""
     mark = f"TMPDIR={folder}".encode()
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
@@ -47,7 +47,7 @@ def processes_of(folder: Path) -> dict[int, str]:
 
 
 class Demo:
-    """`up-streamer demo` in a folder of its own."""
+    """`up-streamer demo` in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.temporary = folder, folder / "temporary"
@@ -65,13 +65,13 @@ class Demo:
         return self.process
 
     async def end(self) -> tuple[int, str, str]:
-        """Exit code, stdout, stderr."""
+        """Returns exit code, stdout, stderr."""
         out, _ = await asyncio.wait_for(self.process.communicate(), 240)
         assert self.process.returncode is not None
         return self.process.returncode, out.decode(), (self.folder / "stderr").read_text(errors="replace")
 
     async def until_running(self, word: str) -> None:
-        """Until a process of the demo has `word` in its command line."""
+        """Waits until a process of the demo has `word` in its command line."""
         async with asyncio.timeout(END_S):
             while not any(  # noqa: ASYNC110 - other processes send no event
                 word in command for pid, command in processes_of(self.temporary).items() if pid != self.process.pid
@@ -79,7 +79,7 @@ class Demo:
                 await asyncio.sleep(0.05)
 
     async def assert_nothing_left(self) -> None:
-        async with asyncio.timeout(10):  # the kernel may still be clearing away who was killed
+        async with asyncio.timeout(10):  # the kernel may still remove killed processes
             while left := processes_of(self.temporary):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert not left
@@ -93,7 +93,7 @@ async def demo(tmp_path: Path) -> AsyncIterator[Demo]:
     if made.process.returncode is None:
         made.process.kill()
         await made.process.wait()
-    for pid in processes_of(made.temporary):  # of a test that failed
+    for pid in processes_of(made.temporary):  # left by a failed test
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

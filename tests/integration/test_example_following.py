@@ -1,4 +1,4 @@
-"""examples/following: its one command counts right, and nothing is lost, doubled or out of order."""
+"""examples/following: its command counts correctly, and no message is lost, doubled or out of order."""
 
 from __future__ import annotations
 

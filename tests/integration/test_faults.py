@@ -1,5 +1,4 @@
-"""What breaks, and what holds all the same: processes killed, brokers away, a full disk, a uSubscription that is
-gone."""
+"""Faults that must lose nothing: killed processes, unavailable brokers, a full disk, a killed uSubscription."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def numbers(first: int, count: int) -> list[bytes]:
 
 
 async def publish_on(node: UTransport, topic: UUri, count: int, published: list[int]) -> None:
-    """In batches, each again until the broker has acknowledged it; `published[0]` says how many have been."""
+    """Publishes in batches, each repeated until it is acknowledged; `published[0]` is the number of messages so far."""
     for first in range(0, count, 20):
         await send_all(node, numbered(topic, first, 20))
         published[0] = first + 20
@@ -57,7 +56,7 @@ async def publish_on(node: UTransport, topic: UUri, count: int, published: list[
 
 async def reached(published: list[int], count: int) -> None:
     async with asyncio.timeout(60):
-        while published[0] < count:  # noqa: ASYNC110 - any number may be asked for
+        while published[0] < count:  # noqa: ASYNC110 - callers ask for any number
             await asyncio.sleep(0.005)
 
 
@@ -66,8 +65,7 @@ async def reached(published: list[int], count: int) -> None:
 async def test_a_streamer_killed_mid_stream_loses_nothing_that_was_acknowledged(
     make_gateway: MakeGateway, make_broker: Any
 ) -> None:
-    """From one broker to another, QoS 1 both: after a kill of the streamer everything is at the other end, in
-    order."""
+    """Between two brokers with QoS 1, everything arrives in order after the streamer was killed."""
     inside, outside = make_broker(persistent=True), make_broker(persistent=True)
     more = f"""
 [[endpoint]]
@@ -101,17 +99,17 @@ async def test_a_broker_away_mid_stream_costs_nothing_but_time(make_gateway: Mak
     heard = await gateway.hear(cloud, SPEED)
     await vehicle.send_batch(numbered(SPEED, 0, 100))
     await heard.expect(100)
-    broker.stop()  # so that the session of who hears is on its disk
+    broker.stop()  # so that the subscriber's session is on its disk
     await broker.start_async()
     await gateway.until_ready()
-    broker.kill()  # while nothing is under way: what it has acknowledged and not written would be lost with it
+    broker.kill()  # nothing is under way, since messages acknowledged but not yet written would be lost
     await vehicle.send_batch(numbered(SPEED, 100, 400))
     await gateway.until_problems(lambda problems: any("cloud" in problem for problem in problems))
     await broker.start_async()
     await heard.expect_payload(b"499")
     await gateway.until_ready()
     published = [0]
-    publishing = asyncio.create_task(publish_on(vehicle, DOOR, 40, [0]))  # nobody wants these
+    publishing = asyncio.create_task(publish_on(vehicle, DOOR, 40, [0]))  # without subscribers
     sending = asyncio.create_task(_stream(vehicle, 500, 1_500, published))
     await reached(published, 800)
     broker.stop()  # mid-stream; it keeps what it has acknowledged
@@ -120,7 +118,7 @@ async def test_a_broker_away_mid_stream_costs_nothing_but_time(make_gateway: Mak
     await asyncio.gather(publishing, sending)
     await heard.until(lambda: len(set(heard.payloads)) == 2_000, "2_000 payloads")
     assert heard.unique == numbers(0, 2_000)
-    assert len(heard.messages) - 2_000 <= 2 * 512  # duplicates only across the cuts: what was in flight
+    assert len(heard.messages) - 2_000 <= 2 * 512  # duplicates come only from the cuts: messages in flight
     await gateway.until_ready()
 
 
@@ -141,7 +139,7 @@ async def test_a_full_disk_refuses_tells_and_recovers(make_gateway: MakeGateway,
     await heard.expect(100)
     pid = gateway.child.pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (4_096, resource.RLIM_INFINITY))
-    await send_all(cloud, numbered(ALARM, 100, 200))  # the broker takes and keeps them
+    await send_all(cloud, numbered(ALARM, 100, 200))  # the broker accepts and keeps them
     await gateway.until_problems(lambda problems: any("log refuses messages" in problem for problem in problems))
     metrics = await gateway.metrics()
     assert metrics['dropped_total{endpoint="cloud",reason="refused"}'] >= 1
@@ -171,9 +169,9 @@ class Service:
 
 
 async def test_a_usubscription_killed_and_restarted(make_gateway: MakeGateway, own_broker: Broker) -> None:
-    """Only the cloud's service knows who wants what here: the vehicle has none."""
+    """Only the cloud's service has subscriptions here: the vehicle has no service."""
     modes = {"vehicle": "none", "cloud": "remote"}
-    # so that it listens before it is asked to
+    # so that it listens before the first request
     more = '[usubscription]\nrefresh_s = 1\n[history]\nrecord = ["//vehicle1/8001/FF/FFFF"]\n'
     gateway = await make_gateway(own_broker, more=more, usubscription=modes, start=False)
     service = Service(gateway, own_broker, gateway.stack)
@@ -193,7 +191,7 @@ async def test_a_usubscription_killed_and_restarted(make_gateway: MakeGateway, o
         await gateway.until_problems(
             lambda problems: any("uSubscription of cloud does not answer" in problem for problem in problems)
         )
-        await vehicle.send_batch(numbered(SPEED, 10, 10))  # the last known interest serves
+        await vehicle.send_batch(numbered(SPEED, 10, 10))  # the last known interest is used
         await heard.expect(20)
         await service.start()
         await gateway.until_ready()

@@ -1,4 +1,4 @@
-"""A wrong access rule, and subscribers that are slow to listen, with real networks: everything arrives, in order."""
+"""A wrong access rule, and subscribers that register late, on real networks: everything arrives, in order."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CLOUD = uris.parse("//cloud/9001/1/0")
 METHOD = uris.parse("//cloud/9001/1/1")
 SUBSCRIBED = {uris.format(topic): [uris.format(CLOUD)] for topic in (SPEED, DOOR)}
 
-# the gateway may listen to everything, and send to nothing: `vehicle` where `vehicle1` was needed
+# the gateway may read everything and write nothing: `vehicle` instead of `vehicle1`
 WRONG = "user gateway\ntopic read #\ntopic write vehicle/#\nuser cloud\ntopic readwrite #\n"
 RIGHT = WRONG.replace("topic write vehicle/#", "topic write #")
 
 
 class OneTopic(Hearer):
-    """Keeps what comes of one topic."""
+    """Keeps the messages of one topic."""
 
     def __init__(self, topic: UUri) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ async def test_a_backlog_waits_for_a_dds_reader_that_comes_later(make_gateway: M
 async def test_a_backlog_waits_for_a_zenoh_subscriber_that_declares_later(
     make_gateway: MakeGateway, broker: Broker, is_alone: bool
 ) -> None:
-    """100 records wait on disk, the gateway starts again, and the subscriber's process links before it declares: by
-    itself, or behind another client."""
+    """100 records wait on disk, the gateway restarts, and the subscriber's process links before it declares: directly,
+    or through another client."""
     subscriber = uris.parse("//vehicle1/9001/1/0")
     topic = uris.parse("//cloud/8001/1/8001")
     gateway = await make_gateway(broker, "vehicle cloud", {uris.format(topic): [uris.format(subscriber)]})

@@ -1,4 +1,4 @@
-"""Topic filters of a gateway at its broker: those that it no longer wants, and one that the broker forbids."""
+"""Topic filters of a gateway at its broker: filters that are no longer wanted, and one that the broker forbids."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MakeGateway = Callable[..., Awaitable[Gateway]]
 SESSION = 'client_id = "gateway", session_expiry_s = 3600'
 KEPT, GIVEN_UP = uris.parse("//cloud/8001/1/8001"), uris.parse("//cloud/8001/1/8002")
 FORBIDDEN = uris.parse("//cloud/8001/1/8003")
-STALE = 3_000  # more than Receive Maximum: while they wait, the broker sends nothing else
-SOON_S = 15  # far less than the 30 s that messages wait for a listener who may come
+STALE = 3_000  # more than Receive Maximum: while they are unacknowledged, the broker sends nothing else
+SOON_S = 15  # far less than the 30 s that messages wait for a late listener
 
 
 async def publish(node: UTransport, topic: UUri, count: int) -> None:
@@ -43,7 +43,7 @@ def unwanted(metrics: dict[str, float]) -> float:
 
 
 async def until_left(gateway: Gateway, topic_filter: str) -> None:
-    """The broker has confirmed that it has this filter no longer."""
+    """Waits until the broker has confirmed that it removed this filter."""
     file = gateway.config.with_name("data") / "endpoint-cloud.json"
     async with asyncio.timeout(SOON_S):
         while topic_filter in json.loads(file.read_text())["filters"]:  # noqa: ASYNC110 - it is another process
@@ -98,7 +98,7 @@ async def test_a_subscription_that_the_broker_forbids_costs_no_other(
     heard = await gateway.hear(await gateway.zenoh(), KEPT)
     cloud = await gateway.node("mqtt5", "cloud", {"port": broker.port}, 0x8001)
     async with asyncio.timeout(SOON_S):
-        while not heard.messages:  # asked for one by one, it may come a moment after the trouble
+        while not heard.messages:  # filters are requested one by one, so it may arrive shortly after the error
             await publish(cloud, KEPT, 1)
             await asyncio.sleep(0.1)
     for _ in range(2):

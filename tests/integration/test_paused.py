@@ -1,4 +1,4 @@
-"""Pause and Resume on a real gateway: from the command line, over a kill, between two brokers."""
+"""Pause and Resume on a real gateway: from the command line, across a kill, between two brokers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def numbered(topic: UUri, first: int, end: int) -> list[UMessage]:
 
 
 async def said(gateway: Any, *arguments: str) -> list[dict[str, str]]:
-    """What the command line prints, as a process of its own."""
+    """Returns what the command line prints in its own process."""
     command = [sys.executable, "-m", "streamer.commands.cli", *arguments, "--config", str(gateway.config), "--json"]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

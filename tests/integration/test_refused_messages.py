@@ -1,4 +1,4 @@
-"""A broker that refuses the messages of one topic, again and again: the others go on."""
+"""A broker that refuses the messages of one topic repeatedly: the other topics continue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAD, GOOD = uris.parse("//vehicle1/8001/1/8001"), uris.parse("//vehicle1/8001/1/
 async def test_a_topic_that_a_broker_refuses_stops_no_other(
     make_gateway: MakeGateway, reason: int, is_dead: bool
 ) -> None:
-    """For good: each message is a dead letter. For now: they wait, and the topic alone does."""
+    """A permanent refusal makes each message a dead letter. After a temporary one only this topic waits."""
     async with answering() as broker:
         broker.topics[b"8001"] = reason
         place: Any = SimpleNamespace(host="127.0.0.1", port=broker.port)

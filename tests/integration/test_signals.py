@@ -1,4 +1,4 @@
-"""How the process ends, and what does not end it: signals, and brokers that hang."""
+"""How signals and hanging brokers affect the process, and its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamer.demo.mosquitto import Broker
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
 
 MakeGateway = Callable[..., Awaitable[Any]]
-STOP_S_MAX = 9.0  # 5 s are promised, containers are killed after 10; a busy machine needs some for itself
+STOP_S_MAX = 9.0  # 5 s are promised, containers are killed after 10; a busy machine needs more
 
 HUNG = """
 [[endpoint]]

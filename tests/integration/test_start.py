@@ -1,4 +1,4 @@
-"""The start of a real gateway, one of whose networks never answers."""
+"""The start of a real gateway while one of its networks never answers."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def numbered(number: int) -> UMessage:
 async def test_a_broker_that_never_answers_costs_the_other_networks_nothing_at_the_start(
     make_gateway: MakeGateway, make_broker: Any
 ) -> None:
-    """Who publishes over Zenoh waits for the gateway, and publishes from the moment it is linked."""
+    """A Zenoh publisher waits for the gateway, and publishes as soon as it is linked."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
-        mute.listen()  # and nobody accepts
+        mute.listen()  # connections are never accepted
         extra = HUNG.format(port=mute.getsockname()[1])
         gateway = await make_gateway(make_broker(), "vehicle cloud", SUBSCRIBED, extra=extra, start=False)
         heard = await gateway.hear(await gateway.mqtt(), uris.parse(SPEED))
         starting = asyncio.create_task(gateway.start())
         try:
-            publisher = await gateway.zenoh()  # linked
+            publisher = await gateway.zenoh()  # returns when linked
             for number in range(MESSAGES):
                 await publisher.send(numbered(number))
                 await asyncio.sleep(PERIOD_S)

@@ -1,4 +1,4 @@
-"""The deployment of examples/vehicle-cloud: two gateways as two processes, a real broker between them, and a fleet.
+"""The deployment of examples/vehicle-cloud: two gateway processes, a real broker between them, and a fleet.
 
 app -- Zenoh -- vehicle gateway -- MQTT 5 (off-vehicle) -- cloud gateway -- Zenoh -- app
                                      |
@@ -51,7 +51,7 @@ def raw(text: str) -> UPayload:
 
 @dataclass
 class Stage:
-    """Broker, both gateways, and who stands where."""
+    """The broker, both gateways, and the applications."""
 
     broker: Broker
     folder: Path
@@ -60,8 +60,8 @@ class Stage:
     gateways: dict[str, Child] = field(default_factory=dict)
 
     async def start(self, name: str, example: str = "", **other: str) -> None:
-        """Start the gateway `name` from an example (its own), with ports and folders of this test, and words in place
-        of `other` ones."""
+        """Starts the gateway `name` from an example (by default its own), with ports and folders of this test. Words in
+        `other` are replaced."""
         self.zenoh.setdefault(name, free_port())
         text = (EXAMPLE / f"{example or name}.toml").read_text()
         for word, instead in other.items():
@@ -85,7 +85,7 @@ class Stage:
         return await self.stack.enter_async_context(plugins.create("zenoh", settings, local)), local
 
     async def vehicle(self, authority: str) -> tuple[UTransport, LocalUriProvider]:
-        """A vehicle without a gateway: a uEntity on the broker."""
+        """Returns a vehicle without a gateway: a uEntity on the broker."""
         local = LocalUriProvider(authority, APP, 1)
         settings: dict[str, Any] = {"host": self.broker.host, "port": self.broker.port, "mode": "off-vehicle"}
         return await self.stack.enter_async_context(plugins.create("mqtt5", settings, local)), local
@@ -107,7 +107,7 @@ async def stage(tmp_path: Path, own_broker: Broker) -> AsyncIterator[Stage]:
 
 
 async def subscribe(client: USubscriptionClient, topic: Any) -> None:
-    """Subscribe, and wait until the remote side has confirmed."""
+    """Subscribes, and waits until the remote side has confirmed."""
     stands = asyncio.Event()
     client.on_change(
         lambda change: stands.set() if change.topic == topic and change.status == Status.SUBSCRIBED else None
@@ -213,10 +213,10 @@ async def test_killed_gateways_lose_nothing_and_keep_the_order(stage: Stage) -> 
             await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(raw(f"{number}")))
         await heard.expect(100)
         await stage.gateways["cloud"].kill()
-        for number in range(100, 200):  # the vehicle's gateway takes them, the broker keeps them
+        for number in range(100, 200):  # the vehicle's gateway accepts them, the broker keeps them
             await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(raw(f"{number}")))
         await stage.start("cloud")
-        await heard.expect_payload(b"199")  # beside what comes twice over the kill
+        await heard.expect_payload(b"199")  # duplicates from the kill are allowed
     unique = list(dict.fromkeys(heard.payloads))
     assert unique == [str(number).encode() for number in range(200)]
 
@@ -230,7 +230,7 @@ async def test_a_method_that_nobody_serves_ends_with_an_answer(stage: Stage) -> 
 
 
 async def test_two_vehicles_that_both_have_an_ecu1(empty: Stage) -> None:
-    """Ten requests "lock the doors" to one of them are served ten times in it, and never in the other one
+    """Ten requests "lock the doors" to one of them are served ten times there, and never in the other
     (docs/names.md)."""
     served = {"vin1": 0, "vin2": 0}
     vehicles: dict[str, UTransport] = {}
