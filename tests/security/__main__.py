@@ -1,8 +1,8 @@
-"""`python -m tests.security`: every attack on a gateway of its own, and a table of what it cost (docs/security.md).
+"""`python -m tests.security`: runs every attack on its own gateway, and prints a table of the costs (docs/security.md).
 
 python -m tests.security --only polls --only leases --seconds 20 --json result.json
 
-Exit code 1 if a bound is broken that NOT_YET does not name. The last line of stdout is the result as JSON.
+The exit code is 1 if a bound is broken that NOT_YET does not name. The last line of stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def attempt(attack: Attack, folder: Path, arguments: argparse.Namespace) -> Verdict:
-    """On a stage of its own."""
+    """Runs an attack on its own stage."""
     stage = Stage(attack.scene, folder)
     try:
         stage.start()

@@ -1,5 +1,5 @@
-"""The attacks as data: what is around the gateway, what the attacker does, and what must hold beside the bounds that
-hold for all.
+"""The attacks as data: the networks around the gateway, what the attacker does, and what must hold in addition to the
+bounds of all attacks.
 
 Attack(name, row of the table, attacker, scene, in full, in short) -> trial.py
 """
@@ -16,7 +16,7 @@ HOME, FLEET, RULES = Scene(), Scene(fleet=True), Scene(rules=True)
 UNRECORDED, RESET_OFF = Scene(records=False), Scene(usubscription='reset = "off"')
 MIB: Final = 1 << 20
 MESSAGE_BYTES_MAX: Final = MIB
-PERMISSION_DENIED, RESOURCE_EXHAUSTED = "7", "8"  # UCode, as codes are reported
+PERMISSION_DENIED, RESOURCE_EXHAUSTED = "7", "8"  # UCodes as they are reported
 
 Reported = dict[str, Any]
 Check = Callable[[Reported], list[str]]
@@ -25,15 +25,15 @@ Check = Callable[[Reported], list[str]]
 @dataclass(frozen=True)
 class Attack:
     name: str
-    what: str  # for the report
+    what: str  # text for the report
     attacker: str  # in attackers.py
     full: dict[str, Any]
-    short: dict[str, Any] | None  # what differs in `make test`; None: not there
+    short: dict[str, Any] | None  # differences in `make test`; None: not run there
     scene: Scene = HOME
     checks: tuple[Check, ...] = ()
-    hanging_broker: str = ""  # the broker that hangs meanwhile
-    endless: bool = False  # it goes on until it is ended, after `seconds`
-    # bounds that this attack is not judged by, with the reason beside it
+    hanging_broker: str = ""  # a broker that hanging_broker meanwhile
+    endless: bool = False  # goes on until it is ended after `seconds`
+    # bounds that do not apply to this attack, with the reason beside them
     excused: frozenset[str] = field(default_factory=frozenset)
 
     def options(self, *, short: bool, seconds: float | None = None) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Attack:
 
 
 def only(*codes: str) -> Check:
-    """Every answer has one of these codes."""
+    """Requires that every answer has one of these codes."""
 
     def check(reported: Reported) -> list[str]:
         other = {code: count for code, count in reported.get("codes", {}).items() if code not in codes}
@@ -52,7 +52,7 @@ def only(*codes: str) -> Check:
 
 
 def some(code: str) -> Check:
-    """Who asked for too much was reported."""
+    """Requires that at least one answer has this code, which reports an excess."""
     return lambda reported: (
         [] if reported.get("codes", {}).get(code) else [f"nobody was answered code {code}: {reported.get('codes')}"]
     )
@@ -84,7 +84,7 @@ def name_kept(reported: Reported) -> list[str]:
 
 
 def others_kept(reported: Reported) -> list[str]:
-    """A Reset ends nothing of others, whatever sender it names."""
+    """A Reset ends no subscriptions of others, whatever sender it names."""
     before, after = (reported.get(when, {}).get("the vehicle's") for when in ("before", "after"))
     found = [] if before == after == 20 else [f"of the vehicle's clients' {before} subscriptions {after} are left"]
     return found + [
@@ -95,7 +95,7 @@ def others_kept(reported: Reported) -> list[str]:
 
 
 def nothing_reset(reported: Reported) -> list[str]:
-    """All that was subscribed still is."""
+    """All subscriptions still exist."""
     return (
         []
         if reported.get("after") == reported.get("before") and reported.get("after")
@@ -116,7 +116,7 @@ ATTACKS: Final = (
         {"count": 40_000, "seconds": 4},
         excused=frozenset(
             {"p99"}
-        ),  # each new topic has to be read, 0.2 ms: 2 s where 0.5 are wanted, on two cores shared with the attacker
+        ),  # reading a new topic takes 0.2 ms: 2 s where 0.5 are wanted, on two cores shared with the attacker
     ),
     Attack(
         "topics-notified",
@@ -131,8 +131,8 @@ ATTACKS: Final = (
         "polls",
         {"count": 20_000, "seconds": 60},
         {"count": 500, "seconds": 10},
-        # 20,000 requests at once take 2.6 s to refuse, and that is more than one in a hundred; a host's neighbours
-        # share its part
+        # refusing 20,000 simultaneous requests takes 2.6 s and delays more than one honest message in a hundred;
+        # the callers of one host share a limit
         excused=frozenset({"p99", "calls"}),
     ),
     Attack("polls-500", "500 polls of the largest pages by one client", "polls", {"count": 500, "seconds": 30}, None),
@@ -277,9 +277,9 @@ ATTACKS: Final = (
         "reads_nothing",
         {"count": 3_300, "seconds": 20, "bytes": 60_000},
         None,
-        scene=Scene(stall_ms=2_000),  # three of them, one after the other, within Zenoh's lease (docs/zenoh.md)
+        scene=Scene(stall_ms=2_000),  # three clients, one after the other, within Zenoh's lease (docs/zenoh.md)
         endless=True,
-        excused=frozenset({"p99"}),  # everything waits until Zenoh has cut off all three
+        excused=frozenset({"p99"}),  # all messages wait until Zenoh has disconnected all three
     ),
     Attack(
         "pull",
@@ -326,5 +326,5 @@ ATTACKS: Final = (
 )
 BY_NAME: Final = {one.name: one for one in ATTACKS}
 
-# What the gateway does not withstand yet, and why. Empty when it does.
+# Attacks that the gateway does not withstand yet, with the reason. Empty if it withstands all.
 NOT_YET: Final[dict[str, str]] = {}

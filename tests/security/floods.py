@@ -1,4 +1,4 @@
-"""Too much of something: topics, polls, requests, bytes, names, subscriptions, connections."""
+"""Floods: topics, polls, requests, bytes, names, subscriptions, connections."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.security.raw import RawMqtt, properties, publish
 
 @attacker
 def topics(at: Places) -> Reported:
-    """`count` topics that nobody has ever heard of: publishes on a recorded pattern, or notifications to sinks behind
-    the gateway."""
+    """Sends to `count` unknown topics: publishes on a recorded pattern, or notifications to sinks behind the
+    gateway."""
     link = RawMqtt(at.cloud, "attacker")
     begin()
     for batch in paced(at):
@@ -58,7 +58,7 @@ def topics(at: Places) -> Reported:
 
 @attacker
 def polls(at: Places) -> Reported:
-    """One client asks for `count` pages as large as there are, of records that it has itself put there."""
+    """One client polls `count` pages of the largest size, with records that it has published itself."""
     link = RawMqtt(at.cloud, "attacker-fills")
     link.say([Message(new_id(), PUBLISH, Uri("cloud", 0x8300, 1, 0x8001), None, payload(60_000)) for _ in range(30)])
     link.settle(1)
@@ -68,14 +68,14 @@ def polls(at: Places) -> Reported:
 
 @attacker
 def requests(at: Places) -> Reported:
-    """`count` requests of `bytes`: denied ones, or to an authority whose network hangs."""
+    """Sends `count` requests of `bytes`: denied ones, or to an authority whose network hangs."""
     method = Uri("vehicle1", 0x8400, 1, 1) if at.kind == "denied" else Uri("lost", 0x8001, 1, 1)
     return ask(at, ((method, payload(at.bytes)) for _ in range(at.count)))
 
 
 @attacker
 def huge(at: Places) -> Reported:
-    """Publishes of `bytes` on a recorded topic, over MQTT or over Zenoh."""
+    """Publishes messages of `bytes` on a recorded topic, over MQTT or over Zenoh."""
     if at.kind == "zenoh":
         zenoh = ZenohLink(at.zenoh)
         begin()
@@ -96,7 +96,7 @@ def huge(at: Places) -> Reported:
 
 @attacker
 def leases(at: Places) -> Reported:
-    """One client takes `count` consumers' names for a week."""
+    """One client leases the names of `count` consumers for a week."""
     return ask(
         at, ((at.history, field(4, 1) + field(7, f"mine-{one}") + field(12, FOREVER_MS)) for one in range(at.count))
     )
@@ -111,8 +111,8 @@ def subscriptions(at: Places) -> Reported:
 
 @attacker
 def subscribed_topics(at: Places) -> Reported:
-    """`count` topics that somebody's subscriptions with a wildcard cover, from Zenoh: each instance of an entity is one
-    more."""
+    """Publishes from Zenoh on `count` topics that match subscriptions with a wildcard: each instance of an entity is
+    one more."""
     made, _ = caller(at, ME)
     kinds = [0x8300 + place for place in range(at.count // 0xFF00 + 1)]
     codes = []
@@ -133,7 +133,7 @@ def subscribed_topics(at: Places) -> Reported:
 
 
 def loudest(at: Places) -> str | None:
-    """Whom the gateway's own ledger names as the authority with most messages."""
+    """Returns the authority with most messages in the gateway's own statistics."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{at.admin}/vehicles", timeout=20) as answer:
             found = [json.loads(line) for line in answer.read().splitlines()]
@@ -144,12 +144,12 @@ def loudest(at: Places) -> str | None:
 
 @attacker
 def flood(at: Places) -> Reported:
-    """One vehicle of many says `count` things within `seconds`, all on one topic, over the fleet's broker."""
+    """One vehicle of many sends `count` messages within `seconds` on one topic, over the fleet's broker."""
     link = RawMqtt(at.fleet, "attacker")
     source, sink = (
         Uri("v0999", 0x8003, 1, 0x8001),
         Uri.any_of("cloud"),
-    )  # the honest don't hear this one: they would be slower than a gateway
+    )  # not received by the honest clients, which would be slower than a gateway
     begin()
     for batch in paced(at):
         data = publish("v0999/cloud", MARK, properties(Message(new_id(), PUBLISH, source, sink, MARK)), 0)
@@ -160,7 +160,7 @@ def flood(at: Places) -> Reported:
 
 @attacker
 def admin(at: Places) -> Reported:
-    """`count` connections to the admin port that say half a request and then nothing."""
+    """Opens `count` connections to the admin port that send half a request and then nothing."""
     begin()
     held, slowest, failed = [], 0.0, 0
     until = time.monotonic() + at.seconds
@@ -182,8 +182,8 @@ def admin(at: Places) -> Reported:
 
 @attacker
 def churn(at: Places) -> Reported:
-    """Connections that come, say something wrong or nothing, and go: at the gateway's Zenoh port, and whole clients at
-    the broker."""
+    """Opens connections that send something invalid or nothing, and closes them: at the gateway's Zenoh port, and whole
+    clients at the broker."""
     begin()
     sessions = 0
     for batch in paced(at):
@@ -198,7 +198,7 @@ def churn(at: Places) -> Reported:
 
 @attacker
 def reads_nothing(at: Places) -> Reported:
-    """Zenoh clients that want everything and then read nothing, while somebody beside them says `count` things of
+    """Zenoh clients subscribe to everything and then stop reading, while another client sends `count` messages of
     `bytes`."""
     for _ in range(3):
         ZenohLink(at.zenoh, ("up/**",), lambda _: None)
@@ -217,7 +217,7 @@ def reads_nothing(at: Places) -> Reported:
 
 @attacker
 def bogus(at: Places) -> Reported:
-    """`count` Unsubscribes and Fetches of what does not exist."""
+    """Sends `count` Unsubscribes and Fetches of unknown topics."""
     unsubscribe, fetch = Uri(at.home, 0, 3, 2), Uri(at.home, 0, 3, 3)
 
     def requests() -> Iterator[tuple[Uri, bytes]]:

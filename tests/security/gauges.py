@@ -1,6 +1,6 @@
-"""What the gateway takes: memory, disk, log lines. Read from outside, while it is attacked.
+"""Gauges of a gateway under attack, read from outside: memory, disk, log lines.
 
-Gauges.begin -> idle_mib ... rss, peak (of the kernel), disk, log lines, what it says of itself
+Gauges.begin -> idle_mib ... rss, peak (by the kernel), disk, log lines, its own metrics
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Final
 from campaigns.chaos.processes import Gateway
 
 SAMPLE_S: Final = 0.1
-RESET_PEAK: Final = "5"  # what clear_refs takes for "forget the peak", see proc(5)
+RESET_PEAK: Final = "5"  # the value of clear_refs that resets the peak, see proc(5)
 
 
 def memory_mib(pid: int, what: str = "VmRSS") -> float:
-    """A line of /proc/PID/status; 0 for a process that is gone."""
+    """Returns a value of /proc/PID/status; 0 if the process has ended."""
     try:
         found = re.search(rf"^{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
@@ -28,7 +28,7 @@ def memory_mib(pid: int, what: str = "VmRSS") -> float:
 
 
 def folder_mib(folder: Path) -> float:
-    """Bytes that its files take on disk; files come and go meanwhile."""
+    """Returns the size of its files on disk, which may appear and vanish meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -39,20 +39,20 @@ def folder_mib(folder: Path) -> float:
 
 
 class Gauges:
-    """Samples a gateway on a thread of its own, from `begin` to `end`."""
+    """Samples a gateway on its own thread from `begin` to `end`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._ended = threading.Event()
         self._samples: list[float] = []
         self._thread = threading.Thread(target=self._work, daemon=True)
-        self.disk_mib = 0.0  # the most that was seen
+        self.disk_mib = 0.0  # the maximum
         self._lines_at = 0
         self._peak, self._of_kernel = 0.0, False
 
     def begin(self) -> None:
         self._lines_at = self._lines()
-        with contextlib.suppress(OSError):  # not ours to reset, perhaps: the samples will have to do
+        with contextlib.suppress(OSError):  # without the right to reset it, the samples are used
             Path(f"/proc/{self._gateway.pid}/clear_refs").write_text(RESET_PEAK)
             self._of_kernel = True
         self._thread.start()
@@ -72,15 +72,15 @@ class Gauges:
 
     @property
     def log_lines(self) -> int:
-        """Since `begin`."""
+        """Returns the number of lines since `begin`."""
         return self._lines() - self._lines_at
 
     def median_mib(self) -> float:
-        """Of the samples so far."""
+        """Returns the median of the samples so far."""
         return statistics.median(self._samples) if self._samples else memory_mib(self._gateway.pid)
 
     def peak_mib(self) -> float:
-        """The kernel's own mark, where it can be reset; else of the samples."""
+        """Returns the kernel's peak if it can be reset, else that of the samples."""
         return self._peak
 
     def end(self) -> None:

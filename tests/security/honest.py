@@ -1,9 +1,8 @@
-"""Honest traffic: what must go on as if nothing were. Plain paho and plain Zenoh, and messages that
-campaigns/chaos/wire.py
-writes by hand.
+"""Honest traffic, which must not suffer from attacks. It uses plain paho and plain Zenoh, and messages that
+campaigns/chaos/wire.py encodes by hand.
 
 vehicle -- numbered publishes --> cloud          cloud -- numbered publishes --> vehicle
-cloud -- requests --> a service in the vehicle, and Poll at the gateway          a new subscriber, every now and then
+cloud -- requests --> a service in the vehicle, and Poll at the gateway          a new subscriber from time to time
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from campaigns.chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Messa
 from tests.security.stage import APP, CLOUD, ENTITY, LATE, RESOURCE, Stage
 
 SETTLE_S_MAX: Final = 60.0
-CALL_S_MAX: Final = 20.0  # a polite caller's patience
+CALL_S_MAX: Final = 20.0  # how long a polite caller waits
 CALL_EVERY_S: Final = 0.25
-ECHO: Final = 7  # the method that answers with what it got
+ECHO: Final = 7  # a method that returns its request
 LATE_MESSAGES: Final = 30
 POLL: Final = 2
 
@@ -50,14 +49,14 @@ class Called:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Nearest rank; not a number without values."""
+    """Returns the value at the nearest rank, or NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
 class Honest:
-    """Everybody who means well, on both sides of a stage. `phase` marks what is sent from now on."""
+    """All honest clients on both sides of a stage. `phase` marks the messages from now on."""
 
     def __init__(self, stage: Stage, rate: float) -> None:
         self._stage, self._rate = stage, rate
@@ -72,7 +71,7 @@ class Honest:
         self._closers: list[Callable[[], None]] = []
         self._join()
 
-    # Who they are
+    # Clients
 
     def _join(self) -> None:
         stage, scene = self._stage, self._stage.scene
@@ -143,10 +142,10 @@ class Honest:
         elif message.source in self._heard_late:
             self._heard_late[message.source].add(message.id)
 
-    # What they do
+    # Traffic
 
     def _publish(self, place: int) -> None:
-        """Every other message goes up, from one vehicle after the other."""
+        """Every second message goes to the cloud, from one vehicle after the other."""
         vehicles = self._stage.scene.vehicles
         if place % 2:
             source = Uri(vehicles[place // 2 * 7 % len(vehicles)], ENTITY, 1, RESOURCE)
@@ -192,7 +191,7 @@ class Honest:
             thread.join()
 
     def settle(self, timeout_s: float = SETTLE_S_MAX) -> None:
-        """Both ways again and again until something of both arrives. Raises ChaosError."""
+        """Sends in both directions until messages of both arrive. Raises ChaosError."""
         deadline, phase = time.monotonic() + timeout_s, self.phase
         self.phase = "settling"
         while True:
@@ -210,14 +209,14 @@ class Honest:
         self.phase = phase
 
     def drained(self, phase: Phase, timeout_s: float) -> float:
-        """Wait until all of `phase` has arrived, `timeout_s` at most; how long that took."""
+        """Waits until all of `phase` has arrived, at most `timeout_s`, and returns how long that took."""
         began = time.monotonic()
         while self.lost(phase) and time.monotonic() < began + timeout_s:
             time.sleep(0.05)
         return time.monotonic() - began
 
     def late_subscriber(self) -> int:
-        """Somebody subscribes to a topic that was never heard of: how many of its LATE_MESSAGES do not come. All, if it
+        """Subscribes to a new topic, and returns how many of its LATE_MESSAGES do not arrive: all, if the subscription
         is refused."""
         scene = self._stage.scene
         topic = Uri(scene.home, ENTITY, 1, LATE + self._late)
@@ -230,7 +229,7 @@ class Honest:
             time.sleep(0.1)
         says = self._cloud_says if scene.fleet else self._vehicle_says
         if not scene.fleet:
-            time.sleep(0.3)  # a Zenoh publisher must hear first that there is a subscriber now: nothing waits in Zenoh
+            time.sleep(0.3)  # a Zenoh publisher must first learn of the subscriber: Zenoh stores nothing
         messages = [Message(new_id(), PUBLISH, topic, None, b"late") for _ in range(LATE_MESSAGES)]
         for message in messages:
             says(message)
@@ -239,7 +238,7 @@ class Honest:
         return LATE_MESSAGES - len(heard)
 
     def consumer(self, name: str) -> int | None:
-        """Poll under a consumer's name; the code of the answer."""
+        """Polls under a consumer's name and returns the code of the answer."""
         request = field(7, name) + field(4, 1) + field(12, 1_000)
         answer = self._answers_now(Uri(self._stage.scene.home, 4, 1, POLL), request)
         return None if answer is None else answer.commstatus
@@ -248,7 +247,7 @@ class Honest:
         assert not self._talking.is_set(), "one call at a time"
         return self._answers.call(method, payload, CALL_S_MAX)
 
-    # What became of it
+    # Results
 
     def lost(self, phase: Phase) -> int:
         return sum(one.phase == phase and one.arrived is None for one in list(self._sent.values()))
@@ -257,7 +256,7 @@ class Honest:
         return sum(one.phase == phase for one in list(self._sent.values()))
 
     def latencies(self, phase: Phase) -> list[float]:
-        """Seconds, of what has arrived."""
+        """Returns the delays of the arrived messages in seconds."""
         return [
             one.arrived - one.at for one in list(self._sent.values()) if one.phase == phase and one.arrived is not None
         ]

@@ -1,4 +1,4 @@
-"""What attackers have in common: where things are, how much is to be done, and many requests at once.
+"""Shared parts of the attackers: addresses, amounts, and many requests at once.
 
 Places (from the parent process) -> attacker -> begin() ... -> Reported
 """
@@ -17,15 +17,15 @@ from campaigns.chaos.judges import Caller, MqttLink, mqtt_caller
 from campaigns.chaos.wire import REQUEST, Message, Uri, new_id
 from tests.security.raw import RawMqtt
 
-MARK: Final = b"SECRET-OF-A-PAYLOAD"  # no log line may show it
-ME: Final = Uri("cloud", 0xA001, 1, 0)  # who the attacker says it is, on the cloud's broker
+MARK: Final = b"SECRET-OF-A-PAYLOAD"  # no log line may contain it
+ME: Final = Uri("cloud", 0xA001, 1, 0)  # the attacker's address on the cloud's broker
 FOREVER_MS: Final = 7 * 24 * 3_600_000
-PACED_BATCHES: Final = 20  # a second
+PACED_BATCHES: Final = 20  # per second
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the networks are, and how much is to be done."""
+    """The addresses of the networks, and the amount of work."""
 
     home: str
     cloud: int
@@ -58,7 +58,7 @@ def begin() -> None:
 
 
 def paced(at: Places, batches_a_second: int = PACED_BATCHES) -> Iterator[range]:
-    """The numbers 0 to `count`, in batches, spread over `seconds`; one that lags behind does not wait."""
+    """Yields the numbers 0 to `count` in batches, spread over `seconds`. A late batch is sent at once."""
     began, done, batches = time.monotonic(), 0, max(1, round(at.seconds * batches_a_second))
     for batch in range(batches):
         upto = at.count * (batch + 1) // batches
@@ -68,24 +68,24 @@ def paced(at: Places, batches_a_second: int = PACED_BATCHES) -> Iterator[range]:
 
 
 def payload(size: int) -> bytes:
-    """MARK, and noise up to `size`."""
+    """Returns MARK and random bytes up to `size`."""
     return (MARK + random.randbytes(min(size, 1 << 16)) * (size // (1 << 16) + 1))[: max(size, len(MARK))]
 
 
 def made_up(number: int) -> Uri:
-    """The topic of that number, of nobody."""
+    """Returns the topic of that number, which has no owner."""
     return Uri("cloud", 0xB000 + number // 0x4000, 1, 0x8000 + number % 0x4000)
 
 
 def status_of(body: bytes) -> int:
-    """The commstatus of a response, from the body of its PUBLISH: user property 8."""
+    """Returns the commstatus of a response from the body of its PUBLISH: user property 8."""
     at = body.find(b"\x26\x00\x018\x00")
     return int(body[at + 6 : at + 6 + body[at + 5]]) if at >= 0 else 0
 
 
 def ask(at: Places, requests: Iterator[tuple[Uri, bytes]], me: Uri = ME) -> Reported:
-    """Send these to their methods as fast as the broker takes them, and count the answers by code until all are there,
-    or time is over."""
+    """Sends requests as fast as the broker accepts them, and counts the answers by code until all have arrived or the
+    time is over."""
     codes: Counter[str] = Counter()
 
     def heard(body: bytes) -> None:

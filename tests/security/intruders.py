@@ -1,4 +1,4 @@
-"""What is not theirs, and what is nothing at all: reading, taking over, ending, forging, and bytes without sense."""
+"""Access to what belongs to others, and invalid data: reading, taking over, ending, forging, and random bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.security.raw import RawMqtt, properties, publish, user
 
 @dataclass(frozen=True, slots=True)
 class Noisy(Message):
-    """A message whose attachment is another one."""
+    """A message with a different attachment."""
 
     noise: bytes = b""
 
@@ -24,7 +24,7 @@ class Noisy(Message):
 
 
 def shown(answer: Message | None) -> list[Message]:
-    """The records in the answer to a Poll."""
+    """Returns the records in the answer to a Poll."""
     if answer is None or answer.commstatus:
         return []
     batches = [parse(one) for one in parse(answer.payload).get(1, []) if isinstance(one, bytes)]
@@ -33,7 +33,7 @@ def shown(answer: Message | None) -> list[Message]:
 
 @attacker
 def pull(at: Places) -> Reported:
-    """Poll and Describe what a rule keeps from this side; both ways, 50 records each."""
+    """Polls and describes records that a rule denies to this side; in both directions, 50 records each."""
     me = Uri("vehicle1", 0xA001, 1, 0)
     in_cloud, _ = caller(at, ME)
     in_vehicle, zenoh = zenoh_caller(at.zenoh, me)
@@ -69,7 +69,7 @@ def pull(at: Places) -> Reported:
 
 @attacker
 def theft(at: Places) -> Reported:
-    """Another entity polls as `spark-job`, acknowledges everything, and wants a lease of a millisecond."""
+    """Another entity polls as `spark-job`, acknowledges everything, and requests a lease of a millisecond."""
     owner, _ = caller(at, Uri("cloud", 0x9401, 1, 0))
     thief, _ = caller(at, Uri("cloud", 0x9402, 1, 0))
     begin()
@@ -89,15 +89,14 @@ def theft(at: Places) -> Reported:
 
 @attacker
 def reset(at: Places) -> Reported:
-    """Somebody who says to be the uSubscription of the cloud, and of the vehicle, ends what clients of both have
-    subscribed to.
+    """A client claims to be the uSubscription of the cloud and of the vehicle, and ends subscriptions of both.
 
-    What the cloud's own clients have may go, by default: nobody above the transport can tell its uSubscription from one
-    who says so.
+    By default, subscriptions of the cloud's own clients may end: above the transport, nobody can tell its uSubscription
+    from a client that claims to be it.
     """
     service, others = Uri(at.home, 0, 3, 0), Uri("vehicle1", 0xA001, 1, 0)
     callers = {"the cloud's": (ME, caller(at, ME)[0]), "the vehicle's": (others, zenoh_caller(at.zenoh, others)[0])}
-    time.sleep(1)  # for Zenoh to know who hears what
+    time.sleep(1)  # Zenoh needs this time to distribute the subscriptions
     for _, made in callers.values():
         for one in range(20):
             made.call(service._replace(resource=1), field(1, made_up(one)._replace(authority=at.home).encode()), 10)
@@ -121,13 +120,13 @@ def reset(at: Places) -> Reported:
 
 @attacker
 def suppress(at: Places) -> Reported:
-    """Ids of messages that somebody else is going to send, sent first: in his name from the wrong network, and in one's
+    """Sends ids of another sender's future messages first: in its name from the wrong network, and in the attacker's
     own."""
     heard: Counter[bytes] = Counter()
     topic = Uri("vehicle1", 0x8001, 1, 0x8001)
 
     def hear(message: Message) -> None:
-        if message.payload != MARK:  # what the broker itself hands on is the broker's to forbid
+        if message.payload != MARK:  # what the broker itself forwards is the broker's to forbid
             heard.update([message.id])
 
     hears = MqttLink(at.cloud, "attacker-hears", filters=(topic.segments,), heard=hear)
@@ -150,8 +149,8 @@ def suppress(at: Places) -> Reported:
 
 @attacker
 def odd(at: Places) -> Reported:
-    """What is well formed and makes no sense: wildcards in sinks, ids of the future and the past, the least and the
-    greatest ttl."""
+    """Sends well-formed but senseless messages: wildcards in sinks, ids of the future and the past, the smallest and
+    the largest ttl."""
     link = RawMqtt(at.cloud, "attacker")
     sinks = [
         Uri("vehicle1", 0xFFFF_FFFF, 0xFF, 0xFFFF),
@@ -181,7 +180,7 @@ def odd(at: Places) -> Reported:
 
 @attacker
 def malformed(at: Places) -> Reported:
-    """What is no message at all, `count` times: on MQTT properties that are noise, on Zenoh attachments that are."""
+    """Sends `count` invalid messages: random properties on MQTT, random attachments on Zenoh."""
     rng = random.Random(1)
     topic = Uri("vehicle1" if at.kind == "zenoh" else "cloud", 0x8001, 1, 0x8001)
     good = Message(new_id(), PUBLISH, topic, None, MARK)
@@ -216,7 +215,7 @@ def malformed(at: Places) -> Reported:
 
 @attacker
 def properties_without_end(at: Places) -> Reported:
-    """Messages with as many user properties as a packet takes: `bytes` of them in each."""
+    """Sends messages with as many user properties as a packet can hold: `bytes` in each."""
     link = RawMqtt(at.cloud, "attacker")
     topic = Uri("cloud", 0x8500, 1, 0x8001)
     begin()

@@ -1,4 +1,4 @@
-"""The configurations that docs/security.md gives, as they stand there."""
+"""The configurations of docs/security.md, read from the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 
 
 def blocks(heading: str) -> list[str]:
-    """The TOML examples below `heading`, up to the next heading of any level."""
+    """Returns the TOML examples below `heading`, up to the next heading of any level."""
     after = PAGE.read_text(encoding="utf-8").split(f"\n{heading}\n")
     assert len(after) == 2, f"docs/security.md has no heading {heading!r}, or has it twice"
     section = re.split(r"^#{2,} ", after[1], maxsplit=1, flags=re.MULTILINE)[0]
@@ -19,6 +19,6 @@ def blocks(heading: str) -> list[str]:
 
 
 def settings(*parts: str) -> dict[str, Any]:
-    """Of the endpoint that these examples make together."""
+    """Returns the settings of the endpoint that these examples define together."""
     found: dict[str, Any] = tomllib.loads("\n".join(parts))["endpoint"]["settings"]
     return found

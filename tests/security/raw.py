@@ -1,6 +1,6 @@
-"""MQTT 5 over a bare socket, to send faster, larger or more wrongly than a client library does.
+"""MQTT 5 on a plain socket, to send faster, larger or less valid packets than a client library does.
 
-RawMqtt: CONNECT, then whatever bytes; a thread reads what comes and acknowledges it, or does not read at all.
+RawMqtt: CONNECT, then any bytes; a thread reads and acknowledges what arrives, or does not read at all.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def packet(kind: int, *parts: bytes) -> bytes:
 
 
 def user(name: str | bytes, value: str | bytes) -> bytes:
-    """A user property."""
+    """Returns a user property."""
     return b"\x26" + _text(name) + _text(value)
 
 
 def properties(message: Message) -> bytes:
-    """Those of a uProtocol message, see up-l1/mqtt_5.adoc."""
+    """Returns the properties of a uProtocol message, see up-l1/mqtt_5.adoc."""
     parts = [
         user("uP", "1"),
         user("1", id_text(message.id)),
@@ -64,20 +64,20 @@ def properties(message: Message) -> bytes:
 
 
 def publish(topic: str, payload: bytes, found: bytes, mid: int) -> bytes:
-    """QoS 1; QoS 0 with `mid` 0."""
+    """Returns a PUBLISH with QoS 1, or QoS 0 if `mid` is 0."""
     head = _text(topic) + (struct.pack(">H", mid) if mid else b"")
     return packet(PUBLISH | (0x02 if mid else 0), head, varint(len(found)), found, payload)
 
 
 class RawMqtt:
-    """One connection. `reads=False`: it never takes what the broker has for it."""
+    """One connection. With `reads=False` it never reads what the broker sends."""
 
     def __init__(
         self, port: int, client_id: str, *filters: str, reads: bool = True, heard: Callable[[bytes], None] | None = None
     ) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), 10)
         self._socket.settimeout(120)
-        self._heard = heard  # the body of each PUBLISH
+        self._heard = heard  # called with the body of each PUBLISH
         self._mids = itertools.cycle(range(1, 65_536))
         self._free = threading.Semaphore(IN_FLIGHT_MAX)
         self.received = self.acked = self.refused = 0
@@ -103,7 +103,7 @@ class RawMqtt:
         self._socket.sendall(data)
 
     def say(self, messages: list[Message], *, off_vehicle: bool = False, qos: int = 1) -> None:
-        """Queue them; waits while IN_FLIGHT_MAX are not acknowledged."""
+        """Sends messages; waits while IN_FLIGHT_MAX are not acknowledged."""
         out = []
         for message in messages:
             if qos:
@@ -116,7 +116,7 @@ class RawMqtt:
         self.send(b"".join(out))
 
     def settle(self, timeout_s: float) -> None:
-        """Until all that was sent is acknowledged, as far as that happens in time."""
+        """Waits until everything sent is acknowledged, at most `timeout_s`."""
         taken = 0
         while taken < IN_FLIGHT_MAX and self._free.acquire(timeout=timeout_s):
             taken += 1
@@ -152,7 +152,7 @@ class RawMqtt:
 
     @staticmethod
     def _end(data: bytearray, at: int) -> tuple[int, int] | None:
-        """Where the body of the packet at `at` begins and ends, if all of it is there."""
+        """Returns where the body of the packet at `at` begins and ends, if the packet is complete."""
         size = shift = 0
         for place in range(at + 1, min(at + 5, len(data))):
             size |= (data[place] & 0x7F) << shift

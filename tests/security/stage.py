@@ -1,6 +1,6 @@
-"""One gateway with its networks, as a process of its own, to be attacked.
+"""One gateway with its networks in its own process, as the target of attacks.
 
-home:   vehicle1 -- Zenoh --+-- gateway --+-- broker (in-vehicle) -- cloud   and `lost`, a broker that can be hung
+home:   vehicle1 -- Zenoh --+-- gateway --+-- broker (in-vehicle) -- cloud   and `lost`, a broker that can hang
 fleet:  v0000 ... v0999 ----+-- broker (off-vehicle) -- gateway -- broker (in-vehicle) -- cloud
 """
 
@@ -18,12 +18,12 @@ from campaigns.chaos.wire import Uri
 from transports.ports import free_port
 
 CLOUD, VEHICLE = "cloud", "vehicle1"
-FLEET: Final = [f"v{number:04d}" for number in range(999)]  # the honest ones; v0999 is not
-RESOURCE: Final = 0x8001  # of the honest topics
-DENIED: Final = 0x8002  # of what rules keep from the cloud
-LATE: Final = 0xA000  # from here on, topics that are subscribed to in the middle of things
-ENTITY, APP = 0x8001, 0x9001  # who publishes, who hears it
-RETENTION_MIB: Final = 64  # so that the disk's bound is soon reached
+FLEET: Final = [f"v{number:04d}" for number in range(999)]  # the honest vehicles; v0999 is the attacker
+RESOURCE: Final = 0x8001  # of honest topics
+DENIED: Final = 0x8002  # of topics that rules deny to the cloud
+LATE: Final = 0xA000  # first resource of topics that are subscribed to during the trial
+ENTITY, APP = 0x8001, 0x9001  # the publisher, and the receiver
+RETENTION_MIB: Final = 64  # so that the bound of the disk is reached soon
 
 HEAD: Final = """[streamer]
 data_dir = "{data}"
@@ -82,17 +82,17 @@ settings = {{ port = {fleet}, mode = "off-vehicle", client_id = "gateway-fleet" 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is around the gateway, and how it is configured beyond that."""
+    """The networks around the gateway, and the gateway's settings."""
 
     fleet: bool = False
     rules: bool = False
-    records: bool = True  # whatever the two sides say
-    usubscription: str = ""  # more lines of that section
+    records: bool = True  # records all messages of both sides
+    usubscription: str = ""  # further lines of that section
     stall_ms: int = 5_000  # `stall_ms_max` of the vehicle's Zenoh
 
     @property
     def home(self) -> str:
-        """The authority whose services run inside the gateway."""
+        """Returns the authority whose services run inside the gateway."""
         return CLOUD if self.fleet else VEHICLE
 
     @property
@@ -100,7 +100,7 @@ class Scene:
         return FLEET if self.fleet else [VEHICLE]
 
     def subscriptions(self) -> dict[str, list[str]]:
-        """Who wants what from the beginning."""
+        """Returns the subscribers of each topic at the start."""
         up = {str(Uri(one, ENTITY, 1, RESOURCE)): [str(Uri(CLOUD, APP, 1, 0))] for one in self.vehicles}
         return up | {str(Uri(CLOUD, ENTITY, 1, RESOURCE)): [str(Uri(self.vehicles[0], APP, 1, 0))]}
 
@@ -114,7 +114,7 @@ class Scene:
 
 @dataclass
 class Stage:
-    """A scene that runs; `close` ends all of it."""
+    """A running scene; `close` ends all of it."""
 
     scene: Scene
     folder: Path
@@ -135,18 +135,18 @@ class Stage:
         self.gateway = Gateway("gateway", self.folder, self.config, self.data_dir, self.admin_port, self.tally, {})
 
     def start(self) -> None:
-        """Raises ChaosError if something does not come up."""
+        """Starts everything. Raises ChaosError if a part does not start."""
         for process in (*self.brokers.values(), self.gateway):
             process.start()
             process.wait_ready()
 
     def places(self) -> dict[str, object]:
-        """What an attacker must know; nothing that one on these networks would not."""
+        """Returns what an attacker must know, which anybody on these networks could find out."""
         ports = {name: broker.port for name, broker in self.brokers.items()}
         return {"home": self.scene.home, "zenoh": self.zenoh_port, "admin": self.admin_port, **ports}
 
     def hang(self, name: str, *, hung: bool) -> None:
-        """Let a broker stop answering, though its connections stay, or go on."""
+        """Makes a broker stop answering while its connections stay open, or continue."""
         if self.brokers[name].running:
             self.brokers[name].signal(signal.SIGSTOP if hung else signal.SIGCONT)
 

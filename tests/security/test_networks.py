@@ -1,8 +1,8 @@
-"""The configurations of docs/security.md on real networks: what they forbid is tried by a raw client, and the honest
-ones go on.
+"""The configurations of docs/security.md on real networks: a raw client tries what they forbid, and honest clients
+continue.
 
 service of vehicle1 or backend on a network with (and without) its access rules <- Subscribe of an honest uEntity
-                                                                              <- Reset of somebody who claims to be
+                                                                              <- Reset by a client that claims to be
                                                                               entity 0
 """
 
@@ -34,15 +34,15 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.service import MayReset, USubscriptionService
 
 ROOT = Path(__file__).resolve().parents[2]
-CALL_MS = 60_000  # of a call that is answered; only a failure waits that long
-SILENCE_MS = 1_500  # of one that is not
+CALL_MS = 60_000  # for a call that is answered; only a failure waits so long
+SILENCE_MS = 1_500  # for a call that is not answered
 SUBSCRIBE, RESET = 1, 6
 
 
 async def call(
     transport: UTransport, source: LocalUriProvider, at: str, method: int, request: Any = None, ttl_ms: int = CALL_MS
 ) -> UCode.ValueType:
-    """What a request of version 4 is answered, or that it was refused or not heard."""
+    """Returns the answer to a request of version 4, or that it was refused or not answered."""
     try:
         async with InMemoryRpcClient(transport, source) as rpc:
             payload = UPayload.pack(request) if request is not None else None
@@ -91,7 +91,7 @@ def mqtt(broker: Any, authority: str, entity: int, user: str, mode: str) -> Mqtt
 async def mqtt_call(
     broker: Any, user: str, source: LocalUriProvider, at: str, method: int, mode: str, request: Any = None
 ) -> UCode.ValueType:
-    """Each through a connection of its own: mosquitto 2.0.11 hangs up on whom it has refused something."""
+    """Calls through a new connection each time, because mosquitto 2.0.11 closes it after a refusal."""
     async with mqtt(broker, source.get_authority(), 0x9001, user, mode) as transport:
         return await call(transport, source, at, method, request, SILENCE_MS if method == RESET else CALL_MS)
 
@@ -165,7 +165,7 @@ async def test_mqtt_without_an_acl_a_forged_reset_ends_what_it_claims_or_nothing
 
 
 def certificates(folder: Path, *names: str) -> None:
-    """A CA of our own, and one certificate of it for each name."""
+    """Creates a CA, and one of its certificates for each name."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -191,7 +191,7 @@ def zenoh_client(at: str, name: str, entity: int) -> ZenohTransport:
 async def test_zenoh_a_certificate_speaks_for_its_own_entity_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the example names files beside it
+    monkeypatch.chdir(tmp_path)  # the example uses relative file names
     certificates(tmp_path, "gateway", "10AB", "9001")
     settings = page.settings(*page.blocks("### Programs of one host"))
     at = f"tls/localhost:{free_port()}"
@@ -215,7 +215,7 @@ async def test_zenoh_a_certificate_speaks_for_its_own_entity_alone(
 
 
 async def answered(transport: UTransport, source: LocalUriProvider, method: int, request: Any) -> bool:
-    """Said until it is: others learn of a listener a moment after it was declared."""
+    """Repeats a request until it is answered: others learn of a new listener with a delay."""
     for _ in range(20):
         if await call(transport, source, "vehicle1", method, request, SILENCE_MS) == UCode.OK:
             return True
@@ -232,7 +232,7 @@ def dds(authority: str, **more: Any) -> DdsTransport:
 
 
 async def test_dds_keeps_nobody_out_who_reaches_the_domain_so_reset_is_off_there(tmp_path: Path) -> None:
-    tag = uuid.uuid4().hex  # of this test alone
+    tag = uuid.uuid4().hex  # used by this test only
     async with (
         serving(dds("vehicle1", tag=tag), "vehicle1", tmp_path, "off") as service,
         dds("vehicle1", tag=tag) as attacker,
@@ -250,7 +250,7 @@ async def test_dds_keeps_nobody_out_who_reaches_the_domain_so_reset_is_off_there
 
 
 async def test_dds_security_is_not_in_the_wheel() -> None:
-    """What docs/security.md says. If this fails, the page can describe something better."""
+    """Checks a limit that docs/security.md names. If this fails, the page can describe something better."""
     xml = "<CycloneDDS><Domain><Security><Authentication/></Security></Domain></CycloneDDS>"
     transport = DdsTransport(DdsConfig(domain_id=dds_domain(), cyclone_xml=xml), LocalUriProvider("vehicle1", 1, 1))
     with pytest.raises(UStatusError) as error:

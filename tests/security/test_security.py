@@ -1,7 +1,7 @@
-"""The attacks in their short form: bounds of bytes and completeness, not of latency. In full, each on a gateway of its
-own: `make attack`.
+"""The attacks in their short form, with bounds on bytes and completeness, not on latency. `make attack` runs them in
+full, each on its own gateway.
 
-Attacks with one scene share a gateway, one after the other; what one has broken is not there for the next.
+Attacks with the same scene share a gateway, one after the other. After a broken bound the next one gets a new gateway.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tests.tiers import full
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
-RATE = 40.0  # honest messages a second
+RATE = 40.0  # honest messages per second
 PEACE_S = 0.7
 SCENES = list(dict.fromkeys(attack.scene for attack in ATTACKS))
 SHORT = sorted(
     (attack for attack in ATTACKS if attack.short is not None), key=lambda attack: SCENES.index(attack.scene)
 )
 QUICK = ("malformed-zenoh", "polls", "publish-50mb")  # one of each kind: bytes, requests, floods
-LAST = {attack.scene: attack.name for attack in SHORT}  # after it the gateway is started again
+LAST = {attack.scene: attack.name for attack in SHORT}  # the gateway is restarted after it
 
 
 class Stages:
-    """One gateway at a time, kept for as long as the scene is the same and nothing is broken."""
+    """One gateway at a time, kept while the scene is the same and no bound is broken."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,9 +1,9 @@
-"""Zenoh's access control, with the configurations of docs/security.md: by certificate and by user.
+"""Zenoh's access control with the configurations of docs/security.md: by certificate and by user.
 
 ecu1, ecu2 (clients) -- TLS --> gateway (router, its access control) <- listeners to everything
 
-What is forbidden vanishes without an answer. So each test sends something allowed behind it, on the same link and with
-the same priority: when that is there, the other is not to come.
+Forbidden messages vanish without an answer. So each test sends an allowed message after them, on the same link and with
+the same priority: when it has arrived, the forbidden ones cannot arrive any more.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from uprotocol.v1.uri_pb2 import UUri
 spec = pytest.mark.spec
 
 RULES, *ENDS = page.blocks("### Hosts behind a gateway")
-KINDS: Final = {"certificate": ENDS[:2], "user": ENDS[2:]}  # the gateway's endpoint, and that of ecu1
+KINDS: Final = {"certificate": ENDS[:2], "user": ENDS[2:]}  # the endpoint of the gateway, and that of ecu1
 ENTITY, VERSION = 0x10AB, 3  # of each program
 ECHO: Final = raw(b"echo")
 SUBSCRIBE: Final = uris.uri("vehicle1", 0, 4, 1)  # of core.usubscription
 DEADLINE_S = 30.0
 LINK_MS = 20_000
-NO_LINK_MS = 400  # of who must not be linked, and says so only by not being answered
-ANSWER_S = 0.3  # to a query; an entitled service answers within milliseconds
+NO_LINK_MS = 400  # for clients that must not be linked, which show this only by missing answers
+ANSWER_S = 0.3  # for a query; an entitled service answers within milliseconds
 PASSWORDS: Final = "ecu1:secret of ecu1\necu2:secret of ecu2\n"
 
 
 class Network:
-    """The gateway, and where hosts get their certificates and passwords."""
+    """The gateway, and the certificates and passwords of the hosts."""
 
     def __init__(self, folder: Path, kind: str, rules: str = RULES) -> None:
         self.folder, self.kind = folder, kind
@@ -69,14 +69,14 @@ class Network:
         self.gateway = _transport("vehicle1", page.settings(self.text))
 
     def host(self, name: str, **more: Any) -> ZenohTransport:
-        """The page's ecu1, under this name."""
+        """Returns a transport with the page's ecu1 settings under this name."""
         text = KINDS[self.kind][1].replace("ecu1", name)
         where = {"connect": [self.at], "connect_timeout_ms": LINK_MS}
         return _transport(name, page.settings(text) | where | more)
 
     @property
     def session(self) -> zenoh.Session:
-        """The gateway's own."""
+        """Returns the gateway's own session."""
         assert self.gateway._sender is not None
         return self.gateway._sender.session
 
@@ -89,7 +89,7 @@ def _transport(authority: str, settings: dict[str, Any]) -> ZenohTransport:
 async def network(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Network]:
-    monkeypatch.chdir(tmp_path)  # the page names files beside the configuration
+    monkeypatch.chdir(tmp_path)  # the page uses file names relative to the configuration
     made = Network(tmp_path, request.param)
     async with made.gateway:
         yield made
@@ -100,7 +100,7 @@ by_certificate = pytest.mark.parametrize("network", ["certificate"], indirect=Tr
 
 @asynccontextmanager
 async def attacker(network: Network, name: str = "ecu1", **more: Any) -> AsyncIterator[zenoh.Session]:
-    """A session of Zenoh's own with the credentials of `name`, and `more` of Zenoh's settings."""
+    """Returns a plain Zenoh session with the credentials of `name` and the additional settings `more`."""
     config = network.host(name)._config.to_zenoh()
     for path, value in more.items():
         config.insert_json5(path, json.dumps(value))
@@ -124,7 +124,7 @@ def method_of(authority: str) -> UUri:
 
 
 def end_of(message: UMessage) -> UMessage:
-    """The same way as `message`, and behind it."""
+    """Returns a message that takes the same way after `message`."""
     last = UMessage()
     last.CopyFrom(message)
     last.payload = b"end"
@@ -132,7 +132,7 @@ def end_of(message: UMessage) -> UMessage:
 
 
 async def until_linked(speaker: ZenohTransport, message: UMessage, heard: Sink) -> None:
-    """Said until it is heard: others learn of a listener a moment after it was declared."""
+    """Sends until the message arrives: others learn of a new listener with a delay."""
     before = heard.probes
     probe = end_of(message)
     probe.payload = b"conformance probe"
@@ -154,7 +154,7 @@ EVERYTHING: Final = ((uris.ANY, None), (uris.ANY, uris.ANY))
 
 @spec("req~utransport-send-prevent-address-spoofing~1")
 async def test_a_host_sends_as_its_own_authority_alone(network: Network) -> None:
-    """To the gateway and to another host. What is forbidden is answered OK, and neither counted nor reported."""
+    """Sends to the gateway and to another host. A forbidden message gets OK, and is neither counted nor reported."""
     heard = await listening(network.gateway, *EVERYTHING)
     async with network.host("ecu1") as ecu1, network.host("ecu2") as ecu2:
         heard_there = await listening(ecu2, (uris.ANY, uris.pattern("ecu2")))
@@ -192,7 +192,7 @@ async def test_a_host_sends_as_its_own_authority_alone(network: Network) -> None
 
 @spec("req~utransport-registerlistener-prevent-unauthorized-access~1")
 async def test_a_host_hears_what_is_for_it_and_nothing_else(network: Network) -> None:
-    """Registering for what is forbidden succeeds, and brings nothing; a wildcard not even the part that is allowed."""
+    """Registering for forbidden messages succeeds but brings nothing, by a wildcard not even what is allowed."""
     heard = await listening(network.gateway, *EVERYTHING)
     forbidden = [
         (of("ecu2"), None),
@@ -221,14 +221,14 @@ async def test_a_host_hears_what_is_for_it_and_nothing_else(network: Network) ->
         assert [message.payload for message in await allowed.expect(2)] == [b"1", b"2"]
         assert [message.payload for message in await theirs.expect(2)] == [b"3", b"4"]
         await heard.expect_payload(b"5")
-        own = await listening(nosy, (of("vehicle1", 0x9AFF), None))  # its link is read in order, as each is
+        own = await listening(nosy, (of("vehicle1", 0x9AFF), None))  # its link is read in order, as every link
         await until_linked(network.gateway, publish(b"", of("vehicle1", 0x9AFF)), own)
         assert overheard.messages == []
         assert nosy.troubles == []
 
 
 async def test_what_a_host_is_sent_is_a_fence_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that may subscribe to everything by mistake gets only messages for itself."""
+    """A client that may subscribe to everything by mistake still gets only messages for itself."""
     monkeypatch.chdir(tmp_path)
     may_listen = RULES[RULES.index('id = "ecu1 listens"') : RULES.index('id = "ecu1 is sent"')]
     mistaken = re.sub(r"key_exprs = .*", 'key_exprs = ["up/**"]', may_listen)
@@ -249,7 +249,7 @@ async def test_what_a_host_is_sent_is_a_fence_of_its_own(tmp_path: Path, monkeyp
 
 
 async def test_hosts_call_one_another_and_the_gateway(network: Network, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rules take nothing away that the product needs, and `close` still finds out what was read."""
+    """The rules allow everything that the product needs, and `close` still finds out what was read."""
     async with AsyncExitStack() as stack:
         names = {"vehicle1": network.gateway}
         for name in ("ecu1", "ecu2"):
@@ -276,7 +276,7 @@ async def _echo(message: UMessage) -> UPayload:
 
 
 async def _answer(client: InMemoryRpcClient, called: UUri, payload: UPayload = ECHO) -> bytes:
-    """Of a call that is said again until it is heard."""
+    """Returns the answer to a call that is repeated until it arrives."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             with contextlib.suppress(UStatusError):
@@ -330,7 +330,7 @@ def _read(url: str) -> str:
 @by_certificate
 @spec("req~utransport-send-prevent-address-spoofing~1")
 async def test_what_names_another_source_than_its_key_is_dropped_and_counted(network: Network) -> None:
-    """Access control looks at keys alone; that key and message agree is for who receives."""
+    """Access control checks only keys; the receiver checks that key and message agree."""
     exact = await listening(network.gateway, (of("ecu1"), None), (of("ecu2"), None))
     wide = await listening(network.gateway, *EVERYTHING)
     async with network.host("ecu1") as ecu1:
@@ -347,7 +347,7 @@ async def test_what_names_another_source_than_its_key_is_dropped_and_counted(net
         assert network.gateway.dropped == {"spoofed": 1}
 
 
-# -- Who means harm
+# -- Attackers
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -411,8 +411,8 @@ OVERHEARD_KEYS: Final = [
 @by_certificate
 @pytest.mark.parametrize("mode", ["client", "peer", "router"])
 async def test_an_attacker_with_a_certificate_writes_nothing_under_other_keys(network: Network, mode: str) -> None:
-    """Wildcards as keys, deletes, liveliness tokens, queryables, and subscriptions that it ends: seen by a session
-    that listens to all of it."""
+    """Tries wildcards as keys, deletes, liveliness tokens, queryables, and ended subscriptions, and checks them with a
+    session that listens to all of it."""
     seen: asyncio.Queue[str] = asyncio.Queue()
     network.session.declare_subscriber("up/**", _into(seen), allowed_origin=zenoh.Locality.REMOTE)
     network.session.liveliness().declare_subscriber("**", _into(seen), history=True)
@@ -426,7 +426,7 @@ async def test_an_attacker_with_a_certificate_writes_nothing_under_other_keys(ne
         same = session.declare_subscriber(mapping.message_key(publish(b"", of("vehicle1")), ""))
         await until_linked(network.gateway, publish(b"", of("vehicle1")), heard)
         async with asyncio.timeout(DEADLINE_S):
-            while seen.empty():  # a router sends nothing before it knows who listens
+            while seen.empty():  # a router sends nothing before it knows the listeners
                 session.put(own, b"own")
                 await asyncio.sleep(0.02)
         same.undeclare()
@@ -459,7 +459,7 @@ permissions = { read = true, write = true }
 async def test_an_attacker_with_a_certificate_reads_nothing_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """By wildcards, queries, liveliness, and Zenoh's own keys, where these are turned on."""
+    """Tries wildcards, queries, liveliness, and Zenoh's own keys, if they are turned on."""
     monkeypatch.chdir(tmp_path)
     network = Network(tmp_path, "certificate", RULES + ADMIN_SPACE)
     async with network.gateway:
@@ -467,8 +467,8 @@ async def test_an_attacker_with_a_certificate_reads_nothing_of_others(
 
 
 async def _tries_to_read(network: Network, mode: str) -> None:
-    """What is forbidden on a session of its own: Zenoh hands to a wildcard what a narrow one of the same session
-    brings."""
+    """Uses a new session for each forbidden attempt: Zenoh passes to a wildcard what a narrow filter of the same
+    session receives."""
     session = network.session
     session.declare_queryable("up/vehicle1/**", Callback(_answers, indirect=False))
     token = session.liveliness().declare_token("up/vehicle1/alive")
@@ -499,7 +499,7 @@ async def _tries_to_read(network: Network, mode: str) -> None:
 
 
 def _into(seen: asyncio.Queue[str]) -> Any:
-    """A callback of Zenoh's that puts the key there, on the loop; of what deletes with a word before it."""
+    """Returns a Zenoh callback that puts the key into `seen` on the loop, with a word before the key of a delete."""
     loop = asyncio.get_running_loop()
 
     def on_sample(sample: zenoh.Sample) -> None:
@@ -515,7 +515,7 @@ def _answers(query: zenoh.Query) -> None:
 
 
 async def _replies(session: zenoh.Session, key: str) -> list[str]:
-    """The keys of all answers."""
+    """Returns the keys of all answers."""
 
     def ask() -> list[str]:
         asked = session.get(key, timeout=ANSWER_S, allowed_destination=zenoh.Locality.REMOTE)
@@ -524,7 +524,7 @@ async def _replies(session: zenoh.Session, key: str) -> list[str]:
     return await asyncio.to_thread(ask)
 
 
-# -- Protection that is missing, as docs/security.md says. If one of these fails, the page can describe something better
+# -- Missing protection, as docs/security.md says. If one of these tests fails, the page can describe something better
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -604,11 +604,11 @@ async def test_everybody_sees_what_is_subscribed_to(network: Network) -> None:
     await listening(network.gateway, *EVERYTHING)
     async with attacker(network) as session:
         publisher = session.declare_publisher(mapping.message_key(publish(b"", of("ecu2")), ""))
-        matching: Any = publisher  # whose stub says that matching_status is a bool
+        matching: Any = publisher  # its stub says that matching_status is a bool
         await _until(lambda: matching.matching_status.matching)
 
 
 async def _until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110 - Zenoh tells it on a thread of its own
+        while not holds():  # noqa: ASYNC110 - Zenoh reports it on its own thread
             await asyncio.sleep(0.01)

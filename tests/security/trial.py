@@ -1,4 +1,4 @@
-"""One attack from peace to peace: what it cost, what it broke, and whether that is within the bounds.
+"""One attack, with phases of normal traffic before and after it: its costs, its damage, and which bounds it broke.
 
 settle -> peace -> attack -> drain -> after -> a new subscriber, a new consumer -> restart -> the same again -> Verdict
 """
@@ -24,20 +24,20 @@ from tests.security.honest import Honest, percentile
 from tests.security.hostile import MARK
 from tests.security.stage import RETENTION_MIB, Stage
 
-RSS_MIB_MAX: Final = 200  # above idle, at any moment
-# above idle, when it is over: caches stay as full as they may be, and Python gives back late and in part
+RSS_MIB_MAX: Final = 200  # above idle, at any time
+# above idle, after the attack: caches stay full, and Python returns memory late and in part
 RSS_AFTER_MIB_MAX: Final = 200
 DISK_MIB_MAX: Final = RETENTION_MIB + 192  # the log with its write-ahead part, dead letters, subscriptions
-LOG_LINES_MAX: Final = 100  # one a minute of each kind, and there are not many
-P99_RATIO_MAX: Final = 10.0  # of honest traffic: under attack to peace
-P99_FLOOR_S: Final = 0.05  # what nobody minds: else a quiet machine judges more strictly than a busy one
+LOG_LINES_MAX: Final = 100  # each kind of line at most once a minute, and there are few kinds
+P99_RATIO_MAX: Final = 10.0  # of honest traffic: under attack divided by before it
+P99_FLOOR_S: Final = 0.05  # below this nothing is judged, else a quiet machine would be stricter than a busy one
 DRAIN_S_MAX: Final = 60.0
-GRACE_S: Final = 60.0  # beyond its time, for an attacker to end
+GRACE_S: Final = 60.0  # additional time for an attacker to end
 
 
 @dataclass
 class Figures:
-    """What was measured; milliseconds and MiB."""
+    """The measured values, in milliseconds and MiB."""
 
     idle_mib: float = 0.0
     peak_mib: float = 0.0
@@ -59,7 +59,7 @@ class Figures:
 class Verdict:
     attack: str
     figures: Figures
-    broken: list[str] = field(default_factory=list)  # bounds, in words
+    broken: list[str] = field(default_factory=list)  # bounds, as texts
 
     @property
     def good(self) -> bool:
@@ -82,7 +82,7 @@ class Attacking:
             raise ChaosError(f"the attacker did not begin: {line or self._process.poll()}")
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
-        """What came of it; nothing from one that has to be ended."""
+        """Returns the attacker's result; empty if it had to be ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
             lines = self._said.read().splitlines()
@@ -104,10 +104,10 @@ class Trial:
     attack: Attack
     options: dict[str, Any]
     peace_s: float
-    by_latency: bool  # judge by it, too: for a machine that does nothing else
+    by_latency: bool  # also judge latency, on a machine without other load
 
     def run(self, *, restart: bool) -> Verdict:
-        """Raises ChaosError if things do not work before the attack."""
+        """Runs the trial. Raises ChaosError if something fails before the attack."""
         figures = Figures()
         verdict = Verdict(self.attack.name, figures)
         self.honest.settle()
@@ -153,7 +153,7 @@ class Trial:
         figures.drain_s = honest.drained("attack", DRAIN_S_MAX)
 
     def _aftermath(self, phase: str, figures: Figures) -> list[str]:
-        """Everything as before: honest traffic, a new subscriber, a new consumer, no complaint."""
+        """Checks that all is as before: honest traffic, a new subscriber, a new consumer, no problems reported."""
         broken = []
         if not self.stage.gateway.running:
             return [
@@ -200,7 +200,7 @@ class Trial:
             figures.ms[phase] = (1000 * percentile(found, 0.5), 1000 * percentile(found, 0.99))
 
     def _judge(self, found: Figures, *, leaked: bool) -> list[str]:
-        """The bounds that hold under every attack."""
+        """Checks the bounds that hold under every attack."""
         p99_max = max(1000 * P99_FLOOR_S, P99_RATIO_MAX * found.ms["peace"][1])
         bounds = [
             (
