@@ -25,7 +25,7 @@ Kind = Literal["bare", "streamer", "bridge", "rust"]
 RUN_TIMEOUT_S: Final = 120.0  # in addition to the duration of a run
 # without a limit, a bridge connects with a Receive Maximum of 0, which the broker refuses
 BRIDGE_WINDOW: Final = ("max_inflight_messages 65000",)
-SLOWEST_PER_S: Final = 1_000  # at full speed; below this rate a run times out
+SLOWEST_PER_S: Final = 1_000  # assumed for the time limit of a run at full speed
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Result:
         return [one / other for one, other in zip(ours, bare, strict=True)]
 
     def added_ms(self, name: str) -> float:
-        """Returns by round: the streamer's delay minus bare's; may be negative. `name` is p50_ms or p99_ms."""
+        """Returns the median delay added by the streamer to bare; it may be negative. `name`: p50_ms or p99_ms."""
         ours, bare = (list[float](getattr(self.lanes[kind], name)) for kind in ("streamer", "bare"))
         return statistics.median(one - other for one, other in zip(ours, bare, strict=True))
 

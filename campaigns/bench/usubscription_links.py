@@ -37,7 +37,7 @@ SENT_TOGETHER: Final = 500
 
 
 class Joins:
-    """Connects two networks: forwards every message to the other one."""
+    """Forwards every message of one network to the other one."""
 
     def __init__(self, into: UTransport) -> None:
         self._into = into
