@@ -30,7 +30,7 @@ def slope(points: list[tuple[int, float]]) -> float:
 
 
 def soak(name: str, messages: int, directory: Path, say: Callable[[str], None], rate: float = 0) -> dict[str, float]:
-    """Pass `messages` through the streamer, `rate` a second (0: as fast as it goes).
+    """Passes `messages` through the streamer at `rate` per second (0: at full speed).
 
     Raises BenchError if one is lost or memory grows by more than GROWTH_MIB_MAX.
     """

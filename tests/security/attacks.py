@@ -26,12 +26,12 @@ Check = Callable[[Reported], list[str]]
 class Attack:
     name: str
     what: str  # text for the report
-    attacker: str  # in attackers.py
+    attacker: str  # a name in ATTACKERS
     full: dict[str, Any]
     short: dict[str, Any] | None  # differences in `make test`; None: not run there
     scene: Scene = HOME
     checks: tuple[Check, ...] = ()
-    hanging_broker: str = ""  # a broker that hanging_broker meanwhile
+    hanging_broker: str = ""  # a broker that does not answer during the attack
     endless: bool = False  # goes on until it is ended after `seconds`
     # bounds that do not apply to this attack, with the reason beside them
     excused: frozenset[str] = field(default_factory=frozenset)
