@@ -16,13 +16,13 @@ from streamer.egress.sender import PriorityQueue
 from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff
 
-ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; beyond it the peer waits for them
+ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; with more, the peer waits for them
 ASIDE_BYTES_MAX: Final = 16 << 20  # of payload
 TRIED_AT_ONCE: Final = 16  # messages of one stream, to see whether it moves again
 
 Item = tuple[int, EncodedMessage, int]  # seq, message, and the log's id of its stream
 OrderKey = tuple[bytes, int]
-"""What must keep its order: (type, source, sink), and the priority class."""
+"""((type, source, sink), priority class): messages with the same key keep their order."""
 
 
 def key_of(message: EncodedMessage) -> OrderKey:
@@ -30,7 +30,7 @@ def key_of(message: EncodedMessage) -> OrderKey:
 
 
 class Aside(dict[OrderKey, deque[Item]]):
-    """The streams that are stuck, and the items of each that wait. `time` is the event loop's."""
+    """The streams that are stuck, each with its items that wait. `time` is the event loop's."""
 
     def __init__(self, backoff: Backoff, time: Callable[[], float]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Aside(dict[OrderKey, deque[Item]]):
 
     @property
     def known_streams(self) -> set[int]:
-        """Their ids in the log."""
+        """Returns their ids in the log."""
         return {item[2] for queue in self.values() for item in queue}
 
     @property
@@ -53,7 +53,7 @@ class Aside(dict[OrderKey, deque[Item]]):
         return min((item[0] for queue in self.values() for item in queue), default=None)
 
     def takes(self, item: Item) -> bool:
-        """If the stream of `item` is stuck, `item` waits behind it, and this is True."""
+        """Have `item` wait if its stream is stuck. Returns whether it waits."""
         queue = self.get(key_of(item[1]))
         if queue is None:
             return False
@@ -105,7 +105,7 @@ class Aside(dict[OrderKey, deque[Item]]):
         return found
 
     def wake(self) -> None:
-        """The network has changed: try at once."""
+        """Try at once, because the network has changed."""
         self.due_at = 0.0
 
     def _count(self, items: Sequence[Item], sign: int) -> None:
@@ -114,14 +114,14 @@ class Aside(dict[OrderKey, deque[Item]]):
 
 
 class Outbox:
-    """What a pump has read and not sent: the queue, and the streams aside."""
+    """Records that a pump has read and not sent: the queue, and the streams aside."""
 
     def __init__(self, queue: PriorityQueue[Item], aside: Aside) -> None:
         self.queue, self.aside = queue, aside
 
     @property
     def streams(self) -> set[int]:
-        """Their ids in the log."""
+        """Returns their ids in the log."""
         return self.aside.known_streams.union(item[2] for item in self.queue)
 
     def take_out(self, which: Callable[[Item], bool]) -> list[Item]:
@@ -129,11 +129,11 @@ class Outbox:
         return self.aside.take_out(which) + self.queue.take_out(which)
 
     def put_back(self, again: Sequence[Item], stuck: Set[OrderKey] = frozenset()) -> None:
-        """These have not got through: those of a stuck stream go aside, the others to the front of the queue."""
+        """Put back items that have not got through: aside if their stream is stuck, else to the front of the queue."""
         apart, rest = list[Item](), list[Item]()
         for item in again:
             key = key_of(item[1])
             (apart if key in stuck or key in self.aside else rest).append(item)
         self.aside.put_back(apart)
-        # the first that waits is the oldest, by which the cursor goes
+        # in order of seq, since the cursor depends on the first item, which has to be the oldest
         self.queue.put_back(sorted(rest + self.aside.release(), key=itemgetter(0)))

@@ -1,10 +1,10 @@
-"""CatchUp: what was held toward one peer leaves once it may. Its records are read back from the log.
+"""CatchUp sends what was held toward one peer once it may leave. It reads the records back from the log.
 
     topic: somebody wants it now    ------------------------------------+-> read back -> queue -> confirmed: not held
     address: due -> its first message is tried -> taken: gathered ------'                        any more
                                               '-> refused: later; at its limit: dead letters
 
-Live records go on beside it. One reading back takes in all that was found or taken until it begins.
+Live records are sent meanwhile. One reading back covers everything that was found or taken before it begins.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.v1.ucode_pb2 import UCode
 
-RECHECK_TOPICS: Final = 256  # topics looked at in one step, some milliseconds of the loop
+RECHECK_TOPICS: Final = 256  # topics checked in one step, which takes the loop some milliseconds
 TRIED_AT_ONCE: Final = 32  # first messages of held addresses that are sent in one round
 TRY_EVERY_S: Final = 0.1  # between two rounds, so that thousands of held addresses don't delay live messages
-# after the first message of an address was taken, others are tried for so long; all of them are read back together
+# for so long after the first message of an address was taken, others are tried; all are read back together
 GATHER_S: Final = 0.2
 GATHERED_MAX: Final = 512
-LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of a hold at its limit; beyond it only the range is reported
+LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of a hold at its limit; of more records only the range is reported
 
-READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
+READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: enough to be worth a call in a thread
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 
 log = structlog.get_logger()
 
 
 OnGap = Callable[[int, int, Gap.Reason.ValueType], None]
-"""The records between these two seqs are lost to the peer, and why."""
+"""(seq before, seq after, reason): the records between these two seqs are lost to the peer."""
 
 
 class Reading:
-    """A pump reads its log from disk, and reports what the peer does not get. Shares the plans."""
+    """Reads the log of a pump from disk, and reports what the peer does not get. It shares the pump's plans."""
 
     def __init__(self, plans: Plans, dead_letters: DeadLetters, on_gap: OnGap) -> None:
         self._plans, self._log, self._peer, self.on_gap = plans, plans.log, plans.peer, on_gap
@@ -56,7 +56,7 @@ class Reading:
         self.gaps = 0  # records that were lost to retention or damage before the peer got them
 
     async def scan(self, position: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
-        """Read what follows `position` and is not in memory any more. Raises UStatusError."""
+        """Read the records after `position` that are no longer in memory. Raises UStatusError."""
         found = await self._log.scan(
             position, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
         )
@@ -78,34 +78,34 @@ class Reading:
 
 
 class CatchUp:
-    """Of one pump, whose plans, holds and outbox it shares."""
+    """Reads back for one pump, whose plans, holds and outbox it shares."""
 
     def __init__(self, plans: Plans, outbox: Outbox, sender: Sender[Item], reading: Reading) -> None:
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
         self._outbox, self._sender, self.reading = outbox, sender, reading
-        self.recheck: dict[int, None] = {}  # held topics of which the interest has changed
-        self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, and by whom
-        self.taken: set[AddressHold] = set()  # whose first message the network has taken
-        self.read_back_at = 0.0  # loop time at which these are read back
+        self.recheck: dict[int, None] = {}  # held topics whose interest has changed
+        self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, with the targets that want them
+        self.taken: set[AddressHold] = set()  # holds whose first message the network has taken
+        self.read_back_at = 0.0  # loop time at which the taken holds are read back
         self.trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
-        self._try_at = 0.0  # loop time before which no more are tried
-        self.are_streams_found = False  # of the holds from before the start
-        # what is being read back: by stream, who has not had it, and since when; which of the streams are held topics;
-        # and which addresses
+        self._try_at = 0.0  # loop time of the next round of tries
+        self.are_streams_found = False  # the streams of holds from before the start
+        # what is being read back: the targets that lack records, by stream; the streams that are held topics; and the
+        # held addresses
         self.targets: dict[int, tuple[Target, ...]] = {}
         self.topics: set[int] = set()
         self.addresses: list[AddressHold] = []
-        self.position = self.until = 0  # seq: up to where it was read, and where it ends
+        self.position = self.until = 0  # seqs: read so far, and the end of the reading back
 
     @property
     def is_under_way(self) -> bool:
-        """Something is being read back."""
+        """True while something is being read back."""
         return bool(self.targets or self.addresses)
 
     @property
     def next_at(self) -> float | None:
-        """Loop time of the next step that nobody else causes."""
+        """Returns the loop time of the next step that is due by time alone."""
         if not self.taken:
             return self._due_at
         due_at = self._due_at
@@ -113,8 +113,8 @@ class CatchUp:
 
     @property
     def _due_at(self) -> float | None:
-        """Loop time at which first messages are to be tried. Not while something is read back, since that ends only
-        when nothing is under way."""
+        """Returns the loop time at which to try first messages; None while something is read back, since that ends
+        only when nothing is under way."""
         if self.targets or self.addresses or self.found or self._is_time_to_read_back:
             return None
         due_at = self._address_holds.next_at
@@ -125,7 +125,7 @@ class CatchUp:
         return bool(self.taken) and (len(self.taken) >= GATHERED_MAX or self.read_back_at <= loop_time())
 
     async def step(self) -> bool | None:
-        """Returns True after a step, False while what was read has to leave first, None if there is nothing to do."""
+        """Returns True after a step, False while records that were read must leave first, None if nothing is to do."""
         if (due_at := self._due_at) is not None and due_at <= loop_time():
             await self._try_held()
         if self.recheck:
@@ -143,7 +143,7 @@ class CatchUp:
     # Topics
 
     async def _check_topics(self) -> None:
-        """The interest in some held topics has changed: read back those that are wanted, forget those that are not."""
+        """Of the held topics with changed interest, read back those that are wanted and forget the others."""
         for stream in list(islice(self.recheck, RECHECK_TOPICS)):
             del self.recheck[stream]
             held = self._topic_holds.get(stream)
@@ -162,14 +162,14 @@ class CatchUp:
         await asyncio.sleep(0)
 
     def withdraw_topic(self, stream: int) -> None:
-        """Nothing of it is read back now: it is held again, or not held any more."""
+        """Stop reading a topic back: it is held again, or no longer held."""
         self.targets.pop(stream, None)
         self.topics.discard(stream)
 
     # Reading back
 
     async def _begin_reading_back(self) -> None:
-        """Everything that was found to be wanted, or was taken, since the last time."""
+        """Start with all topics that were found wanted, and all addresses that were taken, since the last time."""
         await self.find_streams_of_holds()
         targets: dict[int, tuple[Target, ...]] = {}
         for stream, those in self.found.items():
@@ -189,7 +189,7 @@ class CatchUp:
         self.found, self.taken = {}, set()
 
     async def find_streams_of_holds(self) -> None:
-        """For the holds from before the start: nothing on disk says which streams they had."""
+        """Find the streams of holds from before the start, since the disk does not say which streams they had."""
         if self.are_streams_found or not any(hold.is_loaded for hold in self._address_holds.values()):
             return
         self.are_streams_found = True
@@ -200,7 +200,7 @@ class CatchUp:
                 await asyncio.sleep(0)
 
     async def _targets_in(self, hold: AddressHold) -> dict[int, tuple[Target, ...]]:
-        """Returns who waits in `hold`, by stream."""
+        """Returns the targets that wait in `hold`, by stream."""
         targets: dict[int, tuple[Target, ...]] = {}
         for index, stream in enumerate(list(hold.streams)):
             if those := self._plans.targets_of(hold, stream):
@@ -210,7 +210,7 @@ class CatchUp:
         return targets
 
     async def _read_back(self) -> bool:
-        """One step; False while what was read has to leave first."""
+        """Take one step. Returns False while records that were read must leave first."""
         if self.position < self.until and self.targets:
             found = await self.reading.scan(self.position, self.targets.keys(), self.until)
             now = uuids.now_ms()
@@ -220,7 +220,7 @@ class CatchUp:
             return True
         outbox = self._outbox
         if outbox.queue or self._sender.flights or not outbox.aside.known_streams.isdisjoint(self.targets):
-            return False  # the positions of these holds stay until all of it is confirmed
+            return False  # the holds keep their positions until all their records are confirmed
         targets, topics, addresses = self.targets, self.topics, self.addresses
         self.targets, self.topics, self.addresses = {}, set(), []
         for stream in topics:
@@ -234,7 +234,7 @@ class CatchUp:
         return True
 
     def _add(self, item: Item, now_ms: int) -> None:
-        """Queue what the targets have not had of a record."""
+        """Queue a record for the targets that have not had it."""
         seq, message, stream = item
         targets = self.targets.get(stream, ())
         if all(seq <= target.since for target in targets):
@@ -247,7 +247,7 @@ class CatchUp:
         self._outbox.queue.add(self._plans.copies(plan, item))
 
     def _release(self, hold: AddressHold) -> None:
-        """Nothing waits in it any more."""
+        """Drop a hold in which nothing waits any more."""
         for stream in hold.streams:
             self._plans.by_stream.pop(stream, None)
         self._address_holds.drop(hold)
@@ -272,7 +272,7 @@ class CatchUp:
             await self._end(hold)
             return
         first = await self._first_of(hold)
-        if hold.is_over:  # while it was read
+        if hold.is_over:  # it ended while it was read
             return
         if first is None:
             self._release(hold)
@@ -281,7 +281,7 @@ class CatchUp:
         self._outbox.queue.put_back([first])
 
     async def _first_of(self, hold: AddressHold) -> Item | None:
-        """Returns the first message that waits; None: nothing does."""
+        """Returns the first message that waits; None: nothing waits."""
         head, now = hold.head, uuids.now_ms()
         if (
             head is not None
@@ -310,7 +310,7 @@ class CatchUp:
             self._address_holds.move(hold, found.covered)
 
     async def _end(self, hold: AddressHold) -> None:
-        """It has waited for as long as it may."""
+        """End a hold that has waited for as long as it may."""
         after, until = hold.after, self._plans.read
         targets = await self._targets_in(hold)
         found = await self.reading.scan(after, targets.keys(), until) if targets else None
@@ -334,11 +334,11 @@ class CatchUp:
             self._release(hold)
 
     def trial_of(self, item: Item) -> AddressHold | None:
-        """Returns the hold that `item` was the trial of; it is not tried any more."""
+        """Removes the trial with `item`, and returns its hold."""
         return self.trying.pop((item[0], item[1].stamp.address), None)
 
     def was_taken(self, hold: AddressHold, item: Item) -> None:
-        """The network has taken the trial of `hold`: the rest is about to be read back."""
+        """Note that the network has taken the trial of `hold`. The rest is read back soon."""
         self._address_holds.taken(hold)
         if hold.unit.startswith("=") and hold.tried == item[0]:
             self._address_holds.move(hold, item[0])
@@ -347,13 +347,13 @@ class CatchUp:
         self.taken.add(hold)
 
     def withdraw_trial(self, item: Item) -> None:
-        """`item` was removed before it left; if it was a trial, it is tried again."""
+        """Have `item`, which was removed before it left, tried again if it was a trial."""
         hold = self.trial_of(item) if self.trying else None
         if hold is not None and not hold.is_over:
             self._address_holds.not_tried(hold)
 
     def skip_trial(self, item: Item) -> None:
-        """`item` will never leave; if it was a trial, the message behind it is tried."""
+        """Try the message behind `item`, which will never leave, if `item` was a trial."""
         hold = self.trying.get((item[0], item[1].stamp.address)) if self.trying else None
         if hold is not None and not hold.is_over and hold.tried == item[0]:
             self._address_holds.move(hold, item[0])
@@ -362,8 +362,8 @@ class CatchUp:
     # Pauses
 
     def hold_paused(self, paused: Paused, fresh: frozenset[Pause]) -> None:
-        """What was paused just now waits in the log from its first record on that has not left, even if it was read
-        already. Called when no batch is in flight, so everything that is not in the outbox has left or was never read.
+        """Hold the topics that were just paused, from the first record that has not left, even if it was read already.
+        Called when no batch is in flight: everything outside the outbox has left or was never read.
         """
         candidates = self._outbox.streams.union(self._topic_holds, self.targets, *self._streams_in_holds())
         sources = [(stream, self._log.stream(stream).source) for stream in candidates if self._log.knows_stream(stream)]
@@ -388,7 +388,7 @@ class CatchUp:
             yield hold.streams
 
     def _delivered_up_to(self, stream_id: int) -> int:
-        """Returns the seq up to which everybody who wants this stream has had it, but for what is in the outbox."""
+        """Returns the seq up to which all targets have had this stream, apart from records in the outbox."""
         read = self._plans.read
         had = min([hold.after for hold in self._plans.holds_of(stream_id)], default=read)
         held = self._topic_holds.get(stream_id)
@@ -397,12 +397,12 @@ class CatchUp:
         targets, is_open = self._plans.wanted_if_not_paused(stream_id)
         now = {target.authority for target in self.targets.get(stream_id, ())}
         if is_open or any(target.authority not in now for target in self._plans.missing(held, targets)):
-            return min(had, held.after)  # somebody has had none of it: the others get it twice
+            return min(had, held.after)  # one target has had nothing of it: the others get it twice
         return min(had, max(held.after, self.position) if now else read)
 
     def _within_capacity(self, held: set[int]) -> set[int]:
-        """Returns those of `held` for which there are cursors. What was read of the others is sent: else it would be
-        lost."""
+        """Returns the topics of `held` for which cursors are free. Records of the others that were read are sent, since
+        they would be lost otherwise."""
         beyond = [stream for stream in held if stream not in self._topic_holds]
         beyond = beyond[max(self._topic_holds.free_capacity, 0) :]
         if beyond:
@@ -416,7 +416,7 @@ def loop_time() -> float:
 
 
 def _both(some: tuple[Target, ...], more: tuple[Target, ...]) -> tuple[Target, ...]:
-    """Each authority once, from the earlier seq on."""
+    """Returns each authority once, from its earlier seq on."""
     both = {target.authority: target for target in some}
     for target in more:
         known = both.get(target.authority)

@@ -25,31 +25,31 @@ from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.operating.states import Condition, Sample
 from streamer.walk.endpoint import Endpoint
 
-SAVE_S: Final = 600.0  # between saves of absences
-WARNING: Final = 0.9  # of the limit: from then on readiness says that the claim will end
+SAVE_S: Final = 600.0  # between two saves of absences
+WARNING: Final = 0.9  # share of the limit; beyond it readiness says that the claim will end
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class Unclaimed:
-    """The cursors of an endpoint that is not configured (any more, or by mistake), in one log."""
+    """The cursors in one log of an endpoint that is not configured (no longer, or by mistake)."""
 
     endpoint: str
     log: Log
-    cursors: dict[str, int]  # its own, and those of its holds
+    cursors: dict[str, int]  # the endpoint's own, and those of its holds
     absent_ms: int
 
     @property
     def records(self) -> int:
-        """Records that wait behind its own cursor."""
+        """Returns how many records wait after its own cursor."""
         names = (CURSOR_PREFIX + self.endpoint, FOLLOWED_PREFIX + self.endpoint)
         seq = min(self.cursors.get(name, self.log.newest_seq) for name in names)
         return self.log.newest_seq - max(seq, min(self.log.floor_seq, self.log.newest_seq))
 
     @property
     def topics(self) -> int:
-        """Topics and addresses that are held."""
+        """Returns how many topics and addresses are held."""
         return sum(name.startswith((PARKED_PREFIX, HELD_PREFIX)) for name in self.cursors)
 
 
@@ -59,11 +59,11 @@ class Listed:
 
     endpoint: str
     seq: int
-    records: int  # behind it
+    records: int  # after it
     holds: bool  # retention by age waits for it
-    absent_hours: float  # while the streamer ran
-    parked_topics: int  # undecided or paused
-    held_addresses: int  # refused by its network, or unheard
+    absent_hours: float  # only time in which the streamer ran
+    parked_topics: int  # topics that are undecided or paused
+    held_addresses: int  # addresses that are refused by its network, or unheard
 
 
 def listed(rows: Mapping[str, Cursor], newest: int, oldest: int) -> list[Listed]:
@@ -95,11 +95,11 @@ class Claims:
         self.find_unclaimed()
         for waits in self.unclaimed:
             for pump in self._pumps:
-                if pump.log is waits.log and pump.is_new:  # one of them may be the other's new name
+                if pump.log is waits.log and pump.is_new:  # the new endpoint may be a renamed one
                     pump.log.cursors.set(BEGAN_PREFIX + pump.peer.name, pump.cursor)
 
     def find_unclaimed(self) -> None:
-        """Find anew what waits for endpoints that are not configured; called whenever an endpoint came or went."""
+        """Find what waits for endpoints that are not configured; called after an endpoint was added or removed."""
         known = {pump.peer.name for pump in self._pumps}
         before = {(waits.endpoint, waits.log) for waits in self.unclaimed}
         self.unclaimed.clear()
@@ -134,12 +134,12 @@ class Claims:
         return int((asyncio.get_running_loop().time() - self._saved_at) * 1000)
 
     def absent_ms(self, pump: Pump) -> int:
-        """Returns how long its peer has been away while the streamer ran, also before a restart; 0: it is there."""
+        """Returns how long its peer has been away while the streamer ran, also before a restart; 0: it is connected."""
         away_s = self._away_s(pump.peer)
         return pump.owned.absent_after(self._unsaved_ms, away_ms=int(away_s * 1000)) if away_s else 0
 
     def passed(self, ms: int, away_ms: Mapping[str, int]) -> None:
-        """So much time has passed, and each endpoint has been away for the last `away_ms` of it."""
+        """Note that `ms` have passed, and that each endpoint has been away for the last `away_ms` of them."""
         self._saved_at = asyncio.get_running_loop().time()
         for pump in self._pumps:
             pump.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
@@ -177,7 +177,7 @@ class Claims:
 
 
 def _owner(name: str) -> str:
-    """Returns the endpoint whose cursor this is; "" if it is no endpoint's."""
+    """Returns the endpoint that this cursor belongs to, or ""."""
     if name.startswith((PARKED_PREFIX, HELD_PREFIX, OWED_PREFIX)):
         return name.split(":")[1]
     prefix = next((one for one in (CURSOR_PREFIX, FOLLOWED_PREFIX) if name.startswith(one)), None)

@@ -1,7 +1,7 @@
-"""Deliveries: what leaves for one peer, and what becomes of it.
+"""Deliveries: the messages that leave for one peer, and their results.
 
 outbox -> next_batch -> send -> taken: delivered
-              |              -> UNAVAILABLE: again, in order, after a pause; aside, where others got through
+              |              -> UNAVAILABLE: sent again, in order, after a pause; put aside if others got through
               |              -> address refused, or nobody listens: held
               '-> expired    -> message refused: dead letter
 """
@@ -28,9 +28,9 @@ from uprotocol.status import Settled, code_name, is_nobody_listening, settle
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# dead letters of what retention took before the peer was back; beyond it only the range is reported
+# dead letters of records that retention deleted before the peer was back; of more only the range is reported
 PASSED_LETTERS_MAX: Final = 100
-# a refusal that a person or time can end, and that concerns more than this message
+# refusals that concern more than one message, and that a person or time can end
 HELD_CODES: Final = frozenset(
     {
         UCode.PERMISSION_DENIED,
@@ -44,11 +44,11 @@ HELD_CODES: Final = frozenset(
 )
 
 Refused = tuple[Item, UStatus, Kind]
-"""A message that is to be held: what the network has answered, and which kind of hold that makes."""
+"""A message that is to be held, the answer of the network, and the kind of the hold."""
 
 
 class Deliveries:
-    """Of one pump, whose outbox, plans and holds it shares."""
+    """The deliveries of one pump, whose outbox, plans and holds it shares."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Deliveries:
         self._plans, self._peer, self._log, self._address_holds = plans, plans.peer, plans.log, plans.address_holds
         self._sender, self._outbox, self._aside, self._catch_up = sender, outbox, outbox.aside, catch_up
         self._dead, self._backoff = catch_up.reading.dead, backoff
-        # holds whose batch mates may still be under way, until `_held_lately_until` batches have been answered: one of
-        # those that is taken shows that the network takes such messages now
+        # new holds, until `_held_lately_until` batches are answered: messages that were under way beside theirs may
+        # still be taken, which shows that the network takes such messages now
         self._held_lately: set[AddressHold] = set()
         self._held_lately_until = 0
-        self._heard: set[int] = set()  # streams of which the network has taken something since the start
+        self._heard: set[int] = set()  # streams of which the network has taken a message since the start
         self.letters_left = PASSED_LETTERS_MAX
-        # loop time at which the peer last took something, or was given something after that
+        # loop time at which the peer last took a message, or was sent one after that
         self.active_at = -math.inf
         self.retries = 0
 
@@ -95,17 +95,17 @@ class Deliveries:
             self._outbox.put_back(batch)
 
     def _ends_expired(self, item: Item, now_ms: int) -> bool:
-        """If `item` has expired, it becomes a dead letter."""
+        """Returns whether `item` has expired; then it becomes a dead letter."""
         expired = item[1].is_expired(now_ms)
         if expired:
             self._catch_up.skip_trial(item)
             self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
         return expired
 
-    # What the network has answered
+    # Answers of the network
 
     def settle(self, batch: list[Item], statuses: list[UStatus]) -> None:
-        """What was taken is delivered; the rest is sent again, held, or a dead letter."""
+        """Note messages that were taken as delivered. Send the others again, hold them, or make them dead letters."""
         if not batch:
             return
         settled = settle(batch, statuses)
@@ -119,7 +119,7 @@ class Deliveries:
         for item, status in settled.refused:
             self._dead(item, status.code, status.message or code_name(status.code))
         again = [item for item, _ in settled.again]
-        stuck = set[OrderKey]()  # the streams that failed though others got through
+        stuck = set[OrderKey]()  # the streams that failed while others got through
         if settled.sent:
             stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
         if again or self._aside:
@@ -134,8 +134,8 @@ class Deliveries:
                 self._backoff.reset()
 
     def _sort_out_held(self, settled: Settled[Item]) -> Settled[Item]:
-        """Hold the messages whose address is refused or unheard, and note the trials that were taken. Returns the rest:
-        what was sent, is sent again, or is a dead letter."""
+        """Hold the messages whose address is refused or unheard, and note the trials that were taken. Returns the
+        others: sent, to be sent again, or dead letters."""
         again, dead = list[tuple[Item, UStatus]](), list[tuple[Item, UStatus]]()
         held = list[Refused]()
         for item, status in settled.again:
@@ -172,8 +172,8 @@ class Deliveries:
         return Settled(settled.sent, again, dead)
 
     def _hold_what_is_stuck(self, settled: Settled[Item]) -> Settled[Item]:
-        """While something is read back: a stream that does not get through though others do waits as if it were
-        refused. The reading back can then end, and the stream's position is on disk."""
+        """While something is read back, hold streams that fail although others get through, as if they were refused.
+        The reading back can then end, and the positions of these streams are on disk."""
         is_stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
         held, again = list[Refused](), list[tuple[Item, UStatus]]()
         for item, status in settled.again:
@@ -185,8 +185,8 @@ class Deliveries:
         return settled._replace(again=again)
 
     def _hold(self, held: Sequence[Refused]) -> list[Refused]:
-        """These wait, and what is in the outbox for their addresses waits behind them. Returns those that can't: too
-        many addresses are held."""
+        """Hold these, and behind them the messages in the outbox for their addresses. Returns those that can't be held
+        because too many addresses are."""
         beyond = list[Refused]()
         if not held:
             return beyond
@@ -221,14 +221,14 @@ class Deliveries:
         return beyond
 
     def _wait_behind(self, streams: Set[int]) -> None:
-        """What is in the outbox for an address that is held now waits in its hold."""
+        """Move messages in the outbox whose address is now held into its hold."""
         for item in self._outbox.take_out(lambda item: item[2] in streams and self.hold_of(item) is not None):
             if (hold := self.hold_of(item)) is not None:
                 self._address_holds.wait_behind(hold, item)
 
     def _move_returning(self, first: dict[AddressHold, int], held: Sequence[Item]) -> None:
-        """These holds were being read back and are refused again. Before the first message that waits everything was
-        taken; what comes after the position of the reading back was not read."""
+        """Move holds that were refused again while they were read back. Everything before the first message that waits
+        was taken; nothing after the position of the reading back was read."""
         for item in (*held, *self._sender.in_flight):
             hold = self._address_holds.of(*self._peer.addressed(item[1]))
             if hold in first:
@@ -238,14 +238,14 @@ class Deliveries:
             self._address_holds.move(hold, min(seq, head, self._catch_up.position + 1) - 1)
 
     def hold_of(self, item: Item) -> AddressHold | None:
-        """Returns the hold in which this message has to wait now."""
+        """Returns the hold in which this message must wait; None: it may leave."""
         if (item[0], item[1].stamp.address) in self._catch_up.trying:
             return None
         hold = self._address_holds.of(*self._peer.addressed(item[1]))
         return hold if hold is not None and hold.is_waiting else None
 
     def _try_held_lately(self, sent: Sequence[Item]) -> None:
-        """Something that left behind a message that was not taken: the network takes such messages now."""
+        """Try new holds again if a message that left after theirs was taken: the network takes such messages now."""
         for item in sent:
             hold = self._address_holds.of(*self._peer.addressed(item[1]))
             if hold in self._held_lately and item[0] > hold.after:
@@ -254,11 +254,11 @@ class Deliveries:
         if self._sender.ended >= self._held_lately_until:
             self._held_lately.clear()
 
-    # What the log has lost
+    # Losses of the log
 
     def passed(self, passed: RetentionLoss, cursor: int) -> None:
-        """Retention has deleted records that this peer may not have had: a dead letter for each while they are few,
-        beyond that one range is reported."""
+        """Report records that retention deleted and this peer may lack: the first few as dead letters, and the rest as
+        one range."""
         plans, catch_up = self._plans, self._catch_up
         items = chain.from_iterable(map(items_of, passed.chunks))
         lost = [item for item in items if self._still_wants(item[2], item[0])]
@@ -291,5 +291,5 @@ class Deliveries:
         return is_open or any(seq > target.since for target in targets)
 
     def forget(self, streams: frozenset[int]) -> None:
-        """The log has forgotten these streams."""
+        """Forget streams that the log has forgotten."""
         self._heard.difference_update(streams)

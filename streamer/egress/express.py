@@ -41,10 +41,10 @@ from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-BATCH_MAX: Final = 256  # messages sent at once; small, so that an urgent one need not wait long
+BATCH_MAX: Final = 256  # messages sent at once; small, so that an urgent one does not wait long
 BATCH_BYTES_MAX: Final = 4 << 20  # ... and at least one message: a transport copies what it sends
-# our answers that wait for one endpoint beside its queue, 1 KiB of memory each: thousands of calls of one authority may
-# be refused in one moment, and each gets an answer
+# our own answers that wait for one endpoint beside its queue, 1 KiB of memory each: thousands of calls of one authority
+# may be refused at once, and each gets an answer
 ANSWERS_MAX: Final = 16_384
 ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history that callers repeat
 
@@ -52,12 +52,12 @@ ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods
 class ExpressMessage(NamedTuple):
     size: int
     message: EncodedMessage
-    accounts: list[tuple[Shares[Hashable], Hashable]]  # where it counts, and as whose
+    accounts: list[tuple[Shares[Hashable], Hashable]]  # the limits that it counts toward, and the owner in each
 
 
 def _asked_again(message: EncodedMessage) -> str:
-    """Returns the name of its drop counter if the receiver asks the history again anyway; else "". Such a message gets
-    no dead letter: followers that are away would cause some at each cut, and push out those of others."""
+    """Returns the name of the drop counter of a message that the receiver asks the history for again; else "". It
+    gets no dead letter: followers that are away would cause many, which would push out those of others."""
     if message.stamp.type == attrs.NOTIFICATION:
         return "frames"
     method = message.stamp.attributes.source  # of a response
@@ -80,7 +80,7 @@ class Express:
         bytes_max: int,
         backoff: Callable[[], Backoff],
     ) -> None:
-        """`messages_max`, `bytes_max`: limits of one endpoint's queue; our answers have as many bytes beside it."""
+        """`messages_max`, `bytes_max`: limits of one endpoint's queue; our own answers have as many more bytes."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
         self.messages_max, self.bytes_max = messages_max, bytes_max
         self._backoff = backoff
@@ -93,7 +93,7 @@ class Express:
         self.queues[endpoint.name] = ExpressQueue(endpoint, self, self._backoff())
 
     def remove_endpoint(self, name: str) -> None:
-        """What waits in its queue fails with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
+        """Fail what waits in its queue with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
         self.queues.pop(name).fail_all(UCode.UNAVAILABLE, f"endpoint {name!r} was removed")
 
     def put(self, peer: Endpoint, message: EncodedMessage) -> None:
@@ -121,10 +121,10 @@ class Express:
         *,
         is_withheld: bool = False,
     ) -> None:
-        """`message` can't be dispatched: keep it as a dead letter, and answer its originator if it is a request.
+        """Keep `message`, which can't be dispatched, as a dead letter. If it is a request, answer its originator.
 
-        A request of a hosted service gets only the answer, since the service asks again by itself. As dead letters, its
-        requests to a network that is away for a day would push out letters that nobody else knows of.
+        A request of a hosted service gets no dead letter, since the service repeats it: its requests to a network that
+        is away for a day would push out the other letters.
         """
         if message.stamp.type != attrs.REQUEST:
             self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
@@ -143,7 +143,7 @@ class Express:
         if origin is None:
             return
         if self.queues[origin.name].put(EncodedMessage.of(response), is_ours=True) is not None:
-            origin.dropped["answers_full"] += 1  # answers don't leave: whoever asked isn't listening now
+            origin.dropped["answers_full"] += 1  # answers don't leave: the caller isn't listening now
 
 
 class ExpressQueue:
@@ -157,11 +157,11 @@ class ExpressQueue:
         self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by source authority
         self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
         self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
-        self._wake = asyncio.Event()  # something has arrived, or was answered
+        self._wake = asyncio.Event()  # set when a message has arrived or was answered
         self._sender = Sender[ExpressMessage](peer, self._wake.set, BATCH_MAX, BATCH_BYTES_MAX)
 
     def __len__(self) -> int:
-        """Messages that wait, and those being sent."""
+        """Returns the number of messages that wait or are being sent."""
         return self._callers.pieces + self._frames.pieces + self._answers.pieces
 
     @property
@@ -169,8 +169,7 @@ class ExpressQueue:
         return self._callers.bytes + self._frames.bytes + self._answers.bytes
 
     def put(self, message: EncodedMessage, *, is_ours: bool = False) -> Full | None:
-        """Returns the limit that `message` exceeds; None: it waits now. `is_ours`: it is our answer to a refused
-        request."""
+        """Queue it. Returns the limit that it exceeds, or None. `is_ours`: it is our answer to a refused request."""
         attributes = message.stamp.attributes
         accounts: list[tuple[Shares[Hashable], Hashable]]
         if is_ours:
@@ -239,7 +238,7 @@ class ExpressQueue:
                     await self._wake.wait()
 
     async def _settle(self, batch: list[ExpressMessage], statuses: list[UStatus]) -> None:
-        """What was taken has left; the rest is sent again after a pause, or fails."""
+        """Remove messages that were taken; the others are sent again after a pause, or fail."""
         sent, again, refused = settle(batch, statuses)
         refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
         for entry in sent:
@@ -258,6 +257,6 @@ class ExpressQueue:
             self._backoff.reset()
 
     def _soonest_expiry_ms(self) -> int | None:
-        """Returns how long until the next message expires, so that its originator gets the answer in time."""
+        """Returns the time until the next message expires, so that its originator gets the answer in time."""
         ends = [end for entry in self._sender.queue if (end := entry.message.expires_ms) is not None]
         return max(min(ends) - uuids.now_ms() + 1, 0) if ends else None

@@ -1,7 +1,7 @@
-"""What is held toward one peer: its records wait in the log, each hold at a position of its own, and the pump goes on
-with everything else.
+"""Holds toward one peer: the records of each hold wait in the log at a position of its own, while the pump goes on with
+all other records.
 
-undecided  a uSubscription has not answered yet who wants the topic  a topic     until it has answered
+undecided  a uSubscription has not yet answered who wants the topic  a topic     until it has answered
 paused     somebody has paused the topic                             a topic     until it is resumed
 refused    the network refuses the address                           an address  until the network takes one message
 unheard    the network says that nobody listens at the address       an address  the same; or until the network says
@@ -41,29 +41,29 @@ PARKED_PREFIX: Final = "parked:"
 HELD_PREFIX: Final = "held:"
 HOLDER: Final = "egress"  # of all cursors of an endpoint that is owed every record
 OWED_PREFIX: Final = "owed:"
-# topics of one peer; each has a row in the log's file. Beyond it the peer waits, and nothing is lost
+# topics of one peer; each has a row in the log's file. With more, the peer waits, and nothing is lost
 PARKED_MAX: Final = 5_000
-ADDRESSES_MAX: Final = 5_000  # units of one peer; beyond it several addresses are one
+ADDRESSES_MAX: Final = 5_000  # units of one peer; with more, several addresses become one
 CURSORS_RESERVED: Final = 2_000  # for peers and consumers
-# addresses in merged units of one peer; beyond them nothing more is held, so that a stranger who makes up addresses
-# holds up nobody else
+# addresses in merged units of one peer; with more, no further one is held, so that a stranger who makes up addresses
+# delays nobody else
 COVERED_MAX: Final = 20_000
-DUE_MAX: Final = 8 * ADDRESSES_MAX  # scheduled times, those that do not count any more included
-HEADS_BYTES_MAX: Final = 4 << 20  # of first messages that are kept in memory; the others are read from the log
-RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; each time twice as long
+DUE_MAX: Final = 8 * ADDRESSES_MAX  # scheduled times, including outdated ones
+HEADS_BYTES_MAX: Final = 4 << 20  # of first messages in memory; the others are read from the log
+RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; doubled each time
 RETRY_S_MAX: Final = 60.0
-YOUNG_S: Final = 1.0  # a subscriber is often a moment late: so long a hold has no row, and the pump's cursor waits
+YOUNG_S: Final = 1.0  # a younger hold has no row, and the pump's cursor waits: a subscriber is often a moment late
 YOUNG_MAX: Final = 64
-HELD_HOURS: Final = 24.0  # longest wait of what a network refuses, or nobody listens to
-NOTE_S: Final = 3_600.0  # between saves of how long something has been held
-LOGGED_MAX: Final = 16  # holds of a label that have a line in the log each; a stranger may cause thousands
+HELD_HOURS: Final = 24.0  # longest wait of messages that a network refuses, or nobody listens to
+NOTE_S: Final = 3_600.0  # between two saves of how long something has been held
+LOGGED_MAX: Final = 16  # holds of a label with a log line each; a stranger may cause thousands
 SHOWN_AFTER_S: Final = 60.0  # a hold that is older is a condition of its endpoint
 
 ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
 Kind = Literal["refused", "unheard"]
 Label = Literal["refused", "unheard", "left"]
 LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
-"""Kinds as operators see them. left: unheard, though somebody has listened there since the start."""
+"""Kinds as operators see them. left: unheard, but somebody has listened there since the start."""
 T = TypeVar("T")
 Clock = Callable[[], float]
 
@@ -71,16 +71,16 @@ log = structlog.get_logger()
 
 
 def cursors_left(source: Log) -> int:
-    """Returns how many more rows holds may have; the rest is for other cursors."""
+    """Returns how many more rows holds may have; the other rows are for other cursors."""
     return CURSORS_MAX - CURSORS_RESERVED - len(source.cursors)
 
 
 class _Ages(Generic[T]):
-    """When each hold began, so that the oldest is found without looking at all of them."""
+    """Times at which holds began, to find the oldest one without a search of all."""
 
     def __init__(self, is_there: Callable[[T, float], bool]) -> None:
-        """`is_there(one, began)`: `one` is still held, since `began`, and of this kind."""
-        self._heap: list[tuple[float, int, T]] = []  # when it began, order, which
+        """`is_there(one, began)`: whether `one` is still held, since `began`, and of this kind."""
+        self._heap: list[tuple[float, int, T]] = []  # begin, tie-breaker, hold
         self._count = itertools.count()
         self._is_there = is_there
 
@@ -88,7 +88,7 @@ class _Ages(Generic[T]):
         heapq.heappush(self._heap, (began, next(self._count), one))
 
     def oldest(self) -> tuple[float, T] | None:
-        """Returns when it began, and which it is."""
+        """Returns the begin of the oldest hold, and the hold."""
         while self._heap and not self._is_there(self._heap[0][2], self._heap[0][0]):
             heapq.heappop(self._heap)
         return (self._heap[0][0], self._heap[0][2]) if self._heap else None
@@ -96,13 +96,13 @@ class _Ages(Generic[T]):
 
 @dataclass(slots=True)
 class TopicHold:
-    """One topic: records with a greater seq than `after` may still be wanted, except by authorities that were `served`
-    all along."""
+    """One topic: records with a greater seq than `after` may still be wanted, but not by the authorities in
+    `served`, which got them as they came."""
 
     after: int
-    began: float  # how long the streamer had run then, milliseconds; less by what it had waited before a restart
+    began: float  # the streamer's running time then, milliseconds, minus the wait before a restart
     served: frozenset[str] = frozenset()
-    whole: bool = False  # the peer's network has got every message since then: nobody there misses any
+    whole: bool = False  # the peer's network got every message since then, so nobody there lacks any
 
 
 class TopicHolds(dict[int, TopicHold]):
@@ -110,12 +110,12 @@ class TopicHolds(dict[int, TopicHold]):
     `parked:PEER:STREAM`."""
 
     def __init__(self, source: Log, peer: str, wait_ms_max: int) -> None:
-        """`wait_ms_max`: so long retention by age waits for each of them."""
+        """`wait_ms_max`: how long retention by age waits for each of them."""
         super().__init__()
         self._log, self._prefix, self._wait_ms_max = source, f"{PARKED_PREFIX}{peer}:", wait_ms_max
-        self._ran_ms = 0  # so long the streamer has run, by the last call of `wait`
+        self._ran_ms = 0  # running time of the streamer at the last call of `wait`
         self._ages = _Ages[int](self._is_there)
-        self._notes: list[tuple[float, int, float]] = []  # a heap: when the next save is due, which stream, `began`
+        self._notes: list[tuple[float, int, float]] = []  # a heap: time of the next save, stream, `began`
 
     @property
     def free_capacity(self) -> int:
@@ -133,7 +133,7 @@ class TopicHolds(dict[int, TopicHold]):
         return known is not None and known.began == began
 
     def load(self) -> None:
-        """Load what was held when the log was closed. Who was served then is not on disk: they may get it twice."""
+        """Load the holds. `served` is not on disk, so authorities that were served may get records twice."""
         for name, cursor in self._log.cursors.all().items():
             number = name.removeprefix(self._prefix)
             if number == name:
@@ -154,7 +154,7 @@ class TopicHolds(dict[int, TopicHold]):
         self._save(stream)
 
     def serve(self, stream: int, targets: Iterable[Target]) -> None:
-        """From now on `targets` get its messages as they come."""
+        """Send messages of the topic to `targets` as they come, from now on."""
         parked, targets = self[stream], tuple(targets)
         parked.served |= {target.authority for target in targets}
         parked.whole = parked.whole or any(
@@ -166,7 +166,7 @@ class TopicHolds(dict[int, TopicHold]):
         self._save(stream)
 
     def hold(self, stream: int, after: int) -> None:
-        """The topic is paused: records after `after` wait for everybody, also for authorities that were served."""
+        """Hold a paused topic: records after `after` wait for all authorities, also for those that were served."""
         known = self.get(stream)
         if known is None:
             self._add(stream, TopicHold(after, self._ran_ms))
@@ -179,7 +179,7 @@ class TopicHolds(dict[int, TopicHold]):
         self._log.cursors.drop(f"{self._prefix}{stream}")
 
     def wait(self, ms: int) -> None:
-        """So much time has passed. Costs the same for any number of topics, except those whose save is due."""
+        """Note that `ms` have passed. The cost depends only on the number of topics whose save is due."""
         self._ran_ms += ms
         while self._notes and self._notes[0][0] <= self._ran_ms:
             _, stream, began = heapq.heappop(self._notes)
@@ -196,8 +196,8 @@ class TopicHolds(dict[int, TopicHold]):
 
 
 class OwedTopics(dict[int, int]):
-    """Publishes that were held when a peer took the publishes over: after which seq it reads each topic from our
-    history, by the log's id of its stream. Owns the log's cursors `owed:PEER:STREAM`."""
+    """Publishes that were held when a peer began to follow: the seq after which it reads each topic from our history,
+    by the log's id of its stream. Owns the log's cursors `owed:PEER:STREAM`."""
 
     def __init__(self, source: Log, peer: str) -> None:
         super().__init__()
@@ -215,11 +215,11 @@ class OwedTopics(dict[int, int]):
             self._log.cursors.set(f"{self._prefix}{stream}", after)
 
     def move(self, after: int) -> None:
-        """Retention has deleted the records up to `after`."""
+        """Note that retention has deleted the records up to `after`."""
         self.add({stream: after for stream, before in self.items() if before < after})
 
     def clear_all(self) -> None:
-        """The peer has all of them."""
+        """Drop all: the peer has their records."""
         for stream in self:
             self._log.cursors.drop(f"{self._prefix}{stream}")
         self.clear()
@@ -232,25 +232,25 @@ class AddressHold:
     unit: str  # "=" and the address; for several addresses: "@" and their source authority, or "*"
     after: int
     kind: Kind
-    why: str  # what the network has answered
+    why: str  # the answer of the network
     code: UCode.ValueType
-    began: float  # loop time; earlier by what it had waited before a restart
-    streams: set[int] = field(default_factory=set)  # ids of the log, as far as is known since the start
+    began: float  # loop time, minus the wait before a restart
+    streams: set[int] = field(default_factory=set)  # ids of the log that are known since the start
     is_loaded: bool = False  # from before a restart: it may have more streams
     covers: set[str] | None = None  # addresses of a merged unit; None: unknown after a restart, so any
-    records: int = 0  # that wait, as far as is known since the start
-    head: Item | None = None  # the first that waits, if it is in memory
+    records: int = 0  # known since the start to wait
+    head: Item | None = None  # the first message that waits, if it is in memory
     was_heard: bool = False  # somebody has listened there in this process
     tries: int = 0
     due_at: float = 0.0  # loop time of the next try
     is_trying: bool = False  # its first message is under way
     tried: int = 0  # seq of that message; less, if an earlier one was refused meanwhile
-    is_taken: bool = False  # that message was taken: the rest is about to be read back
-    is_returning: bool = False  # the rest is being read back, and leaves
+    is_taken: bool = False  # that message was taken: the rest is read back soon
+    is_returning: bool = False  # the rest is being read back and sent
     saved_s: float = 0.0  # how long it had waited when it was last saved
     has_row: bool = False
     is_over: bool = False  # not held any more
-    is_woken: bool = False  # to be tried at once, when the message under way is answered
+    is_woken: bool = False  # to be tried as soon as the message under way is answered
 
     @property
     def label(self) -> Label:
@@ -262,18 +262,18 @@ class AddressHold:
 
     @property
     def name(self) -> str:
-        """For log lines and conditions."""
+        """Returns the name of the unit for log lines and conditions."""
         what = self.unit[1:]
         return {"=": repr(what), "@": f"whatever comes from {what!r}", "*": "every address"}[self.unit[0]]
 
 
 class HeldState(NamedTuple):
-    """What an operator must know about the holds of one label."""
+    """The holds of one label, as an operator sees them."""
 
     label: Label
     units: int
     records: int  # at least
-    are_counted: bool  # False: some were held before the last start, and may have more records
+    are_counted: bool  # False: holds from before the last start may have more records
     oldest: AddressHold
     waited_s: float  # of the oldest
 
@@ -292,7 +292,7 @@ class HeldState(NamedTuple):
 
 
 class _Totals:
-    """Counts of the address holds by label, and which is the oldest of each."""
+    """Counts of the address holds by label, and the oldest hold of each label."""
 
     def __init__(self, time: Clock) -> None:
         self._time = time
@@ -300,7 +300,7 @@ class _Totals:
         self._counts: dict[Label, Counter[str]] = {label: Counter() for label in LABELS}
 
     def count(self, hold: AddressHold, sign: int) -> None:
-        """`hold` comes (1), or goes (-1)."""
+        """Count a hold that was added (`sign` 1) or removed (-1)."""
         counts = self._counts[hold.label]
         counts["units"] += sign
         counts["records"] += sign * hold.records
@@ -313,7 +313,7 @@ class _Totals:
         self._counts[hold.label]["records"] += records
 
     def is_logged(self, hold: AddressHold) -> bool:
-        """False: there are so many of its label that one more is not worth a line in the log."""
+        """Returns False if its label has so many holds that one more is not worth a log line."""
         return self._counts[hold.label]["units"] <= LOGGED_MAX
 
     def states(self) -> Iterator[HeldState]:
@@ -331,7 +331,7 @@ class AddressHolds(dict[str, AddressHold]):
     `held:PEER:KIND UNIT`."""
 
     def __init__(self, source: Log, peer: str, time: Clock, refused_s: float, unheard_s: float) -> None:
-        """`refused_s`, `unheard_s`: the longest that something is held, while the streamer runs."""
+        """`refused_s`, `unheard_s`: the longest times of a hold while the streamer runs."""
         super().__init__()
         self._log, self._peer, self._time = source, peer, time
         self._limits: dict[Kind, float] = {"refused": refused_s, "unheard": unheard_s}
@@ -339,7 +339,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._totals = _Totals(time)
         self.states = self._totals.states
         self._merged: dict[str, AddressHold] = {}  # the units of several addresses
-        self._authorities: Counter[str] = Counter()  # units of one address each, by source authority
+        self._authorities: Counter[str] = Counter()  # number of units of one address, by source authority
         self._authority_of: dict[str, str] = {}  # source authority of those units
         self._heads_bytes = 0
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
@@ -359,7 +359,7 @@ class AddressHolds(dict[str, AddressHold]):
         return found
 
     def of(self, address: str, authority: str) -> AddressHold | None:
-        """Returns what holds messages from the source `authority` to `address`."""
+        """Returns the hold of messages from the source `authority` to `address`."""
         found = self.get("=" + address)
         if found is None and self._merged:
             for merged in (self._merged.get("@" + authority), self._merged.get("*")):
@@ -368,7 +368,7 @@ class AddressHolds(dict[str, AddressHold]):
         return found
 
     def load(self) -> None:
-        """Load what was held when the log was closed."""
+        """Load the holds from when the log was closed."""
         prefix = f"{HELD_PREFIX}{self._peer}:"
         now = self._time()
         for name, cursor in self._log.cursors.all().items():
@@ -403,7 +403,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     @property
     def next_at(self) -> float | None:
-        """Loop time at which something is due."""
+        """Returns the loop time at which the next step is due."""
         return self._due[0][0] if self._due else None
 
     # Hold
@@ -420,9 +420,9 @@ class AddressHolds(dict[str, AddressHold]):
         was_heard: bool = False,
         was_tried: bool = False,
     ) -> AddressHold | None:
-        """The network has not taken `item`: everything to `address` waits from it on. Returns None if too many
-        addresses are held for one more. `known`: what `of` returns for the address; `was_heard`: somebody has listened
-        there since the start; `was_tried`: `item` was the trial of a hold."""
+        """Hold everything to `address` from `item` on, which the network has not taken. Returns None if too many
+        addresses are held. `known`: the result of `of` for the address; `was_heard`: somebody has listened there since
+        the start; `was_tried`: `item` was the trial of a hold."""
         now = self._time()
         if known is None:
             known = self._new(address, authority, item[0] - 1, status, kind, now, was_heard)
@@ -478,7 +478,7 @@ class AddressHolds(dict[str, AddressHold]):
             log.info(what, endpoint=self._peer, address=hold.name)
 
     def _merged_for(self, address: str, authority: str) -> AddressHold | None:
-        """Returns the merged unit, if there is one; it covers `address` from now on."""
+        """Returns the merged unit for `address`, if there is one, and adds the address to it."""
         found = self._merged.get("@" + authority) or self._merged.get("*")
         if found is not None and found.covers is not None:
             found.covers.add(address)
@@ -495,8 +495,8 @@ class AddressHolds(dict[str, AddressHold]):
             self._merged[hold.unit] = hold
 
     def _merge(self) -> None:
-        """Free some capacity: the addresses of the source authority that has most become one unit; if each authority
-        has few, all addresses become one."""
+        """Free capacity: merge the addresses of the source authority with the most addresses into one unit; if each
+        authority has few, merge all."""
         whose, count = max(self._authorities.items(), key=lambda one: one[1], default=("", 0))
         unit = "@" + whose if whose and count > max(1, ADDRESSES_MAX // 100) else "*"
         merging = [hold for hold in self.values() if unit == "*" or self._authority_of.get(hold.unit) == whose]
@@ -541,7 +541,7 @@ class AddressHolds(dict[str, AddressHold]):
             self._save(hold)
 
     def wait_behind(self, hold: AddressHold, item: Item) -> None:
-        """`item` waits in `hold`."""
+        """Have `item` wait in `hold`."""
         self.passed(hold, item[0])
         hold.streams.add(item[2])
         hold.tried = min(hold.tried, item[0])
@@ -555,9 +555,9 @@ class AddressHolds(dict[str, AddressHold]):
                 self._heads_bytes += size
 
     def passed(self, hold: AddressHold, seq: int) -> None:
-        """The record `seq` waits in `hold`."""
+        """Have the record `seq` wait in `hold`."""
         if hold.is_over:
-            return  # it was merged into a unit whose position is not later
+            return  # it was merged into a unit whose position is not later than its own
         self._totals.add_records(hold, 1)
         if seq <= hold.after:
             hold.after = seq - 1
@@ -590,7 +590,7 @@ class AddressHolds(dict[str, AddressHold]):
         return self._time() - hold.began >= self._limits[hold.kind]
 
     def try_now(self, hold: AddressHold) -> None:
-        """The network may take it now."""
+        """Try a hold at once: the network may take its messages now."""
         now = self._time()
         hold.is_woken = hold.is_trying
         if hold.is_waiting and not hold.is_trying and hold.due_at > now:
@@ -598,20 +598,20 @@ class AddressHolds(dict[str, AddressHold]):
             self._push(hold)
 
     def try_all(self, kind: Kind | None = None) -> None:
-        """The same for all holds, or those of one kind."""
+        """Try all holds at once, or those of one kind."""
         for hold in self.values():
             if kind is None or hold.kind == kind:
                 self.try_now(hold)
 
     def not_tried(self, hold: AddressHold) -> None:
-        """Its first message was removed before it left."""
+        """Note that the first message was removed before it left."""
         if hold.is_trying and not hold.is_over:
             hold.is_trying = False
             hold.due_at = 0.0
             self._push(hold)
 
     def taken(self, hold: AddressHold) -> None:
-        """The network has taken its first message: the rest is about to be read back."""
+        """Note that the network has taken the first message. The rest is read back soon."""
         hold.is_trying, hold.is_taken = False, True
         if self._time() - hold.began >= YOUNG_S and self._totals.is_logged(hold):
             what = "the network takes messages for an address again: what has waited follows"
@@ -619,7 +619,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._totals.add_records(hold, -hold.records)
 
     def drop(self, hold: AddressHold) -> None:
-        """Nothing of it waits any more."""
+        """Remove a hold in which nothing waits any more."""
         assert not hold.is_over, "it is dropped once"
         hold.is_over = True
         del self[hold.unit]
@@ -638,13 +638,13 @@ class AddressHolds(dict[str, AddressHold]):
             self._log.cursors.drop(self._row_of(hold))
 
     def uncover(self, hold: AddressHold) -> None:
-        """A merged unit is read back: from now on it covers only addresses that are refused again."""
+        """Begin to read back a merged unit: from now on it covers only addresses that are refused again."""
         if hold.unit[0] != "=":
             self._covered -= len(hold.covers or ())
             hold.covers = set()
 
     def move(self, hold: AddressHold, after: int) -> None:
-        """Nothing up to `after` waits any more."""
+        """Move the position of a hold to `after`: nothing up to it waits any more."""
         if after > hold.after:
             hold.after = after
             if hold.head is not None and hold.head[0] <= after:
@@ -653,7 +653,7 @@ class AddressHolds(dict[str, AddressHold]):
                 self._save(hold)
 
     def _push(self, hold: AddressHold) -> None:
-        if len(self._due) > DUE_MAX:  # a network that comes and goes: keep only the newest time of each
+        if len(self._due) > DUE_MAX:  # the network comes and goes: keep only the newest time of each hold
             young = [(one.began + YOUNG_S, next(self._count), one) for one in self._young.values()]
             self._due = [*young, *((one.due_at, next(self._count), one) for one in self.values() if one is not hold)]
             heapq.heapify(self._due)

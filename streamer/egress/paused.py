@@ -1,4 +1,4 @@
-"""Topics that an operator has paused toward a peer: they are not dispatched for now, and their records wait in the log.
+"""Topics that an operator has paused toward a peer: their records are not dispatched, but wait in the log.
 
 pause, resume -> FILE -> in force: `version` rises -> view: a paused topic is open -> pumps hold it (holds.py), also
                                                                                       what they have read ahead
@@ -31,20 +31,20 @@ FILE: Final = "paused.json"  # in a data_dir
 PAUSES_MAX: Final = 256  # each is compared with each topic whenever something changes
 PEER_LENGTH_MAX: Final = 128  # characters: as long as an authority may be
 _PAUSES: Final = TypeAdapter(list[tuple[str, str]])  # topic, peer
-_BYTES_MAX: Final = 256 << 10  # PAUSES_MAX of some 300 bytes, several times over
+_BYTES_MAX: Final = 256 << 10  # several times PAUSES_MAX entries of some 300 bytes
 
 log = structlog.get_logger()
 
 
 class Pause(NamedTuple):
-    """A pattern of topics, as text, and the peer that does not get them: an endpoint, or an authority behind one."""
+    """A pattern of topics, as text, and the peer that does not get them: an endpoint or an authority behind one."""
 
     topic: str
     peer: str
 
 
 def file_of(path: Path, disk: Disk = REAL_DISK) -> SavedFile[list[tuple[str, str]]]:
-    """The file that keeps the pauses."""
+    """Returns the file that keeps the pauses."""
     return SavedFile(path, _PAUSES, _BYTES_MAX, disk)
 
 
@@ -70,7 +70,7 @@ def pattern_of(topic: UUri, own: str) -> UUri:
 
 
 def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Returns `pauses` and one more. Raises RESOURCE_EXHAUSTED."""
+    """Returns `pauses` with one more. Raises RESOURCE_EXHAUSTED."""
     those = set(pauses) | {Pause(uris.format(topic), peer)}
     if len(those) > PAUSES_MAX:
         why = f"{PAUSES_MAX} pauses are in force, which is the limit: pause a wider pattern"
@@ -79,8 +79,8 @@ def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
 
 
 def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Returns `pauses` without those toward `peer` that `topic` equals or covers. Raises NOT_FOUND if there are none;
-    the message names the pauses that hold the topic."""
+    """Returns `pauses` without those toward `peer` whose topic `topic` equals or covers. If there are none, raises
+    NOT_FOUND, with the names of the pauses that hold the topic."""
     before = sorted(pauses)
     after = [one for one in before if one.peer != peer or not uris.matches(topic, uris.parse(one.topic))]
     if len(after) == len(before):
@@ -91,12 +91,12 @@ def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
 
 
 class Paused:
-    """The pauses in force. Lives on the loop. A change is on disk before it is in force, so that it survives a kill."""
+    """The pauses in force. Lives on the loop. A change is saved before it is in force, so it survives a kill."""
 
     def __init__(self, path: Path, endpoints: Endpoints, own: str, disk: Disk = REAL_DISK) -> None:
         self._file, self._endpoints, self._own = file_of(path, disk), endpoints, own
         self._patterns: dict[Pause, UUri] = {}
-        self._turn = asyncio.Lock()  # one change after the other
+        self._turn = asyncio.Lock()  # changes are made one after the other
         self._callbacks: list[Callable[[], None]] = []
         self._checks: list[Callable[[Endpoint], None]] = []
         self.version = 0
@@ -122,7 +122,7 @@ class Paused:
             yield f"paused: {one.topic} to {one.peer}; {is_held if self.is_peer(one.peer) else is_idle}"
 
     def load(self) -> None:
-        """A file that can't be read pauses nothing; `trouble` says so until somebody pauses or resumes."""
+        """Load the pauses. If the file can't be read, none is in force, and `trouble` says so until the next change."""
         try:
             self._put_in_force(read(self._file))
         except UStatusError as error:
@@ -130,44 +130,44 @@ class Paused:
             log.error("what was paused is not known any more, and is dispatched", why=self.trouble)
 
     def on_change(self, callback: Callable[[], None]) -> Remove:
-        """Returns a function that removes the callback."""
+        """Call `callback` after each change. Returns a function that removes the callback."""
         return callbacks.add(self._callbacks, callback)
 
     def before_pause(self, check: Callable[[Endpoint], None]) -> None:
-        """`check(peer)` raises UStatusError if nothing may be paused toward somebody there."""
+        """Set a check: `check(peer)` raises UStatusError if nothing may be paused toward that endpoint."""
         self._checks.append(check)
 
     def toward(self, peer: Endpoint) -> list[Pause]:
-        """Returns the pauses that may hold something back from somebody there."""
+        """Returns the pauses that may hold back messages to this endpoint."""
         return [pause for pause in self._patterns if self._endpoint_of(pause.peer) is peer]
 
     def _endpoint_of(self, peer: str) -> Endpoint | None:
-        """Returns the endpoint of a peer, which is an endpoint or an authority behind one."""
+        """Returns the endpoint that is named `peer`, or behind which the authority `peer` is."""
         named = (endpoint for endpoint in self._endpoints if endpoint.name == peer)
         return next(named, None) or self._endpoints.owner(peer)
 
     def holds(self, peer: Endpoint, authority: str, source: UUri) -> bool:
-        """True if messages from `source` do not go to `authority` at `peer` now."""
+        """Returns whether messages from `source` to `authority` at `peer` are paused."""
         return any(
             pause.peer in (peer.name, authority) and uris.matches(topic, source)
             for pause, topic in self._patterns.items()
         )
 
     def concerns(self, pause: Pause, peer: Endpoint, source: UUri) -> bool:
-        """True if `pause` may hold something from `source` that is for somebody at `peer`."""
+        """Returns whether `pause` may hold messages from `source` to an authority at `peer`."""
         topic = self._patterns.get(pause)
         if topic is None or not uris.matches(topic, source):
             return False
         return pause.peer == peer.name or self._endpoints.owner(pause.peer) is peer
 
     def is_peer(self, name: str) -> bool:
-        """True for an endpoint, and for an authority behind one."""
+        """Returns whether this names an endpoint, or an authority behind one."""
         return self._endpoint_of(name) is not None
 
     async def pause(self, topic: UUri, peer: str) -> None:
-        """Hold what matches `topic` back from `peer`. Again: nothing changes.
+        """Pause topics that match `topic` toward `peer`. A repeated call changes nothing.
 
-        Raises INVALID_ARGUMENT, NOT_FOUND (no such peer), FAILED_PRECONDITION (it follows, and is pushed nothing),
+        Raises INVALID_ARGUMENT, NOT_FOUND (no such peer), FAILED_PRECONDITION (it follows our history),
         RESOURCE_EXHAUSTED, UNAVAILABLE (the disk).
         """
         pattern = pattern_of(topic, self._own)
@@ -185,7 +185,7 @@ class Paused:
             await self._change(added(self, pattern, peer))
 
     async def resume(self, topic: UUri, peer: str) -> int:
-        """End the pauses that `topic` covers. Returns how many. Raises INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE."""
+        """End the pauses that `topic` covers. Returns their number. Raises INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE."""
         pattern = pattern_of(topic, self._own)
         async with self._turn:
             before = len(self)

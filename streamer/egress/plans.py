@@ -1,10 +1,10 @@
-"""Plans: what of a log goes to one peer, as which copies, and what of it has to wait. Decides only; sends and reads
+"""Plans decide which records of a log go to one peer, as which copies, and which have to wait. They send and read
 nothing.
 
     record -> its stream's plan -> nobody there wants it: skipped
-              made once, until     its address is held: waits behind the hold
+              made once, until     its address is held: waits in the hold
               rules, interest,     nobody can say yet who wants it: the topic is held from here on
-              pauses or holds      else: as it is, or one copy per target, at most one per sample period
+              pauses or holds      else: sent unchanged, or one copy per target and sample period
               change
 """
 
@@ -26,21 +26,21 @@ from uprotocol.encoded import EncodedMessage, Readdressed
 
 
 class OwnedCursor:
-    """A cursor of a log, and how long its owner has been away while the streamer ran: until that is too long, retention
-    by age waits for the owner. It is saved with the cursor, so a restart does not end the absence."""
+    """A cursor of a log, and how long its owner has been away while the streamer ran. Retention by age waits for the
+    owner until that is too long. The absence is saved with the cursor, so a restart does not end it."""
 
     def __init__(self, source: Log, name: str, limit_ms: int) -> None:
         self._log, self.name, self._limit_ms = source, name, limit_ms
         self.seq = 0  # the last seq that the owner has had
-        self.absent_ms = 0  # as it was last saved
+        self.absent_ms = 0  # as last saved
 
     def begin(self) -> bool:
-        """Load it, and save it at the position to go on from. Returns True if it is new: then nothing of what the log
-        has already is for the owner."""
+        """Load it, and save it at the position to go on from. Returns True if it is new: then no record that is
+        already in the log is for the owner."""
         stored, is_new = self._log.cursors.all().get(self.name), False
         if stored is not None:
             self.seq, self.absent_ms = min(stored.seq, self._log.newest_seq), stored.absent_ms
-        elif self._log.cursors.lost:  # it may be among them: to send again is better than to skip
+        elif self._log.cursors.lost:  # it may be among the lost ones: duplicates are better than losses
             self.seq = self._log.floor_seq
         else:
             self.seq, is_new = self._log.newest_seq, True
@@ -48,11 +48,11 @@ class OwnedCursor:
         return is_new
 
     def absent_after(self, ms: int, *, away_ms: int) -> int:
-        """Returns `absent_ms` after so much more time, of which the owner has been away for the last `away_ms`."""
+        """Returns `absent_ms` after `ms` more, of which the owner has been away for the last `away_ms`."""
         return self.absent_ms + ms if away_ms >= ms else away_ms
 
     def waited(self, ms: int, *, away_ms: int) -> None:
-        """So much time has passed, and the owner has been away for the last `away_ms` of it."""
+        """Note that `ms` have passed, and that the owner has been away for the last `away_ms` of them."""
         absent_ms = self.absent_after(ms, away_ms=away_ms)
         if absent_ms != self.absent_ms:
             self.absent_ms = absent_ms
@@ -64,22 +64,22 @@ class OwnedCursor:
 
 
 class Plan(NamedTuple):
-    """What to do with the records of one stream, for one peer."""
+    """How the records of one stream go to one peer."""
 
     targets: tuple[Target, ...]
     since: int  # no target wants a record up to this seq
     as_is: bool  # every message goes to all targets unchanged: the fast path
     copies: tuple[Readdressed, ...]  # one per target, with the streamer's sink; empty: one message for all targets
-    whole: Readdressed | None  # removes the streamer's sink, which has done its work (A-11)
+    whole: Readdressed | None  # removes the streamer's sink, which is no longer needed (A-11)
     park: bool  # it is still undecided who else wants it
-    held: tuple[tuple[AddressHold, int], ...] = ()  # of targets whose address is held: the hold, and after which seq
+    held: tuple[tuple[AddressHold, int], ...] = ()  # the hold of each held target, and the seq that it begins after
 
 
 SKIP: Final = Plan((), 0, False, (), None, False)
 
 
 class Plans:
-    """The plans of one peer for one log, by the log's id of the stream; and the holds by which they are made."""
+    """The plans of one peer for one log, by the log's id of the stream, and the holds that decide them."""
 
     def __init__(
         self, peer: Endpoint, source: Log, view: View, topic_holds: TopicHolds, address_holds: AddressHolds
@@ -90,15 +90,15 @@ class Plans:
         # by stream and authority: when the next message of a thinned topic is due, Unix milliseconds
         self.due_ms: dict[int, dict[str, int]] = {}
         self.read = 0  # the last seq that was planned
-        self.pushed_to = 0  # publishes are pushed again up to here; everything else up to here has left
+        self.pushed_to = 0  # up to here publishes are sent again; all other messages up to here have left
         self.is_followed = False  # the peer reads the publishes from our history (handover.py)
-        self.lacks_capacity = False  # to hold more topics
+        self.lacks_capacity = False  # True if no more topics can be held
 
-    # Who wants a stream
+    # Targets of a stream
 
     def wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
-        """Returns who at the peer wants this stream, as far as is known, and whether others may still turn up."""
-        if not self.log.knows_stream(stream_id):  # retention has passed it since it was read
+        """Returns the known targets at the peer that want this stream, and whether more may become known."""
+        if not self.log.knows_stream(stream_id):  # retention has deleted it since it was read
             return (), False
         stream = self.log.stream(stream_id)
         if self._view.comes_from(self.peer, stream.source) or (self.is_followed and is_publish(stream)):
@@ -120,7 +120,7 @@ class Plans:
         served, read = held.served, self.read
         return tuple(target for target in targets if target.authority not in served and target.since < read)
 
-    # Which holds a stream waits in
+    # Holds of a stream
 
     def hold_of(self, stream_id: int, target: Target) -> AddressHold | None:
         """Returns the hold of the address to which messages of this stream go for `target`."""
@@ -140,7 +140,7 @@ class Plans:
         return [hold for target in targets if (hold := self.hold_of(stream_id, target)) is not None]
 
     def targets_of(self, hold: AddressHold, stream_id: int) -> tuple[Target, ...]:
-        """Returns who waits in `hold` for this stream, and since which seq."""
+        """Returns the targets that wait in `hold` for this stream, with the seq after which each waits."""
         targets, _ = self.wanted(stream_id)
         return tuple(
             target._replace(since=max(target.since, hold.after))
@@ -153,7 +153,7 @@ class Plans:
     def plan(self, stream_id: int) -> Plan:
         targets, is_open = self.wanted(stream_id)
         held = self.topic_holds.get(stream_id)
-        if held is None and (due := self.due_ms.get(stream_id)):  # nothing is kept of targets that want it no more
+        if held is None and (due := self.due_ms.get(stream_id)):  # forget targets that no longer want it
             self.due_ms[stream_id] = {
                 target.authority: due[target.authority] for target in targets if target.authority in due
             }
@@ -164,7 +164,7 @@ class Plans:
         return self.plan_for(stream_id, targets, park=is_open and held is None)
 
     def plan_for(self, stream_id: int, targets: tuple[Target, ...], *, park: bool = False) -> Plan:
-        """The plan for these targets; those whose address is held wait."""
+        """Returns the plan for these targets; those whose address is held wait."""
         held: dict[AddressHold, int] = {}
         if self.address_holds and targets:
             going = list[Target]()
@@ -186,7 +186,7 @@ class Plans:
         park: bool = False,
         held: tuple[tuple[AddressHold, int], ...] = (),
     ) -> Plan:
-        """The plan for these targets, even if their address is held."""
+        """Returns the plan for these targets, even if their address is held."""
         if not targets:
             return SKIP._replace(park=park, held=held) if park or held else SKIP
         stream = self.log.stream(stream_id)
@@ -203,11 +203,11 @@ class Plans:
         as_is = not (copies or whole or thinned or park or held)
         return Plan(targets, since, as_is, copies, whole, park, held)
 
-    # What is sent of a record
+    # Messages for a record
 
     def take(self, chunk: Chunk) -> list[Item] | None:
-        """Returns what of the new records in `chunk` is to be sent; topics that are undecided are held from here on.
-        None: more topics would have to be held than may be."""
+        """Returns the messages to send for the new records in `chunk`, and holds undecided topics from here on. None:
+        too many topics would have to be held."""
         plans = self.by_stream
         if len(plans) > caches.streams_max:
             plans.clear()  # before those of this chunk are made, since all of them are needed at once
@@ -228,7 +228,7 @@ class Plans:
         return items
 
     def _planned(self, item: Item) -> list[Item]:
-        """Returns what leaves of `item`, by the plan for its stream; holds its topic first if that is undecided."""
+        """Returns the messages to send for `item` by its stream's plan; first holds its topic if it is undecided."""
         seq, _, stream = item
         plan = self.by_stream[stream]
         if plan.park:
@@ -240,13 +240,13 @@ class Plans:
         return [item] if plan.as_is else self.copies(plan, item)
 
     def count_held(self, plan: Plan, seq: int) -> None:
-        """The record `seq` waits in the holds of its plan."""
+        """Count the record `seq` in the holds of its plan, where it waits."""
         for hold, since in plan.held:
             if seq > since:
                 self.address_holds.passed(hold, seq)
 
     def copies(self, plan: Plan, item: Item) -> list[Item]:
-        """Returns the message as the peer is to see it, once or once per authority, thinned by the sample periods."""
+        """Returns the message as the peer gets it, once or once per authority, thinned by the sample periods."""
         seq, message, stream = item
         created = message.created_ms
         due = [
@@ -259,18 +259,18 @@ class Plans:
         return [(seq, message if plan.whole is None else plan.whole.of(message), stream)] if due else []
 
     def _is_due(self, stream: int, target: Target, created_ms: int) -> bool:
-        """At most one message per period and subscribing authority (sample_period, by the publisher's clock)."""
+        """Returns whether a target gets this message: at most one per sample_period, by the publisher's clock."""
         if target.period_ms is None:
             return True
         due = self.due_ms.setdefault(stream, {})
-        # a due time further ahead than one period: the publisher's clock jumped back, so start anew
+        # a due time further ahead than one period shows that the publisher's clock jumped back: begin again
         if 0 < due.get(target.authority, 0) - created_ms <= target.period_ms:
             return False
         due[target.authority] = created_ms + target.period_ms
         return True
 
     def forget(self, streams: frozenset[int]) -> None:
-        """The log has forgotten these streams."""
+        """Forget streams that the log has forgotten."""
         for stream in streams.intersection(self.by_stream):
             del self.by_stream[stream]
         for stream in streams.intersection(self.due_ms):
@@ -278,5 +278,5 @@ class Plans:
 
 
 def items_of(chunk: Chunk) -> Iterator[Item]:
-    """Ingress appends nothing but EncodedMessages, and a record read from disk is one, too."""
+    """Yields the records of a chunk as items. All are EncodedMessages, both from the ingress and from disk."""
     return zip(chunk.seqs, cast(Sequence[EncodedMessage], chunk.messages), chunk.streams, strict=True)

@@ -1,9 +1,9 @@
-"""Publishes: a pump stops to send them when a follower reads them from our history, and sends them again afterwards.
+"""Publishes: a pump stops sending them while a follower reads them from our history, and resumes afterwards.
 
-stop   -> what was read and has not left, and what is held: the follower reads it (from a seq, and per held topic)
-resume -> what comes after a seq is sent again, and what is still owed of the held topics
+stop   -> the follower reads what has not left (from a seq on) and what is held (per topic)
+resume -> the pump sends what comes after a seq, and what is still owed of the held topics
 
-Everything else goes on as before. Both happen while no batch is in flight.
+Other messages are not affected. Both happen while no batch is in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from uprotocol.status import UStatusError
 
 
 class Publishes:
-    """Of one pump, whose outbox, plans and holds it shares."""
+    """Stops and resumes the publishes of one pump, whose outbox, plans and holds it shares."""
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Publishes:
 
     @property
     def are_held(self) -> bool:
-        """Some of them wait at a position of their own."""
+        """True if some publishes wait at a position of their own."""
         return bool(self._owed) or any(map(self._is_publish, self._topic_holds)) or bool(self._address_holds)
 
     async def _when_nothing_is_in_flight(self, change: Callable[[], int]) -> int:
-        """Have the pump make this change. Returns what the change returns."""
+        """Have the pump make this change, and return its result."""
         self._wake()
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.changes.append((change, done))
         return await done
 
     def make_changes(self) -> None:
-        """Called when nothing is in flight."""
+        """Make all changes that wait. Called when nothing is in flight."""
         while self.changes:
             change, done = self.changes.popleft()
             try:
@@ -70,20 +70,20 @@ class Publishes:
                     done.set_result(result)
 
     async def stop(self) -> int:
-        """Send none any more. Returns as `stop_now`."""
+        """Stop sending publishes. Returns the same as `stop_now`."""
         return await self._when_nothing_is_in_flight(self.stop_now)
 
     async def resume(self, seq: int, had: int) -> None:
-        """As `resume_now`, while the pump runs."""
+        """Do the same as `resume_now` while the pump runs."""
         await self._when_nothing_is_in_flight(lambda: self.resume_now(seq, had))
 
     def stop_now(self) -> int:
-        """Returns up to which seq all of them have left, but for those that are `owed` from now on."""
+        """Stop sending publishes. Returns the seq up to which all have left, except those that are now `owed`."""
         publishes = set(filter(self._is_publish, self._outbox.streams))
         unsent = self._outbox.take_out(lambda item: item[2] in publishes)
         for item in unsent:
             self._catch_up.withdraw_trial(item)
-        # for what was held, and is tried or read back, the position of its hold counts
+        # for records of a hold that are tried or read back, the hold's position counts
         is_reading_back, hold_of = self._catch_up.is_under_way, self._deliveries.hold_of
         first = () if is_reading_back else [item[0] for item in unsent if hold_of(item) is None]
         self._owe()
@@ -92,7 +92,7 @@ class Publishes:
         return min([self._plans.read, *(seq - 1 for seq in first)])
 
     def _owe(self) -> None:
-        """Held publishes are not held any more: the follower reads them from our history, from their hold on."""
+        """End the holds of publishes: the follower reads their records from our history, after the hold's position."""
         owed: dict[int, int] = {}
         for stream in list(filter(self._is_publish, self._topic_holds)):
             owed[stream] = self._topic_holds[stream].after
@@ -112,8 +112,8 @@ class Publishes:
         self._owed.add(owed)
 
     def resume_now(self, seq: int, had: int = 0) -> int:
-        """Send those again that have a greater seq, and what is owed beyond `had`. Returns the seq from which on the
-        log is read now."""
+        """Send the publishes with a greater seq, and those that are owed beyond `had`. Returns the seq after which
+        the log is read now."""
         plans = self._plans
         plans.is_followed = False
         for stream, after in self._owed.items():

@@ -1,13 +1,13 @@
-"""Egress: one pump per peer and log. Reads after its cursor, sends in batches, moves the cursor when the peer has
-confirmed.
+"""Egress: one pump per peer and log. It reads after its cursor, sends in batches, and moves the cursor when the peer
+has confirmed.
 
     log -> read ahead (bounded) -> plans: who wants it? -> outbox -> deliveries: send, settle -> confirmed: cursor
      ^                              |                      ^  ^             |
-     |                    undecided, paused: held          |  '-- again ----+-> UNAVAILABLE
+     |                    undecided, paused: held          |  '-- resend ---+-> UNAVAILABLE
      '------- catch_up: read back what was held -----------'                '-> refused, unheard: held; dead letters
 
-Order holds per (source, sink) within a class: batches leave one behind the other (sender.py), several of them at once
-where the network is far away. After a failure nothing leaves until all of them are answered.
+Messages of one (source, sink) and class stay in order: batches leave one after the other (sender.py), and several are
+in flight if the network is far away. After a failure nothing leaves until all of them are answered.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError
 from usubscription_client.table import Topics
 
-# read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
+# read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall
 WINDOW_MESSAGES_MAX = 2_000
-WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small computer
-BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
-# after a failure of a network that is there: it may be one stream's, and others should not wait long
+WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small memory
+BATCH_MESSAGES_MAX: Final = 512  # per send_batch: with more, the cost per message does not fall further
+# after a failure of a connected network: it may concern one stream only, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
 CURSOR_PREFIX: Final = "egress:"
-# where a peer began that was new while records waited for one that is not configured: after that seq it has had its own
+# prefix of the cursor at which a peer began that was new while records waited for one that is not configured
 BEGAN_PREFIX: Final = "began:"
-ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # so long retention by age waits for an endpoint that is away
+ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # how long retention by age waits for an endpoint that is away
 
 log = structlog.get_logger()
 
@@ -83,8 +83,8 @@ class Pump:
         self.address_holds = AddressHolds(source, peer.name, loop_time, refused_hours * 3_600, unheard_hours * 3_600)
         self.owed = OwedTopics(source, peer.name)
         self._wake = asyncio.Event()
-        # Where messages are paced, a batch is a quarter of a second's: what is urgent waits behind a batch, and one
-        # that has waited for the share of several seconds would leave at once
+        # Paced messages leave in batches of a quarter of a second, since urgent messages wait for the batch before
+        # them, and a larger batch would leave at once after its wait
         batch_max = BATCH_MESSAGES_MAX if pace is None else min(BATCH_MESSAGES_MAX, max(1, pace.per_s // 4))
         self.sender = Sender[Item](
             peer,
@@ -105,8 +105,8 @@ class Pump:
         self.publishes = Publishes(
             self.plans, self.owned, self.owed, self.outbox, self.catch_up, self.deliveries, self.wake
         )
-        self.is_new = False  # it had no cursor before this start
-        self.trouble = ""  # why reading or sending does not go on
+        self.is_new = False  # True if it had no cursor before this start
+        self.trouble = ""  # why reading or sending has stopped
         self._registrations = [
             flow.follow(self),
             paused.on_change(self.wake),
@@ -122,30 +122,30 @@ class Pump:
         return f"Pump({self.peer.name}, {seqs}, waiting={len(self.sender.queue)})"
 
     def close(self) -> None:
-        """Remove it from the log, its flow and the pauses; `run` has been cancelled. Its cursor stays in the log."""
+        """Remove the pump from the log, its flow and the pauses, after `run` was cancelled. Its cursor stays."""
         for remove in self._registrations:
             remove()
 
     @property
     def backlog(self) -> int:
-        """Records of the log that this peer has not been through."""
+        """Returns how many records of the log are after the cursor."""
         return self.log.newest_seq - self.cursor
 
     @property
     def cursor(self) -> int:
-        """The last seq confirmed."""
+        """Returns the last confirmed seq."""
         return self.owned.seq
 
     @property
     def read(self) -> int:
-        """The last seq read."""
+        """Returns the last seq that was read."""
         return self.plans.read
 
     def lag(self) -> float | None:
         """Returns how far reading is behind: 1 is LAG_SHARE_MAX of what is in memory; of a volatile log half of that,
-        or LAG_RECORDS_MAX. None: the peer takes nothing.
+        or LAG_RECORDS_MAX. None: the peer takes no messages.
 
-        A peer that is behind because we send slowly is no reason to hold up senders: its records are on disk.
+        A peer that is behind because we send slowly must not hold up senders, since its records are on disk.
         """
         log, read = self.log, self.plans.read
         if self.deliveries.active_at < asyncio.get_running_loop().time() - ACTIVE_S:
@@ -155,26 +155,26 @@ class Pump:
         return max((log.newest_seq - read) / LAG_RECORDS_MAX, 2 * log.tail_share(read))
 
     def look_at(self, topics: Topics) -> None:
-        """The interest in these topics has changed. Held records of them may be wanted now; for the others the view is
-        asked when a record comes."""
+        """Check the held topics among these, whose interest has changed. For others the view is asked when a record
+        comes."""
         held = self.topic_holds
         is_concerned = held and (topics is None or any(self.log.known_id(to_uri(one)) in held for one in topics))
         if is_concerned or self.plans.lacks_capacity:
             self._wake.set()
 
     def wake(self) -> None:
-        """Try again now: the peer may be back, or the pauses have changed."""
+        """Try again at once: the peer may be back, or the pauses have changed."""
         self._backoff.wake()
         self.aside.wake()
         self._wake.set()
 
     def reconnected(self) -> None:
-        """The network is there again, and may take now what it has refused before."""
+        """Try everything that was refused: the network is connected again, and may take it now."""
         self.address_holds.try_all()
         self.wake()
 
     def _heard_at(self, addresses: Sequence[str] | None) -> None:
-        """Somebody listens at these addresses now (UTransport.on_heard)."""
+        """Try these addresses, at which somebody listens now (UTransport.on_heard)."""
         if addresses is None:
             self.address_holds.try_all("unheard")
         else:
@@ -186,19 +186,19 @@ class Pump:
     # The cursor
 
     def begin(self) -> None:
-        """Find the position to go on from. Called before anything is listened to, since what is taken from then on may
-        be for this peer."""
+        """Find the position to go on from. Called before any listener is registered, since messages that come from then
+        on may be for this peer."""
         self.is_new = self.owned.begin()
         self.plans.read = self.owned.seq
         self.topic_holds.load()
         self.address_holds.load()
-        for hold in self.address_holds.merged:  # its addresses are not on disk: each is tried by itself
+        for hold in self.address_holds.merged:  # its addresses are not on disk: each is tried alone
             self.address_holds.taken(hold)
             self.catch_up.taken.add(hold)
         self.owed.load()
 
     def waited(self, ms: int, *, away_ms: int) -> None:
-        """So much time has passed, and the peer has been away for the last `away_ms` of it."""
+        """Note that `ms` have passed, and that the peer has been away for the last `away_ms` of them."""
         self.owned.waited(ms, away_ms=away_ms)
         self.topic_holds.wait(ms)
 
@@ -220,7 +220,7 @@ class Pump:
     # The loop
 
     async def run(self) -> None:
-        """Pump until cancelled, from where `begin` found it. Then wait for what is under way, LAND_S at most."""
+        """Pump until cancelled, from the position that `begin` found. Then wait for answers, LAND_S at most."""
         sender = self.sender
         end: BaseException | None = None
         while end is None:
@@ -262,7 +262,7 @@ class Pump:
         if sender.has_answer:
             await self._land()
         elif sender.may_send or (aside and not sender.flights and aside.due_at <= loop_time()):
-            if self._view.version != self._version:  # what was paused since does not leave
+            if self._view.version != self._version:  # topics that were paused since then must not leave
                 await self._refresh_in_order()
             await self.deliveries.send(WINDOW_BYTES_MAX)
             if self.sender.has_answer:
@@ -275,7 +275,7 @@ class Pump:
                         await self._wake.wait()
 
     def _next_at(self) -> float | None:
-        """Returns the loop time from which on something that waits may leave, though nobody wakes us."""
+        """Returns the loop time from which a waiting message may leave without a call of `wake`."""
         if self.sender.flights:
             return self.sender.next_at
         due_at = self.aside.due_at if self.aside else None
@@ -285,7 +285,7 @@ class Pump:
         return due_at
 
     async def _land(self) -> None:
-        """Settle what was answered; after a failure all that is under way, and pause."""
+        """Settle the batches that were answered; after a failure, settle all that are under way, and pause."""
         if self.sender.have_failed:
             await self.sender.answered()
         self.deliveries.settle(*self.sender.landed())
@@ -296,7 +296,7 @@ class Pump:
     # Reading ahead
 
     async def _fill(self) -> bool:
-        """Read until the window is full; True if there is nothing to read for now."""
+        """Read until the window is full. Returns True if there is nothing to read for now."""
         plans, catch_up, queue, aside = self.plans, self.catch_up, self.sender.queue, self.aside
         while queue.messages < WINDOW_MESSAGES_MAX and queue.bytes < WINDOW_BYTES_MAX:
             if aside and aside.is_full:
@@ -326,10 +326,10 @@ class Pump:
                 found = await self.reading.scan(plans.read)
                 chunks, covered = found.chunks, found.covered
                 self.refresh_plans()
-                if catch_up.recheck:  # what is held comes first
+                if catch_up.recheck:  # held topics come first
                     continue
             for chunk in chunks:
-                if chunk.last_seq <= plans.read:  # retention passed it while it was read
+                if chunk.last_seq <= plans.read:  # retention deleted it while it was read
                     continue
                 if queue.messages >= WINDOW_MESSAGES_MAX or queue.bytes >= WINDOW_BYTES_MAX:
                     return False
@@ -346,8 +346,8 @@ class Pump:
     # Rules, interest and pauses
 
     async def _refresh_in_order(self) -> None:
-        """As `refresh_plans`. What is paused waits from its first record on that has not left, so what is under way is
-        settled before."""
+        """Settle what is under way, then call `refresh_plans`: a paused topic waits from the first record that has not
+        left."""
         if self.sender.flights and self._has_new_pause():
             await self.sender.answered()
             await self._land()
@@ -357,7 +357,7 @@ class Pump:
         return self._view.version != self._version and frozenset(self._paused) != self._pauses_known
 
     def refresh_plans(self) -> None:
-        """Go by the rules, the interest and the pauses that are in force now."""
+        """Apply the current rules, interest and pauses."""
         version, before = self._view.version, self._version
         if version == before:
             return
@@ -379,10 +379,10 @@ class Pump:
         self._pauses_known = pauses
         self.catch_up.recheck = dict.fromkeys(self.topic_holds)
 
-    # What the log forgets, and what retention took
+    # Streams that the log forgets, and records that retention deletes
 
     def _in_hand(self) -> set[int]:
-        """Returns the streams of what was read and has not left, and of what is held."""
+        """Returns the streams of records that were read and have not left, and those of holds."""
         sender, catch_up = self.sender, self.catch_up
         held = {item[2] for item in chain(sender.queue, sender.waiting, sender.in_flight)}
         return held.union(self.topic_holds, self.owed, catch_up.found, catch_up.targets, self.aside.known_streams)

@@ -1,11 +1,11 @@
-"""The send loop toward one peer: batches leave a queue one behind the other, and their answers come back in order.
+"""The send loop toward one peer: batches leave a queue one after the other, and are answered in the same order.
 
-queue -> send -> in flight: handed to the network, not answered yet -> land: in the order in which they left; after a
-                 (several batches, where the network is far away)       failure all in flight together, as if they had
-                                                                        been one batch
+queue -> send -> in flight: given to the network, not answered yet -> landed: in the order in which they left; after
+                 (several batches, if the network is far away)           a failure all in flight together, as if
+                                                                         they were one batch
 
-A network far away answers a round trip later. Who waits for that before the next batch leaves sends one batch per
-round trip, however fast the network is.
+A network far away answers after a round trip. If each batch waited for the answer of the one before, only one batch
+per round trip would leave, even on a fast network.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 BATCHES_MAX: Final = 32  # in flight at once; each is a task of some 3 KB
-# a batch that is not full waits so long behind those in flight: the answer of a network that is near comes first, and
-# what has gathered until then leaves together, for less
+# how long a batch that is not full waits behind those in flight: a network that is near answers earlier, and what has
+# gathered until then leaves in one batch, which costs less
 SPACING_S: Final = 0.005
-# of payload in flight, and one batch more; as much as our transports have in flight
+# of payload in flight, plus one batch; as much as our transports have in flight
 BYTES_MAX: Final = 16 << 20
-# how long the end waits for answers, so that the next start need not send everything again
+# how long a pump that ends waits for answers, so that the next start sends less again
 LAND_S: Final = 0.5
 
 T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
@@ -52,7 +52,7 @@ class PriorityQueue(Generic[T]):
 
     def add(self, items: Sequence[T]) -> None:
         priorities = {item[1].stamp.priority for item in items}
-        if len(priorities) == 1:  # as most batches are
+        if len(priorities) == 1:  # the common case
             self.classes[priorities.pop()].extend(items)
         else:
             for item in items:
@@ -79,7 +79,7 @@ class PriorityQueue(Generic[T]):
         for queue in reversed(self.classes):
             batch += [queue.popleft() for _ in range(min(len(queue), messages_max - len(batch)))]
         sizes = list(accumulate([len(item[1].payload) for item in batch], initial=0))
-        fits = bisect_left(sizes, bytes_max)  # including the item that reaches it
+        fits = bisect_left(sizes, bytes_max)  # counts the item that reaches the limit
         if fits < len(batch):
             for item in reversed(batch[fits:]):
                 self.classes[item[1].stamp.priority].appendleft(item)
@@ -117,7 +117,7 @@ class Landed(NamedTuple, Generic[T]):
 
 class Sender(Generic[T]):
     """Sends batches of `queue` to one peer. Items are tuples with the message in the middle. Its owner takes the
-    batches, and settles what `land` returns."""
+    batches, and settles what `landed` returns."""
 
     def __init__(
         self,
@@ -131,29 +131,29 @@ class Sender(Generic[T]):
         cost: Callable[[list[T]], int] = len,
     ) -> None:
         """`on_answer` is called when a batch is answered. `messages_max`, `bytes_max`: of a full batch. A batch fails
-        if `is_held` when it is about to leave. `cost`: units that `pace` counts for a batch."""
+        if `is_held` is true when it is about to leave. `cost`: units that `pace` counts for a batch."""
         self._peer, self._on_answer, self._is_held, self._cost = peer, on_answer, is_held, cost
         self.messages_max, self.bytes_max, self.pace = messages_max, bytes_max, pace
         self.queue: PriorityQueue[T] = PriorityQueue()
         self.flights: deque[Flight[T]] = deque()
         self._messages = self._bytes = 0  # in flight
-        self._next_at = 0.0  # loop time from which on a batch that is not full may leave
+        self._next_at = 0.0  # loop time from which a batch that is not full may leave
         self.begun = self.ended = 0  # batches, since the start
-        self.have_failed = False  # something in flight has to be sent again: nothing else leaves before it
-        self.is_failing = False  # nothing of the last batch got through: one batch at a time
-        self.waiting: list[T] = []  # a batch that was taken from the queue, and waits for the pace
+        self.have_failed = False  # a message in flight has to be sent again: no other one leaves before it
+        self.is_failing = False  # no message of the last batch got through: one batch at a time
+        self.waiting: list[T] = []  # a batch from the queue that waits for the pace
 
     def __repr__(self) -> str:
         return f"Sender({len(self.queue)} wait, {len(self.flights)} batches with {self._messages} messages in flight)"
 
     @property
     def in_flight(self) -> Iterator[T]:
-        """The items in flight, in the order in which they left."""
+        """Yields the items in flight, in the order in which they left."""
         return (item for flight in self.flights for item in flight.items)
 
     @property
     def may_send(self) -> bool:
-        """A batch of the queue may leave now."""
+        """True if a batch of the queue may leave now."""
         queue = self.queue
         if not queue.messages or not self.flights:
             return queue.messages > 0
@@ -164,19 +164,19 @@ class Sender(Generic[T]):
 
     @property
     def next_at(self) -> float | None:
-        """Loop time from which on a batch that is not full may leave; None: not before an answer."""
+        """Returns the loop time from which a batch that is not full may leave; None: not before an answer."""
         return self._next_at if self.queue.messages and self._has_capacity() else None
 
     def _has_capacity(self) -> bool:
-        """One more batch may leave behind those in flight: the network wants more before it answers."""
+        """True if one more batch may leave behind those in flight: the network takes more before it answers."""
         if self.have_failed or len(self.flights) >= BATCHES_MAX or self._bytes >= BYTES_MAX:
             return False
         return self._messages < self._peer.in_flight_messages
 
     async def send(self, batch: list[T], oldest_seq: int = 0, *, is_trial: bool = False) -> bool:
-        """Send `batch` behind what is in flight, at the pace. Where the network takes one batch at a time, or this is a
-        trial, wait for the answer: others would only fail behind it. False: something that left before it has failed
-        meanwhile, so `batch` has to go back to the queue."""
+        """Send `batch` behind those in flight, at the pace. If the network takes one batch at a time, or this is a
+        trial, wait for the answer, since others would only fail behind it. Returns False if an earlier message has
+        failed meanwhile; then `batch` has to go back to the queue."""
         if self.pace is not None:
             self.waiting = batch
             await self.pace.spend(self._cost(batch))
@@ -197,7 +197,7 @@ class Sender(Generic[T]):
         return True
 
     def _answered(self, statuses: list[UStatus]) -> None:
-        # in the step in which the network has answered: whatever left after it would overtake what has failed
+        # in the loop step of the answer, since anything that left later would overtake the messages that failed
         if statuses.count(OK) != len(statuses) and any(
             status.code in RETRYABLE and not is_nobody_listening(status) for status in statuses
         ):
@@ -206,12 +206,12 @@ class Sender(Generic[T]):
 
     @property
     def has_answer(self) -> bool:
-        """The oldest batch in flight is answered: `land` has something to return."""
+        """True if the oldest batch in flight is answered, so that `landed` returns something."""
         return bool(self.flights) and self.flights[0].answer.done()
 
     def landed(self) -> Landed[T]:
-        """Returns the batches that were answered, up to the first that was not. After a failure, call it when all in
-        flight are `answered`."""
+        """Returns the batches that were answered, up to the first one that was not. After a failure, call it when all
+        in flight are `answered`."""
         landed: Landed[T] = Landed([], [])
         while self.flights and self.flights[0].answer.done():
             items, octets, _, answer = self.flights.popleft()
@@ -224,7 +224,7 @@ class Sender(Generic[T]):
         return landed
 
     async def answered(self, timeout_s: float | None = None) -> None:
-        """Wait until every batch in flight is answered, or for so long."""
+        """Wait until every batch in flight is answered, `timeout_s` at most."""
         if self.flights:
             await asyncio.wait([flight.answer for flight in self.flights], timeout=timeout_s)
 

@@ -1,11 +1,11 @@
-"""Sends: the calls of a transport's `send_batch` that are under way, and what becomes of them when it hangs.
+"""Sends: the running calls of a transport's `send_batch`, and how they end if the transport hangs.
 
 begin -> send_batch -> it returns: answered
                     -> not within ms_max: all calls under way are answered UNAVAILABLE and cancelled; their owners send
-                       again. `hung` is set: nothing is sent before the transport was closed and opened again
+                       again. `hung` is set: nothing is sent until the transport was closed and opened again
                        (networks.py)
 
-What a cancelled call answers later is ignored.
+A later answer of a cancelled call is ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# Well above what our transports take: MQTT ends a connection on which nothing moves for 20 s, a Zenoh put waits 5 s for
-# a peer that reads nothing, a DDS write 4 s for a slow receiver
+# Well above the limits of our transports: MQTT ends an idle connection after 20 s, a Zenoh put waits 5 s for a peer
+# that does not read, a DDS write 4 s for a slow receiver
 SEND_MS_MAX: Final = 60_000
-# In addition, for all bytes under way: a slow link (64 kbit/s) is no hang
+# Gives a call more time for the bytes under way: a slow link (64 kbit/s) is no hang
 BYTES_PER_S_MIN: Final = 8 << 10
-ENVELOPE_BYTES: Final = 256  # of a message without its payload, about
+ENVELOPE_BYTES: Final = 256  # about the size of a message without its payload
 
 REOPENED: Final = UStatus(
     code=UCode.UNAVAILABLE, message="the transport did not return, and is opened again: this is sent again after that"
@@ -62,9 +62,9 @@ class Sends:
         self.ms_max = SEND_MS_MAX
         self.hung = asyncio.Event()
         self.hangs = 0
-        self.trouble = ""  # since when no call has returned; empty once one does
+        self.trouble = ""  # says since when no call has returned; empty once one does
         self._calls: dict[_SendCall, None] = {}  # in the order in which they began
-        self._bytes = 0  # of them
+        self._bytes = 0  # of all these calls
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -78,8 +78,8 @@ class Sends:
     ) -> asyncio.Future[Statuses]:
         """Send the messages behind what is under way. Returns one status for each. Cancelling it cancels the call.
 
-        `on_answer` is called in the loop step in which the network answers. If `is_held` is true when it is their turn,
-        one step later, they are not sent and answered UNAVAILABLE.
+        `on_answer` is called in the loop step in which the network answers. Sending begins one loop step later; if
+        `is_held` is true then, the messages are not sent and are answered UNAVAILABLE.
         """
         loop = asyncio.get_running_loop()
         octets = sum([len(message.payload) for message in messages]) + ENVELOPE_BYTES * len(messages)
@@ -94,18 +94,18 @@ class Sends:
         return call.answer
 
     def close(self) -> None:
-        """Nothing is sent any more: its timer would keep the endpoint in memory."""
+        """Send nothing more, and stop the timer, which would keep the endpoint in memory."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     @property
     def is_idle(self) -> bool:
-        """No call is under way, and none hangs."""
+        """True if no call is under way and none hangs."""
         return not self._calls and not self.hung.is_set()
 
     def resume(self) -> None:
-        """The transport has been opened again. It works if a call returns, or if none is under way after `ms_max`."""
+        """Send again: the transport was reopened. It works if a call returns, or none is under way after `ms_max`."""
         self.hung.clear()
         asyncio.get_running_loop().call_later(self.ms_max / 1_000, self._check_trouble)
 
