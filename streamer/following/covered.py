@@ -14,16 +14,16 @@ Digest = bytes  # see Covered
 
 
 class HeldThere:
-    """The records of a log that were not pushed before we took over: these topics, each from a seq on."""
+    """The records of a log that were not pushed to us before we took over: some topics, each from a seq on."""
 
     def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
-        """Of the records up to `pushed_to`, only those of `held` are new to us."""
+        """Up to `pushed_to`, only the records of `held` are new to us."""
         self.pushed_to = pushed_to
         self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
         self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
 
     def is_missing(self, topic: UUri, seq: int) -> bool:
-        """True for a record that was not pushed to us."""
+        """Returns whether this record was not pushed to us."""
         if seq > self.pushed_to:
             return True
         after = self._exact.get(uris.key(topic))
@@ -46,7 +46,7 @@ class Covered:
         return chain(self._exact.values(), self._wide.values())
 
     def __contains__(self, topic: UUri) -> bool:
-        """True if the topic itself or a pattern that covers it is in the set."""
+        """Returns whether the topic itself or a pattern that covers it is in the set."""
         key = uris.key(topic)
         return key in self._exact or key in self._wide or any(uris.matches(one, topic) for one in self._wide.values())
 
@@ -73,7 +73,7 @@ class Covered:
         self._sum = 0
 
     def meeting(self, topic: UUri) -> list[UUri]:
-        """Returns the members that share a topic with `topic`."""
+        """Returns the members that have a topic in common with `topic`."""
         if uris.has_wildcard(topic):
             return [one for one in self if uris.meets(one, topic)]
         exact = self._exact.get(uris.key(topic))
@@ -82,7 +82,7 @@ class Covered:
 
     @property
     def digest(self) -> Digest:
-        """16 bytes; no other set of topics has them."""
+        """Returns 16 bytes that no other set of topics has."""
         return (self._sum % (1 << 128)).to_bytes(16, "big")
 
 

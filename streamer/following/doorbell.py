@@ -1,7 +1,7 @@
-"""Plain messages that a followed history has, too: each is a doorbell, and a copy that is not kept once we follow.
+"""Plain messages that a followed history also has: each is a doorbell, and a copy that we drop once we follow.
 
 message -> on_doorbell: ask the history now -> made after we had a position: a copy, dropped
-                        '-- no answer for SILENT_S, or refused: the history is not trusted, and plain messages count
+                        '-- no answer for SILENT_S, or refused: it is not trusted, and plain messages are stored
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff
 
-# doorbells without an answer for so long: plain messages count until the history answers
+# if doorbells have no answer for so long, plain messages are stored until the history answers
 SILENT_S: Final = 60.0
 ASK_AGAIN_S: Final = 0.25  # after a doorbell without an answer the history is asked again
 
@@ -28,10 +28,10 @@ class Doorbell:
     """The doorbell of one history. It is used on the event loop only."""
 
     def __init__(self, history: str, ask: Callable[[], None], backoff: Backoff, counts: Counter[str]) -> None:
-        """`ask()` asks the history now, if there is a conversation; `backoff` is between two conversations."""
+        """`ask()` asks the history now, if there is a conversation; `backoff` is the wait between two conversations."""
         self._history, self._ask, self._backoff, self._counts = history, ask, backoff, counts
         self.copies_since: bytes | None = None  # plain messages with later ids are copies; None: unknown yet
-        self.denied: set[uris.Key] = set()  # topics that we may not read there: their plain messages count
+        self.denied: set[uris.Key] = set()  # topics that we may not read there: their plain messages are stored
         self.has_kept_copies = False  # plain messages were kept since this was last reset
         self._unanswered_since: float | None = None  # loop time of the first doorbell since the last answer
         self._is_trusted = True
@@ -40,7 +40,7 @@ class Doorbell:
         return f"Doorbell({self._history}, is_trusted={self._is_trusted})"
 
     def on_doorbell(self, message: EncodedMessage) -> bool:
-        """A plain message has come, so the history has something new. Returns True for a copy, which is not kept."""
+        """Ask the history for the record of this plain message. Returns True for a copy, which is dropped."""
         self._counts["doorbells"] += 1
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -68,7 +68,7 @@ class Doorbell:
             log.warning(what, service=self._history)
 
     def _ask_again_if_silent(self, since: float) -> None:
-        """Ask again: the answer to the call that is under way may never come."""
+        """Ask again if no answer came, since the current call may never return."""
         if self._unanswered_since == since:
             self._ask()
 

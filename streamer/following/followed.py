@@ -1,13 +1,13 @@
-"""One history that is followed into ours: each of its records is in our log exactly once, and in order.
+"""One history that is followed into ours: each of its records gets into our log exactly once, and in order.
 
-answer -> Acceptor -> what is wanted: the verdicts of the ingress, ids -> one append: records, origins, position
+answer -> Acceptor -> wanted records: the verdicts of the ingress, ids -> one append: records, origins, position
              |            '- of an authority that it does not speak for: dropped, "spoofed"
              '- gaps: reported                        '- refused by the log: back to the committed position
 
 The position in the other log and the records up to it are stored in one transaction. So nothing is lost or doubled when
 either side is killed, or the link is cut, at any moment. A gateway is followed only after it has handed over; then it
-pushes no publish. A publisher goes on sending plain copies. Each copy is a doorbell: we ask the history at once, and do
-not store the copy if it was made after we had a position. Publishes from before that are stored as they come.
+pushes no publishes. A publisher goes on sending plain copies. Each copy is a doorbell: we ask the history at once, and
+do not store the copy if it was made after we had a position. Earlier publishes are stored as they come.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
-PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service; and one answer beside it
-CAUGHT_UP_S: Final = 30.0  # at most, for messages that came before we followed, and that the log has refused
-# such a history can't be followed for some time: until then plain copies count
+PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service, plus one answer
+CAUGHT_UP_S: Final = 30.0  # longest wait for messages from before we followed that the log has refused
+# such a history can't be followed for some time; until then plain copies are stored
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
-COVERED: Final = "topics of "  # prefix of a key: the topics that have been followed up to the position without a hole
-NAMED_MAX: Final = 1_000  # patterns of a Beginning; with more, a reader takes fewer epochs for complete than there are
-DENIED_TOLD_MAX: Final = 100  # lines in our log about topics that we may not read
+COVERED: Final = "topics of "  # prefix of the key of topics that were followed up to the position without a hole
+NAMED_MAX: Final = 1_000  # patterns of a Beginning; with more, a reader considers fewer epochs complete than are
+DENIED_TOLD_MAX: Final = 100  # log lines about topics that we may not read
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Follow:
-    """One [[follow]] section. Without `topics`, what is wanted here is followed."""
+    """One [[follow]] section. Without `topics`, all topics that are wanted here are followed."""
 
     endpoint: Endpoint
     service: AccessPattern
@@ -81,8 +81,8 @@ class Follow:
 
 
 def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
-    """True if a history may have records of this topic. The history of a publisher has records of its type on its host.
-    The history of a gateway has those of its host and the family of that, and those of its whole network if our
+    """Returns whether a history may have records of this topic. A publisher's has records of its type on its host.
+    A gateway's has those of its host and the host's family, and those of its whole network if our
     configuration names it (`is_named`)."""
     if service.ue_id >> 16:
         return ids.covers(service, topic)
@@ -97,12 +97,12 @@ class Pending:
     records: list[Record | Beginning] = field(default_factory=list)
     bytes: int = 0
     places: ReaderState = field(default_factory=ReaderState)
-    covered: Digest = b""  # a digest of what is followed there without a hole
+    covered: Digest = b""  # digest of the topics that are followed there without a hole
     has_moved: bool = False
 
 
 class _RestartedError(UStatusError):
-    """The other side was restarted, and does not know us."""
+    """The other side was restarted and no longer knows us."""
 
 
 class Followed:
@@ -113,7 +113,7 @@ class Followed:
         self.service, self.endpoint, self.follow = service, endpoint, follow
         self.key = f"{endpoint.name}:{uris.format(service)}"
         self._follows, self._log = follows, follows.logs.durable
-        self.is_named = follow is not None and not follow.is_wide  # so it may have whatever lives on its network
+        self.is_named = follow is not None and not follow.is_wide  # so it may have the records of its whole network
         self.counts: Counter[str] = Counter()
         self._backoff = follows.backoff()
         self._doorbell = Doorbell(self.key, self._ask_now, self._backoff, self.counts)
@@ -121,20 +121,20 @@ class Followed:
         self._room = asyncio.Event()
         self._came = asyncio.Event()
         stored = self._log.followed.position(self.key)
-        self._has_place = stored is not None  # on disk
-        # plain messages with later ids are copies of what is followed; None: not known yet. As told, and as on disk
+        self._has_place = stored is not None  # the position is on disk
+        # plain messages with later ids are copies; None: unknown yet. As the history reports it, and as it is on disk
         self._confirmed_since = _since(stored) if stored is not None else None
         self._doorbell.copies_since = self._confirmed_since
-        self._withheld: set[uris.Key] = set()  # these, and nothing of them has come since
-        self._fixed: dict[uris.Key, UUri] = {}  # what is followed whatever somebody wants
-        # what has been followed up to here without a hole, and what begins or ends with the next answer
+        self._withheld: set[uris.Key] = set()  # denied topics of which no record has come since
+        self._fixed: dict[uris.Key, UUri] = {}  # topics that are followed whether or not somebody wants them
+        # the topics that were followed up to here without a hole, and those that begin or end with the next answer
         self._covered = self._covered_before(stored)
-        self._covered_kept = self._covered.digest  # on disk, or soon
-        self._missing: list[UUri] = []  # what is not given to us from here on, whatever is covered
-        self._untold = 0  # of these, what is about to be in the log
+        self._covered_kept = self._covered.digest  # on disk, or about to be
+        self._missing: list[UUri] = []  # topics that we may not read from here on
+        self._untold = 0  # Beginnings that are not in the log yet
         self._begun: list[UUri] = []
         self._following: Following | None = None
-        self._acceptor: Acceptor | None = None  # while it is followed
+        self._acceptor: Acceptor | None = None  # set while the history is followed
         self._appending: set[asyncio.Task[bool]] = set()
         self._sorting = Sorting(follows, endpoint, self.speaks_for, self.counts)
         self.is_handed_over = False
@@ -153,22 +153,22 @@ class Followed:
             return "away"
         return "handed_over" if self.is_handed_over else "beside_copies"
 
-    # -- what is followed
+    # -- topics that are followed
 
     def speaks_for(self, source: UUri) -> bool:
         return speaks_for(self.service, source, is_named=self.is_named)
 
     def records(self, source: UUri) -> bool:
-        """True if this topic is followed whether or not somebody wants it."""
+        """Returns whether this topic is followed even if nobody wants it."""
         return self.follow is not None and any(uris.matches(pattern, source) for pattern in self.follow.topics)
 
     def _end_here(self, topic: UUri) -> None:
-        """Stop following a topic. Readers of epochs are told: only a part of each open epoch is in our log."""
+        """Stop following a topic. A Beginning shows readers of epochs that our log has only a part of the open ones."""
         if self._covered.discard(topic):
             self._begun.append(topic)
 
     def _begin(self, following: Following, topic: UUri) -> None:
-        """Follow a topic from here on. Readers of epochs are told: its earlier records are not in our log."""
+        """Follow a topic from here on. A Beginning shows readers of epochs that our log lacks its earlier records."""
         following.follow(topic)
         if topic not in self._covered:
             self._begun.append(topic)
@@ -180,7 +180,7 @@ class Followed:
         return not self.service.ue_id >> 16
 
     def listen_for(self, topic: UUri) -> None:
-        """The interest in this topic has changed."""
+        """Follow or unfollow a topic after the interest in it has changed."""
         following = self._following
         if following is None:
             return
@@ -194,7 +194,7 @@ class Followed:
                 self._tell_begun()
 
     def listen_again(self) -> None:
-        """The interest in any topic may have changed."""
+        """Follow and unfollow after the interest in any topic may have changed."""
         following = self._following
         if following is None:
             return
@@ -206,7 +206,7 @@ class Followed:
         wanted = chain.from_iterable(map(self._narrowed, there))
         all = self._fixed | {uris.key(topic): topic for topic in wanted}
         followed = {uris.key(topic): topic for topic in following.topics}
-        for key in all.keys() - followed.keys():  # ahead of the others: what takes the place of a pattern has no hole
+        for key in all.keys() - followed.keys():  # before others end, so that a replaced pattern leaves no hole
             self._follow_more(following, all[key])
         for key in followed.keys() - all.keys():
             following.unfollow(followed[key])
@@ -221,10 +221,10 @@ class Followed:
             self._tell_begun()
 
     def _tell_begun(self) -> None:
-        """Put what has begun into the log, before the records of the next answer. Logs without epochs need no such
-        record."""
+        """Write Beginnings of new and missing topics into the log before the records of the next answer. Logs without
+        epochs need none."""
         if self._acceptor is None:
-            return  # when it is followed
+            return  # they are written once the history is followed
         begun, self._begun = self._begun, []
         missing, self._missing = self._missing, []
         pending = self._pending
@@ -244,8 +244,8 @@ class Followed:
 
     @property
     def _covered_digest(self) -> Digest:
-        """Kept for a restart. It is empty if topics are withheld, since a restart does not know which: then all topics
-        begin again."""
+        """Returns the digest for a restart. It is empty if topics are withheld, since a restart does not know which:
+        then all topics begin again."""
         return b"" if self._withheld else self._covered.digest
 
     def _beginning(self, topics: Sequence[UUri], but: Sequence[UUri] = ()) -> Beginning:
@@ -267,7 +267,7 @@ class Followed:
         return [uris.of_authority(pattern, one) for one in sorted(there)]
 
     def announced(self) -> None:
-        """The history was announced: it may hand over now. A call that is under way may wait for its last run."""
+        """Ask again at once: the history, which may hand over now, was announced. The current call may wait in vain."""
         self._backoff.wake()
         self._ask_now()
 
@@ -301,7 +301,7 @@ class Followed:
 
     async def _converse(self) -> None:
         places = self._committed()
-        if self._begun or self._missing or self._untold:  # these were not stored: they are reported again
+        if self._begun or self._missing or self._untold:  # these were not stored, so they are reported again
             self._covered.clear()
             self._begun, self._missing, self._untold = [], [], 0
         client = self._follows.client(self.service)
@@ -327,7 +327,7 @@ class Followed:
                 if not places.positions:
                     places = await self._find_place(following)
                 self.listen_again()
-                # what came by itself up to there is stored before what is followed
+                # messages that were pushed before that position are stored before followed records
                 await self._follows.ingress(self.endpoint).caught_up(CAUGHT_UP_S)
                 await self._pull(following, places)
         finally:
@@ -336,7 +336,7 @@ class Followed:
             await client.close()
 
     def _forgotten(self) -> None:
-        """The history was restarted: its log may be another one, and it may push again."""
+        """End the conversation: the history was restarted, may have another log, and may push again."""
         raise _RestartedError(UCode.ABORTED, f"{self.key} was restarted")
 
     def _denied(self, topic: UUri) -> None:
@@ -350,19 +350,19 @@ class Followed:
             log.warning(what, service=self.key, topic=uris.format(topic))
 
     async def _take_over(self, following: Following, places: ReaderState) -> None:
-        """Ask the gateway to stop pushing publishes. Raises its refusal; then it pushes them all, and nothing is
+        """Ask the gateway to stop pushing publishes. Raises its refusal; then it pushes all of them, and nothing is
         followed."""
-        if not self._has_place:  # on disk before we ask: else nobody would know whom to tell when we are not to follow
+        if not self._has_place:  # saved before we ask, so that a later run knows whom to ask to push again
             await self._keep_first(places)
         self._sorting.held_there = {}
         for position in await following.hand_over(HandOver(take=True, takes_held=True)):
-            # what we have had is safe here; what is behind us there has been pushed or is held, or was ours before
+            # records up to `known` are safe here; those up to `position.seq` were pushed, are held there, or are ours
             known = places.positions.get(position.incarnation, position.seq)
             begin = min([position.seq, *(one.after_seq for one in position.held)])
             if known < position.seq:
                 what = "following further on: what lies between was pushed, or is read if it was held"
                 log.info(what, service=self.key, after=known, begin=begin, pushed_to=position.seq)
-                self._covered.clear()  # of all of it
+                self._covered.clear()  # all topics have a hole
             if position.incarnation not in places.positions:
                 known = begin
             if position.held and known < position.seq:
@@ -373,8 +373,7 @@ class Followed:
         self.is_handed_over = True
 
     async def _find_place(self, following: Following) -> ReaderState:
-        """Save the ends of its logs as our position: what comes later is followed. The same answer says which ids that
-        has."""
+        """Save the ends of its logs as our position, to follow from there. The answer also says which ids are later."""
         acceptor = Acceptor(read=self._follows.read)
         while not acceptor.state.positions:
             answer = await following.next(acceptor.state)
@@ -396,7 +395,7 @@ class Followed:
         id = uuids.to_bytes(done)
         if self._confirmed_since is None:
             self._confirmed_since = id
-        elif id < self._confirmed_since:  # the clock of who publishes went back
+        elif id < self._confirmed_since:  # the publisher's clock went back
             self._confirmed_since = self._doorbell.copies_since = id
         else:
             return
@@ -404,12 +403,12 @@ class Followed:
         self._came.set()
 
     async def _pull(self, following: Following, places: ReaderState) -> None:
-        """Accept answers, while records that were accepted before are committed."""
+        """Accept answers while earlier records are being committed."""
         acceptor = self._acceptor = Acceptor(state=places, read=self._follows.read)
         self._pending = Pending(
             places=acceptor.state.copy(), has_moved=self._confirmed_since != self._doorbell.copies_since
         )
-        if not self._begun:  # else with the first answer, which says what we may not read
+        if not self._begun:  # else it is set with the first answer, which says what we may not read
             self._pending.covered = self._covered_digest
         self._came.set()
         acked = dict(places.positions)
@@ -432,7 +431,7 @@ class Followed:
                 self._take(acceptor.accept(answer), sum(batch.ByteSize() for batch in answer.batches))
         finally:
             storing.cancel()
-            # what was handed to the log is committed or refused by now: else it would come a second time
+            # wait until the log has committed or refused everything: otherwise records would come twice
             await asyncio.gather(storing, *self._appending, return_exceptions=True)
 
     def _take(self, accepted: Accepted, bytes: int) -> None:
@@ -466,7 +465,7 @@ class Followed:
     # -- into the log
 
     async def _store_on(self, acked: dict[bytes, int]) -> None:
-        """Store all pending records, again and again, and keep `acked` up to date. Raises the error of the log."""
+        """Store pending records whenever there are any, and keep `acked` up to date. Raises the error of the log."""
         while True:
             await self._came.wait()
             self._came.clear()
@@ -486,7 +485,7 @@ class Followed:
 
     async def _store(self, pending: Pending) -> None:
         """Store records and position in one transaction."""
-        if self._doorbell.has_kept_copies:  # of which one may be the first of two, and not in a log yet, or never
+        if self._doorbell.has_kept_copies:  # one may be the twin of a record here, and its append may fail
             self._doorbell.has_kept_copies = False
             await self._follows.ingress(self.endpoint).settled()
         appending = asyncio.create_task(self._append(pending), name=f"append {self.key}")
@@ -494,13 +493,13 @@ class Followed:
         appending.add_done_callback(self._appending.discard)
         since = self._confirmed_since
         is_kept = await asyncio.shield(appending)
-        if since != self._doorbell.copies_since:  # on disk before a copy is not stored: a restart must know which are
+        if since != self._doorbell.copies_since:  # saved before copies are dropped, so that a restart recognizes them
             if not is_kept:
                 await self._log.saved()
             self._doorbell.copies_since = since
 
     async def _append(self, pending: Pending) -> bool:
-        """Returns True if the position is on disk, with records."""
+        """Append records and position. Returns whether the position is on disk."""
         place = self._stored(pending.places, pending.covered)
         shares: dict[Log, list[Sorted]] = {}
         for record in pending.records:
@@ -512,7 +511,7 @@ class Followed:
                 shares.setdefault(found.target, []).append(found)
             self.counts["records"] += 1
         is_kept = False
-        # the log in memory first: the position stands for both
+        # the log in memory first, since the position covers both
         for target in sorted(shares, key=lambda one: one.durable):
             share = shares.pop(target)
             epochs = [one.epoch for one in share]
@@ -535,13 +534,13 @@ class Followed:
         return is_kept
 
     def _keep_covered(self, digest: Digest) -> None:
-        """Save the covered topics beside the position, which has only their digest: they are long and change seldom."""
+        """Save the covered topics, which are long and rarely change. The position has only their digest."""
         topics = Beginning(topics=self._covered).SerializeToString()
         self._log.followed.keep(COVERED + self.key, topics if len(topics) <= POSITION_BYTES_MAX else None, at_once=True)
         self._covered_kept = digest
 
     def _covered_before(self, stored: bytes | None) -> Covered:
-        """Returns the topics of the last run, and none if they do not belong to the stored position."""
+        """Returns the topics of the last run; none if they do not belong to the stored position."""
         kept = self._log.followed.position(COVERED + self.key)
         if stored is None or kept is None:
             return Covered()
@@ -555,7 +554,7 @@ class Followed:
         return Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
 
     def _committed(self) -> ReaderState:
-        """Returns the positions that our log has."""
+        """Returns the positions in our log."""
         places, stored = ReaderState(), self._log.followed.position(self.key)
         if stored is not None:
             for position in FollowedPlaces.FromString(stored).positions:

@@ -1,7 +1,7 @@
 """Which histories are followed into ours, and for which topics.
 
-[[follow]], announcements, places in our log -> Follows -> Followed: one conversation each (followed.py)
-interest, what is recorded ----------------------^  '- a gateway's: once it has handed over, a publisher's: at once
+[[follow]], announcements, positions in our log -> Follows -> Followed: one conversation each (followed.py)
+interest, recorded topics --------------------------^  '- a gateway: once it has handed over, a publisher: at once
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from usubscription_client.interest import Interest
 from usubscription_client.table import Topics
 
 STATES: Final = ("handed_over", "beside_copies", "away")  # of a conversation; values of a label of the metrics
-FOLLOWED_MAX: Final = 4_096  # services; a fleet behind one gateway, and its tasks and places
-# of one authority that are found by announcements: a vehicle has some publishers with a history of their own
+FOLLOWED_MAX: Final = 4_096  # services: a fleet behind one gateway; each has a task and positions
+# of one authority, found by announcements: a vehicle has some publishers with a history of their own
 PUBLISHERS_OF_ONE_MAX: Final = 64
 
 GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
@@ -50,7 +50,7 @@ log = structlog.get_logger()
 
 
 class Follows(Intake, UListener):
-    """All that are followed: those of `follows`, and publishers and gateways that announce themselves."""
+    """All followed histories: those in `follows`, and those of publishers and gateways that announce themselves."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class Follows(Intake, UListener):
         on_gap: Callable[[UUri, Gap], None],
         backoff: Callable[[], Backoff],
     ) -> None:
-        """`on_gap(service, gap)` is called for records that can never be had."""
+        """`on_gap(service, gap)` is called for records that are lost."""
         super().__init__(endpoints, hosted, local, runtime, on_gap, backoff)
         self._configured, self._hosted, self._interest = follows, hosted, interest
         self._followed: dict[str, Followed] = {}
-        # by their authority and the family of that; and those that may have anything
+        # histories by authority and by its family; and those that may have any topic
         self._by_name: dict[str, list[Followed]] = {}
         self._named: list[Followed] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_running = False
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
-        self._refused = 0  # that were announced above FOLLOWED_MAX
+        self._refused = 0  # announced histories beyond FOLLOWED_MAX
 
     def __repr__(self) -> str:
         return f"Follows({list(self._followed)})"
@@ -84,7 +84,7 @@ class Follows(Intake, UListener):
     # -- life
 
     def load(self) -> None:
-        """Find out who is followed, before any message comes from there."""
+        """Find the histories to follow, before any message comes from them."""
         for endpoint in self._endpoints:
             self._load(endpoint)
         for key in self.logs.durable.followed.positions():
@@ -100,12 +100,12 @@ class Follows(Intake, UListener):
                 self._resume(key, endpoint)
 
     def add_endpoint(self, endpoint: Endpoint, follows: Iterable[Follow]) -> None:
-        """While it runs: follow what `follows` names at this new endpoint, and what was followed there before."""
+        """Follow, at a new endpoint, the histories in `follows`, and those that were followed there before."""
         self._configured = [*self._configured, *follows]
         self._load(endpoint)
 
     async def remove_endpoint(self, endpoint: Endpoint) -> None:
-        """Follow nothing there any more. How far each history was followed stays in the log."""
+        """Stop following histories at this endpoint. Their positions stay in the log."""
         self._configured = [one for one in self._configured if one.endpoint is not endpoint]
         for followed in [one for one in self if one.endpoint is endpoint]:
             del self._followed[followed.key]
@@ -124,7 +124,7 @@ class Follows(Intake, UListener):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self) -> None:
-        """Raises the error of the hosted transport."""
+        """Start to follow. Raises the error of the hosted transport."""
         await self._rpc.open()
         await self._hosted.register_listener(GATEWAYS, self, self.local.get_source())
         self._interest.on_change(self._interest_changed)
@@ -135,8 +135,8 @@ class Follows(Intake, UListener):
         self._to_run.clear()
 
     async def stop(self) -> None:
-        """May be called twice."""
-        self._is_running = False  # who announces itself now is met after the next start
+        """Stop following. May be called twice."""
+        self._is_running = False  # histories that announce themselves now are found after the next start
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
@@ -149,7 +149,7 @@ class Follows(Intake, UListener):
         return uris.uri(follow.service.authority, address.ue_id, address.ue_version_major)
 
     def _resume(self, key: str, endpoint: Endpoint) -> None:
-        """Follow a history as before the restart, whether it announces itself or not. If it is not to be followed any
+        """Follow a history as before the restart, whether it announces itself or not. If it must not be followed any
         more, ask it to push again."""
         service = uris.parse(key.partition(":")[2])
         follow = self._follow_for(service, endpoint)
@@ -180,7 +180,7 @@ class Follows(Intake, UListener):
             self._to_run[key] = run
 
     def _follow_for(self, service: UUri, endpoint: Endpoint) -> Follow | None:
-        """Returns the section for this service: one that names it before one that names many."""
+        """Returns the section for this service; one that names it takes precedence over one that names many."""
         found = [one for one in self._configured if one.names(service, endpoint)]
         return min(found, key=lambda one: one.is_wide, default=None)
 
@@ -205,11 +205,11 @@ class Follows(Intake, UListener):
     # -- announcements
 
     def on_receive(self, message: UMessage) -> None:
-        """A gateway that we may follow announces itself."""
+        """Handle the announcement of a gateway that we may follow."""
         self.announced(message)
 
     def on_announcement(self, message: EncodedMessage) -> bool:
-        """A publisher announces its history."""
+        """Handle the announcement of a publisher's history."""
         self.announced(message.decoded())
         return False
 
@@ -240,7 +240,7 @@ class Follows(Intake, UListener):
         of_it = (one for one in self._of_names(service.authority_name) if self.is_wanted(endpoint, one))
         return any(ids.narrowed(service, one) is not None for one in chain(self.always_wanted(), of_it))
 
-    # -- what is wanted
+    # -- interest
 
     def _interest_changed(self, topics: Topics) -> None:
         wants_all = not (self._interest.complete and self._interest.can_list)
@@ -284,7 +284,7 @@ class Follows(Intake, UListener):
         found = (one for name in names for one in self._by_name.get(name, ()))
         return iter({one.key: one for one in chain(found, self._named)}.values())
 
-    # -- how it is
+    # -- state
 
     def samples(self) -> Iterator[Sample]:
         for endpoint in self._endpoints:

@@ -1,11 +1,11 @@
 """Handing over: whether publishes are pushed to the gateway behind an endpoint, or it follows our history instead.
 
-HandOver take -> is it named in `followed_by`? -> pumps: send no publish any more -> S: where its following begins
-acked         -> cursor `followed:ENDPOINT`: retention keeps what comes after it   (kept: also over a restart)
-HandOver end, or `followed_by` is gone -> pumps: push again, what comes after the place named, or the cursor
+HandOver take -> is it named in `followed_by`? -> pumps: stop sending publishes -> the seq after which it follows
+acked         -> cursor `followed:ENDPOINT`: retention keeps later records   (survives a restart)
+HandOver end, or `followed_by` removed -> pumps: push again what comes after the named position, or the cursor
 
-Not leased: whoever is away for a month finds everything where it was, as far as the retention by size reaches.
-Notifications, requests and responses are pushed as before. An announcement says to the follower that we are there.
+There is no lease: a follower that is away for a month finds all records that retention by size has kept.
+Notifications, requests and responses are pushed as before. An announcement shows a follower that we are running.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 FOLLOWED_PREFIX: Final = "followed:"
-# between announcements to a follower that has not taken over, and to one that has: it may have been restarted
+# between announcements to a follower that has not taken over, and to one that has, in case it was restarted
 ANNOUNCE_S: Final = 5.0
 ANNOUNCE_TAKEN_S: Final = 60.0
-WARNING: Final = 0.9  # of how long it may be silent: from then on readiness says so
-HELD_TOPICS_MAX: Final = 4_096  # named in one answer, some 200 KiB
-SAVE_MS: Final = 600_000  # between notes on disk of how long a follower has been silent
+WARNING: Final = 0.9  # share of the longest allowed silence; beyond it readiness reports it
+HELD_TOPICS_MAX: Final = 4_096  # in one answer, some 200 KiB
+SAVE_MS: Final = 600_000  # between saves of how long a follower has been silent
 
 log = structlog.get_logger()
 
@@ -61,23 +61,23 @@ class HandOvers:
         self._logs, self._paused, self._announce = logs, paused, announce
         paused.before_pause(self._check_pause)
         self._turn = asyncio.Lock()
-        self.refusals: dict[str, str] = {}  # why an endpoint was not handed over, when it was asked for
+        self.refusals: dict[str, str] = {}  # why the last request for an endpoint was refused
         self._taken: set[str] = set()  # endpoints whose publishes are followed
         self._absent_ms_max = absent_ms_max
-        self._silent_ms: dict[str, float] = {}  # for how long those followers have been, and ...
-        self._saved_ms: dict[str, float] = {}  # ... what of it is on disk
+        self._silent_ms: dict[str, float] = {}  # how long these followers have been silent, and ...
+        self._saved_ms: dict[str, float] = {}  # ... how much of that is on disk
         for endpoint in endpoints:
             of_it = [pump for pump in pumps if pump.peer is endpoint]
             self.add_endpoint(endpoint, of_it, followed_by.get(endpoint.name))
 
     def add_endpoint(self, endpoint: Endpoint, pumps: list[Pump], followed_by: UUri | None) -> None:
-        """`load_endpoint` goes on from the cursors of an earlier run."""
+        """Add an endpoint. `load_endpoint` then continues from the cursors of an earlier run."""
         self._endpoints[endpoint.name], self._pumps[endpoint.name] = endpoint, pumps
         if followed_by is not None:
             self._followed_by[endpoint.name] = followed_by
 
     def remove_endpoint(self, name: str) -> None:
-        """Its cursors stay in the logs, for an endpoint of the same name."""
+        """Remove an endpoint. Its cursors stay in the logs for an endpoint of the same name."""
         self._taken.discard(name)
         for by_name in (self._endpoints, self._pumps, self._followed_by, self.refusals):
             by_name.pop(name, None)
@@ -89,11 +89,11 @@ class HandOvers:
 
     @property
     def followed(self) -> frozenset[str]:
-        """Endpoints to which no publish is pushed."""
+        """Returns the endpoints to which no publishes are pushed."""
         return frozenset(self._taken)
 
     def backlog(self) -> Iterator[tuple[str, Log, int]]:
-        """Endpoint, log, and how many of its records the follower has not said to be safe."""
+        """Yields endpoint, log, and the number of records that the follower has not acknowledged."""
         for name in self._taken:
             for source in self._logs:
                 if (seq := source.cursors.seq(FOLLOWED_PREFIX + name)) is not None:
@@ -104,13 +104,13 @@ class HandOvers:
             yield "follower_backlog", (name, "durable" if source.durable else "volatile"), records
 
     def load(self) -> None:
-        """Go on as before the restart; behind the pumps' `begin`. An endpoint that names no follower any more is pushed
-        to again."""
+        """Continue as before the restart, after the pumps' `begin`. Push again to an endpoint that no longer names a
+        follower."""
         for name in self._pumps:
             self.load_endpoint(name)
 
     def load_endpoint(self, name: str) -> None:
-        """The same for one endpoint."""
+        """Do the same for one endpoint."""
         pumps = self._pumps[name]
         held = [row for pump in pumps if (row := pump.log.cursors.get(FOLLOWED_PREFIX + name)) is not None]
         if not held:
@@ -124,7 +124,7 @@ class HandOvers:
             seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
             if name in self._followed_by:
                 pump.plans.is_followed = True
-                if seq is None:  # of a log in memory
+                if seq is None:  # the log is in memory
                     self._hold(name, pump.log, pump.cursor)
             elif seq is not None:
                 pump.publishes.resume_now(seq)
@@ -166,10 +166,10 @@ class HandOvers:
                 what = f"{uris.format(self._followed_by[name])} has not followed for {hours:.0f} hours"
                 yield Condition(f"{what}; retention by age will soon delete what it has not had", name)
 
-    # -- what the follower says
+    # -- requests of the follower
 
     async def asked(self, caller: UUri, asked: HandOver) -> list[Position]:
-        """Raises PERMISSION_DENIED, INVALID_ARGUMENT, UNAVAILABLE (try again)."""
+        """Answer a HandOver. Raises PERMISSION_DENIED, INVALID_ARGUMENT, UNAVAILABLE (try again)."""
         name = self._endpoint_of(caller)
         which = asked.WhichOneof("do")
         async with self._turn:
@@ -233,12 +233,12 @@ class HandOvers:
         if name in self._taken:
             self._taken.discard(name)
             log.info("publishes are pushed again", endpoint=name)
-        for source in self._logs:  # else a restart could bring it back, and who ended it will not say so again
+        for source in self._logs:  # otherwise a restart could undo the end, and the follower would not repeat it
             await source.saved()
         return ended
 
     def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
-        """All up to here is safe with this caller; nothing happens if it follows for no endpoint."""
+        """Note that the caller has stored all records up to here. Ignored if it follows for no endpoint."""
         for name in self._taken:
             if uris.key(self._followed_by[name])[:3] != uris.key(caller)[:3]:
                 continue
@@ -280,7 +280,7 @@ class HandOvers:
 
 
 def _held_topics(pump: Pump) -> list[HeldTopic]:
-    """What the follower has to read though it lies before its place. Of too many to be named: a pattern of all."""
+    """Returns the topics that the follower must read from before its position; of too many, a pattern of all."""
     known = [
         (pump.log.stream(stream).source, after) for stream, after in pump.owed.items() if pump.log.knows_stream(stream)
     ]

@@ -1,6 +1,6 @@
-"""What is wanted of followed histories, and where each of their records goes: into one of our logs, or nowhere.
+"""Which topics of followed histories are wanted, and to which of our logs each of their records goes, if to any.
 
-record -> ours? pushed before? valid? from there? does it speak for it? -> the ingress's verdict, ids -> log
+record -> ours? pushed before? valid? lives there? does it speak for it? -> the ingress's verdict, ids -> log
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 
-WINDOWS_BYTES_MAX: Final = 64 << 20  # of what is under way to us, from all of them; a share is asked for of each
+WINDOWS_BYTES_MAX: Final = 64 << 20  # of all answers under way to us; each history gets a share
 
 
 def family_of(authority: str) -> str:
-    """Returns what stands after the first dot of a name; "" if there is none."""
+    """Returns the part of a name after its first dot; "" without a dot."""
     return authority.partition(".")[2]
 
 
 class Intake:
-    """What all followed histories share: what is wanted of them, how they are reached, and where their records go."""
+    """Shared by all followed histories: the topics that are wanted, how to reach them, and where their records go."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Intake:
         self._rpc = InMemoryRpcClient(hosted, local)
         self._frames = Frames(hosted, local)
         self._stamps = Stamps()
-        self.valid = Cache[bytes, bool]()  # what follows the id in attributes that are valid
-        self.histories = 0  # that are followed
-        self._wants_all = False  # somebody may yet want anything
-        # what is subscribed to, by its authority and the family of that
+        self.valid = Cache[bytes, bool]()  # for attributes: what follows the id, and whether they are valid
+        self.histories = 0  # number of histories that are followed
+        self._wants_all = False  # the interest is unknown yet: somebody may want any topic
+        # subscribed topics, by authority and by the family of the authority
         self._topics: dict[str, dict[uris.Key, UUri]] = {}
 
     def attach(self, dispatch: Dispatch, ingresses: Mapping[str, Ingress]) -> None:
@@ -77,7 +77,7 @@ class Intake:
 
     def wanted_of(self, service: UUri, endpoint: Endpoint, *, is_named: bool) -> Iterator[UUri]:
         """Topics and patterns that this history may have, and that somebody elsewhere wants. `is_named`: our
-        configuration names it, so it may have all that lives at `endpoint`."""
+        configuration names it, so it may have all topics of the network of `endpoint`."""
         names = self._topics if is_named else (service.authority_name,)
         topics = chain.from_iterable(map(self._of_names, names))
         return (topic for topic in topics if self.is_wanted(endpoint, topic))
@@ -88,7 +88,7 @@ class Intake:
         return chain.from_iterable(self._topics[name].values() for name in names if name in self._topics)
 
     def always_wanted(self) -> Iterator[UUri]:
-        """Returns what is recorded; everything while the interest is not known yet."""
+        """Returns the recorded topics; all topics while the interest is not known yet."""
         yield from [uris.ANY] if self._wants_all else self.logs.record
 
     def lives_there(self, endpoint: Endpoint, topic: UUri) -> bool:
@@ -112,7 +112,7 @@ class Intake:
 
     @property
     def window_bytes(self) -> int:
-        """The share of one history. Over a link of 200 ms there and back, 8 MiB are some 40 MB/s."""
+        """Returns the share of one history. With a round trip of 200 ms, 8 MiB allow some 40 MB/s."""
         return window_bytes_of_each(self.histories, WINDOWS_BYTES_MAX)
 
     def client(self, service: UUri) -> HistoryClient:
@@ -134,7 +134,7 @@ def _settle(answer: asyncio.Future[int], taken: asyncio.Future[int]) -> None:
 
 
 class Sorted(NamedTuple):
-    """Where a record goes."""
+    """A record of ours, and the log that it goes to."""
 
     target: Log
     stream: int
@@ -145,7 +145,7 @@ class Sorted(NamedTuple):
 
 
 class Sorting:
-    """Of one history, at `endpoint`. Counts in `counts` what becomes of records."""
+    """Sorts the records of one history at `endpoint`, and counts the results in `counts`."""
 
     def __init__(
         self, follows: Intake, endpoint: Endpoint, speaks_for: Callable[[UUri], bool], counts: Counter[str]
@@ -165,7 +165,7 @@ class Sorting:
         attributes = message.stamp.attributes
         if record.incarnation in self.held_there:
             held = self.held_there[record.incarnation]
-            if record.seq > held.pushed_to:  # records come in order: all of it is here
+            if record.seq > held.pushed_to:  # records come in order, so all held ones have come
                 del self.held_there[record.incarnation]
             elif not held.is_missing(attributes.source, record.seq):
                 self._counts["pushed_before"] += 1
@@ -203,7 +203,7 @@ class Sorting:
     def _kept_in_order(
         self, source: UUri, message: EncodedMessage, origin: Origin, epoch: Epoch | None
     ) -> Sorted | None:
-        """Records of epochs, and records about epochs, go into one log, which keeps their order."""
+        """Sort records of epochs and records about epochs into one log, which keeps their order."""
         key = message.id_bytes + source.SerializeToString()
         if epoch is None and not self._follows.dispatch.window.take(key):
             self._counts["duplicate"] += 1
@@ -211,7 +211,7 @@ class Sorting:
         return Sorted(self._log, self._log.stream_id(source, wanted=True), message, key, origin, epoch)
 
     def _is_valid(self, message: EncodedMessage) -> bool:
-        """Look at its attributes, which many messages share but for the id."""
+        """Returns whether its attributes are valid. Many messages have the same attributes apart from the id."""
         known = self._follows.valid
         if message.stamp.is_shared and message.stamp.suffix in known:
             return True
