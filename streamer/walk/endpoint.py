@@ -27,10 +27,10 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# cached owners; enough for thousands of vehicles, and bounded if somebody makes up names
+# cached owners; enough for thousands of vehicles, and a limit if somebody makes up names
 AUTHORITIES_CACHED_MAX: Final = 65_536
-TRIES_ALONE: Final = 3  # of a message at which a transport fails: the failure may have had another cause
-# of messages that were refused, or that nobody listened to
+TRIES_ALONE: Final = 3  # of a message on which a transport fails: the failure may have another cause
+# of messages that were refused, or to which nobody listened
 ADDRESSES_CACHED_MAX: Final = 8_192
 
 T = TypeVar("T")
@@ -38,20 +38,20 @@ log = structlog.get_logger()
 
 
 class FaultError(UStatusError):
-    """A plugin raised something else than UStatusError, or returned a wrong answer."""
+    """A plugin raised an exception other than UStatusError, or returned a wrong answer."""
 
 
 class Endpoint:
     """One network. It counts messages: `received`, `forwarded`, and `dropped` by reason.
 
-    On its network our authority NAME is called NAME.suffix. "" as `suffix` means that none is needed, None that none
-    was configured.
+    On its network our authority NAME is called NAME.suffix. A `suffix` of "" means that none is needed; None means
+    that none was configured.
 
     A plugin that raises anything but UStatusError has a fault: `faults` counts it, `fault` describes it until the next
     call succeeds, and the call answers UNAVAILABLE, so that it is tried again.
     """
 
-    # set by `Endpoints`: what our authorities are called on this network, if not as inside
+    # set by `Endpoints`: the names of our authorities on this network, if they differ from those inside
     names: Names | None = None
 
     def __init__(self, name: str, authorities: Iterable[str], transport: UTransport, suffix: str | None = None) -> None:
@@ -75,7 +75,7 @@ class Endpoint:
 
     @property
     def needs_sink(self) -> bool:
-        """A publish is sent with the streamer's sink, once per subscribing authority (MQTT off-vehicle)."""
+        """True if a publish is sent with the streamer's sink, once per subscribing authority (MQTT off-vehicle)."""
         return Capability.PUBLISH_WITHOUT_SINK not in self.transport.capabilities
 
     # Calls of the transport, with every exception translated
@@ -95,7 +95,7 @@ class Endpoint:
     async def register_listeners(
         self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:
-        """As UTransport.register_listeners; never raises."""
+        """See UTransport.register_listeners. Never raises."""
         named = self._outside(filters)
         try:
             return await self._guarded(self.transport.register_listeners, named, listener, answers=len(named))
@@ -103,7 +103,7 @@ class Endpoint:
             return [error.status] * len(named)
 
     def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
-        """As UTransport.register_before_open; never raises."""
+        """See UTransport.register_before_open. Never raises."""
         named = self._outside(filters)
         try:
             statuses = self.transport.register_before_open(named, listener)
@@ -120,7 +120,7 @@ class Endpoint:
         await self._guarded(self.transport.unregister_listener, source, listener, sink)
 
     def _outside(self, filters: Sequence[tuple[UUri, UUri | None]]) -> Sequence[tuple[UUri, UUri | None]]:
-        """Returns pairs of a source filter and a sink filter as they are called on the network."""
+        """Returns pairs of a source filter and a sink filter with their names on the network."""
         if self.names is None:
             return filters
         filter = self.names.filter
@@ -133,12 +133,12 @@ class Endpoint:
             raise UStatusError.from_status(status)
 
     async def send_batch(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
-        """As UTransport.send_batch, encoded or decoded as the transport needs it; never raises. UNAVAILABLE if the
-        transport does not return (sends.py)."""
+        """Send messages encoded or decoded, as the transport needs them. Never raises; the statuses are UNAVAILABLE if
+        the transport does not return (sends.py)."""
         return await self.sends.begin(messages)
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
-        """As UTransport.address_of, for addresses as they are inside; never raises."""
+        """See UTransport.address_of, for addresses with the names inside. Never raises."""
         if self.names is not None:
             source, sink = self.names.filter(source), None if sink is None else self.names.filter(sink)
         try:
@@ -159,11 +159,11 @@ class Endpoint:
 
     @property
     def tells_absence(self) -> bool:
-        """The network answers `status.nobody_listens` to a publish that nobody listens to."""
+        """True if the network answers `status.nobody_listens` to a publish without listeners."""
         return Capability.ABSENCE in self.transport.capabilities and self.transport.tells_absence
 
     def on_heard(self, callback: HeardCallback) -> None:
-        """As UTransport.on_heard."""
+        """See UTransport.on_heard."""
         subscribe = getattr(self.transport, "on_heard", None)
         if subscribe is not None:
             subscribe(callback)
@@ -171,7 +171,7 @@ class Endpoint:
     async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         """Never raises.
 
-        If the transport fails at a batch, each message is tried alone. A message at which it fails though others pass
+        If the transport fails on a batch, each message is tried alone. A message on which it fails while others pass
         is answered INTERNAL, which is final.
         """
         if self.names is not None:
@@ -203,7 +203,7 @@ class Endpoint:
         return statuses
 
     async def _send_alone(self, message: Any) -> tuple[UStatus, bool]:
-        """Returns its status, and whether the transport has failed at it."""
+        """Returns its status, and whether the transport has failed on it."""
         for _ in range(TRIES_ALONE):
             try:
                 (status,) = await self._guarded(self.transport.send_batch, [message], answers=1)
@@ -232,14 +232,14 @@ class Endpoint:
         self.faults += 1
         is_other, self.fault = why != self._last_fault, f"its transport has a fault: {why}"
         self._last_fault = why
-        if is_other or self.faults & (self.faults - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
+        if is_other or self.faults & (self.faults - 1) == 0:  # log the 1st, 2nd, 4th, ... fault: every message may fail
             what = "a transport has a fault; trying again"
             log.error(what, endpoint=self.name, faults=self.faults, why=self.fault, exc_info=error)
         return FaultError(UCode.UNAVAILABLE, self.fault)
 
     @property
     def in_flight_messages(self) -> int:
-        """As UTransport.in_flight_messages; 0 while the transport has a fault: then each message is tried alone."""
+        """See UTransport.in_flight_messages. 0 while the transport has a fault, when each message is tried alone."""
         return 0 if self.fault else int(getattr(self.transport, "in_flight_messages", 0))
 
     @property
@@ -247,7 +247,7 @@ class Endpoint:
         return bool(self.transport.connected)
 
     def all_registered(self) -> None:
-        """As UTransport.all_registered; never raises."""
+        """See UTransport.all_registered. Never raises."""
         all_registered = getattr(self.transport, "all_registered", None)
         try:
             if all_registered is not None:
@@ -257,7 +257,7 @@ class Endpoint:
 
     @property
     def troubles(self) -> list[str]:
-        """Sentences about what is wrong with the network or its transport."""
+        """Returns sentences about faults of the network or its transport."""
         own = filter(None, (self.sends.trouble, self.fault))
         return [*own, *getattr(self.transport, "troubles", ())]
 
@@ -328,7 +328,7 @@ class Endpoints:
         return self._by_name[name]
 
     def owner(self, authority: str) -> Endpoint | None:
-        """Returns the endpoint on whose network `authority` lives; None if there is none."""
+        """Returns the endpoint on whose network `authority` is, or None."""
         if authority not in self._owners:
             owners = (self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named)
             self._owners[authority] = next(owners, None)

@@ -31,8 +31,8 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
 CHECKED_MAX: Final = 256  # topics in one step of the loop, some 3 ms
-ASKED_AT_ONCE: Final = 1_024  # filters that are registered together, and as many more as one step finds
-PUBLISHERS: Final = ids.of_publisher(uris.ANY, ids.ANNOUNCEMENTS)  # announcements of any that has its own history
+ASKED_AT_ONCE: Final = 1_024  # filters that are registered together, plus those that one step finds
+PUBLISHERS: Final = ids.of_publisher(uris.ANY, ids.ANNOUNCEMENTS)  # announcements of publishers with their own history
 
 FilterKey = tuple[Key, Key | None]
 EndpointFilter = tuple[UUri, UUri | None]
@@ -45,18 +45,18 @@ class EndpointFilters:
     def __init__(
         self, endpoint: Endpoint, view: View, hosted: HostedTransport, record: Iterable[UUri], listener: UListener
     ) -> None:
-        """`record`: the topics that are kept though nobody has subscribed."""
+        """`record`: the topics that are kept even if nobody has subscribed."""
         self._endpoint, self._view, self._hosted = endpoint, view, hosted
         self._record, self._listener = tuple(record), listener
-        # where publishes carry the streamer's sink, no topic needs a filter of its own
+        # if publishes carry the streamer's sink, no topic needs a filter of its own
         self._takes_topics = Capability.PUBLISH_WITHOUT_SINK in endpoint.transport.capabilities
         self._registered: dict[FilterKey, EndpointFilter] = {}
         self._unsure: set[FilterKey] = set()  # registered, but the transport may have forgotten it
-        self._fixed: dict[FilterKey, EndpointFilter] = {}  # needed for any interest
+        self._fixed: dict[FilterKey, EndpointFilter] = {}  # needed whatever the interest is
         self._covers: dict[Key, None] = {}  # sources of fixed filters with wildcards and no sink
         self._shapes: set[uris.Shape] = set()  # of the covers
         self._made_for: tuple[int, bool] | None = None  # version of the rules, and whether the interest can list topics
-        self._seen: int | None = None  # version of the interest that was checked; None: none yet
+        self._seen: int | None = None  # version of the interest that was last checked; None: none yet
         self._due: dict[FilterKey, None] = {}  # to be checked; stays if a sync is cancelled
         self._refused: dict[FilterKey, UStatusError] = {}
         self._announced: dict[FilterKey, EndpointFilter] = {}  # registered before the network was opened
@@ -70,19 +70,19 @@ class EndpointFilters:
         return iter(self._registered)
 
     def services_changed(self) -> None:
-        """The hosted services have changed: the next `sync` makes the fixed filters anew."""
+        """Have the next `sync` make the fixed filters again: the hosted services have changed."""
         self._made_for = None
 
     def register_again(self) -> None:
-        """The transport was closed, and is opened again: the next `sync` registers all filters again."""
+        """Have the next `sync` register all filters again: the transport was closed and is opened again."""
         self._unsure.update(self._registered)
         self._due.update(dict.fromkeys(self._registered))
 
     async def sync(self, interest: Interest, *, retry: bool = True) -> None:
-        """Register what is needed now. `retry`: try again what the network has refused.
+        """Register what is needed now. `retry`: also try refused filters again.
 
-        Raises the first UStatusError of a refused filter, after everything else was tried. If the network answers
-        nothing at all, the rest is left for the next try.
+        Raises the first UStatusError of a refused filter, after everything else was tried. If the network
+        does not answer at all, the rest is left for the next try.
         """
         async with self._turn:
             self._find_due(interest)
@@ -96,8 +96,8 @@ class EndpointFilters:
                 raise error
 
     async def announce(self, interest: Interest) -> None:
-        """Before the network is opened: register what is needed now with the transport, if it can do that, so that
-        nothing sent meanwhile is missed. The `sync` that follows when it is open gets the network's answers.
+        """Before the network is opened, register what is needed with the transport, if it supports that, so that no
+        message is missed. The `sync` after the opening gets the network's answers.
         """
         async with self._turn:
             self._find_due(interest)
@@ -112,7 +112,7 @@ class EndpointFilters:
                         self._announced[key] = filter
 
     async def _withdraw(self) -> None:
-        """Unregister what was announced and is not needed any more."""
+        """Unregister announced filters that are no longer needed."""
         announced, self._announced = self._announced, {}
         for key, (source, sink) in announced.items():
             if key not in self._registered and key not in self._refused:
@@ -122,7 +122,7 @@ class EndpointFilters:
     # What to check
 
     def _find_due(self, interest: Interest) -> None:
-        """New fixed filters come first, and superfluous ones last, so that what one of them covers is never missed."""
+        """Find the filters to check: new fixed ones first, superfluous ones last, so that no topic is missed."""
         rules, can_list = self._view.rules.version, interest.can_list
         topics = interest.changed_since(self._seen) if self._seen is not None else None
         old = self._fixed
@@ -184,7 +184,7 @@ class EndpointFilters:
         masks = (uris.masked(source, shape) for shape in self._shapes)
         return any(mask != source and mask in self._covers for mask in masks)
 
-    # What is wanted
+    # Wanted filters
 
     def _wanted(self, key: FilterKey) -> EndpointFilter | None:
         fixed = self._fixed.get(key)
@@ -220,7 +220,7 @@ class EndpointFilters:
                 await self._unregister(superfluous)
 
     async def _register(self, filters: dict[FilterKey, EndpointFilter]) -> bool:
-        """False: the network answers nothing now, so the rest is left for later."""
+        """Returns False if the network does not answer now, so that the rest is left for later."""
         statuses = await self._endpoint.register_listeners(list(filters.values()), self._listener)
         silent = 0
         for (key, filter), status in zip(filters.items(), statuses, strict=True):
@@ -237,7 +237,7 @@ class EndpointFilters:
         return silent < len(filters)
 
     async def _unregister(self, filters: dict[FilterKey, EndpointFilter]) -> None:
-        """A filter whose unregistering fails counts as unregistered: if it is wanted again, it is registered again."""
+        """Unregister filters. One that fails counts as unregistered, and is registered when it is wanted again."""
         for key, (source, sink) in filters.items():
             try:
                 await self._endpoint.unregister_listener(source, self._listener, sink)

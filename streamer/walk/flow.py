@@ -10,18 +10,18 @@ long as our own processor is the bottleneck: whatever comes in then is sent late
 
     a pump has read n records     -> n/2 come in
     our processor is partly idle  -> the peer is slow, not we: a share comes in, since the disk has capacity
-    neither for HELD_S_MAX        -> a share comes in all the same: nobody waits forever
+    neither for HELD_S_MAX        -> a share comes in anyway: nobody waits forever
 
 Only peers that take messages hold up the senders. A peer that is away or stuck reads the disk later, or loses the
-oldest records of a ring (counted gaps). One peer that keeps up shows that the others are merely slow.
+oldest records of a ring (counted gaps). If one peer keeps up, the others are merely slow.
 
 Appender: a full disk may be temporary. A held message is not confirmed, so the transport's bounded inbox fills and its
-network waits. A network that redelivers what was not taken is refused at once instead.
+network waits. If the network redelivers messages that were not taken, they are refused at once instead.
 
 Order: batches enter the log in the order in which they were offered. When a transaction fails, the log refuses all
-batches that were handed to it before the loop learnt of the failure (history/file/writer.py). So an appender hands over
-nothing more while it waits for such a refusal: it holds, or refuses. A refused batch comes again in the order of the
-network's queue, so nothing is appended until the first batch of that order is there.
+batches that it got before the loop learnt of the failure (history/file/writer.py). So an appender appends nothing while
+it waits for such a refusal: it holds or refuses. Refused batches come again in the order of the network's queue, so
+nothing is appended until the first of them has come.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-# of a volatile log; some 4 MiB of small messages, well inside the smallest ring
+# of a volatile log; some 4 MiB of small messages, well below the smallest ring
 LAG_RECORDS_MAX: Final = 8_192
-# of the memory for a durable log's newest records: far from having to read them back from the disk
+# of the memory for a durable log's newest records: far from the point where they are read back from the disk
 LAG_SHARE_MAX: Final = 0.25
 ACTIVE_S: Final = 1.0  # a peer that has taken nothing for so long is stuck
-SHARE_RECORDS: Final = 1_024  # that come in at a time: one batch of the inboxes of two networks
+SHARE_RECORDS: Final = 1_024  # that come in at once: one batch of the inboxes of two networks
 READ_PER_TAKEN: Final = 2  # records that a pump reads for each that comes in, so that it catches up
-LOOK_S: Final = 0.02  # between measurements: some turns of the threads that share a processor
-# of one processor, which is what Python can use: whoever needs more is the bottleneck
+LOOK_S: Final = 0.02  # between measurements: some time slices of threads that share a processor
+# share of one processor, the most that Python can use; above it we are the bottleneck
 BUSY: Final = 0.75
 # after which a share comes in anyway; shorter than the timeout of a blocked publisher or its watchdog
 HELD_S_MAX: Final = 0.25
-HOLD_S: Final = 2.0  # longer, and requests of the same network would time out
+HOLD_S: Final = 2.0  # if longer, requests of the same network would time out
 RETRY_S: Final = 0.1  # between tries; each costs the disk a transaction
 PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
-# within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
+# within which a network redelivers messages that were not taken; the longest back-off of our transports is 1 s
 REDELIVERY_S: Final = 5.0
 
 
@@ -67,35 +67,35 @@ class LogReader(Protocol):
 
     @property
     def read(self) -> int:
-        """The last seq that it has read."""
+        """Returns the last seq that it has read."""
 
     def lag(self) -> float | None:
-        """Returns how far it is behind: 1 is as far as senders may be ahead; None: its peer takes nothing."""
+        """Returns how far it is behind: 1 is the limit for senders; None: its peer takes no messages."""
 
 
 Offer = Callable[["asyncio.Future[int]"], None]
-"""Appends a batch whose turn it is, and settles that future when the log has answered."""
+"""Appends a batch when it is its turn, and settles the future when the log has answered."""
 
 
 class Flow:
-    """Of one log. Pumps call `moved`; appenders append through it."""
+    """The flow into one log. Pumps call `moved`; appenders append through it."""
 
     def __init__(self, used: Callable[[], Used] | None = None) -> None:
         """`used`, for a durable log: the processor time that the process has used."""
         self._readers: list[LogReader] = []
         self._used = used
         self._credit = 0.0  # records that may come in while no peer keeps up
-        self._read = 0  # last seq read by the leading pump
+        self._read = 0  # last seq that the leading pump has read
         self._looked_at = self._let_in_at = 0.0  # loop time
-        self._used_then = Used(0.0, 0.0, 0.0)  # when we looked
-        self.holds = False  # senders have to wait: pumps call `moved`
-        # bounded by what the inboxes hand over unconfirmed
+        self._used_then = Used(0.0, 0.0, 0.0)  # at `_looked_at`
+        self.holds = False  # senders have to wait, and pumps call `moved`
+        # bounded by the unconfirmed messages of the inboxes
         self._queue: deque[tuple[int, Offer, asyncio.Future[int]]] = deque()
         self._serving: asyncio.Task[None] | None = None
-        self._opened = asyncio.Event()  # something may come in
+        self._opened = asyncio.Event()  # set when records may come in
 
     def follow(self, reader: LogReader) -> Remove:
-        """A pump reads the log. Returns a function that removes the pump."""
+        """Add a pump that reads the log. Returns a function that removes it."""
         return callbacks.add(self._readers, reader)
 
     @property
@@ -118,7 +118,7 @@ class Flow:
         return answer
 
     def _begin(self) -> None:
-        """From now on no peer keeps up."""
+        """Begin to hold senders: no peer keeps up any more."""
         self.holds, self._credit, self._read = True, 0.0, self._leading()
         self._let_in_at = asyncio.get_running_loop().time()
         self._busy()
@@ -138,7 +138,7 @@ class Flow:
             self._serving = None
 
     async def _hold(self) -> None:
-        """Wait until it is open, a pump has read on, or it is time to measure. A pump may also stop reading."""
+        """Wait until the flow is open, a pump has read on or stopped, or it is time to measure."""
         self._opened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ACTIVE_S if self._used is None else LOOK_S):
@@ -146,10 +146,10 @@ class Flow:
         self._look()
 
     def moved(self) -> None:
-        """A pump has read on."""
+        """Note that a pump has read on."""
         if self._used is not None:
             read = self._leading()
-            self._earn(max(read - self._read, 0) / READ_PER_TAKEN)  # less, if another pump leads now
+            self._earn(max(read - self._read, 0) / READ_PER_TAKEN)  # lower if another pump leads now
             self._read = read
         if self.is_open:
             self.holds = bool(self._queue)
@@ -158,18 +158,18 @@ class Flow:
             self._opened.set()
 
     def _earn(self, records: float) -> None:
-        """The credit is one share at most, so that a pause is not made up for."""
+        """Add to the credit, which is one share at most, so that records do not add up during a pause."""
         self._credit = min(self._credit + records, SHARE_RECORDS)
 
     def _leading(self) -> int:
-        """Returns the last seq read by the leading pump, of those whose peers take something."""
+        """Returns the last seq that the leading pump has read, among those whose peers take messages."""
         return max((one.read for one in self._readers if one.lag() is not None), default=0)
 
     def _look(self) -> None:
-        """Let a share in, if holding on gains nothing."""
+        """Let a share in if further waiting gains nothing."""
         now = asyncio.get_running_loop().time()
         if self._used is None or now - self._looked_at < LOOK_S:
-            return  # too short to see anything, or nothing to be done about it
+            return  # the log is volatile, or the time too short to measure
         passed, busy = now - self._looked_at, self._busy()
         if busy < BUSY * passed or now - self._let_in_at >= HELD_S_MAX:
             self._earn(SHARE_RECORDS)
@@ -187,24 +187,24 @@ class Flow:
         return (now.process_s - then.process_s) * (ran + waited) / ran if ran > 0 else 0.0
 
     def close(self) -> None:
-        """The log is about to be closed."""
+        """Stop before the log is closed."""
         if self._serving is not None:
             self._serving.cancel()
 
 
 @dataclass(order=True, slots=True)
 class _Offered:
-    """A batch, until the log has taken it or has refused it for good."""
+    """A batch that the log has neither taken nor finally refused."""
 
-    number: int  # of this offer: the lower one comes first
+    number: int  # of this offer; lower numbers come first
     streams: list[int] = field(compare=False)
     batch: Sequence[EncodedMessage] = field(compare=False)
     answer: asyncio.Future[int] = field(compare=False)
-    failures: int = field(compare=False)  # of the log, when it was handed over
+    failures: int = field(compare=False)  # of the log, when it got the batch
 
 
 class _Awaited(NamedTuple):
-    """The first batch, in the order of offers, that was refused and has not come again."""
+    """The first offered batch that was refused and has not come again."""
 
     number: int  # of its offer
     id: bytes  # of its first message
@@ -212,7 +212,7 @@ class _Awaited(NamedTuple):
 
 
 class Appender:
-    """Appends what one network brings to one log, when the flow lets it, in the order in which it came."""
+    """Appends the messages of one network to one log, in order, as the flow permits."""
 
     def __init__(
         self,
@@ -224,12 +224,12 @@ class Appender:
         redelivers: bool = False,
     ) -> None:
         """`holds`: a batch that the log refuses waits here for HOLD_S. `redelivers`: the network delivers it again, in
-        order. `on_refused` gets the batches that the log has not taken in the end."""
+        order. `on_refused` gets the batches that the log has finally not taken."""
         self._log, self._flow, self._on_refused = log, flow, on_refused
         self._holds, self._redelivers = holds, redelivers
         self._offers = 0
-        # handed to the log, which answers in this order; bounded, as `_held` is, by what the network's inbox hands over
-        # unconfirmed
+        # given to the log, which answers in this order; bounded, like `_held`, by the unconfirmed messages of the
+        # network's inbox
         self._under_way: deque[tuple[_Offered, asyncio.Future[int]]] = deque()
         self._held: list[_Offered] = []  # a heap
         self._refusing_since: float | None = None  # loop time
@@ -237,7 +237,7 @@ class Appender:
         self._awaited: _Awaited | None = None
 
     def append(self, streams: list[int], batch: Sequence[EncodedMessage]) -> asyncio.Future[int]:
-        """As Log.append; fails when waiting did not help."""
+        """See Log.append. Fails if waiting did not help."""
         return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
 
     def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
@@ -252,14 +252,14 @@ class Appender:
             self._hold(offered)
         else:
             taken = self._log.append(streams, batch)
-            if taken.done():  # by a volatile log, or refused at once
+            if taken.done():  # taken by a volatile log, or refused at once
                 self._end(offered, taken)
             else:
                 self._under_way.append((offered, taken))
                 taken.add_done_callback(self._settle)
 
     def _settle(self, _taken: asyncio.Future[int]) -> None:
-        """Pass the log's answers on, in order."""
+        """Forward the log's answers in order."""
         while self._under_way and self._under_way[0][1].done():
             self._end(*self._under_way.popleft())
 
@@ -278,10 +278,10 @@ class Appender:
         """True if the log is about to refuse batches before `offered`."""
         return bool(self._under_way) and self._under_way[0][0].failures != offered.failures
 
-    # What the network redelivers
+    # Messages that the network redelivers
 
     def _is_ahead(self, offered: _Offered) -> bool:
-        """True if it would overtake a batch that was refused, or is about to be."""
+        """True if it would overtake a batch that was refused or is about to be refused."""
         if self._is_failing(offered):
             return True
         awaited = self._awaited
@@ -302,7 +302,7 @@ class Appender:
             self._awaited = _Awaited(offered.number, offered.batch[0].id_bytes, until)
         self._on_refused(offered.batch)
 
-    # What the log refuses for a while
+    # Messages that the log refuses for a while
 
     def _hold(self, offered: _Offered) -> None:
         heapq.heappush(self._held, offered)
@@ -315,7 +315,7 @@ class Appender:
         """Offer the held batches, one after the other, until none is held."""
         loop = asyncio.get_running_loop()
         try:
-            while self._under_way:  # these may be refused, and come before the held ones
+            while self._under_way:  # these may be refused, and precede the held ones
                 await asyncio.wait([taken for _, taken in self._under_way])
             while self._held:
                 first = self._held[0]
@@ -326,8 +326,8 @@ class Appender:
                     if error.code in PASSING and loop.time() - self._refusing_since < HOLD_S:
                         await asyncio.sleep(RETRY_S)
                         continue
-                    # all held batches: none may overtake another. The log has to take something before it is trusted
-                    # again
+                    # all held batches: none may overtake another. The log is trusted again only after it has taken a
+                    # batch
                     held, self._held = sorted(self._held), []
                     for offered in held:
                         self._refuse(offered, error)
@@ -340,6 +340,6 @@ class Appender:
             self._retrying = None
 
     def close(self) -> None:
-        """Retry nothing any more."""
+        """Stop retrying."""
         if self._retrying is not None:
             self._retrying.cancel()

@@ -1,4 +1,4 @@
-"""The networks as a service inside this process sees them: a UTransport.
+"""The UTransport of services inside this process, which connects them to all networks.
 
     service -> send -> another hosted service | home network | express lane or log of another endpoint
     ingress (of any endpoint) -> deliver -> service
@@ -53,11 +53,11 @@ _ORDERED: Final = frozenset((attrs.NOTIFICATION, attrs.PUBLISH))
 _EXPIRED: Final = UStatus(code=UCode.DEADLINE_EXCEEDED, message="the message has expired before it was sent")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 is_inside: Final[Callable[[], bool]] = _inside.get
-"""True while a hosted service handles a message of another one in this process: nobody on a network can fake that."""
+"""Returns True while a hosted service handles a message of another one in this process. No network can fake that."""
 
 
 def _key(sink: UUri) -> tuple[int, int, int]:
-    """Entity, version and resource; the authority is ours."""
+    """Returns entity, version and resource; the authority is ours."""
     return sink.ue_id, sink.ue_version_major, sink.resource_id
 
 
@@ -79,7 +79,7 @@ class _Listeners:
             self._exact.setdefault(key, {})[id(listener)] = listener
 
     def take(self, source: UUri, listener: UListener) -> bool:
-        """Remove it; False: it was not there."""
+        """Remove a listener. Returns False if it was not registered."""
         key = uris.key(source)
         if uris.has_wildcard(source):
             return self._wild.pop((key, id(listener)), None) is not None
@@ -99,8 +99,8 @@ _NOBODY: Final = _Listeners()
 
 
 class HostedTransport(UTransport):
-    """The networks as services inside the streamer see them. A service listens to one method or reply address, or to
-    everything for its entity."""
+    """The transport of services inside the streamer. A service listens to one method or reply address, or to all
+    messages for its entity."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
@@ -114,22 +114,22 @@ class HostedTransport(UTransport):
     ) -> None:
         """`also`: other authorities, or families of them, for which the uSubscription in this process answers.
 
-        `entities` are hosted from the beginning to the end: requests to them while their services start or stop are
-        answered with UNAVAILABLE.
+        `entities` are always hosted: requests to them while their services start or stop are answered with
+        UNAVAILABLE.
         """
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
         self._listeners: dict[tuple[int, int, int], _Listeners] = {}  # by the key of the sink
         self._always = tuple(entities)
-        # also those with a listener, in the order of registration
+        # and entities with a listener, in the order of registration
         self._entities: dict[int, None] = dict.fromkeys(self._always)
-        self._connection_callbacks: list[ConnectionCallback] = []  # of services, which stay as long as the process
+        self._connection_callbacks: list[ConnectionCallback] = []  # of services, which live as long as the process
         self._ingress: EncodedListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
 
     def connect(self, ingress: EncodedListener, on_entities_changed: Callable[[], Awaitable[None]]) -> None:
-        """Messages of services go to `ingress`; before this call nothing can be sent. `on_entities_changed` is awaited
-        whenever `sinks` has changed, before the registration is done."""
+        """Send messages of services to `ingress`; before this call nothing can be sent. `on_entities_changed` is
+        awaited whenever `sinks` has changed, before the registration returns."""
         self._ingress, self._on_entities_changed = ingress, on_entities_changed
 
     def __repr__(self) -> str:
@@ -151,7 +151,7 @@ class HostedTransport(UTransport):
         )
 
     def deliver(self, messages: Sequence[UMessage], *, inside: bool = False) -> Awaitable[None] | None:
-        """Hand messages to hosted services; they come from a network, or from `inside`. The awaitable, if any,
+        """Deliver messages to hosted services, from a network or from `inside`. The awaitable, if any,
         completes when every service has taken its messages."""
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         for message in messages:
@@ -181,7 +181,7 @@ class HostedTransport(UTransport):
             endpoint.transport.on_connection(callback)
 
     def endpoint_added(self, endpoint: Endpoint) -> None:
-        """Who asked for the connections of all networks is notified of those of `endpoint`, too."""
+        """Report connections of `endpoint` to callbacks for all networks, too."""
         for callback in self._connection_callbacks:
             endpoint.transport.on_connection(callback)
 
@@ -190,9 +190,9 @@ class HostedTransport(UTransport):
         return _Toward(self, endpoint)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Messages that go the same way are sent together: one append to the log, one batch per network.
+        """Send messages with the same way together: one append to the log, one batch per network.
 
-        Behind a notification or publish that was not taken, no other one to the same destination is tried, to keep
+        After a notification or publish that was not taken, no other one to the same destination is tried, to keep
         their order.
         """
         assert self._ingress is not None, "connect() was called"
@@ -203,7 +203,7 @@ class HostedTransport(UTransport):
                 batch.inside.append(index)
                 continue
             network, source = owner(attributes.sink.authority_name), attributes.source.authority_name
-            # where the sender is on the network of the sink, its message goes there directly
+            # if the sender is on the network of the sink, its message goes there directly
             if network is not None and network is (self._home if source == self.authority else owner(source)):
                 batch.by_network.setdefault(network, []).append(index)
             else:
@@ -215,10 +215,10 @@ class HostedTransport(UTransport):
             lambda indexes: [messages[index] for index in indexes],
             functools.partial(self.deliver, inside=True),
         )
-        batch.hand(batch.calls, batch.encoded, enter)  # apart, since these do not wait for a log
+        batch.hand(batch.calls, batch.encoded, enter)  # separately, since these do not wait for a log
         batch.hand(batch.ordered, batch.encoded, enter)
         await _together(batch.pending)
-        # after the log, which may refuse
+        # after the log, which may refuse them
         await _together([batch.send(network, indexes) for network, indexes in batch.by_network.items()])
         return batch.statuses
 
@@ -258,7 +258,7 @@ class HostedTransport(UTransport):
 
 
 class _ServiceBatch:
-    """Messages that a service sends together, by the way that they go, and the status of each."""
+    """Messages that a service sends together, grouped by their way, with the status of each."""
 
     def __init__(self, messages: Sequence[UMessage]) -> None:
         self._messages = messages
@@ -269,13 +269,13 @@ class _ServiceBatch:
         self.calls: list[int] = []
         self.ordered: list[int] = []
         self.by_network: dict[Endpoint, list[int]] = {}
-        self.pending: list[Coroutine[Any, Any, None]] = []  # each notes the status of what was handed over
+        self.pending: list[Coroutine[Any, Any, None]] = []  # each notes the status of its messages
 
     def due(self) -> Iterator[int]:
-        """Yields the indexes of messages that may leave: not expired, and not behind an expired one to the same
+        """Yields the indexes of messages that may leave: neither expired nor after an expired one to the same
         destination."""
         now_ms = uuids.now_ms()
-        stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
+        stopped: dict[str, UStatus] = {}  # by authority; "": all on the home network
         for index, message in enumerate(self._messages):
             attributes = message.attributes
             destination = attributes.sink.authority_name if attributes.type in _ORDERED else None
@@ -293,7 +293,7 @@ class _ServiceBatch:
         return [known.get(index) or known.setdefault(index, EncodedMessage.of(messages[index])) for index in indexes]
 
     def hand(self, indexes: list[int], some: Callable[[list[int]], list[T]], take: Callable[[list[T]], Taken]) -> None:
-        """Hand them to `take`, if there are any."""
+        """Pass the messages to `take`, if there are any."""
         if not indexes:
             return
         try:
@@ -329,7 +329,7 @@ async def _together(pending: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 def _call(listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
-    """Messages at which the listener fails count as taken."""
+    """Call a listener. Messages on which it fails count as taken."""
     try:
         if isinstance(listener, UBatchListener):
             taken = [listener.on_receive_batch(messages)]

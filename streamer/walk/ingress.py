@@ -38,7 +38,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-LOG_FULL_S: Final = 60.0  # between two log lines about topics beyond the limit; counters have all of them
+LOG_FULL_S: Final = 60.0  # between two log lines about topics beyond the limit; counters count all
 # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 WINDOW_IDS_MAX: Final = 131_072
 MISSING_MAX: Final = 16_384  # refused messages whose redelivery is awaited
@@ -48,17 +48,17 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Disposition:
-    """Where messages of one address (type, source, sink) go: to a log, to a peer at once, to a hosted service, or
-    nowhere."""
+    """The destination of messages of one address (type, source, sink): a log, a peer at once, a hosted service, or
+    none."""
 
     log: Log | None = None
     stream: int = 0
     peer: Endpoint | None = None
     is_hosted: bool = False
-    reason: str = ""  # why nowhere; empty: traffic within one network, not counted
-    source: bytes = b""  # encoded, as it is called inside
+    reason: str = ""  # why they are dropped; empty: traffic within one network, not counted
+    source: bytes = b""  # encoded, with the name inside
     is_answer: bool = False  # a response
-    # gives a message the addresses that it has inside; None: it has them
+    # gives a message its addresses inside; None: it has them already
     inside: Callable[[EncodedMessage], EncodedMessage] | None = None
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
@@ -68,14 +68,14 @@ class Disposition:
 
 
 def is_fleeting(source: UUri) -> bool:
-    """True for frames and announcements of a history: what is lost is polled, or sent again, so nobody keeps it."""
+    """True for frames and announcements of a history. They are not kept: lost ones are polled or sent again."""
     service = (source.ue_id & 0xFFFF, source.ue_version_major)
     return service == (ENTITY, VERSION) and source.resource_id in (FRAMES, ANNOUNCEMENTS)
 
 
 class IdWindow:
-    """The ids taken lately, in two generations, so that forgetting is cheap. A key is an id and its source, both as on
-    the wire: a message that another source sends with the same id must not keep out the real one.
+    """Recently taken ids, in two generations, so that forgetting is cheap. A key is an id and its source, both as on
+    the wire, so that a message of another source with the same id does not block the real one.
     """
 
     def __init__(self, ids_max: int = WINDOW_IDS_MAX) -> None:
@@ -84,7 +84,7 @@ class IdWindow:
         self._old: set[bytes] = set()
 
     def take(self, key: bytes) -> bool:
-        """False if `key` was taken before."""
+        """Take `key`. Returns False if it was taken before."""
         if key in self._young or key in self._old:
             return False
         self._young.add(key)
@@ -98,7 +98,7 @@ class IdWindow:
 
 
 class Logs:
-    """The durable log and the volatile one, and which topic belongs to which."""
+    """The durable and the volatile log, and the log of each topic."""
 
     def __init__(self, durable: Log, volatile: Log, volatile_patterns: Sequence[UUri], record: Sequence[UUri]) -> None:
         self.durable, self.volatile = durable, volatile
@@ -114,7 +114,7 @@ class Logs:
         return any(uris.matches(pattern, source) for pattern in self.record)
 
     def names(self, source: UUri) -> bool:
-        """True if `record` names exactly this topic, for any authority, and not only by a wider pattern."""
+        """True if `record` names exactly this topic, for any authority, and not just a wider pattern."""
         key = uris.key(source)[1:]
         return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self.record)
 
@@ -127,20 +127,20 @@ class FollowedHistory(Protocol):
         """False for a publisher, which sends plain copies beside its history."""
 
     def records(self, source: UUri) -> bool:
-        """True if this topic is followed whether or not somebody wants it."""
+        """Returns whether this topic is followed even if nobody wants it."""
 
     def on_doorbell(self, message: EncodedMessage) -> bool:
-        """A plain message has come. True: it is a copy of what is followed, and is not kept."""
+        """Handle a plain message. Returns True if it is a copy of a followed record, and is dropped."""
 
 
 class Doorbells(Protocol):
     """All followed histories."""
 
     def of(self, endpoint: Endpoint, source: UUri) -> FollowedHistory | None:
-        """The history at `endpoint` that has this topic."""
+        """Returns the history at `endpoint` that has this topic."""
 
     def on_announcement(self, message: EncodedMessage) -> bool:
-        """A publisher announces its history. False: the announcement is not kept back."""
+        """Handle the announcement of a publisher's history. Returns False: the announcement is processed further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +165,14 @@ class Ingress(EncodedListener):
 
     def __init__(self, endpoint: Endpoint, dispatch: Dispatch, *, trusted: bool = False) -> None:
         self.endpoint, self._dispatch, self._trusted = endpoint, dispatch, trusted
-        # of its network; services inside use the names of the gateway itself
+        # names on its network; services inside use the names of the gateway itself
         self._names = None if trusted else endpoint.names
         self._verdicts: dict[bytes, Disposition] = {}
-        # by the source of a publish as it is called inside: the addresses that have a verdict; mostly one, but a host
-        # may leave its own authority out
+        # addresses with a verdict, by the source of a publish with its name inside; mostly one, but a host may omit its
+        # own authority
         self._published: dict[bytes, tuple[bytes, ...]] = {}
         self._verdicts_version: Version | None = None
-        self._log_full_at, self._full_reason = 0.0, ""  # loop time and reason of the last log line about it
+        self._log_full_at, self._full_reason = 0.0, ""  # loop time and reason of the last log line about a full log
         # authorities above their quota, by their name on the network: their messages are dropped unread until the next
         # turn of the ledger
         self._refused: dict[str, Account] = {}
@@ -192,11 +192,11 @@ class Ingress(EncodedListener):
             *(log.on_forgotten(functools.partial(self.forget_streams, log)) for log in dispatch.logs),
         ]
 
-    # What arrives
+    # Messages that arrive
 
     def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> Awaitable[None] | None:
-        """The transport has dropped invalid and expired messages. The awaitable completes when all messages taken are
-        committed."""
+        """Take messages; the transport has dropped invalid and expired ones. The awaitable completes when all messages
+        taken are committed."""
         endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
         missing = self._missing
         endpoint.received += len(messages)
@@ -204,7 +204,7 @@ class Ingress(EncodedListener):
         if version != self._verdicts_version:
             self._forget_changed()
         appends: dict[Log, tuple[list[int], list[EncodedMessage]]] = {}
-        inside: list[UMessage] = []  # for hosted services: they commit and answer by the batch
+        inside: list[UMessage] = []  # for hosted services, which commit and answer by batch
         pending: list[Awaitable[Any]] = []
         duplicates = 0
         for message in messages:
@@ -254,7 +254,7 @@ class Ingress(EncodedListener):
                 future.add_done_callback(self._in_flight.discard)
         if duplicates:
             endpoint.dropped["duplicate"] += duplicates
-            # the first copy may be in any of these, and is not safe yet
+            # the first copy may be in any of these appends, and is not safe yet
             pending.extend(self._in_flight.difference(pending))
         if not pending:
             return None
@@ -284,7 +284,7 @@ class Ingress(EncodedListener):
             self._missing_came.set()
 
     def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
-        """A log has refused the batch: it is not acknowledged, and a network that can will redeliver it."""
+        """Note that a log has refused the batch. It is not acknowledged, so the network redelivers it if it can."""
         self.endpoint.dropped["refused"] += len(batch)
         for message in batch:
             source = to_uri(uris.key(message.stamp.attributes.source)).SerializeToString()  # as in the verdict
@@ -294,7 +294,7 @@ class Ingress(EncodedListener):
                 self._missing.add(key)
 
     def close(self) -> None:
-        """Called when the network is closed. Leaves ledger and logs; what a log refuses is not retried any more."""
+        """Called when the network is closed. Leave ledger and logs, and stop retrying refused batches."""
         for appender in self._appenders.values():
             appender.close()
         for remove in self._registrations:
@@ -310,7 +310,7 @@ class Ingress(EncodedListener):
             self._dispatch.express.fail(message, UCode.PERMISSION_DENIED, what, self.endpoint, is_withheld=True)
 
     def _refuse(self, verdict: Disposition, message: EncodedMessage, size: int) -> None:
-        """It is too large, or above the quota; of the latter only callers are told, and no dead letter is written."""
+        """Refuse a message that is too large or above the quota. Above the quota, only requests are reported."""
         if size > verdict.bytes_max:
             self.endpoint.dropped["too_large"] += 1
             self._dispatch.ledger.drop(verdict.account)
@@ -329,7 +329,7 @@ class Ingress(EncodedListener):
             self._dispatch.express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
 
     def gather_refused(self) -> None:
-        """Count what the transport has refused, and accept authorities again that are below their quota."""
+        """Count messages that the transport has refused, and accept authorities that are below their quota again."""
         refused = self.endpoint.transport.refused
         if refused is None:
             return
@@ -343,18 +343,18 @@ class Ingress(EncodedListener):
     # Decisions
 
     def verdict_of(self, message: EncodedMessage) -> Disposition:
-        """Returns where `message` would go if it had been published here."""
+        """Returns the verdict on `message`, as if it had been published here."""
         if self._dispatch.view.version != self._verdicts_version:
             self._forget_changed()
         return self._verdicts.get(message.stamp.address) or self._judge(message)
 
     def forget_verdicts(self) -> None:
-        """Decide anew: something has changed that `View.version` does not cover."""
+        """Decide again after a change that `View.version` does not cover."""
         self._verdicts.clear()
         self._published.clear()
 
     def _forget_changed(self) -> None:
-        """Decide anew about the topics that have changed."""
+        """Decide again about the topics that have changed."""
         view, before = self._dispatch.view, self._verdicts_version
         topics = view.changed_since(before) if before is not None else None
         self._verdicts_version = view.version
@@ -369,21 +369,21 @@ class Ingress(EncodedListener):
             del self._verdicts[address]
 
     def forget_streams(self, log: Log, streams: frozenset[int]) -> None:
-        """`log` has forgotten these streams: decide anew about them, and about topics that were beyond the limit."""
+        """Decide again about streams that `log` has forgotten, and about topics that were beyond the limit."""
         for address, verdict in list(self._verdicts.items()):
             if (verdict.stream in streams and verdict.log is log) or verdict.is_beyond_limit:
                 self._forget_published(verdict.source)
                 self._verdicts.pop(address, None)
 
     def _judge(self, message: EncodedMessage) -> Disposition:
-        attributes = message.stamp.attributes  # the message itself stays encoded while it is in the tail of the log
+        attributes = message.stamp.attributes  # the message itself stays encoded in the tail of the log
         source = self._inward(attributes.source)
         sink = self._inward(attributes.sink) if attributes.HasField("sink") else None
         try:
             verdict = self._decide(attributes, source, sink)
-        except TopicsFullError as error:  # the others must not suffer
+        except TopicsFullError as error:  # other messages of the batch are not affected
             now = asyncio.get_running_loop().time()
-            # in a flood of topics a line each would cost more than everything else
+            # in a flood of topics, a line for each would cost more than everything else
             if now >= self._log_full_at or error.reason != self._full_reason:
                 self._log_full_at, self._full_reason = now + LOG_FULL_S, error.reason
                 log.warning("dropped: no capacity for one more topic", endpoint=self.endpoint.name, error=str(error))
@@ -413,7 +413,7 @@ class Ingress(EncodedListener):
         return verdict
 
     def _inward(self, address: UUri) -> UUri:
-        """Returns the address as inside: with authority, in the names of this gateway, without unknown fields."""
+        """Returns the address inside: with authority, in the names of this gateway, without unknown fields."""
         key = uris.key(address)
         authority = key[0] or self.endpoint.only_authority
         if self._names is not None:
@@ -425,7 +425,7 @@ class Ingress(EncodedListener):
             return Disposition(reason="no_authority")
         names = self._names
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
-            return Disposition(reason="inside_name")  # every vehicle has one of that name
+            return Disposition(reason="inside_name")  # every vehicle has an authority of that name
         if not self._trusted and self._dispatch.endpoints.owner(source.authority_name) is not self.endpoint:
             what = "dropped: the source's authority is not of this network"
             log.warning(what, endpoint=self.endpoint.name, source=uris.format(source))

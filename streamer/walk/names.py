@@ -1,7 +1,7 @@
-"""Names: how the authorities of this gateway are called on the network of an endpoint.
+"""Names: the names of this gateway's authorities on the network of an endpoint.
 
-inside: ecu1 --leave--> ecu1.vin123 outside     in source and sink, and in what the platform services carry
-inside: ecu1 <-arrive-- ecu1.vin123 outside     ecu1 alone is none of ours outside
+inside: ecu1 --leave--> ecu1.vin123 outside     in source and sink, and in payloads of platform services
+inside: ecu1 <-arrive-- ecu1.vin123 outside     ecu1 alone is not ours outside
 
 Every vehicle has an ecu1. Behind one broker the vehicle's name distinguishes them. Only the gateway knows it: inside
 (rules, log, subscriptions, history) the short names are used.
@@ -33,7 +33,7 @@ from uprotocol.v1.uri_pb2 import UUri
 ANSWERS_MAX: Final = 16_384  # remembered answers: some seconds of a busy cloud gateway
 TWINS_MAX: Final = 1_000  # authorities that are reported
 TWINS_NOTED_S: Final = 3_600.0  # after the last second answer
-DEPTH_MAX: Final = 4  # of messages within messages: a page of history with dead letters in it has two
+DEPTH_MAX: Final = 4  # of messages within messages: a page of history with dead letters has two
 
 log = structlog.get_logger()
 
@@ -63,7 +63,7 @@ CARRIED: Final[dict[CarriedKey, type[Message]]] = {
     (0, 4, 3, True): v4.FetchSubscriptionsResponse,
     (0, 4, 0x8000, False): v4.Subscription,
 }
-"""Payload types of the core services, by the address of the message; each may have addresses in it."""
+"""Payload types of the core services, by the address of the message. Each may contain addresses."""
 
 
 class Leaving(NamedTuple):
@@ -81,7 +81,7 @@ class Names:
         self._leaving: Cache[bytes, Leaving] = Cache()  # by address
 
     def endpoints_changed(self) -> None:
-        """Another authority may be inside now."""
+        """Forget cached names, since other authorities may be inside now."""
         self._leaving.clear()
 
     def outward(self, authority: str) -> str:
@@ -92,11 +92,11 @@ class Names:
         return inside if inside != authority and self.is_inside(inside) else authority
 
     def filter(self, address: UUri) -> UUri:
-        """Returns `address` as it is called outside."""
+        """Returns `address` with its name outside."""
         return _renamed(address, self.outward)
 
     def leave(self, message: EncodedMessage) -> EncodedMessage:
-        """Returns `message` as it is sent outside."""
+        """Returns `message` with the names outside."""
         leaving = self._leaving.get(message.stamp.address)
         if leaving is None:
             attributes = message.stamp.attributes
@@ -107,7 +107,7 @@ class Names:
         return message if leaving.readdressed is None else leaving.readdressed.of(message)
 
     def arrived(self, readdressed: Readdressed | None, message: EncodedMessage) -> EncodedMessage:
-        """Returns a message from outside as it is inside; `readdressed` gives it its addresses."""
+        """Returns a message from outside with the names inside; `readdressed` gives it its addresses."""
         return _translated(readdressed, message, self.inward)
 
 
@@ -148,7 +148,7 @@ def _translated(readdressed: Readdressed | None, message: EncodedMessage, rename
 
 
 def _payload(attributes: UAttributes, payload: bytes, rename: Rename, depth: int) -> bytes:
-    """Returns the payload with renamed addresses; unchanged if it can't be parsed: its receiver will report that."""
+    """Returns the payload with renamed addresses. One that can't be parsed is unchanged: its receiver reports that."""
     kind, format = _kind(attributes), attributes.payload_format
     if kind is None or attributes.commstatus or not payload or depth >= DEPTH_MAX:
         return payload
@@ -168,7 +168,7 @@ def _payload(attributes: UAttributes, payload: bytes, rename: Rename, depth: int
             return payload
         if not _rename_all(message, rename, depth):
             return payload
-    except DecodeError:  # also of a record within it
+    except DecodeError:  # of it or of a record within it
         return payload
     if wrapped:
         wrapper.value = message.SerializeToString()
@@ -177,7 +177,7 @@ def _payload(attributes: UAttributes, payload: bytes, rename: Rename, depth: int
 
 
 def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
-    """Rename every address in `message`, at any depth; True if one has changed."""
+    """Rename every address in `message`, at any depth. Returns whether one has changed."""
     if isinstance(message, UUri):
         name = rename(message.authority_name)
         changed = name != message.authority_name
@@ -195,7 +195,7 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
         return changed
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue  # no map of these services has addresses
+            continue  # maps of these services have no addresses
         parts: Any = value if field.is_repeated else (value,)
         for part in parts:
             changed |= _rename_all(part, rename, depth)
@@ -203,7 +203,7 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
 
 
 def _rename_inner(message: UMessage, rename: Rename, depth: int) -> bool:
-    """Rename the addresses of a message within a payload; True if one has changed."""
+    """Rename the addresses of a message within a payload. Returns whether one has changed."""
     payload = _payload(message.attributes, message.payload, rename, depth + 1)
     readdressed = _readdressed(message.attributes, rename)
     is_carrier = payload != message.payload
@@ -215,7 +215,7 @@ def _rename_inner(message: UMessage, rename: Rename, depth: int) -> bool:
 
 
 class Twins:
-    """Finds hosts with the same name: one request gets two answers. Nothing else on a network shows it."""
+    """Finds hosts with the same name by requests with two answers. Nothing else on a network shows them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` in seconds."""
@@ -223,10 +223,10 @@ class Twins:
         self._young: dict[bytes, bytes] = {}  # request -> its answer, in two generations, so that forgetting is cheap
         self._old: dict[bytes, bytes] = {}
         self.heard: dict[str, float] = {}  # authority -> when it last answered twice
-        self.answers = 0  # second ones
+        self.answers = 0  # number of second answers
 
     def answered(self, attributes: UAttributes) -> None:
-        """A response has come."""
+        """Note a response that has come."""
         request, answer = attributes.reqid.SerializeToString(), attributes.id.SerializeToString()
         first = self._young.get(request) or self._old.get(request)
         if first is None:
@@ -250,7 +250,7 @@ class Twins:
 
 
 def ambiguous(suffix: str | None, inside: Iterable[str]) -> list[str]:
-    """Returns which of the names `inside` another vehicle may have as well, on a network outside with this `suffix`."""
+    """Returns the names `inside` that other vehicles may also have on a network outside with this `suffix`."""
     if suffix is not None:
         return []
     return sorted(name for name in inside if "." not in name and ":" not in name and not uris.is_pattern(name))

@@ -1,10 +1,10 @@
-"""Networks: every endpoint is opened, kept open, and its ingress listens to what is needed now.
+"""Networks: opens every endpoint, keeps it open, and has its ingress listen to what is needed.
 
-run, for each endpoint by itself:
+run, separately for each endpoint:
     announce what is needed -> open -- away? retried --> connected / lost -> callbacks of the owner
-            ^---- close, CLOSE_S_MAX at most: its transport does not return from sending (sends.py)
-    -> sync: its ingress listens to what rules, interest and services need  <-- something has changed
-                       ^---- the network refuses: again after a while
+            ^---- close, CLOSE_S_MAX at most, if its transport does not return from sending (sends.py)
+    -> sync: its ingress listens to what rules, interest and services need  <-- one of these has changed
+                       ^---- the network refuses: retried after a while
 
 An endpoint whose network hangs, or is away at the start, is retried; the others are not affected.
 """
@@ -26,16 +26,16 @@ from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from usubscription_client.interest import Interest
 
-JUST_GONE_S: Final = 5.0  # a network that went away within that time may be back soon (a broker restarts), so ...
-BACK_SOON_S: Final = 2.0  # ... a Subscribe is answered only when it is back, or after so long; callers wait longer
+JUST_GONE_S: Final = 5.0  # a network that went away more recently may be back soon (a broker restarts), so ...
+BACK_SOON_S: Final = 2.0  # ... a Subscribe is answered once it is back, or after this time; callers wait longer
 OPEN_MS_MIN: Final = 500  # between attempts to open a network, so that a broker that refuses us is not flooded
-CLOSE_S_MAX: Final = 10.0  # for a transport that hangs to be closed; ours take 4 s at most
+CLOSE_S_MAX: Final = 10.0  # for closing a transport that hangs; ours take 4 s at most
 
 log = structlog.get_logger()
 
 
 class Networks:
-    """The transports of all endpoints: which are open, which are connected, and what is wrong with them."""
+    """The transports of all endpoints: which are open and connected, and what is wrong with them."""
 
     def __init__(
         self,
@@ -51,29 +51,29 @@ class Networks:
         self._endpoints, self._ingresses, self._interest = endpoints, ingresses, interest
         self._folder, self._backoff, self._on_connected, self._on_loss = folder, backoff, on_connected, on_loss
         self._open: set[str] = set()  # endpoints whose transport has been opened
-        # endpoints that have had a connection: one that only listens may have no partner yet
+        # endpoints that have been connected: one that only listens may have no partner yet
         self._linked: set[str] = set()
-        self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
-        # endpoints that are being opened for the first time, or whose network went away; since when (loop time)
+        self._troubles: dict[str, str] = {}  # endpoint -> why it is not open or not listening
+        # loop time at which an endpoint was first opened, or its network went away
         self._away_at: dict[str, float] = {}
-        self._away_since: dict[str, float] = {}  # endpoints whose network is away, and since when (loop time)
-        self._tried: dict[str, asyncio.Event] = {}  # it listens, or has failed to once
-        self._changed: dict[str, asyncio.Event] = {}  # something else is to be listened to
-        self._retry: set[str] = set()  # endpoints that may accept now what they have refused: they are new, or back
-        self._back = asyncio.Event()  # a network is back, or waiting has ended
+        self._away_since: dict[str, float] = {}  # endpoints whose network is away -> since when (loop time)
+        self._tried: dict[str, asyncio.Event] = {}  # set once it listens or has failed to
+        self._changed: dict[str, asyncio.Event] = {}  # set when other filters are needed
+        self._retry: set[str] = set()  # endpoints that are new or back, and may now accept what they refused
+        self._back = asyncio.Event()  # set when a network is back or waiting has ended
         self._stopping = False
         self._services_listen = False  # all services inside have started
         for endpoint in endpoints:
             self.add_endpoint(endpoint)
 
     def add_endpoint(self, endpoint: Endpoint) -> None:
-        """It is opened by `run`."""
+        """Add an endpoint, which `run` opens."""
         name = endpoint.name
         self._away_since[name] = asyncio.get_running_loop().time()
         self._tried[name], self._changed[name] = asyncio.Event(), asyncio.Event()
 
     def remove_endpoint(self, name: str) -> None:
-        """Call it once `run` of this endpoint has been cancelled and its transport is closed."""
+        """Remove an endpoint, once its `run` was cancelled and its transport is closed."""
         for names in (self._open, self._linked, self._retry):
             names.discard(name)
         self._troubles.pop(name, None)
@@ -83,7 +83,7 @@ class Networks:
         self._back.set()
 
     async def run(self, endpoint: Endpoint) -> None:
-        """Open the transport, listen to what is needed, and open it again when it hangs, until cancelled."""
+        """Open the transport, listen to what is needed, and reopen it when it hangs, until cancelled."""
         endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
         endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
         endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
@@ -94,11 +94,11 @@ class Networks:
             tasks.create_task(self._reopen_what_hangs(endpoint), name=f"reopen {endpoint.name}")
 
     async def tried(self) -> None:
-        """Wait until each network is listened to, or the first attempt to open it has failed."""
+        """Wait until each endpoint listens, or the first attempt to open it has failed."""
         await asyncio.gather(*(event.wait() for event in self._tried.values()))
 
     async def _open_with_retries(self, endpoint: Endpoint) -> None:
-        """Retry while the network is away."""
+        """Open the transport, with retries while the network is away."""
         backoff = self._backoff()
         self._expect_soon(endpoint)
         while True:
@@ -121,7 +121,7 @@ class Networks:
 
     async def reopen(self, endpoint: Endpoint) -> None:
         """Close the transport, open it again, and register all filters again, since it may have forgotten them. Nothing
-        is sent meanwhile. If the close hangs, too, it is cancelled after CLOSE_S_MAX."""
+        is sent meanwhile. If the close hangs as well, it is cancelled after CLOSE_S_MAX."""
         self._open.discard(endpoint.name)
         closing = asyncio.ensure_future(endpoint.close())
         try:
@@ -140,8 +140,8 @@ class Networks:
         self._on_connected(endpoint)
 
     def _expect_soon(self, endpoint: Endpoint) -> None:
-        """The network is away, and may be back soon. Where publishes carry the streamer's sink, no topic has a filter
-        of its own that could be missing."""
+        """Note that the network is away and may be back soon. Ignored if publishes carry the streamer's sink, since no
+        topic then has a filter of its own that could be missing."""
         if not endpoint.needs_sink:
             self._away_at[endpoint.name] = asyncio.get_running_loop().time()
 
@@ -159,10 +159,10 @@ class Networks:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
         if not connected:
             self._away_since[endpoint.name] = asyncio.get_running_loop().time()
-            if not endpoint.transport.only_listens:  # a partner that connects to us gets all our filters at once
+            if not endpoint.transport.only_listens:  # a partner that connects to us gets all filters at once
                 self._expect_soon(endpoint)
         else:
-            if self._tried[endpoint.name].is_set():  # else it is not listened to yet
+            if self._tried[endpoint.name].is_set():  # else it does not listen yet
                 self._away_at.pop(endpoint.name, None)
             self._away_since.pop(endpoint.name, None)
             self._linked.add(endpoint.name)
@@ -177,7 +177,7 @@ class Networks:
         return connected
 
     def away_s(self, endpoint: Endpoint) -> float:
-        """Returns how long its network has been away, while the streamer ran; 0: it is connected."""
+        """Returns how long its network has been away while the streamer ran; 0: it is connected."""
         now = asyncio.get_running_loop().time()
         if not self.is_connected(endpoint):
             return now - self._away_since.setdefault(endpoint.name, now)
@@ -185,7 +185,7 @@ class Networks:
         return 0.0
 
     def conditions(self) -> Iterator[Condition]:
-        """An endpoint that is not open is not ready; one that refuses something is degraded."""
+        """Yields conditions: an endpoint that is not open is not ready; one that refuses a filter is degraded."""
         for endpoint in self._endpoints:
             name = endpoint.name
             if trouble := self._troubles.get(name, ""):
@@ -206,7 +206,7 @@ class Networks:
     # Listening
 
     async def sync(self, *, retry: bool = True) -> None:
-        """Have every ingress listen to what is needed now; `retry`: also to what its network has refused before.
+        """Have every ingress listen to what is needed now; `retry`: also to filters that its network refused.
 
         Raises the first UStatusError, after all ingresses were tried.
         """
@@ -215,7 +215,7 @@ class Networks:
             raise error
 
     async def _sync_some(self, names: Iterable[str], retry: bool) -> dict[str, UStatusError]:
-        """Returns the errors of those that refuse something; one that hangs holds up no other."""
+        """Returns the errors of those that refuse a filter. One that hangs does not delay the others."""
         asked = list(names)
         results = await asyncio.gather(*(self._sync_one(name, retry) for name in asked))
         return {name: error for name, error in zip(asked, results, strict=True) if error is not None}
@@ -232,32 +232,32 @@ class Networks:
         return None
 
     async def listen(self, *, retry: bool = True) -> bool:
-        """Listen to what can be listened to now, and leave the rest to `run`. False if something is left."""
+        """Register what can be registered now, and leave the rest to `run`. Returns False if something is left."""
         failed = await self._try_to_listen([one.name for one in self._endpoints if one.name in self._open], retry)
         for name in failed:
             self._changed[name].set()
         return not failed
 
     async def _try_to_listen(self, names: Iterable[str], retry: bool) -> list[str]:
-        """Returns the names of those that refuse something."""
+        """Returns the names of those that refuse a filter."""
         errors = await self._sync_some(names, retry)
         for name, error in errors.items():
             log.warning("could not listen to everything; trying again", endpoint=name, error=str(error))
         return list(errors)
 
     def services_listen(self) -> None:
-        """All services inside have started. Once the interest is complete, too, all filters are registered."""
+        """Note that all services inside have started. Once the interest is complete, all filters are registered."""
         self._services_listen = True
         self.listen_soon()
 
     def listen_soon(self) -> None:
-        """Something else has to be listened to."""
+        """Listen soon to what is needed, which has changed."""
         for changed in self._changed.values():
             changed.set()
 
     async def _follow(self, name: str) -> None:
-        """Listen to what is needed, whenever that changes, until cancelled. What the network refuses is retried after a
-        while, and at once when a network is back."""
+        """Listen to what is needed whenever that changes, until cancelled. Refused filters are retried after a while,
+        and at once when a network is back."""
         loop, backoff, changed = asyncio.get_running_loop(), self._backoff(), self._changed[name]
         retry_at: float | None = None
         while True:
@@ -275,10 +275,10 @@ class Networks:
             self._has_tried(name)
 
     async def listen_before_answer(self, _: Any) -> None:
-        """The embedded service is about to answer: listen first, so that nothing published after the answer is missed.
+        """Listen before the embedded service answers, so that nothing published after the answer is missed.
 
-        Wait a little for a network that is being opened, or has just gone: what is published there before we are back
-        reaches nobody.
+        Wait a little for a network that is being opened or has just gone away: messages that are published there
+        before we are back are lost.
         """
         await self.listen(retry=False)
         loop = asyncio.get_running_loop()
@@ -297,6 +297,6 @@ class Networks:
             log.info("a subscription is answered though a network is away: it counts there from when that is back")
 
     def stop_waiting(self) -> None:
-        """Stop waiting for networks to be back."""
+        """Stop waiting for networks."""
         self._stopping = True
         self._back.set()

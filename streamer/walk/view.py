@@ -1,6 +1,6 @@
-"""View: what may pass between networks. The rules, who must get a record, and what a caller sees of the history.
+"""View: which messages may pass between networks (rules), who must get a record, and what a caller may read.
 
-    (source, sink) -> rule allows? -> sink's authority is theirs, or somebody there subscribed? -> Decision(legs, open)
+    (source, sink) -> rule allows? -> sink is there, or somebody there has subscribed? -> Decision(legs, open)
     (View)                            a service has not answered yet: its peers are open
                                       the topic is paused (paused.py): that peer is open, too
 
@@ -8,8 +8,8 @@
     (Access) -> an [[access]] entry names it: `allow` (if empty: as below), without `deny`
              -> else: messages from its own network, and those that the rules let pass there
 
-Decided once per topic (and, for callers, once for all with the same sight); callers cache the answer. When
-`View.version` has changed, `changed_since` returns which topics. Polling shows nothing that pushing would not.
+Decisions are made once per topic (and once for all callers with the same sight) and cached by callers. When
+`View.version` has changed, `changed_since` returns the topics. A poll shows nothing that a push would not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Rules:
         return iter(self._rules.values())
 
     def add(self, rule: Rule) -> None:
-        """Raises ALREADY_EXISTS if there is one between the two endpoints."""
+        """Raises ALREADY_EXISTS if the two endpoints have a rule."""
         if (rule.ingress, rule.egress) in self._rules:
             raise UStatusError(
                 UCode.ALREADY_EXISTS,
@@ -81,7 +81,7 @@ class Rules:
         return rule
 
     def endpoints_changed(self) -> None:
-        """Another endpoint may own an authority now: whatever was derived from the rules is derived anew."""
+        """Have everything derived from the rules derived again, since other endpoints may own authorities now."""
         self.version += 1
 
     def between(self, ingress: str, egress: str) -> Rule | None:
@@ -96,12 +96,12 @@ class Target(NamedTuple):
     """An authority that gets the record."""
 
     authority: str
-    since: int  # it gets records with a greater seq
-    period_ms: int | None  # at most one message per period; None: every one
+    since: int  # it gets only records with a greater seq
+    period_ms: int | None  # at most one message per period; None: every message
 
 
 class Leg(NamedTuple):
-    """A peer that gets the record, and for whom."""
+    """A peer that gets the record, and the targets there."""
 
     peer: Endpoint
     targets: tuple[Target, ...]
@@ -109,24 +109,24 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who gets a record. A peer that is `open` may have to get it as well, later: a uSubscription has not answered yet,
-    or the topic is paused."""
+    """Who gets a record. An `open` peer may have to get it later, because a uSubscription has not answered yet or the
+    topic is paused."""
 
     legs: tuple[Leg, ...] = ()
     open: tuple[Endpoint, ...] = ()
 
     def __bool__(self) -> bool:
-        """False: nobody wants it."""
+        """False if nobody wants it."""
         return bool(self.legs or self.open)
 
 
 NOBODY: Final = Decision()
 Version = tuple[int, int, int]
-"""Of the rules, the interest, the pauses."""
+"""The versions of the rules, the interest and the pauses."""
 
 
 class View:
-    """Pure. The order of `logs` is that of the positions of subscriptions (usubscription_client.table.Positions)."""
+    """Pure. `logs` have the order of the positions of subscriptions (usubscription_client.table.Positions)."""
 
     def __init__(
         self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused
@@ -136,12 +136,12 @@ class View:
 
     @property
     def version(self) -> Version:
-        """Changes whenever an answer of `decide` may."""
+        """Returns a version that changes whenever an answer of `decide` may change."""
         return (self.rules.version, self._interest.version, self._paused.version)
 
     def changed_since(self, version: Version) -> frozenset[uris.Key] | None:
-        """Returns the topics for which `decide` may answer differently by now; None: any topic. Only publishes:
-        messages with a sink do not depend on subscriptions."""
+        """Returns the topics of publishes for which `decide` may now answer differently; None: any topic. Messages
+        with a sink do not depend on subscriptions."""
         if (self.rules.version, self._paused.version) != (version[0], version[2]):
             return None
         changed = self._interest.changed_since(version[1])
@@ -155,7 +155,7 @@ class View:
         return self._held(wanted, source) if self._paused else wanted
 
     def wanted(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
-        """As `decide`, without pauses."""
+        """Returns the same as `decide`, but without pauses."""
         origin = self.endpoints.owner(source.authority_name)
         if origin is None:
             return NOBODY
@@ -188,7 +188,7 @@ class View:
         return tuple(Leg(self.endpoints[name], tuple(those)) for name, those in targets.items())
 
     def _open(self, origin: Endpoint, topic: UUri) -> tuple[Endpoint, ...]:
-        """Returns the peers of services that have not answered yet: both the subscriber's and the topic's service know
+        """Returns the peers of services that have not answered yet. Both the subscriber's and the topic's service know
         a subscription."""
         undecided = self._interest.undecided(topic)
         if not undecided:
@@ -209,7 +209,7 @@ class View:
         return self._interest.names(topic)
 
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
-        """True iff `topic` is published at `origin`, and somebody on another network has subscribed to exactly this
+        """True if `topic` is published at `origin`, and somebody on another network has subscribed to exactly this
         topic or pattern."""
         if self.endpoints.owner(topic.authority_name) is not origin:
             return False
@@ -242,7 +242,7 @@ class AccessPattern:
 
     @property
     def is_own(self) -> bool:
-        """Its authority is the caller's own."""
+        """True if its authority is the caller's own."""
         return not self.authority
 
     def matches(self, candidate: UUri, own: str) -> bool:
@@ -287,7 +287,7 @@ class _Sight(Sight):
         return self._cost
 
     def alike(self, authority: str) -> Hashable:
-        """Authorities with the same result are alike: they are on one network, and no pattern names one of them."""
+        """Returns the same for authorities that are alike: on one network, and not named by a pattern."""
         origin = self._endpoints.owner(authority)
         is_named = uris.is_one_of(authority, self._named)
         return origin.name if origin is not None else "", authority if is_named else ""
@@ -322,7 +322,7 @@ def _owned(patterns: Sequence[AccessPattern], own: str) -> list[AccessPattern]:
 
 
 class Access(Sights):
-    """The first of `entries` that names a caller applies."""
+    """The sights of callers. The first of `entries` that names a caller applies."""
 
     def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[AccessEntry]) -> None:
         self._endpoints, self._rules, self._entries = endpoints, rules, entries
