@@ -5,8 +5,8 @@ record -> pending, by epoch     frontier -> over in that log? over in all logs -
 safe: before the first pending record. After a restart it is read again from there; `delivered` says what was already
       delivered
 
-Each log reports its own frontiers. The filter is the maximal of what all of them have begun. An epoch is over when it
-is behind the minimal of what any of them may still bring.
+Each log reports its own frontiers. The filter has the maximal times that have begun in any log. An epoch is over when
+none of the minimal times that may still come from any log is less than or equal to it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 PENDING_BYTES_MAX: Final = 64 << 20  # of records that wait for the end of their epoch, and ...
 RECORD_BYTES: Final = 600  # ... what each takes in addition to its payload
-TIMEOUT_S: Final = 60.0  # a log that holds an epoch back may be silent for so long
+TIMEOUT_S: Final = 60.0  # the longest silence of a log that holds an epoch back
 
 MISSED: Final = "records of it may be in a gap"
 BEGUN: Final = "it had begun before it was read"
@@ -105,11 +105,11 @@ class Assembler:
         self.dropped: Counter[str] = Counter()
         self._table = GroupTable(self.dropped, each=each, beyond=self._beyond)
         self._groups = self._table.groups
-        self._lost: list[Assembled] = []  # losses that were to be reported before a restart
+        self._lost: list[Assembled] = []  # losses that were not reported before a restart
         self._plain: Positions = {}  # up to where records without an epoch were delivered
         self._is_suspect = False  # there was a gap, and no snapshot since
         self._bytes = 0
-        self._due: float | None = None  # nothing is overdue before, loop time; None: nothing waits
+        self._due: float | None = None  # loop time before which nothing is overdue; None: nothing waits
         self.counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -117,14 +117,14 @@ class Assembler:
         return f"Assembler({groups}, {dict(self.counts)}, dropped={dict(self.dropped)})"
 
     def frontiers(self) -> Iterator[tuple[str, Antichain, Antichain]]:
-        """Yields of each group its name, lower and upper frontier."""
+        """Yields the name, lower and upper frontier of each group."""
         for (name, _), group in self._groups.items():
             yield name, group.reported_frontiers.lower, group.reported_frontiers.upper
 
-    # -- what comes
+    # -- records and frontiers
 
     def begin(self, snapshot: Iterable[Record], now: float) -> None:
-        """`snapshot`: frontiers as of where the next records begin. Called at the start, and after each gap."""
+        """Begin to read, at the start and after each gap. `snapshot`: the frontiers where the next records begin."""
         running = {key for key, group in self._groups.items() if group.known or group.reported_frontiers.parts}
         for record in sorted(snapshot, key=lambda one: one.seq):
             log = first_log(record)
@@ -140,8 +140,8 @@ class Assembler:
             group.known.clear()
 
     def lose(self, damaged: Collection[bytes] = ()) -> None:
-        """There is a gap: the missing records may belong to any epoch that is not over. `damaged`: logs that may have
-        gone back, so that the seqs of delivered records may be those of other records now."""
+        """Note a gap, whose records may belong to any epoch that is not over. `damaged`: logs that may have gone back,
+        so that the seqs of delivered records may now be those of other records."""
         self._is_suspect = True
         for log in damaged:
             self._plain.pop(log, None)
@@ -150,7 +150,7 @@ class Assembler:
                     last.pop(log, None)
 
     def take(self, records: Iterable[Record], now: float) -> list[Assembled]:
-        """Take records in the order of each log. Returns what is over by them."""
+        """Take records in the order of each log. Returns the epochs that they end."""
         ready, self._lost = self._lost, []
         plain: list[Record] = []
         for record in records:
@@ -167,7 +167,7 @@ class Assembler:
         return ready + self._shrink()
 
     def _was_plain_delivered(self, record: Record) -> bool:
-        """Before a restart, without waiting for an epoch."""
+        """Returns whether the record was delivered before a restart, without an epoch."""
         if record.seq <= self._plain.get(record.incarnation, 0):
             self.dropped["delivered"] += 1
             return True
@@ -219,7 +219,7 @@ class Assembler:
                 group.unknown_since = now
 
     def _lose(self, key: GroupKey, group: GroupState, open: Iterable[Time], by: Record) -> Iterator[Assembled]:
-        """Records of these epochs may be missing, as the record `by` shows."""
+        """Note that records of these epochs may be missing, as the record `by` shows."""
         lost = [time for time in open if not is_covered(group.filter, time)]
         group.filter = raised(group.filter, lost)
         lost += [time for time in group.pending if time not in lost and is_covered(group.filter, time)]
@@ -232,7 +232,7 @@ class Assembler:
         if self._filter == "all":
             group.pending.setdefault(time, PendingEpoch()).incomplete = BEGUN_THERE
             return
-        if group.is_rest(time):  # the reader was told that records were missing
+        if group.is_rest(time):  # it was reported that records were missing
             if time in group.pending:
                 yield self._deliver(key, group, time)
             return
@@ -291,7 +291,7 @@ class Assembler:
         pending.first.setdefault(record.incarnation, record.seq)
         return []
 
-    # -- what is over
+    # -- epochs that are over
 
     def _over(self, key: GroupKey, group: GroupState) -> list[Assembled]:
         merged = group.reported_frontiers
@@ -347,11 +347,11 @@ class Assembler:
 
     @property
     def due(self) -> float | None:
-        """When to call `overdue`, loop time; None: nothing waits."""
+        """Returns the loop time at which to call `overdue`; None: nothing waits."""
         return self._due
 
     def _expect(self, group: GroupState) -> None:
-        """The pending epochs of the group have changed."""
+        """Update the due time after the pending epochs of the group have changed."""
         group.reported_frontiers.is_settled = False
         at = group.due(self._timeout_s)
         if at is not None:
@@ -370,8 +370,8 @@ class Assembler:
     # -- restarts
 
     def safe(self, positions: Positions, held: Iterable[Assembled] = ()) -> Positions:
-        """Returns from where to read after a restart, if it was read up to `positions` and the reader has not stored
-        `held` yet."""
+        """Returns the positions to read from after a restart, if the logs were read up to `positions` and the reader
+        has not stored `held` yet."""
         safe = dict(positions)
 
         def lower(log: bytes, seq: int) -> None:
@@ -388,7 +388,7 @@ class Assembler:
         return safe
 
     def forget(self, safe: Positions) -> None:
-        """It is not read again from before `safe`."""
+        """Forget records before `safe`, which are not read again."""
         for group in self._groups.values():
             group.forget_delivered(safe)
 
@@ -412,7 +412,7 @@ class Assembler:
         return {"groups": saved, "plain": {log.hex(): seq for log, seq in plain.items() if seq > safe.get(log, seq)}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Called before anything is taken. Raises KeyError, TypeError, ValueError for what `save` never returned."""
+        """Called before anything is taken. Raises KeyError, TypeError or ValueError for invalid data."""
         self._plain = {bytes.fromhex(log): int(seq) for log, seq in saved.get("plain", {}).items()}
         for one in saved["groups"]:
             keeper = one["keeper"]
@@ -432,7 +432,7 @@ def begins(beginning: Beginning, topics: Sequence[UUri]) -> bool:
 
 
 def begins_with_frontiers(beginning: Beginning, keeper: KeeperAddress) -> bool:
-    """Returns whether frontiers that this keeper has sent before may be missing, too."""
+    """Returns whether earlier frontiers of this keeper may be missing, too."""
     return concerns(beginning, keeper[0]) and begins(beginning, [uris.uri(*keeper, ids.VERSION, ids.FRONTIERS)])
 
 

@@ -35,7 +35,7 @@ NUMBER_MAX: Final = (1 << 63) - 1
 GROUP_MAX: Final = 64  # bytes of its name
 LENGTH_MAX: Final = 8  # numbers of a time
 ACTIVE_MAX: Final = 256  # open epochs of a group: each frontier names all of them
-FILTER_MAX: Final = 1_024  # of an antichain of several logs; more become one time that is greater than each
+FILTER_MAX: Final = 1_024  # of an antichain of several logs; more become one time greater than each
 PASSED_MAX: Final = 64  # of a frontier; more become one time that is greater than each
 ENDED_KEPT_MAX: Final = 1_024  # completed times that are distinguished from skipped ones
 SPANS_MAX: Final = 8  # spans of times that are distinguished; a cursor file contains them
@@ -46,7 +46,7 @@ def time_of(time: LogicalTime) -> Time:
 
 
 def wire_time(time: Time) -> LogicalTime:
-    """Raises INVALID_ARGUMENT for what is not a tuple of integers of 64 bits."""
+    """Raises INVALID_ARGUMENT if `time` is not a tuple of 64-bit integers."""
     try:
         return LogicalTime(numbers=time)
     except (TypeError, ValueError):
@@ -60,7 +60,7 @@ def precedes(one: Time, other: Time) -> bool:
 
 
 def minimal(times: Iterable[Time]) -> Antichain:
-    """Returns the times that no other one is less than."""
+    """Returns the times for which no other one is less."""
     kept: list[Time] = []
     for time in sorted(set(times)):  # in this order no time is less than an earlier one
         if not any(precedes(one, time) for one in kept):
@@ -93,7 +93,7 @@ def not_passed(filter: Antichain, lower: Collection[Time]) -> Antichain:
 
 
 def raised(antichain: Antichain, times: Iterable[Time]) -> Antichain:
-    """Returns the maximal of both; if they are too many, the least time that is greater than each."""
+    """Returns the maximal times of both; if they are too many, the least time that is greater than each."""
     for time in times:
         if not is_covered(antichain, time):
             antichain = frozenset(one for one in antichain if not precedes(one, time)) | {time}
@@ -144,7 +144,7 @@ class EpochState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PassedTimes:
-    """Times that a step has ended, in an order in which none follows a greater one."""
+    """Times that a step has ended, in an order in which no time follows a greater one."""
 
     completed: list[Time] = field(default_factory=list)
     skipped: list[Time] = field(default_factory=list)  # held, without a record
@@ -177,20 +177,20 @@ class Frontier:
 
     @property
     def lower(self) -> Antichain:
-        """The minimal held times."""
+        """Returns the minimal held times."""
         if self._lower is None:
             self._lower = minimal(self.held)
         return self._lower
 
     @property
     def upper(self) -> Antichain:
-        """The maximal active times, which are those with records. A reader that begins now misses nothing of a time
-        that is only held."""
+        """Returns the maximal active times, which are those with records. A reader that begins now misses no record of
+        a time that is only held."""
         return maximal(self.seen)
 
     @property
     def length(self) -> int | None:
-        """The length of its times; None: there was none so far."""
+        """Returns the length of its times; None: there was none so far."""
         return next((len(time) for times in (self.held, self.seen, self.passed) for time in times), None)
 
     def state(self, time: Time) -> EpochState:

@@ -1,4 +1,4 @@
-"""What an Assembler knows of each group: its frontiers, the records that wait, and what a restart must remember.
+"""The state of each group in an Assembler: its frontiers, the records that wait, and the state for a restart.
 
 record of frontiers -> GroupTable.read -> key, group, GroupFrontier, LogFrontier, for each group that it names
 record of an epoch  -> GroupTable.key_of -> key
@@ -47,7 +47,7 @@ class GroupState:
     suspect: Antichain = NOTHING  # epochs that are covered by these, and not over, may have records in a gap
     reported_frontiers: MergedFrontiers = field(default_factory=MergedFrontiers)
     pending: dict[Time, PendingEpoch] = field(default_factory=dict)
-    incomplete: dict[Time, str] = field(default_factory=dict)  # as frontiers say, of epochs not delivered yet
+    incomplete: dict[Time, str] = field(default_factory=dict)  # reasons in frontiers, for epochs not delivered yet
     # Epochs that were delivered or dropped and whose records may be read again, with the last seq in each log. An entry
     # also holds for all epochs that are less than it, because those were delivered before.
     delivered: dict[Time, Positions] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class GroupState:
     known: set[bytes] = field(default_factory=set)  # logs that had reported a frontier before a restart
     finished: Spans = field(default_factory=Spans)  # delivered epochs: further records of them are the rest
     redelivered: set[Time] = field(default_factory=set)  # exceptions from `finished`: not taken before a restart
-    reported: dict[Time, None] = field(default_factory=dict)  # epochs of which only the loss is delivered; the newest
+    reported: dict[Time, None] = field(default_factory=dict)  # newest epochs of which only the loss is reported
     length: int = 0  # of its times
 
     def begin_log(self, reported: GroupFrontier, open: Iterable[Time], *, is_running: bool) -> None:
@@ -72,7 +72,7 @@ class GroupState:
         return time not in self.redelivered and time in self.finished
 
     def note_delivered(self, time: Time, records: Iterable[Record]) -> None:
-        """These records are not to be delivered again."""
+        """Note that these records must not be delivered again."""
         last: Positions = {}
         for record in records:
             last[record.incarnation] = max(record.seq, last.get(record.incarnation, 0))
@@ -91,12 +91,12 @@ class GroupState:
         return time not in self.open and any(record.seq <= last.get(record.incarnation, 0) for last in lasts)
 
     def forget_delivered(self, safe: Positions) -> None:
-        """Forget what is before `safe`, from where it is read again after a restart."""
+        """Forget what is before `safe`, the positions from which a restart reads again."""
         for time in [one for one, last in self.delivered.items() if _is_before(last, safe)]:
             del self.delivered[time]
 
     def note_reported(self, time: Time) -> bool:
-        """The loss of the epoch is reported. Returns whether it was not reported before."""
+        """Note that the loss of the epoch is reported. Returns whether it was not reported before."""
         is_new = time not in self.reported
         self.reported[time] = None
         if len(self.reported) > REPORTED_MAX:
@@ -121,7 +121,7 @@ class GroupState:
     # -- restarts
 
     def save(self, safe: Positions, in_hand: Mapping[Time, str]) -> dict[str, Any]:
-        """`in_hand`: epochs that were delivered and not taken, and why they are incomplete."""
+        """Returns data for `restore`. `in_hand`: epochs delivered and not taken, and why they are incomplete."""
         open = {time: one.incomplete for time, one in self.pending.items()} | dict(in_hand)
         return {
             "filter": sorted(self.filter),
@@ -139,7 +139,7 @@ class GroupState:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Raises KeyError, TypeError, ValueError for what `save` never returned."""
+        """Raises KeyError, TypeError or ValueError for data that is not of `save`."""
         self.filter = maximal([*self.filter, *map(restored_time, saved["filter"])])
         self.suspect = maximal(map(restored_time, saved["suspect"]))
         self.known = {bytes.fromhex(log) for log in saved["logs"]}
@@ -220,7 +220,7 @@ class GroupTable:
             yield key, self.of(key), reported, part
 
     def merge(self, group: GroupState, name: str, log: bytes, part: LogFrontier) -> Collection[LogFrontier]:
-        """Merge what a log reports. Returns the last reports of logs that it replaces."""
+        """Merge the report of a log. Returns the last reports of logs that it replaces."""
         merged = group.reported_frontiers
         merged.update(log, part)
         group.unknown_since = None
@@ -230,8 +230,8 @@ class GroupTable:
         return replaced.values()
 
     def _has_length(self, key: GroupKey, keeper: KeeperAddress, length: int) -> bool:
-        """Times of a group have as many numbers as its first one, unless its only keeper begins it again with others,
-        and nothing waits."""
+        """Returns whether times of the group may have this length: that of its first one, unless its only keeper begins
+        it again with another, and nothing waits."""
         group = self.of(key)
         if length and group.length not in (0, length):
             if group.pending or any(part.keeper != keeper for part in group.reported_frontiers.parts.values()):
@@ -241,7 +241,7 @@ class GroupTable:
         return True
 
     def _has_free_capacity(self, log: bytes, name: str) -> bool:
-        """One log may report GROUPS_MAX groups that have not ended."""
+        """Returns whether the log may report one more group: it may have GROUPS_MAX that have not ended."""
         known = self._keepers.setdefault(log, {})
         if name not in known and len(known) >= GROUPS_MAX:
             for other, keeper in list(known.items()):
@@ -252,7 +252,7 @@ class GroupTable:
         return name in known or len(known) < GROUPS_MAX
 
     def _leave(self, merged: MergedFrontiers, name: str, log: bytes, now: float) -> None:
-        """The log reports nothing more of the group."""
+        """Note that the log reports nothing more about the group."""
         if log in merged.parts:
             merged.drop(log, now)
         self._keepers[log].pop(name, None)
@@ -261,10 +261,10 @@ class GroupTable:
 
 
 def first_log(record: Record) -> bytes:
-    """Returns the log in which the record was first appended: there its epoch was kept."""
+    """Returns the log in which the record was first appended, whose keeper assigned its epoch."""
     return record.incarnation if record.origin is None else record.origin.incarnation
 
 
 def _is_before(last: Positions, safe: Positions) -> bool:
-    """Returns whether none of it is read again."""
+    """Returns whether all of these records are before `safe`, so that none is read again."""
     return all(seq <= safe.get(log, seq) for log, seq in last.items())

@@ -47,8 +47,8 @@ from uprotocol.v1.uri_pb2 import UUri
 
 ACTIVE_EACH_MAX: Final = ACTIVE_MAX // 4  # of one publisher; in a group of several hosts, of one host
 CHANGES_MAX: Final = 2 * ACTIVE_EACH_MAX  # of one request
-# topics that were named at the end of epochs and of which messages are missing: each frontier record has all of them,
-# some 40 bytes each. A publisher, or one host, has a quarter
+# topics that were named at the end of epochs and that lack messages: each frontier record has all of them, some 40
+# bytes each. A publisher, or one host, has a quarter
 LAST_MAX: Final = 4_000
 LAST_EACH_MAX: Final = LAST_MAX // 4
 ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
@@ -79,8 +79,8 @@ class Group:
         return any(uris.matches(pattern, source) for pattern in self.topics)
 
     def owner(self, publisher: PublisherAddress) -> PublisherAddress:
-        """Returns to whose share of the group's limits a publisher counts: itself, or its host in a group of several
-        hosts."""
+        """Returns the owner of the share of the group's limits that a publisher counts toward: itself, or its host in a
+        group of several hosts."""
         hosts = {topic.authority_name for topic in self.topics}
         are_several = len(hosts) > 1 or any(host.startswith(uris.WILDCARD_AUTHORITY) for host in hosts)
         return (publisher[0], 0) if are_several else publisher
@@ -150,7 +150,7 @@ class GroupEpochs(abc.ABC):
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.incomplete: dict[Time, str] = {}  # open epochs that will be incomplete, and why
         self.version = 0
-        self._ended: list[GroupFrontier.Ended] = []  # and not reported
+        self._ended: list[GroupFrontier.Ended] = []  # not reported yet
         self._is_changed = False  # in what `resume` needs
         self.spoiled: dict[Time, None] = {}  # ended by records that the log then refused; the newest ones
         self._reported = GroupFrontier()
@@ -158,14 +158,14 @@ class GroupEpochs(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group.name}, {self.frontier}, {dict(self.counts)})"
 
-    # -- what a kind of epochs decides
+    # -- decided by the kind of epochs
 
     @abc.abstractmethod
     def assign(self, records: Sequence[IncomingRecord], now_ms: int, now: float) -> list[Epoch | None]:
-        """Returns one for each record, before the records are stored. `now`: loop time."""
+        """Returns an epoch or None for each record, before they are stored. `now`: loop time."""
 
     def refused(self, publisher: PublisherAddress, topic: bytes, time: Time) -> None:
-        """A record that was assigned to the epoch could not be stored. Its sender may send it again."""
+        """Note that a record of the epoch could not be stored. Its sender may send it again."""
 
     @abc.abstractmethod
     def settle(self, now: float) -> None:
@@ -178,9 +178,9 @@ class GroupEpochs(abc.ABC):
     @property
     @abc.abstractmethod
     def due(self) -> float | None:
-        """When to call `tick`, loop time; None: nothing waits."""
+        """Returns the loop time at which to call `tick`; None: nothing waits."""
 
-    # -- what all have in common
+    # -- common to all kinds
 
     def _epoch(self, time: Time) -> Epoch:
         return Epoch(self.group.name, time)
@@ -218,7 +218,7 @@ class GroupEpochs(abc.ABC):
 
     @property
     def reported(self) -> GroupFrontier:
-        """The last report."""
+        """Returns the last report."""
         return self._reported
 
     def report(self) -> GroupFrontier:
@@ -258,7 +258,7 @@ class GroupEpochs(abc.ABC):
         )
 
     def resume(self, report: GroupFrontier, now: float) -> None:
-        """Continue from the last report before a restart. Raises FAILED_PRECONDITION if that was of another kind."""
+        """Continue from the last report before a restart. Raises FAILED_PRECONDITION if it is of another kind."""
         kept = report.kept
         if kept.kind != self.kind:
             what = f"the epochs of {self.group.name!r} were kept by {kept.kind}, and its readers know them so"
@@ -348,7 +348,7 @@ class Buckets(GroupEpochs):
                     self.incomplete.setdefault(time, SILENT)
             if any(time > last for time in self.frontier.seen):
                 self._advance(last[0] + self._width)
-            else:  # it holds no bucket while nothing comes, so that a reader of other groups does not wait for it
+            else:  # hold no bucket while nothing comes, so that readers of other groups do not wait for it
                 for time in self._release(*self.frontier.lower).completed:
                     self._ends.pop(time, None)
 
@@ -373,7 +373,7 @@ class Buckets(GroupEpochs):
 
 @dataclass(slots=True)
 class Received:
-    """The messages of one topic in an epoch that have come."""
+    """The messages of one topic that have come in an epoch."""
 
     count: int = 0
     newest_id: bytes = b""
@@ -410,7 +410,7 @@ class Progress(GroupEpochs):
         self._positions = positions
         self.publishers: dict[PublisherAddress, dict[Time, OpenEpoch]] = {}
         self.covered: dict[Time, PublisherAddress] = {}  # closed epochs that a lower one, not closed, precedes
-        self._settled: list[tuple[PublisherAddress, Time]] = []  # may be over by the records that came
+        self._settled: list[tuple[PublisherAddress, Time]] = []  # epochs that may be over after the latest records
 
     # -- changes by publishers
 
@@ -620,7 +620,7 @@ class Progress(GroupEpochs):
             self.publishers.setdefault((one.publisher.authority_name, one.publisher.ue_id), {})[time] = held
         self.covered = dict.fromkeys(
             map(time_of, report.kept.seen), ("", 0)
-        )  # whose they are matters only for those that are not held
+        )  # the publisher matters only for times that are not held
         return held_times
 
 

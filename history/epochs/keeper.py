@@ -4,9 +4,9 @@ append -> mark: topics of a group? -> assign -> frontier (epochs that it opens),
                                        frontier (epochs that it ends): one append, stored whole or not at all
 Progress -> change -> frontier -> answered when it is stored            a timer -> tick -> frontier
 
-A frontier is a record like any other: retention, following, push and poll, gaps and restarts treat it as one. It is
-valid at its position in the log. Each names all groups, so the newest one up to a position is a snapshot. A group that
-has records in several logs is reported in each of them: an epoch is over when it is over in all.
+Retention, following, push and poll, gaps and restarts treat a frontier like any other record. It is valid at its
+position in the log. Each names all groups, so the newest one up to a position is a snapshot. A group that has records
+in several logs is reported in each of them: an epoch is over when it is over in all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = structlog.get_logger()
 class _InLog:
     """The state of one log. `plain`: streams of no group; `of`: streams of a group, with the publisher and the topic.
     `numbers`: of the last frontier, by group; a group without records here has none. `unreported`: by group, epochs
-    that were opened and ended by frontiers that failed; `unopened`: epochs that have ended and that the log never knew.
+    that were opened and ended by frontiers that failed; `unopened`: ended epochs that the log never knew.
     `reported_after`: the newest frontier has a greater seq."""
 
     plain: set[int] = field(default_factory=set)
@@ -188,7 +188,7 @@ class Keeper:
             for index, epoch in zip(indices, kept.assign(records, now_ms, now), strict=True):
                 epochs[index] = epoch
             self._involve(one, kept)
-        if one.floor_seq > state.reported_after:  # so that a restart finds one, whatever retention deletes
+        if one.floor_seq > state.reported_after:  # so that a restart finds a frontier, whatever retention deletes
             state.unreported.update(
                 {name: GroupFrontier(group=name) for name in self._kept if name not in state.unreported}
             )
@@ -252,7 +252,7 @@ class Keeper:
                 _insert(append, state.stream, message, is_ahead=is_ahead)
                 continue
             done = one.append([state.stream], [message])
-            if done.done() and done.exception() is not None:  # it was refused before it was tried
+            if done.done() and done.exception() is not None:  # it was refused at once
                 self._report_later(one, [message])
             done.add_done_callback(_ignore_error)
             waiting.append(done)
@@ -276,7 +276,7 @@ class Keeper:
         return EncodedMessage.of(UMessageBuilder.publish(self.topic).with_id(uuids.new()).pack(frontier))
 
     def failed(self, one: Log, appends: Sequence[Append]) -> None:
-        """These appends have failed: report their changes again, and do not count their records."""
+        """Report the changes of failed appends again, and do not count their records."""
         state = self._in[one]
         for append in appends:
             for id, epoch in zip(append.streams, append.epochs or (), strict=False):
@@ -386,7 +386,7 @@ def _insert(append: Append, stream: int, message: Carried, *, is_ahead: bool) ->
 
 
 def _ignore_error(done: asyncio.Future[int]) -> None:
-    """Mark an error as retrieved: there may be nobody who waits for it."""
+    """Mark an error as retrieved, since nobody may wait for it."""
     if not done.cancelled():
         done.exception()
 

@@ -1,7 +1,7 @@
-"""Merges the frontiers that several logs report of one group: how far the group has come in all of them. Pure.
+"""Merges the frontiers of one group that several logs report: how far the group has come in all of them. Pure.
 
-update(log, LogFrontier) -> lower: the minimal of what any log may bring
-                         -> is_over(time): in each log, as of a version that knows that time
+update(log, LogFrontier) -> lower: the minimal times that may come from any log
+                         -> is_over(time): over in each log, at a version that knows that time
 silence: a log that has reported nothing for too long is no longer waited for, until it reports again
 
 The cost depends on the change, not on the number of logs: each of a thousand vehicles reports all the time.
@@ -28,7 +28,7 @@ from history.epochs.frontier import (
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier
 
 LOGS_MAX: Final = 16  # of one keeper; it has a durable and a volatile one
-SINCE_MAX: Final = 4_096  # times of which some log of a keeper does not know
+SINCE_MAX: Final = 4_096  # times that some log of a keeper does not know
 
 KeeperAddress = tuple[str, int]  # of the keeper of a group: authority, uEntity
 Life = tuple[Any, int, Collection[Any]]  # of a log: its incarnation, the version, and the logs that this version names
@@ -46,8 +46,8 @@ def times_of(report: GroupFrontier) -> tuple[list[Time], list[Time]] | None:
 
 
 def is_replaced(old: Life, new: Life) -> bool:
-    """Returns whether the old one of two logs of a keeper no longer exists, by the last report of each; that of the new
-    one came last. If both exist, one names the other."""
+    """Returns whether the old one of two logs of a keeper no longer exists, by the last report of each; the new log's
+    came last. If both exist, one names the other."""
     (old_log, old_version, old_logs), (log, version, logs) = old, new
     return old_log not in logs and (old_version <= version or log not in old_logs)
 
@@ -103,16 +103,16 @@ class MergedFrontiers:
         self._named: Counter[bytes] = Counter()
         self._waited_for: OrderedDict[bytes, LogFrontier] = OrderedDict()  # the last one reported last
         self._silent: dict[bytes, LogFrontier] = {}
-        self._has_given_up = False  # on those that are unheard
+        self._has_given_up = False  # True: the unheard logs are no longer waited for
 
     def __repr__(self) -> str:
         return f"MergedFrontiers({sorted(self.lower)}, {len(self.parts)} logs)"
 
-    # -- how far it has come
+    # -- frontiers
 
     @property
     def lower(self) -> Antichain:
-        """The minimal of what may come from the logs that are waited for."""
+        """Returns the minimal times that may come from the logs that are waited for."""
         if self._lower is None:
             self._lower = minimal(self._lows)
         return self._lower
@@ -123,7 +123,7 @@ class MergedFrontiers:
 
     @property
     def is_whole(self) -> bool:
-        """No log of which nothing is known is waited for."""
+        """True if every log that is waited for has reported."""
         return not self.unheard or self._has_given_up
 
     def is_over(self, time: Time) -> bool:
@@ -178,7 +178,7 @@ class MergedFrontiers:
         return replaced
 
     def touch(self, log: bytes, part: LogFrontier, now: float) -> None:
-        """The log is there, and has reported nothing new."""
+        """Note that the log is there, without a new report."""
         if part.heard_at == now and not part.is_silent:
             return
         part.heard_at = now
@@ -235,10 +235,10 @@ class MergedFrontiers:
             self._has_given_up = True
             self.is_settled = False
 
-    # -- inside
+    # -- internals
 
     def _touch_others(self, keeper: _Keeper, log: bytes, part: LogFrontier, now: float) -> None:
-        """Logs of one keeper with the same version count as heard, too: there was nothing to report in them."""
+        """Count the keeper's other logs with the same version as heard, too: they had nothing to report."""
         if len(keeper.parts) > 1:
             for other_log, other in keeper.parts.items():
                 if other_log != log and not other.is_silent and other.version >= part.version:
@@ -279,7 +279,7 @@ class MergedFrontiers:
             self.unheard_since = now
 
     def _count(self, of: KeeperAddress) -> None:
-        """The versions of the keeper's logs have changed."""
+        """Update after the versions of the keeper's logs have changed."""
         keeper = self._keepers[of]
         versions = {one.version for one in keeper.parts.values() if not one.is_silent}
         keeper.oldest = min(versions, default=1 << 63)
@@ -293,7 +293,7 @@ class MergedFrontiers:
 
     @staticmethod
     def _forget(keeper: _Keeper, part: LogFrontier) -> None:
-        """Forget times that all of its logs know, and that are over."""
+        """Forget times that are over and that all logs of the keeper know."""
         since = keeper.since
         if len(since) > len(part.active):
             for time in [one for one, version in since.items() if version <= keeper.oldest and one not in part.active]:
