@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from history.log.log import Log
 
 CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have further cursors
-OWNERS_SHARE: Final = 2  # one uEntity has at most half of the names of its authority, so others on the host have some
+OWNERS_SHARE: Final = 2  # one uEntity has at most half of its authority's names, so that others on the host get some
 CONSUMER_LENGTH_MAX: Final = 200  # characters
-BOUND_MS: Final = 7 * 24 * 3_600_000  # a name keeps its owner for so long after its last use: the longest lease
+BOUND_MS: Final = 7 * 24 * 3_600_000  # how long a name keeps its owner after its last use: the longest lease
 TOUCH_MS: Final = 3_600_000  # precision of the last use; it is not written with each poll
 
 CURSOR_PREFIX: Final = "consumer:"
@@ -55,7 +55,7 @@ class Owner:
 
 
 def owner_of(row_name: str) -> tuple[str, Owner] | None:
-    """Returns the consumer and its owner; None if the row is not of an owner."""
+    """Returns the consumer and its owner; None if the row is not an owner's."""
     authority, _, rest = row_name.removeprefix(OWNER_PREFIX).partition("/")
     ue_type, _, consumer = rest.partition("/")
     if not row_name.startswith(OWNER_PREFIX) or not authority or not consumer:
@@ -93,7 +93,7 @@ class Consumers:
 
     def require(self, consumer: str, owner: Owner) -> None:
         """Check that `owner` may use the name. Raises PERMISSION_DENIED if another uEntity owns it, INVALID_ARGUMENT if
-        it is not a name."""
+        it is invalid."""
         if len(consumer) > CONSUMER_LENGTH_MAX or not consumer.isprintable():
             what = f"expected a consumer's name of at most {CONSUMER_LENGTH_MAX} printable characters"
             raise invalid(f"{what}, got {consumer[:50]!r}")
@@ -102,7 +102,7 @@ class Consumers:
             raise UStatusError(UCode.PERMISSION_DENIED, what)
 
     def hold(self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int) -> None:
-        """Set the cursor; a free name is bound to `owner`. Raises as `require`, and RESOURCE_EXHAUSTED."""
+        """Set the cursor; a free name is bound to `owner`. Raises the errors of `require`, and RESOURCE_EXHAUSTED."""
         self.require(consumer, owner)
         if self._owners.get(consumer) != owner:
             self._bind(consumer, owner)
@@ -111,7 +111,7 @@ class Consumers:
         log.cursors.set(cursor_name(consumer), min(max(seq, log.floor_seq), log.newest_seq), lease_ms=lease_ms)
 
     def release(self, consumer: str) -> Owner:
-        """Free the name: the next caller that uses it owns it, and continues at its cursor. Returns the owner so far.
+        """Free the name: the next caller that uses it owns it, and continues at its cursor. Returns the old owner.
         Raises NOT_FOUND."""
         if consumer not in self._owners:
             raise UStatusError(UCode.NOT_FOUND, f"no uEntity owns a consumer named {consumer!r}")
@@ -135,7 +135,7 @@ class Consumers:
         self._save(consumer, owner)
 
     def _evict(self, among: Callable[[Owner], bool], which: str) -> None:
-        """Free the name of one of these owners that has no lease and is unused for longest. Raises
+        """Free the name of one of these owners that has no lease and was unused longest. Raises
         RESOURCE_EXHAUSTED."""
         idle = [name for name, owner in self._owners.items() if among(owner) and not self._is_leased(name)]
         if not idle:

@@ -4,8 +4,8 @@ LISTING_NONE    logs
 LISTING_PAGE    logs, some topics, next_page: per log, the id of the last stream that is listed, and of the last to list
 LISTING_AT_ONCE logs, all topics, or RESOURCE_EXHAUSTED
 
-Ids of streams only grow, and are never used again. So a topic that exists all the time is listed once, whatever comes
-and goes between two pages. Topics that come after the first page are not listed, so the listing ends.
+Ids of streams only grow, and are never used again. So a topic that exists all the time is listed once, whichever
+others are added or removed between two pages. Topics added after the first page are not listed, so the listing ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE_TOPICS_MAX: Final = 1_000  # some 10 ms to list, to translate where the ans
 PAGE_BYTES_MAX: Final = 256 << 10  # of topics; they have 230 bytes each at most, so the limit before is reached first
 LOGS_MAX: Final = 256  # in a page, as many as in a poll
 STREAMS_PER_STEP: Final = 500  # examined in one step on the loop, some 3 ms if all of them are listed
-# examined for one page, some 40 ms of steps: where few match, a page may be short, or empty
+# examined for one page, some 40 ms of steps: if few match, a page may be short or empty
 STREAMS_PER_PAGE: Final = 200_000
 
 _RANGE: Final = struct.Struct(">16sQQ")  # incarnation, id of the last stream that is listed, and of the last to list
@@ -47,7 +47,7 @@ class Listing:
 
     @classmethod
     def of(cls, asked: DescribeRequest) -> Listing:
-        """Raises INVALID_ARGUMENT."""
+        """Returns the listing for a request. Raises INVALID_ARGUMENT."""
         if asked.listing not in DescribeRequest.Listing.values():
             raise invalid(f"unknown listing {asked.listing}; known: {', '.join(DescribeRequest.Listing.keys())}")
         if len(asked.page) % _RANGE.size or len(asked.page) > LOGS_MAX * _RANGE.size:
@@ -96,7 +96,7 @@ async def _page(matches: Mapping[Log, Match], listing: Listing) -> bytes:
 
 
 def _step(log: Log, match: Match, listing: Listing, after: int, until: int) -> int:
-    """Returns the id up to which the log is listed now."""
+    """List some streams. Returns the id up to which the log is now listed."""
     streams = log.streams_after(after, STREAMS_PER_STEP, match.authorities)
     listing.examined += len(streams)
     for stream in streams:

@@ -6,8 +6,8 @@ Command -> number: next? -> changes, in order -> Follower: topics -> a match for
    |   Poll with a follower: no topics ----------'     lease over -> the follower and its state are removed
    '-> push -> Pushing: poll after poll on its behalf -> frames, as many bytes as its window has -> responses
 
-All of it is in memory and leased: after a restart of either side the follower sends everything again. A push is an
-optimisation: the service does not record what has arrived.
+The state is in memory and leased: after a restart of either side the follower sends everything again. A push is an
+optimisation: the service does not record which frames have arrived.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FollowerKey = tuple[Caller, bytes]
 
 
 def unknown() -> UStatusError:
-    """The caller then sends everything again, under another name."""
+    """Returns an error after which the caller sends everything again, under another name."""
     what = "no such follower here (any more), or not this number: choose another name, and begin with number 1"
     return UStatusError(UCode.NOT_FOUND, what)
 
@@ -88,15 +88,15 @@ class Follower:
         return f"Follower({self.key[1].hex()[:8]} of {self.key[0][0]}, {len(self.topics)} topics, {self.push})"
 
     def matches_for(self, sight: Sight) -> dict[Log, Match]:
-        """Returns a match for each log. They are made again if what the caller may see has changed."""
+        """Returns a match for each log. They are made again if the caller's sight has changed."""
         if sight.key != self._sight.key:
             self._sight = sight
             self._make_matches()
         return self._matches
 
     def change(self, changes: Iterable[TopicChange]) -> None:
-        """Each change is of another pattern. An exact topic examines its own streams; a pattern examines all streams
-        once."""
+        """Apply changes, each of another pattern. An exact topic examines its own streams; a pattern examines all
+        streams once."""
         is_new_match = False
         for address, topic, is_wild, period_ms in changes:
             self._thinned += (period_ms > 0) - (self.topics.get(address, 0) > 0)
@@ -133,11 +133,11 @@ class Follower:
 
     @property
     def waits(self) -> bool:
-        """A poll of its own is running."""
+        """True if a poll of its own is running."""
         return any(not poll.is_pushed and not poll.is_cut for poll in self.polls)
 
     def thinning(self) -> Thinning | None:
-        """For one answer; None: no topic is sampled."""
+        """Returns the thinning for one answer; None: no topic is sampled."""
         return Thinning(self._period) if self._thinned else None
 
     def _period(self, of: Log, stream: int) -> int:
@@ -176,7 +176,7 @@ class Followers:
         self._matches, self._sight_of, self._answer = matches, sight_of, answer
         self._responses, self._frames = responses, frames
         self._window_bytes_max = window_bytes_max
-        self._pushes = set[Pushing]()  # that have not ended
+        self._pushes = set[Pushing]()  # pushes that have not ended
         self._followers: dict[FollowerKey, Follower] = {}
         self._shares = Shares[str](FOLLOWERS_MAX, share=share)
         self._topics = Shares[str](topics_max, share=share)
@@ -243,13 +243,13 @@ class Followers:
     # -- commands
 
     def consumer_of(self, asked: CommandRequest, caller: UUri) -> tuple[str, int]:
-        """Returns for which consumer the push is, and its lease in milliseconds; "": for none."""
+        """Returns the consumer of the push, or "", and its lease in milliseconds."""
         push = self._followers[_caller(caller), asked.follower].push
         return push.consumer if push is not None else ("", 0)
 
     def command(self, asked: CommandRequest, attributes: UAttributes) -> CommandResponse:
-        """Raises NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED or UNAVAILABLE; then nothing has
-        changed."""
+        """Apply a command. Raises NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED or UNAVAILABLE;
+        then nothing has changed."""
         if self._closed:
             raise UStatusError(UCode.UNAVAILABLE, "the history service is stopping: try again later")
         caller = attributes.source
@@ -373,7 +373,7 @@ class Followers:
 
 
 def _changes(asked: CommandRequest, caller: str) -> list[TopicChange]:
-    """Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED."""
+    """Returns the changes. Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED."""
     if len(asked.changes) > PATTERNS_MAX:
         what = f"expected at most {PATTERNS_MAX} changes, got {len(asked.changes)}: send several commands"
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)

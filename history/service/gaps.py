@@ -1,4 +1,4 @@
-"""Publishes gaps, which are records that are lost, on a topic of core.ustreamer: up://AUTHORITY/4/1/8002.
+"""Publishes gaps, which are lost records, on a topic of core.ustreamer: up://AUTHORITY/4/1/8002.
 
 Log.damage at the start, on_found later -------------.
 retention has deleted records owed to a peer: add ---+-> queue (bounded) -> run: publish
@@ -27,8 +27,8 @@ log = structlog.get_logger()
 
 
 class Gaps:
-    """`add` queues a gap without waiting; `run` publishes the queue until it is cancelled. `total` counts gaps, `lost`
-    those that found the queue full."""
+    """`add` queues a gap without waiting; `run` publishes the queue until it is cancelled. `total` counts gaps; `lost`
+    counts those that found the queue full."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 patterns, sight -> Match -- advance: some streams at a time --> ids, kept, and extended as streams come
      | named topics: only their streams are looked up; named authorities: only the streams of those are examined
      |-- wildcards: each kind of topic (an address without its authority) is compared once, and checked once for all
-     |   authorities of which the caller sees the same
+     |   authorities with the same visible topics
      '-- a pattern that names only an authority, or a caller that sees all of one: nothing is compared
 newest_seq: reads back through the records in memory to the first one of a matching stream. While ids are not complete,
             it reads a few thousand records back and checks the stream of each
@@ -29,7 +29,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 STREAMS_PER_STEP: Final = 2_000  # examined in one step on the loop, and ...
 COMPARISONS_PER_STEP: Final = 4_000  # ... comparisons with patterns for these: some 2 ms
-LAST_RECORDS: Final = 4_000  # searched for a match before all streams are: where much matches, one is among them
+LAST_RECORDS: Final = 4_000  # searched for a match before all streams: if many match, one is likely among them
 FEW_MAX: Final = 8_192  # streams whose newest records are compared one by one; of more, the newest is remembered
 KINDS_MAX: Final = 4_096  # kinds of topics, and authorities, in the caches of one match; some 100 bytes each
 CACHED_MAX: Final = 1_024  # sets of patterns; consumers use the same ones from poll to poll
@@ -48,20 +48,20 @@ class Sight:
 
     @property
     def cost(self) -> int:
-        """Returns with how many patterns `sees` compares a topic."""
+        """Returns the number of patterns that `sees` compares a topic with."""
         return 0
 
     def sees(self, source: UUri, sink: UUri | None) -> bool:
         return True
 
     def alike(self, authority: str) -> Hashable:
-        """Returns a value that is the same for authorities of which the same topics are seen. Of these, one check
-        decides for all topics of one kind that name no sink. By default each authority has its own value."""
+        """Returns a value that is the same for authorities with the same visible topics. For these, one check decides
+        for all topics of one kind that name no sink. By default each authority has its own value."""
         return authority
 
     def sees_all(self, authority: str) -> bool:
-        """Returns True if all topics of the authority that name no sink are seen, so that none has to be checked.
-        False: it is not known."""
+        """Returns True if all topics of the authority that name no sink are visible, so that none has to be checked.
+        False: unknown."""
         return False
 
 
@@ -73,7 +73,7 @@ class Sights:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever a result of `of` may change."""
+        """Returns a number that changes whenever a result of `of` may change."""
         return 0
 
     def of(self, caller: UUri) -> Sight:
@@ -82,7 +82,7 @@ class Sights:
 
 
 class Patterns(NamedTuple):
-    """The patterns of a request, and a key that is the same for the same ones."""
+    """The patterns of a request, and a key that is equal for equal patterns."""
 
     key: tuple[tuple[str, int, int, int], ...]
     uris: tuple[UUri, ...]
@@ -92,7 +92,7 @@ class Match:
     """The streams of one log that one of the patterns matches and that the caller may see.
 
     `withheld` counts the streams that match and may not be seen; `withholds`: at least one such stream was found.
-    `authorities`: the only ones that the streams can have; None: any.
+    `authorities`: those that the streams can have; None: any.
     """
 
     def __init__(self, log: Log, patterns: Sequence[UUri], sight: Sight = EVERYTHING) -> None:
@@ -111,7 +111,7 @@ class Match:
                     self._whole.add(one.authority_name)
         self.authorities = None if self._anywhere else {one.authority_name for one in patterns}
         self._alike: Cache[str, Hashable] = Cache(KINDS_MAX)
-        self._seen_whole: Cache[str, bool] = Cache(KINDS_MAX)  # whether every topic of an authority is seen
+        self._seen_whole: Cache[str, bool] = Cache(KINDS_MAX)  # whether every topic of an authority is visible
         self._seen_alike: Cache[tuple[Hashable, bytes], bool] = Cache(KINDS_MAX)
         self._comparisons = 0  # of this step
         self._examined = 0  # streams up to this id have been examined
@@ -134,7 +134,7 @@ class Match:
 
     @property
     def memory_bytes(self) -> int:
-        """An estimate."""
+        """Returns an estimate."""
         return ID_BYTES * len(self.ids)
 
     # -- the streams
@@ -146,7 +146,7 @@ class Match:
             return True
         only = self.authorities
         if only is not None and newest - self._examined <= len(only):
-            only = None  # so few are new that examining each costs less
+            only = None  # few streams are new, so examining each costs less
         streams = self._log.streams_after(self._examined, STREAMS_PER_STEP, only)
         self._comparisons = 0
         for stream in streams:
@@ -161,7 +161,7 @@ class Match:
 
     @property
     def _is_far(self) -> bool:
-        """More than one step is left until all streams have been examined."""
+        """True if more than one step is left until all streams have been examined."""
         most = self._log.newest_stream_id - self._examined
         if most > STREAMS_PER_STEP and self.authorities is not None:
             most = sum(map(self._log.topics_of, self.authorities))
@@ -280,7 +280,7 @@ class Match:
         return seq
 
     async def _newest_after(self, seq: int) -> int:
-        """Returns the newest matching record after `seq`, from where on all records are in memory; 0: none."""
+        """Returns the newest matching record after `seq`; all these records are in memory. 0: none."""
         looked_at = 0
         for chunk in reversed(self._log.tail(seq) or ()):
             if not self.ids.isdisjoint(chunk.stream_set):
@@ -327,7 +327,7 @@ class Match:
     async def has_passed(self, floor: int, seq: int) -> bool:
         """Returns True if retention, which has deleted records up to `floor`, has deleted matching ones after `seq`."""
         if self._log.forgotten_seq(self.authorities) > seq:
-            return True  # nothing else is known of forgotten streams
+            return True  # nothing more is known about forgotten streams
         for number, stream in enumerate(self.streams(), 1):
             if stream.newest_seq > seq and stream.first_seq <= floor:
                 return True
@@ -343,7 +343,7 @@ class Matches:
         self._logs = list(logs)
         # with the authority that asked first; the most recently used is last
         self._cached: dict[MatchKey, tuple[str, dict[Log, Match]]] = {}
-        self._in_use: dict[Log, weakref.WeakSet[Match]] = {}  # also those that only a poll still holds
+        self._in_use: dict[Log, weakref.WeakSet[Match]] = {}  # including those that only a poll still has
         for log in self._logs:
             self._in_use[log] = weakref.WeakSet()
             log.on_forgotten(functools.partial(self._forget, log))

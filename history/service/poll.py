@@ -5,8 +5,8 @@ PollAnswer.read:  scan each log from there -> records of streams that match -> c
                                        -> gaps: retention, damage
 PollAnswer.read_up_to: the positions to go on from, each with the record there as its witness
 
-Frontiers come in pages. Of each matching topic of frontiers the newest record up to the position is sent. If epochs are
-reported in several logs that are followed into this one, older records are added until each of those is covered.
+Frontiers come in pages. For each matching topic of frontiers, the newest record up to the position is sent. If epochs
+are reported in several logs that are followed into this one, older records are added until each of those is covered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, Gap, PollRespons
 POLL_STEPS_MAX: Final = 16
 FRONTIER_TOPICS_MAX: Final = 1_024  # in one answer; each costs two reads
 FRONTIERS_BACK_MAX: Final = 8  # records read of one topic: a keeper writes to all of its logs at the same time
-# of frontiers; an answer with more of them has no records, so that it keeps space for one record of any size
+# of frontiers; an answer with more has no records, since it must have space for one record of any size
 FRONTIERS_BESIDE_RECORDS_BYTES_MAX: Final = 128 << 10
 # of a witness; it reveals nothing about a message that its caller may not see. Two records have the same one by chance
 # once in 10^19
@@ -50,7 +50,7 @@ class Thinning:
         self._kept: dict[tuple[Log, int], int] = {}  # seq of the last record that was kept
 
     async def thin(self, source: Log, chunk: Chunk) -> Chunk | None:
-        """Returns what is left; None: nothing."""
+        """Returns the records that are kept; None: none."""
         if not any(self._period(source, stream) for stream in chunk.stream_set):
             return chunk
         kept: list[int] = []
@@ -86,13 +86,13 @@ class FollowedTopics(Protocol):
     def matches_for(self, sight: Sight) -> dict[Log, Match]: ...
 
     def thinning(self) -> Thinning | None:
-        """For one answer; None: nothing is sampled."""
+        """Returns the thinning for one answer; None: no topic is sampled."""
 
 
 @dataclass(eq=False, slots=True)
 class PollAnswer:
-    """The answer to one request. `positions`: up to where each log has been read; empty before `begin`. `agreed`: of
-    logs that went back, by incarnation, up to where they are still what the caller knows."""
+    """The answer to one request. `positions`: how far each log has been read; empty before `begin`. `agreed`, by
+    incarnation of logs that went back: the seq up to which they are still what the caller knows."""
 
     request: CheckedPoll
     response: PollResponse = field(default_factory=PollResponse)
@@ -101,14 +101,14 @@ class PollAnswer:
     _has_capacity: bool = True  # for records beside the frontiers
 
     def has_ended(self) -> bool:
-        """Returns whether no log can bring anything more that is asked for."""
+        """Returns whether no log can have more of the requested records."""
         until = self.request.until
         return all(seq >= until.get(log.incarnation, seq + 1) for log, seq in self.positions.items())
 
     # -- where to begin
 
     async def begin(self, matches: Mapping[Log, Match], sees: Callable[[Log, int], Awaitable[bool]]) -> None:
-        """Decide from where each log is read, and report what is lost before that. `sees(log, seq)`: whether the caller
+        """Decide where to start in each log, and report losses before that. `sees(log, seq)`: whether the caller
         may know that this record exists, whatever its topic."""
         response, positions, logs = self.response, self.request.positions, list(matches)
         incarnations = {log.incarnation for log in logs}
@@ -167,10 +167,10 @@ class PollAnswer:
     # -- records
 
     async def read(self, matches: Mapping[Log, Match], thinning: Thinning | None) -> bool:
-        """Read each log on, each with its share of the reply, as far as the reply and some steps allow. Set `more` if
-        records are there that were not read.
+        """Read on in each log, with its share of the reply, as far as the reply and some steps allow. Set `more` if
+        some records were not read.
 
-        Returns whether it reached the end of each log, as that was when it began.
+        Returns whether it reached the end that each log had at the begin.
         """
         complete, until = self._has_capacity, self.request.until
         records, bytes = self.request.records_max, self.request.bytes_max
@@ -218,7 +218,7 @@ class PollAnswer:
     # -- frontiers
 
     async def _add_frontiers(self, matches: Mapping[Log, Match]) -> bool:
-        """Add the frontiers as of the positions, as many as fit. Returns whether all of them are in the answer and
+        """Add the frontiers at the positions, as many as fit. Returns whether all of them are in the answer and
         records fit beside them."""
         response, page = self.response, self.request.asked.frontiers_page
         logs = {log.incarnation: log for log in self.positions}
@@ -246,7 +246,7 @@ class PollAnswer:
 
 @dataclass(eq=False, slots=True)
 class Poll:
-    """A poll that runs. `is_pushed`: for a push, not a request. `is_cut`: answer it at once, even without records."""
+    """A running poll. `is_pushed`: for a push, not a request. `is_cut`: answer it at once, even without records."""
 
     request: CheckedPoll
     answer: PollAnswer
@@ -352,8 +352,8 @@ async def witnesses_at(log: Log, seq: int) -> list[Witness]:
 
 
 async def went_back(log: Log, seq: int, known: Mapping[int, bytes]) -> tuple[int, int] | None:
-    """Returns None if the log has all that a caller at `seq` was given, as far as can be known. Else returns up to
-    which seq the log differs from what the caller knows, and up to which seq both surely agree.
+    """Returns None if the log has all records that a caller at `seq` got, as far as can be known. Else returns the seq
+    up to which the log differs from what the caller knows, and the seq up to which both surely agree.
 
     It compares the newest witness whose record is still there, and older ones only if that record is another one now.
     """
@@ -371,5 +371,5 @@ async def went_back(log: Log, seq: int, known: Mapping[int, bytes]) -> tuple[int
 
 
 def _is_beyond(log: Log, seq: int) -> bool:
-    """Returns whether the log, as it is, can never have given out `seq`."""
+    """Returns whether the log in its present state can never have given out `seq`."""
     return seq > max(log.newest_seq, *(before - 1 for _, before in log.holes), 0)

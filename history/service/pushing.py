@@ -1,4 +1,4 @@
-"""Pushes to a follower: frames with the answers that it would have if it polled again and again.
+"""Pushes to a follower: frames with the answers that it would get if it polled repeatedly.
 
 Push -> checked -> Pushing: is its window open? -> poll on its behalf -> Frame: subscription, number, answer -> post
                                ^ Command: frames_taken
@@ -27,7 +27,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 WINDOW_BYTES_MAX: Final = 8 << 20  # sent and not yet taken by one follower: 20 MB/s with a round trip of 200 ms
 WINDOW_BYTES_MIN: Final = 64 << 10  # of each push, if there are many
-WINDOW_FRAMES_MAX: Final = 1_024  # sent and not yet taken, where frames are small
+WINDOW_FRAMES_MAX: Final = 1_024  # sent and not yet taken, if frames are small
 TELL_SHARE: Final = 4  # the follower is asked for its progress after each quarter of the window
 PUSH_WAIT_MS: Final = 10_000  # an empty frame is sent when nothing has come for this long
 FRAME_TTL_MS: Final = 10_000  # the follower has polled the content of an older frame
@@ -42,7 +42,7 @@ def window_bytes_of_each(count: int, all: int, most: int = WINDOW_BYTES_MAX) -> 
 
 
 def checked_push(asked: PushRequest, attributes: UAttributes) -> PushRequest:
-    """Raises INVALID_ARGUMENT, PERMISSION_DENIED."""
+    """Returns a valid request. Raises INVALID_ARGUMENT, PERMISSION_DENIED."""
     push = PushRequest()
     push.CopyFrom(asked)
     caller = attributes.source.authority_name
@@ -62,8 +62,8 @@ def checked_push(asked: PushRequest, attributes: UAttributes) -> PushRequest:
 
 
 class Pushing:
-    """Sends frames to one follower, as many bytes as its window has. Ends by itself only if the poll is refused with an
-    error that is not temporary."""
+    """Sends frames to one follower, as many bytes as its window allows. Ends by itself only if the poll is refused with
+    an error that is not temporary."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Pushing:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def taken(self, number: int) -> None:
-        """The follower has taken all frames up to this number."""
+        """Note that the follower has taken all frames up to this number."""
         while self._not_taken and self._not_taken[0][0] <= number:
             self._bytes -= self._not_taken.popleft()[1]
         self._opened.set()

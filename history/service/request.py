@@ -1,4 +1,4 @@
-"""The checks of a request: each field once, so that nothing behind them has to check it again.
+"""The checks of a request: each field is checked once, so that later code need not check it again.
 
 PollRequest, ttl -> checked -> CheckedPoll | INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 topics -> patterns_of -> Patterns | INVALID_ARGUMENT, RESOURCE_EXHAUSTED
@@ -30,7 +30,7 @@ PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics in the cache of `pattern_of`; 
 POLL_RECORDS_MAX: Final = 10_000  # with some 24 bytes of columns each, and ...
 POLL_BYTES_MAX: Final = 768 << 10  # ... these of messages, a reply stays below 1 MiB, which every transport carries
 WAIT_MS_MAX: Final = 60_000  # within this time the service notices that a caller has gone
-TTL_MARGIN_MS: Final = 200  # this, or a tenth of the request's ttl, is left for the reply's way back
+TTL_MARGIN_MS: Final = 200  # this, or a tenth of the request's ttl, is left for the reply to arrive
 LEASE_MS_DEFAULT: Final = 60_000
 LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
 INCARNATION_BYTES: Final = 16

@@ -4,7 +4,7 @@ request -> checked, allowed? -> turn -> a position per log -> read: records, gap
                                  ^                              | nothing yet
                                  '-- wait: appends to matching streams, bounded by wait_ms and the request's ttl
 
-What a caller may not see (`access`) matches nothing: it causes no record, no gap, no topic and no wake-up.
+Topics that a caller may not see (`access`) never match: they cause no record, no gap, no listed topic and no wake-up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 REQUESTS_RUNNING_MAX: Final = 2_000  # most of them are polls that wait for their turn
-SEATS_MAX: Final = 8  # answers being made at the same time: more would not be faster, and each takes some MiB
+SEATS_MAX: Final = 8  # answers made at the same time: more would not be faster, and each takes some MiB
 POLLS_WAITING_MAX: Final = 1_000  # polls that wait for records
 # kept free for one reply: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
 REPLY_BYTES_MAX: Final = 5 << 18
@@ -93,8 +93,8 @@ class HistoryService:
         handing_over: HandingOver | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        """`window_bytes_max`: bytes pushed to one follower and not yet taken by it; None: the share that one authority
-        has of the replies that wait here, less one reply."""
+        """`window_bytes_max`: bytes pushed to one follower and not yet taken by it; None: the share of one authority
+        in the replies that wait here, minus one reply."""
         own = LocalUriProvider(local.get_authority(), entity, VERSION)
         self._server = InMemoryRpcServer(
             transport,
@@ -136,7 +136,7 @@ class HistoryService:
         return f"HistoryService({self._logs}, waiting={len(self._waiting)})"
 
     async def start(self) -> None:
-        """Raises UStatusError as the transport does."""
+        """Register the methods. Raises the UStatusError of the transport."""
         self._stopping = False
         self.followers.open()
         self.consumers.load()
@@ -246,7 +246,7 @@ class HistoryService:
         return poll.answer.response
 
     def _match(self, poll: Poll) -> None:
-        """Find the streams that the poll asks for and its caller may see now: both may change while it waits. Raises
+        """Find the streams that the poll asks for and its caller may see; both may change while it waits. Raises
         PERMISSION_DENIED."""
         sight = self._sights.of(poll.request.source)
         if poll.interest is not None:
@@ -258,7 +258,7 @@ class HistoryService:
     async def _answer(self, poll: Poll) -> None:
         """Fill the response with the records at hand, or with those that come while the poll may wait.
 
-        A poll is among those that are woken before it reads the logs, so it misses no append in between.
+        A poll waits for wake-ups before it reads the logs, so it misses no append in between.
         """
         caller, response, time = poll.request.caller, poll.answer.response, asyncio.get_running_loop().time
         deadline, gives_up = time() + poll.request.wait_ms / 1000, time() + poll.request.left_ms / 1000
@@ -278,7 +278,7 @@ class HistoryService:
                     whose = f" of authority {caller!r}" if full.is_of_one else ""
                     what = f"{full.limit} polls{whose} wait already: try again later"
                     raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-                with contextlib.suppress(TimeoutError):  # then read again, so that `next` passes what was not asked for
+                with contextlib.suppress(TimeoutError):  # then read again, so that `next` passes other records
                     async with asyncio.timeout_at(deadline):
                         await poll.woken.wait()
         finally:
@@ -289,8 +289,8 @@ class HistoryService:
         self.counts["gaps"] += len(response.gaps)
 
     async def _read(self, poll: Poll, seconds: float) -> bool:
-        """Wait `seconds` at most for this caller's turn, then read the logs on. Returns whether there is something to
-        answer."""
+        """Wait `seconds` at most for this caller's turn, then read on in the logs. Returns whether there is something
+        to answer."""
         answer, request = poll.answer, poll.request
         async with self._turns.turn(request.caller, seconds):
             if not answer.positions:
@@ -318,8 +318,8 @@ class HistoryService:
         return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
 
     def _hold(self, poll: Poll) -> None:
-        """Let the consumer's cursor hold retention: where it has acknowledged, else where it was, else where the poll
-        begins."""
+        """Let the consumer's cursor hold retention: at its acknowledged position, else at its last position, else at
+        the begin of the poll."""
         request, agreed = poll.request, poll.answer.agreed
         consumer, owner = request.asked.consumer, Owner.of(request.source)
         for log, position in poll.answer.positions.items():
@@ -330,13 +330,13 @@ class HistoryService:
         poll.answer.response.lease_ms = request.lease_ms
 
     def _appended(self, log: Log) -> None:
-        """Wake the polls that what was appended may concern."""
+        """Wake the polls that may be waiting for the appended records."""
         chunks = log.tail(self._seen[log])
         self._seen[log] = log.newest_seq
         if not self._waiting:
             return
         came: frozenset[int] = frozenset().union(*(chunk.stream_set for chunk in chunks or ()))
-        is_old = self._sights_version != self._sights.version  # the matches may not be what may be seen now
+        is_old = self._sights_version != self._sights.version  # the matches may no longer be what callers may see
         self._sights_version = self._sights.version
         hits: dict[int, bool] = {}  # by the identity of the match, which many polls may share
         for poll in self._waiting:
