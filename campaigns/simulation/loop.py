@@ -61,34 +61,33 @@ class Process:
 PROCESS: Final[contextvars.ContextVar[Process | None]] = contextvars.ContextVar("process", default=None)
 
 
+def _may_run(process: Process | None) -> bool:
+    """Counts one step of `process`. False if it has been killed, or is killed at this step."""
+    if process is None:
+        return True
+    if not process.alive:
+        return False
+    process.steps += 1
+    if process.kill_at is not None and process.steps >= process.kill_at:
+        process.kill()
+        return False
+    return True
+
+
 class _Handle(events.Handle):
     __slots__ = ("process",)
 
     def _run(self) -> None:  # type: ignore[override]
-        process = self.process
-        if process is not None:
-            if not process.alive:
-                return
-            process.steps += 1
-            if process.kill_at is not None and process.steps >= process.kill_at:
-                process.kill()
-                return
-        super()._run()  # type: ignore[misc]
+        if _may_run(self.process):
+            super()._run()  # type: ignore[misc]
 
 
 class _TimerHandle(events.TimerHandle):
     __slots__ = ("process",)
 
     def _run(self) -> None:  # type: ignore[override]
-        process = self.process
-        if process is not None:
-            if not process.alive:
-                return
-            process.steps += 1
-            if process.kill_at is not None and process.steps >= process.kill_at:
-                process.kill()
-                return
-        super()._run()  # type: ignore[misc]
+        if _may_run(self.process):
+            super()._run()  # type: ignore[misc]
 
 
 class _Clock:

@@ -226,7 +226,7 @@ class FirstConnectionUntold(HubTransport):
         self.first = False
 
 
-@fault("each change is told twice", "test_each_change_is_reported_once")
+@fault("each change is reported twice", "test_each_change_is_reported_once")
 class ChangesReportedTwice(HubTransport):
     def tell(self, connected: bool) -> None:
         super().tell(connected)
