@@ -219,7 +219,7 @@ async def test_simple_senders(stage: Stage, cell: MakeCell, crossing: tuple[str,
 @pytest.mark.parametrize("crossing", [("zenoh", "mqtt-in"), ("mqtt-in", "zenoh")], ids="-".join)
 async def test_traceparent_that_is_none(stage: Stage, cell: MakeCell, crossing: tuple[str, str], type: str) -> None:
     """up-rust sends any text; it costs the traceparent, not the message."""
-    cell(f"{' -> gateway -> '.join(crossing)}, rust -> python, a traceparent that is none", type)
+    cell(f"{' -> gateway -> '.join(crossing)}, rust -> python, an invalid traceparent", type)
     sender, receiver = stage.party("rust", crossing[0]), stage.party("python", crossing[1])
     ear = await stage.ear(type, sender, receiver)
     sent = await sender.send(Fields(*addressed(type, sender, receiver), traceparent="the traceparent", **least(type)))
