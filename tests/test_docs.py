@@ -343,6 +343,12 @@ def blocks(page: str) -> list[str]:
 
 
 HOME = '[[endpoint]]\nname = "home"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+
+
+def zenoh_parts(names: tuple[str, ...]) -> str:
+    return "".join((ROOT / "deploy" / "zenoh" / f"{name}.toml").read_text(encoding="utf-8") for name in names)
+
+
 EXAMPLES: list[tuple[str, str]] = [
     ("README.md", blocks("README.md")[0]),
     (
@@ -359,8 +365,18 @@ EXAMPLES: list[tuple[str, str]] = [
     ),
     ("docs/dds-mapping.md", HOME.replace('"local"', '"dds"') + blocks("docs/dds-mapping.md")[0]),
     *[
+        (f"deploy/zenoh {' and '.join(parts)}", HOME.replace('"local"', '"zenoh"') + zenoh_parts(parts))
+        for parts in [
+            ("gateway-by-certificate", "hosts-rules"),
+            ("gateway-by-user", "hosts-rules"),
+            ("host-by-certificate",),
+            ("host-by-user",),
+            ("programs",),
+        ]
+    ],
+    *[
         (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
-        for folder in ("deploy", "examples/vehicle-cloud", "examples/following", "examples/epochs")
+        for folder in ("deploy/docker", "examples/vehicle-cloud", "examples/following", "examples/epochs")
         for path in sorted((ROOT / folder).rglob("*.toml"))
     ],
 ]

@@ -1,4 +1,4 @@
-"""The configurations of docs/security.md, read from the page."""
+"""The configurations of docs/security.md, read from the page and from the files that it names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, Final
 
-PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+ROOT: Final = Path(__file__).resolve().parents[2]
+PAGE: Final = ROOT / "docs" / "security.md"
 
 
 def blocks(heading: str) -> list[str]:
@@ -16,6 +17,12 @@ def blocks(heading: str) -> list[str]:
     assert len(after) == 2, f"docs/security.md has no heading {heading!r}, or has it twice"
     section = re.split(r"^#{2,} ", after[1], maxsplit=1, flags=re.MULTILINE)[0]
     return re.findall(r"^```toml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+def deployed(name: str) -> str:
+    """Returns a file of deploy/zenoh, which the page has to name."""
+    assert f"{name}.toml" in PAGE.read_text(encoding="utf-8"), f"docs/security.md does not name {name}.toml"
+    return (ROOT / "deploy" / "zenoh" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def settings(*parts: str) -> dict[str, Any]:

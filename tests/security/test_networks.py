@@ -193,7 +193,7 @@ async def test_zenoh_a_certificate_speaks_for_its_own_entity_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the example uses relative file names
     certificates(tmp_path, "gateway", "10AB", "9001")
-    settings = page.settings(*page.blocks("### Programs of one host"))
+    settings = page.settings(page.deployed("programs"))
     at = f"tls/localhost:{free_port()}"
     settings |= {"listen": [at]}
     if not guarded:

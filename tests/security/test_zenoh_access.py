@@ -43,8 +43,10 @@ from uprotocol.v1.uri_pb2 import UUri
 
 spec = pytest.mark.spec
 
-RULES, *ENDS = page.blocks("### Hosts behind a gateway")
-KINDS: Final = {"certificate": ENDS[:2], "user": ENDS[2:]}  # the endpoint of the gateway, and that of ecu1
+RULES: Final = page.deployed("hosts-rules")
+KINDS: Final = {  # the endpoint of the gateway, and that of ecu1
+    kind: (page.deployed(f"gateway-by-{kind}"), page.deployed(f"host-by-{kind}")) for kind in ("certificate", "user")
+}
 ENTITY, VERSION = 0x10AB, 3  # of each program
 ECHO: Final = raw(b"echo")
 SUBSCRIBE: Final = uris.uri("vehicle1", 0, 4, 1)  # of core.usubscription
