@@ -277,12 +277,14 @@ class Assembly:
     def _connected(self, endpoint: Endpoint) -> None:
         for pump in self.pumps:
             if pump.peer is endpoint:
-                pump.reconnected()
+                pump.address_holds.try_all()  # the network may take now what it has refused
+                pump.wake()
 
     def interest_changed(self, topics: Topics) -> None:
         self.networks.listen_soon()
         for pump in self.pumps:
-            pump.look_at(topics)
+            if pump.topic_holds or pump.plans.lacks_capacity:  # for others the view is asked when a record comes
+                pump.sender.wake.set()
 
     async def _entities_changed(self) -> None:
         """A hosted service has started or stopped: routes its messages again."""

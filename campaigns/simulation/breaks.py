@@ -162,22 +162,22 @@ def _copies_before_a_place() -> Patches:
 
 
 def _handed_over_where_it_was_read() -> Patches:
-    from streamer.egress.publishes import Publishes
+    from streamer.egress.holding import Holding
 
-    stop = Publishes.stop_now
+    stop = Holding.stop_publishes
 
-    def stop_here(self: Publishes) -> int:
+    def stop_here(self: Holding) -> int:
         stop(self)
         return self._log.newest_seq
 
-    return [(Publishes, "stop_now", stop_here)]
+    return [(Holding, "stop_publishes", stop_here)]
 
 
 def _pushed_again_from_the_end() -> Patches:
-    from streamer.egress.publishes import Publishes
+    from streamer.egress.holding import Holding
 
-    resume = Publishes.resume_now
-    return [(Publishes, "resume_now", lambda self, seq, had=0: resume(self, self._log.newest_seq, had))]
+    resume = Holding.resume_publishes
+    return [(Holding, "resume_publishes", lambda self, seq, had: resume(self, self._log.newest_seq, had))]
 
 
 def _never_pushed_again() -> Patches:
@@ -253,7 +253,7 @@ def _begun_untold() -> Patches:
 
 
 def _wait_without_limit() -> Patches:
-    from streamer.egress.sends import Sends
+    from streamer.egress.sender import Sends
 
     return [(Sends, "_look", lambda self: None)]
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from history.file.writer import GATHER_MS
 from streamer.egress.holds import HELD_HOURS
-from streamer.egress.sends import SEND_MS_MAX
+from streamer.egress.sender import SEND_MS_MAX
 from streamer.quotas.ledger import UNITS_PER_S
 from streamer.quotas.limits import MEMORY_MIB
 from streamer.walk.view import AccessPattern

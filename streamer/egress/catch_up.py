@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from itertools import chain, islice
 from typing import Final
 
 import structlog
 
 from history.records.chunk import Scan
-from streamer.egress.blocked import Item, Outbox
 from streamer.egress.holds import AddressHold
-from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.sender import Sender
+from streamer.egress.sender import Aside, Item, Sender
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
@@ -78,12 +76,12 @@ class Reading:
 
 
 class CatchUp:
-    """Reads back for one pump, whose plans, holds and outbox it shares."""
+    """Reads back for one pump, whose plans, holds and queue it shares."""
 
-    def __init__(self, plans: Plans, outbox: Outbox, sender: Sender[Item], reading: Reading) -> None:
+    def __init__(self, plans: Plans, sender: Sender[Item], aside: Aside, reading: Reading) -> None:
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
-        self._outbox, self._sender, self.reading = outbox, sender, reading
+        self._sender, self._aside, self.reading = sender, aside, reading
         self.recheck: dict[int, None] = {}  # held topics whose interest has changed
         self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, with the targets that want them
         self.taken: set[AddressHold] = set()  # holds whose first message the network has taken
@@ -107,7 +105,7 @@ class CatchUp:
     def next_at(self) -> float | None:
         """Returns the loop time of the next step that is due by time alone."""
         if not self.taken:
-            return self._due_at
+            return self._due_at if self._address_holds else None
         due_at = self._due_at
         return self.read_back_at if due_at is None else min(due_at, self.read_back_at)
 
@@ -133,7 +131,7 @@ class CatchUp:
         elif self.is_under_way:
             return await self._read_back()
         elif self.found or self._is_time_to_read_back:
-            if self._outbox.queue or self._sender.flights:
+            if self._sender.queue or self._sender.flights:
                 return False
             await self._begin_reading_back()
         else:
@@ -218,8 +216,8 @@ class CatchUp:
                 self._add(item, now)
             self.position = max(self.position, found.covered)
             return True
-        outbox = self._outbox
-        if outbox.queue or self._sender.flights or not outbox.aside.known_streams.isdisjoint(self.targets):
+        sender = self._sender
+        if sender.queue or sender.flights or not self._aside.streams.isdisjoint(self.targets):
             return False  # the holds keep their positions until all their records are confirmed
         targets, topics, addresses = self.targets, self.topics, self.addresses
         self.targets, self.topics, self.addresses = {}, set(), []
@@ -244,7 +242,7 @@ class CatchUp:
             return
         plan = self._plans.plan_for(stream, targets)
         self._plans.count_held(plan, seq)
-        self._outbox.queue.add(self._plans.copies(plan, item))
+        self._sender.queue.add(self._plans.copies(plan, item))
 
     def _release(self, hold: AddressHold) -> None:
         """Drop a hold in which nothing waits any more."""
@@ -278,7 +276,7 @@ class CatchUp:
             self._release(hold)
             return
         self.trying[first[0], first[1].stamp.address], hold.tried = hold, first[0]
-        self._outbox.queue.put_back([first])
+        self._sender.queue.put_back([first])
 
     async def _first_of(self, hold: AddressHold) -> Item | None:
         """Returns the first message that waits; None: nothing waits."""
@@ -358,57 +356,6 @@ class CatchUp:
         if hold is not None and not hold.is_over and hold.tried == item[0]:
             self._address_holds.move(hold, item[0])
         self.withdraw_trial(item)
-
-    # Pauses
-
-    def hold_paused(self, paused: Paused, fresh: frozenset[Pause]) -> None:
-        """Hold the topics that were just paused, from the first record that has not left, even if it was read already.
-        Called when no batch is in flight: everything outside the outbox has left or was never read.
-        """
-        candidates = self._outbox.streams.union(self._topic_holds, self.targets, *self._streams_in_holds())
-        sources = [(stream, self._log.stream(stream).source) for stream in candidates if self._log.knows_stream(stream)]
-        concerns = paused.concerns
-        held = self._within_capacity(
-            {stream for stream, source in sources if any(concerns(pause, self._peer, source) for pause in fresh)}
-        )
-        first: dict[int, int] = {}  # by stream
-        for item in self._outbox.take_out(lambda item: item[2] in held):
-            first[item[2]] = min(item[0], first.get(item[2], item[0]))
-            self.withdraw_trial(item)
-        for stream in held:
-            after = self._delivered_up_to(stream)
-            self._topic_holds.hold(stream, min(after, first.get(stream, after + 1) - 1))
-            self.withdraw_topic(stream)
-
-    def _streams_in_holds(self) -> Iterator[Set[int]]:
-        for hold in self._address_holds.values():
-            if hold.is_loaded and not self.are_streams_found:
-                yield {stream.id for stream in self._log.streams()}
-                return
-            yield hold.streams
-
-    def _delivered_up_to(self, stream_id: int) -> int:
-        """Returns the seq up to which all targets have had this stream, apart from records in the outbox."""
-        read = self._plans.read
-        had = min([hold.after for hold in self._plans.holds_of(stream_id)], default=read)
-        held = self._topic_holds.get(stream_id)
-        if held is None:
-            return had
-        targets, is_open = self._plans.wanted_if_not_paused(stream_id)
-        now = {target.authority for target in self.targets.get(stream_id, ())}
-        if is_open or any(target.authority not in now for target in self._plans.missing(held, targets)):
-            return min(had, held.after)  # one target has had nothing of it: the others get it twice
-        return min(had, max(held.after, self.position) if now else read)
-
-    def _within_capacity(self, held: set[int]) -> set[int]:
-        """Returns the topics of `held` for which cursors are free. Records of the others that were read are sent, since
-        they would be lost otherwise."""
-        beyond = [stream for stream in held if stream not in self._topic_holds]
-        beyond = beyond[max(self._topic_holds.free_capacity, 0) :]
-        if beyond:
-            what = "too many topics are paused: what was read of some leaves all the same"
-            log.warning(what, peer=self._peer.name, topics=len(beyond))
-        return held.difference(beyond)
 
 
 def loop_time() -> float:

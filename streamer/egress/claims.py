@@ -95,7 +95,7 @@ class Claims:
         self.find_unclaimed()
         for waits in self.unclaimed:
             for pump in self._pumps:
-                if pump.log is waits.log and pump.is_new:  # the new endpoint may be a renamed one
+                if pump.log is waits.log and pump.owned.is_new:  # the new endpoint may be a renamed one
                     pump.log.cursors.set(BEGAN_PREFIX + pump.peer.name, pump.cursor)
 
     def find_unclaimed(self) -> None:
@@ -142,7 +142,8 @@ class Claims:
         """Note that `ms` have passed, and that each endpoint has been away for the last `away_ms` of them."""
         self._saved_at = asyncio.get_running_loop().time()
         for pump in self._pumps:
-            pump.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
+            pump.owned.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
+            pump.topic_holds.wait(ms)
         for waits in self.unclaimed:
             waits.absent_ms += ms
             for name, seq in waits.cursors.items():

@@ -96,22 +96,6 @@ class Express:
         """Fail what waits in its queue with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
         self.queues.pop(name).fail_all(UCode.UNAVAILABLE, f"endpoint {name!r} was removed")
 
-    def put(self, peer: Endpoint, message: EncodedMessage) -> None:
-        """Queue `message` for `peer`. If the queue is full, or full for this caller, answer RESOURCE_EXHAUSTED.
-
-        A refused message is not parsed: a batch of large ones would be in memory twice.
-        """
-        full = self.queues[peer.name].put(message)
-        if full is None:
-            return
-        if dropped := _asked_again(message):
-            peer.dropped[dropped] += 1
-            return
-        limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
-        whose = " of this caller or authority" if full.is_of_one else ""
-        peer.dropped["express_share" if full.is_of_one else "express_full"] += 1
-        self.fail(message, UCode.RESOURCE_EXHAUSTED, f"at most {limit}{whose} wait for endpoint {peer.name!r}", peer)
-
     def fail(
         self,
         message: EncodedMessage,
@@ -140,10 +124,8 @@ class Express:
             return
         self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
         origin = self._endpoints.owner(response.attributes.sink.authority_name)
-        if origin is None:
-            return
-        if self.queues[origin.name].put(EncodedMessage.of(response), is_ours=True) is not None:
-            origin.dropped["answers_full"] += 1  # answers don't leave: the caller isn't listening now
+        if origin is not None:
+            self.queues[origin.name].put(EncodedMessage.of(response), is_ours=True)
 
 
 class ExpressQueue:
@@ -157,8 +139,7 @@ class ExpressQueue:
         self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by source authority
         self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
         self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
-        self._wake = asyncio.Event()  # set when a message has arrived or was answered
-        self._sender = Sender[ExpressMessage](peer, self._wake.set, BATCH_MAX, BATCH_BYTES_MAX)
+        self._sender = Sender[ExpressMessage](peer.sends, BATCH_MAX, BATCH_BYTES_MAX)
 
     def __len__(self) -> int:
         """Returns the number of messages that wait or are being sent."""
@@ -168,8 +149,9 @@ class ExpressQueue:
     def bytes(self) -> int:
         return self._callers.bytes + self._frames.bytes + self._answers.bytes
 
-    def put(self, message: EncodedMessage, *, is_ours: bool = False) -> Full | None:
-        """Queue it. Returns the limit that it exceeds, or None. `is_ours`: it is our answer to a refused request."""
+    def put(self, message: EncodedMessage, *, is_ours: bool = False) -> None:
+        """Queue it. If the queue is full, or full for this caller, answer RESOURCE_EXHAUSTED. `is_ours`: it is our
+        answer to a refused request."""
         attributes = message.stamp.attributes
         accounts: list[tuple[Shares[Hashable], Hashable]]
         if is_ours:
@@ -184,12 +166,26 @@ class ExpressQueue:
         size = message.ByteSize()
         for shares, whose in accounts:
             if (full := shares.full(whose, size)) is not None:
-                return full
+                self._refuse(message, full, is_ours=is_ours)
+                return
         for shares, whose in accounts:
             shares.add(whose, 1, size)
         self._sender.queue.add([ExpressMessage(size, message, accounts)])
-        self._wake.set()
-        return None
+        self._sender.wake.set()
+
+    def _refuse(self, message: EncodedMessage, full: Full, *, is_ours: bool) -> None:
+        """Answer a message that exceeds the limit `full`. It is not parsed: a batch of large ones would be in memory
+        twice."""
+        if is_ours:
+            self.peer.dropped["answers_full"] += 1  # answers don't leave: the caller isn't listening now
+        elif dropped := _asked_again(message):
+            self.peer.dropped[dropped] += 1
+        else:
+            limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
+            whose = " of this caller or authority" if full.is_of_one else ""
+            self.peer.dropped["express_share" if full.is_of_one else "express_full"] += 1
+            why = f"at most {limit}{whose} wait for endpoint {self.peer.name!r}"
+            self._express.fail(message, UCode.RESOURCE_EXHAUSTED, why, self.peer)
 
     def _uncount(self, entry: ExpressMessage) -> None:
         for shares, whose in entry.accounts:
@@ -208,34 +204,33 @@ class ExpressQueue:
 
     async def run(self) -> None:
         """Send until cancelled."""
+        sender = self._sender
         try:
             while True:
-                await self._step()
+                sender.wake.clear()
+                landed, leaves_at = sender.landed(), sender.leaves_at()
+                if landed.items:
+                    await self._settle(*landed)
+                elif leaves_at is None or leaves_at > asyncio.get_running_loop().time():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(leaves_at):
+                            await sender.wake.wait()
+                elif batch := self._next_batch():
+                    await sender.send(batch)
         finally:
-            self._sender.drop()
+            sender.drop()
 
-    async def _step(self) -> None:
-        sender = self._sender
-        if sender.has_answer:
-            if sender.have_failed:
-                await sender.answered()
-            await self._settle(*sender.landed())
-        elif sender.may_send:
-            batch: list[ExpressMessage] = []
-            now = uuids.now_ms()
-            for entry in sender.queue.take(BATCH_MAX, BATCH_BYTES_MAX):  # the highest class first
-                if entry.message.is_expired(now):
-                    what = f"its ttl ran out before endpoint {self.peer.name!r} took it"
-                    self._end(entry, UCode.DEADLINE_EXCEEDED, what)
-                else:
-                    batch.append(entry)
-            if batch:
-                await sender.send(batch)
-        else:
-            self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(sender.next_at):
-                    await self._wake.wait()
+    def _next_batch(self) -> list[ExpressMessage]:
+        """Returns the next messages, the highest class first, without those that have expired."""
+        batch: list[ExpressMessage] = []
+        now = uuids.now_ms()
+        for entry in self._sender.queue.take(BATCH_MAX, BATCH_BYTES_MAX):
+            if entry.message.is_expired(now):
+                what = f"its ttl ran out before endpoint {self.peer.name!r} took it"
+                self._end(entry, UCode.DEADLINE_EXCEEDED, what)
+            else:
+                batch.append(entry)
+        return batch
 
     async def _settle(self, batch: list[ExpressMessage], statuses: list[UStatus]) -> None:
         """Remove messages that were taken; the others are sent again after a pause, or fail."""

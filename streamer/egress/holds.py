@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
@@ -31,7 +31,7 @@ import structlog
 
 from history.log.cursors import CURSORS_MAX
 from history.log.log import Log
-from streamer.egress.blocked import Item
+from streamer.egress.sender import Item
 from streamer.walk.view import Target
 from uprotocol.status import code_name
 from uprotocol.v1.ucode_pb2 import UCode
@@ -338,7 +338,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._young: dict[str, AddressHold] = {}
         self._totals = _Totals(time)
         self.states = self._totals.states
-        self._merged: dict[str, AddressHold] = {}  # the units of several addresses
+        self.merged: dict[str, AddressHold] = {}  # the units of several addresses
         self._authorities: Counter[str] = Counter()  # number of units of one address, by source authority
         self._authority_of: dict[str, str] = {}  # source authority of those units
         self._heads_bytes = 0
@@ -353,16 +353,16 @@ class AddressHolds(dict[str, AddressHold]):
     def at(self, address: str) -> AddressHold | None:
         """Returns the hold of this address, or a merged one that covers it."""
         found = self.get("=" + address)
-        if found is None and self._merged:
-            merged = self._merged.values()
+        if found is None and self.merged:
+            merged = self.merged.values()
             found = next((hold for hold in merged if hold.covers is None or address in hold.covers), None)
         return found
 
     def of(self, address: str, authority: str) -> AddressHold | None:
         """Returns the hold of messages from the source `authority` to `address`."""
         found = self.get("=" + address)
-        if found is None and self._merged:
-            for merged in (self._merged.get("@" + authority), self._merged.get("*")):
+        if found is None and self.merged:
+            for merged in (self.merged.get("@" + authority), self.merged.get("*")):
                 if merged is not None and (merged.covers is None or address in merged.covers):
                     return merged
         return found
@@ -390,11 +390,6 @@ class AddressHolds(dict[str, AddressHold]):
             self._add(hold, "")
             hold.due_at = now + RETRY_S_MIN
             self._push(hold)
-
-    @property
-    def merged(self) -> list[AddressHold]:
-        """Returns the units of several addresses."""
-        return list(self._merged.values())
 
     @property
     def oldest_young(self) -> int | None:
@@ -479,7 +474,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def _merged_for(self, address: str, authority: str) -> AddressHold | None:
         """Returns the merged unit for `address`, if there is one, and adds the address to it."""
-        found = self._merged.get("@" + authority) or self._merged.get("*")
+        found = self.merged.get("@" + authority) or self.merged.get("*")
         if found is not None and found.covers is not None:
             found.covers.add(address)
             self._covered += 1
@@ -492,7 +487,7 @@ class AddressHolds(dict[str, AddressHold]):
             self._authorities[authority] += 1
             self._authority_of[hold.unit] = authority
         else:
-            self._merged[hold.unit] = hold
+            self.merged[hold.unit] = hold
 
     def _merge(self) -> None:
         """Free capacity: merge the addresses of the source authority with the most addresses into one unit; if each
@@ -603,6 +598,14 @@ class AddressHolds(dict[str, AddressHold]):
             if kind is None or hold.kind == kind:
                 self.try_now(hold)
 
+    def try_heard(self, addresses: Sequence[str] | None) -> None:
+        """Try these addresses, at which somebody listens now; None: all. See UTransport.on_heard."""
+        if addresses is None:
+            self.try_all("unheard")
+        for address in addresses or ():
+            if (hold := self.at(address)) is not None:
+                self.try_now(hold)
+
     def not_tried(self, hold: AddressHold) -> None:
         """Note that the first message was removed before it left."""
         if hold.is_trying and not hold.is_over:
@@ -633,7 +636,7 @@ class AddressHolds(dict[str, AddressHold]):
                 del self._authorities[authority]
         else:
             self._covered -= len(hold.covers or ())
-            del self._merged[hold.unit]
+            del self.merged[hold.unit]
         if hold.has_row:
             self._log.cursors.drop(self._row_of(hold))
 

@@ -16,51 +16,12 @@ from typing import Final, NamedTuple, cast
 from history.log.log import Log
 from history.records.chunk import Chunk
 from history.records.stream import is_publish
-from streamer.egress.blocked import Item
-from streamer.egress.holds import HOLDER, AddressHold, AddressHolds, TopicHold, TopicHolds
+from streamer.egress.holds import AddressHold, AddressHolds, TopicHold, TopicHolds
+from streamer.egress.sender import Item
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.view import Decision, Target, View
 from uprotocol import attributes as attrs
-from uprotocol import cache as caches
 from uprotocol.encoded import EncodedMessage, Readdressed
-
-
-class OwnedCursor:
-    """A cursor of a log, and how long its owner has been away while the streamer ran. Retention by age waits for the
-    owner until that is too long. The absence is saved with the cursor, so a restart does not end it."""
-
-    def __init__(self, source: Log, name: str, limit_ms: int) -> None:
-        self._log, self.name, self._limit_ms = source, name, limit_ms
-        self.seq = 0  # the last seq that the owner has had
-        self.absent_ms = 0  # as last saved
-
-    def begin(self) -> bool:
-        """Load it, and save it at the position to go on from. Returns True if it is new: then no record that is
-        already in the log is for the owner."""
-        stored, is_new = self._log.cursors.all().get(self.name), False
-        if stored is not None:
-            self.seq, self.absent_ms = min(stored.seq, self._log.newest_seq), stored.absent_ms
-        elif self._log.cursors.lost:  # it may be among the lost ones: duplicates are better than losses
-            self.seq = self._log.floor_seq
-        else:
-            self.seq, is_new = self._log.newest_seq, True
-        self.save()
-        return is_new
-
-    def absent_after(self, ms: int, *, away_ms: int) -> int:
-        """Returns `absent_ms` after `ms` more, of which the owner has been away for the last `away_ms`."""
-        return self.absent_ms + ms if away_ms >= ms else away_ms
-
-    def waited(self, ms: int, *, away_ms: int) -> None:
-        """Note that `ms` have passed, and that the owner has been away for the last `away_ms` of them."""
-        absent_ms = self.absent_after(ms, away_ms=away_ms)
-        if absent_ms != self.absent_ms:
-            self.absent_ms = absent_ms
-            self.save()
-
-    def save(self) -> None:
-        holds = self.absent_ms < self._limit_ms
-        self._log.cursors.set(self.name, self.seq, holds=holds, absent_ms=self.absent_ms, holder=HOLDER)
 
 
 class Plan(NamedTuple):
@@ -205,29 +166,7 @@ class Plans:
 
     # Messages for a record
 
-    def take(self, chunk: Chunk) -> list[Item] | None:
-        """Returns the messages to send for the new records in `chunk`, and holds undecided topics from here on. None:
-        too many topics would have to be held."""
-        plans = self.by_stream
-        if len(plans) > caches.streams_max:
-            plans.clear()  # before those of this chunk are made, since all of them are needed at once
-        for stream in chunk.stream_set.difference(plans):
-            plans[stream] = self.plan(stream)
-        wanted = [plan for stream in chunk.stream_set if (plan := plans[stream]) is not SKIP]
-        parks = sum([plan.park for plan in wanted])
-        self.lacks_capacity = bool(parks) and parks > self.topic_holds.free_capacity
-        if self.lacks_capacity:
-            return None
-        fresh = chunk.after(self.read)
-        items = list[Item]()
-        if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
-            items = list(zip(fresh.seqs, cast(Sequence[EncodedMessage], fresh.messages), fresh.streams, strict=True))
-        elif wanted:
-            items = [copy for item in items_of(fresh) for copy in self._planned(item)]
-        self.read = chunk.last_seq
-        return items
-
-    def _planned(self, item: Item) -> list[Item]:
+    def messages_for(self, item: Item) -> list[Item]:
         """Returns the messages to send for `item` by its stream's plan; first holds its topic if it is undecided."""
         seq, _, stream = item
         plan = self.by_stream[stream]

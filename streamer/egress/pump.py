@@ -1,10 +1,11 @@
 """Egress: one pump per peer and log. It reads after its cursor, sends in batches, and moves the cursor when the peer
 has confirmed.
 
-    log -> read ahead (bounded) -> plans: who wants it? -> outbox -> deliveries: send, settle -> confirmed: cursor
-     ^                              |                      ^  ^             |
-     |                    undecided, paused: held          |  '-- resend ---+-> UNAVAILABLE
-     '------- catch_up: read back what was held -----------'                '-> refused, unheard: held; dead letters
+    log -> read ahead (bounded) -> plans: who wants it? -> queue -> send -> settle -> taken: the cursor moves
+     ^                              |                      ^ ^                |-----> UNAVAILABLE: sent again, in order,
+     |                    undecided, paused: held          | '----------------'       after a pause; aside if others
+     |                                 v                   |                          got through
+     '------- catch_up: read back what was held -----------'           expired, refused: dead letter; held (holding.py)
 
 Messages of one (source, sink) and class stay in order: batches leave one after the other (sender.py), and several are
 in flight if the network is far away. After a failure nothing leaves until all of them are answered.
@@ -15,31 +16,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, cast
 
 import structlog
 
 from history.log.log import Log, RetentionLoss
-from streamer.egress.blocked import Aside, Item, Outbox
+from history.records.chunk import Chunk
 from streamer.egress.catch_up import CatchUp, Reading, loop_time
-from streamer.egress.deliveries import Deliveries
-from streamer.egress.holds import HELD_HOURS, AddressHolds, OwedTopics, TopicHolds
+from streamer.egress.holding import PASSED_LETTERS_MAX, Holding
+from streamer.egress.holds import HELD_HOURS, HOLDER, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.paused import Pause, Paused
-from streamer.egress.plans import OwnedCursor, Plans
-from streamer.egress.publishes import Publishes
-from streamer.egress.sender import LAND_S, Sender
+from streamer.egress.plans import SKIP, Plans, items_of
+from streamer.egress.sender import LAND_S, Aside, Item, Landed, OrderKey, Sender, key_of
 from streamer.letters.dead_letter import DeadLetters
 from streamer.quotas.ledger import units_of
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.walk.view import Version, View
+from transports.base import NOT_TRIED
+from uprotocol import cache as caches
+from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
+from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import UStatusError
-from usubscription_client.table import Topics
+from uprotocol.status import UStatusError, code_name, settle
+from uprotocol.v1.ucode_pb2 import UCode
 
 # read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall
 WINDOW_MESSAGES_MAX = 2_000
@@ -50,9 +55,47 @@ CONNECTED_WAIT_MS_MAX: Final = 500
 CURSOR_PREFIX: Final = "egress:"
 # prefix of the cursor at which a peer began that was new while records waited for one that is not configured
 BEGAN_PREFIX: Final = "began:"
+AT_ONCE: Final = 0.0  # loop time of a step that need not wait
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # how long retention by age waits for an endpoint that is away
 
 log = structlog.get_logger()
+
+
+class OwnedCursor:
+    """A cursor of a log, and how long its owner has been away while the streamer ran. Retention by age waits for the
+    owner until that is too long. The absence is saved with the cursor, so a restart does not end it."""
+
+    def __init__(self, source: Log, name: str, limit_ms: int) -> None:
+        self._log, self.name, self._limit_ms = source, name, limit_ms
+        self.seq = 0  # the last seq that the owner has had
+        self.absent_ms = 0  # as last saved
+        self.is_new = False  # it did not exist before this start: no record that was in the log is for the owner
+
+    def begin(self) -> None:
+        """Load it, and save it at the position to go on from."""
+        stored = self._log.cursors.get(self.name)
+        if stored is not None:
+            self.seq, self.absent_ms = min(stored.seq, self._log.newest_seq), stored.absent_ms
+        elif self._log.cursors.lost:  # it may be among the lost ones: duplicates are better than losses
+            self.seq = self._log.floor_seq
+        else:
+            self.seq, self.is_new = self._log.newest_seq, True
+        self.save()
+
+    def absent_after(self, ms: int, *, away_ms: int) -> int:
+        """Returns `absent_ms` after `ms` more, of which the owner has been away for the last `away_ms`."""
+        return self.absent_ms + ms if away_ms >= ms else away_ms
+
+    def waited(self, ms: int, *, away_ms: int) -> None:
+        """Note that `ms` have passed, and that the owner has been away for the last `away_ms` of them."""
+        absent_ms = self.absent_after(ms, away_ms=away_ms)
+        if absent_ms != self.absent_ms:
+            self.absent_ms = absent_ms
+            self.save()
+
+    def save(self) -> None:
+        holds = self.absent_ms < self._limit_ms
+        self._log.cursors.set(self.name, self.seq, holds=holds, absent_ms=self.absent_ms, holder=HOLDER)
 
 
 class Pump:
@@ -82,38 +125,27 @@ class Pump:
         self.topic_holds = TopicHolds(source, peer.name, absent_ms_max)
         self.address_holds = AddressHolds(source, peer.name, loop_time, refused_hours * 3_600, unheard_hours * 3_600)
         self.owed = OwedTopics(source, peer.name)
-        self._wake = asyncio.Event()
         # Paced messages leave in batches of a quarter of a second, since urgent messages wait for the batch before
         # them, and a larger batch would leave at once after its wait
         batch_max = BATCH_MESSAGES_MAX if pace is None else min(BATCH_MESSAGES_MAX, max(1, pace.per_s // 4))
-        self.sender = Sender[Item](
-            peer,
-            self._wake.set,
-            batch_max,
-            WINDOW_BYTES_MAX,
-            is_held=self._has_new_pause,
-            pace=pace,
-            cost=_units_of_batch,
-        )
-        self.aside = Aside(backoff.sibling(), loop_time)  # streams that don't get through though others do
-        self.outbox = Outbox(self.sender.queue, self.aside)
+        self.sender = Sender[Item](peer.sends, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
+        self.aside = Aside(self.sender.queue, backoff.sibling(), loop_time)
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
         self.reading = Reading(self.plans, dead_letters, functools.partial(on_gap, peer, source))
-        self.catch_up = CatchUp(self.plans, self.outbox, self.sender, self.reading)
-        self.deliveries = Deliveries(self.plans, self.sender, self.outbox, self.catch_up, backoff)
+        self.catch_up = CatchUp(self.plans, self.sender, self.aside, self.reading)
+        self.holding = Holding(self.plans, self.owed, self.sender, self.aside, self.catch_up)
         self.owned = OwnedCursor(source, CURSOR_PREFIX + peer.name, absent_ms_max)
-        self.publishes = Publishes(
-            self.plans, self.owned, self.owed, self.outbox, self.catch_up, self.deliveries, self.wake
-        )
-        self.is_new = False  # True if it had no cursor before this start
-        self.trouble = ""  # why reading or sending has stopped
+        self._turn = asyncio.Lock()  # held by a step, or by a change that has to wait until nothing is in flight
+        self.trouble = ""  # why the log can't be read
+        self.retries = 0
+        self._active_at = -math.inf  # loop time at which the peer last took a message, or was sent one after that
         self._registrations = [
             flow.follow(self),
-            paused.on_change(self.wake),
-            source.on_append(self._wake.set),
+            paused.on_change(self._pauses_changed),
+            source.on_append(self.sender.wake.set),
             source.on_retention_loss(self._passed),
-            source.on_forgotten(self._forgotten),
-            source.keep_streams(self._in_hand),
+            source.on_forgotten(self.holding.forget),
+            source.keep_streams(self.holding.streams_in_hand),
         ]
         peer.on_heard(self._heard_at)
 
@@ -148,72 +180,49 @@ class Pump:
         A peer that is behind because we send slowly must not hold up senders, since its records are on disk.
         """
         log, read = self.log, self.plans.read
-        if self.deliveries.active_at < asyncio.get_running_loop().time() - ACTIVE_S:
+        if self._active_at < asyncio.get_running_loop().time() - ACTIVE_S:
             return None
         if log.durable:
             return 0.0 if self.sender.pace is not None else log.tail_share(read) / LAG_SHARE_MAX
         return max((log.newest_seq - read) / LAG_RECORDS_MAX, 2 * log.tail_share(read))
 
-    def look_at(self, topics: Topics) -> None:
-        """Check the held topics among these, whose interest has changed. For others the view is asked when a record
-        comes."""
-        held = self.topic_holds
-        is_concerned = held and (topics is None or any(self.log.known_id(to_uri(one)) in held for one in topics))
-        if is_concerned or self.plans.lacks_capacity:
-            self._wake.set()
-
     def wake(self) -> None:
         """Try again at once: the peer may be back, or the pauses have changed."""
         self._backoff.wake()
-        self.aside.wake()
-        self._wake.set()
-
-    def reconnected(self) -> None:
-        """Try everything that was refused: the network is connected again, and may take it now."""
-        self.address_holds.try_all()
-        self.wake()
+        self.aside.due_at = 0.0
+        self.sender.wake.set()
 
     def _heard_at(self, addresses: Sequence[str] | None) -> None:
         """Try these addresses, at which somebody listens now (UTransport.on_heard)."""
-        if addresses is None:
-            self.address_holds.try_all("unheard")
-        else:
-            for address in addresses:
-                if (hold := self.address_holds.at(address)) is not None:
-                    self.address_holds.try_now(hold)
-        self._wake.set()
+        self.address_holds.try_heard(addresses)
+        self.sender.wake.set()
 
     # The cursor
 
     def begin(self) -> None:
         """Find the position to go on from. Called before any listener is registered, since messages that come from then
         on may be for this peer."""
-        self.is_new = self.owned.begin()
+        self.owned.begin()
         self.plans.read = self.owned.seq
         self.topic_holds.load()
         self.address_holds.load()
-        for hold in self.address_holds.merged:  # its addresses are not on disk: each is tried alone
+        for hold in self.address_holds.merged.values():  # its addresses are not on disk: each is tried alone
             self.address_holds.taken(hold)
             self.catch_up.taken.add(hold)
         self.owed.load()
 
-    def waited(self, ms: int, *, away_ms: int) -> None:
-        """Note that `ms` have passed, and that the peer has been away for the last `away_ms` of them."""
-        self.owned.waited(ms, away_ms=away_ms)
-        self.topic_holds.wait(ms)
-
-    def _confirm(self) -> None:
-        """Move the cursor to just before the oldest record that still waits."""
-        sender, aside, holds = self.sender, self.aside, self.address_holds
+    def confirm(self) -> None:
+        """Move the cursor to just before the oldest record that still waits; back, if reading has gone back."""
+        sender, aside, holds, read = self.sender, self.aside, self.address_holds, self.plans.read
         firsts = chain([first[0] for first in sender.queue.classes if first], sender.waiting)
-        cursor = min((item[0] - 1 for item in firsts), default=self.plans.read)
+        cursor = min([read, *(item[0] - 1 for item in firsts)])
         if aside and (oldest := aside.oldest_seq) is not None:
             cursor = min(cursor, oldest - 1)
         if sender.flights:
             cursor = min(cursor, min([flight.oldest_seq for flight in sender.flights]) - 1)
         if holds and (oldest := holds.oldest_young) is not None:
             cursor = min(cursor, oldest)
-        if cursor > self.owned.seq:
+        if cursor > self.owned.seq or read < self.owned.seq:
             self.owned.seq = cursor
             self.owned.save()
 
@@ -225,84 +234,76 @@ class Pump:
         end: BaseException | None = None
         while end is None:
             try:
-                await self._step()
+                async with self._turn:
+                    next_at = await self._step()
+                if next_at is None or next_at > asyncio.get_running_loop().time():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(next_at):
+                            await sender.wake.wait()
             except BaseException as error:
                 end = error
         try:
             await sender.answered(LAND_S)
         finally:
-            self.deliveries.settle(*sender.landed())
-            self._confirm()
+            self._settle(sender.landed())
+            self.confirm()
             sender.drop()
         raise end
 
-    async def _step(self) -> None:
-        self._wake.clear()
-        if self.publishes.changes:
-            await self.sender.answered()
-            await self._land()
+    async def _step(self) -> float | None:
+        """Settle what was answered; else read ahead, and send a batch. Returns the loop time of the next step; None:
+        when there is news."""
+        sender, aside = self.sender, self.aside
+        sender.wake.clear()
+        if sender.is_held:  # a paused topic waits from the first record that has not left
+            await sender.answered()
+        landed = sender.landed()
+        if landed.items:  # before anything is read: what has failed goes back into the window
+            self._settle(landed)
+            if sender.is_failing:
+                await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
+            return AT_ONCE
+        if self._view.version != self._version:
             self.refresh_plans()
-            await self.catch_up.find_streams_of_holds()
-            self.publishes.make_changes()
-        before, at_the_end = self.trouble, False
         try:
             at_the_end = await self._fill()
-            self.trouble = ""
         except UStatusError as error:  # of the log
-            self.trouble = str(error)
-        if self.trouble:
-            if self.trouble != before:
+            if self.trouble != str(error):
+                self.trouble = str(error)
                 log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=self.trouble)
             await self._backoff.wait()
-            return
-        if before:
+            return AT_ONCE
+        if self.trouble:
+            self.trouble = ""
             log.info("the log can be read for a peer again", peer=self.peer.name)
             self._backoff.reset()
-        sender, aside = self.sender, self.aside
-        if sender.has_answer:
-            await self._land()
-        elif sender.may_send or (aside and not sender.flights and aside.due_at <= loop_time()):
-            if self._view.version != self._version:  # topics that were paused since then must not leave
-                await self._refresh_in_order()
-            await self.deliveries.send(WINDOW_BYTES_MAX)
-            if self.sender.has_answer:
-                await self._land()
-        else:
-            self._confirm()
-            if at_the_end or aside or sender.flights or self.address_holds:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(self._next_at()):
-                        await self._wake.wait()
-
-    def _next_at(self) -> float | None:
-        """Returns the loop time from which a waiting message may leave without a call of `wake`."""
-        if self.sender.flights:
-            return self.sender.next_at
-        due_at = self.aside.due_at if self.aside else None
-        if self.address_holds or self.catch_up.taken:
-            step_at = self.catch_up.next_at
-            due_at = step_at if due_at is None else due_at if step_at is None else min(step_at, due_at)
-        return due_at
-
-    async def _land(self) -> None:
-        """Settle the batches that were answered; after a failure, settle all that are under way, and pause."""
-        if self.sender.have_failed:
-            await self.sender.answered()
-        self.deliveries.settle(*self.sender.landed())
-        self._confirm()
-        if self.sender.is_failing:
-            await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
+        if sender.is_held:  # topics that were paused meanwhile must not leave
+            return AT_ONCE
+        next_at = sender.leaves_at()
+        if aside and not sender.flights:
+            next_at = aside.due_at if next_at is None else next_at
+        if next_at is not None and next_at <= asyncio.get_running_loop().time():
+            await self._send()
+            return AT_ONCE
+        self.confirm()
+        if not (at_the_end or aside or sender.flights or self.address_holds):
+            return AT_ONCE
+        if not sender.flights and (held_at := self.catch_up.next_at) is not None:
+            next_at = held_at if next_at is None else min(next_at, held_at)
+        return next_at
 
     # Reading ahead
 
     async def _fill(self) -> bool:
-        """Read until the window is full. Returns True if there is nothing to read for now."""
+        """Read until the window is full, or the pauses change. Returns True if there is nothing to read for now."""
         plans, catch_up, queue, aside = self.plans, self.catch_up, self.sender.queue, self.aside
         while queue.messages < WINDOW_MESSAGES_MAX and queue.bytes < WINDOW_BYTES_MAX:
             if aside and aside.is_full:
                 return False
             if self._view.version != self._version:
-                await self._refresh_in_order()
+                if self.sender.is_held:
+                    return False
+                self.refresh_plans()
             if (
                 self.topic_holds
                 or self.address_holds
@@ -325,6 +326,8 @@ class Pump:
                     plans.read = self.log.floor_seq
                 found = await self.reading.scan(plans.read)
                 chunks, covered = found.chunks, found.covered
+                if self.sender.is_held:
+                    return False
                 self.refresh_plans()
                 if catch_up.recheck:  # held topics come first
                     continue
@@ -333,7 +336,7 @@ class Pump:
                     continue
                 if queue.messages >= WINDOW_MESSAGES_MAX or queue.bytes >= WINDOW_BYTES_MAX:
                     return False
-                items = plans.take(chunk)
+                items = messages_of(chunk, plans)
                 if items is None:
                     return not queue.messages
                 if items:
@@ -343,25 +346,71 @@ class Pump:
             plans.read = max(plans.read, covered)
         return False
 
+    # Sending
+
+    async def _send(self) -> None:
+        """Send the next batch, highest class first; an expired message becomes a dead letter instead."""
+        now, sender, aside = uuids.now_ms(), self.sender, self.aside
+        batch: list[Item] = []
+        items = aside.due() if aside else []
+        while True:
+            batch += [item for item in items if not (item[1].stamp.ttl and self._ends_expired(item, now))]
+            items = sender.queue.take(sender.messages_max - len(batch), WINDOW_BYTES_MAX)
+            if not items:
+                break
+            if aside:
+                items = [item for item in items if not aside.takes(item)]
+        if not batch:
+            if aside:
+                aside.put_back([])
+            return
+        if not sender.is_failing:
+            self._active_at = asyncio.get_running_loop().time()
+        if not await sender.send(batch, min([seq for seq, _, _ in batch]), is_trial=bool(aside)):
+            aside.put_back(batch)
+
+    def _ends_expired(self, item: Item, now_ms: int) -> bool:
+        """Returns whether `item` has expired; then it becomes a dead letter."""
+        expired = item[1].is_expired(now_ms)
+        if expired:
+            self.catch_up.skip_trial(item)
+            self.reading.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+        return expired
+
+    def _settle(self, landed: Landed[Item]) -> None:
+        """Note messages that were taken as delivered. Send the others again, hold them, or make them dead letters."""
+        if not landed.items:
+            return
+        sender, holding = self.sender, self.holding
+        settled = settle(*landed)
+        if settled.again or settled.refused or self.catch_up.trying or holding.fresh:
+            settled = holding.sort_out(settled)
+        if self.peer.tells_absence:
+            holding.heard.update([item[2] for item in settled.sent])
+        self.peer.forwarded += len(settled.sent)
+        for item, status in settled.refused:
+            self.reading.dead(item, status.code, status.message or code_name(status.code))
+        again = [item for item, _ in settled.again]
+        stuck = set[OrderKey]()  # the streams that failed while others got through
+        if settled.sent:
+            stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
+        if again or self.aside:
+            self.aside.put_back(again, stuck)
+        was_failing, sender.is_failing = sender.is_failing, bool(again) and not stuck
+        if again:
+            self.retries += 1
+        if not sender.is_failing:
+            self._active_at = asyncio.get_running_loop().time()
+            holding.letters_left = PASSED_LETTERS_MAX
+            if was_failing:
+                self._backoff.reset()
+        self.confirm()
+
     # Rules, interest and pauses
 
-    async def _refresh_in_order(self) -> None:
-        """Settle what is under way, then call `refresh_plans`: a paused topic waits from the first record that has not
-        left."""
-        if self.sender.flights and self._has_new_pause():
-            await self.sender.answered()
-            await self._land()
-        self.refresh_plans()
-
-    def _has_new_pause(self) -> bool:
-        return self._view.version != self._version and frozenset(self._paused) != self._pauses_known
-
     def refresh_plans(self) -> None:
-        """Apply the current rules, interest and pauses."""
-        version, before = self._view.version, self._version
-        if version == before:
-            return
-        self._version = version
+        """Apply the current rules, interest and pauses. If the pauses have changed, nothing may be in flight."""
+        before, self._version = self._version, self._view.version
         topics = self._view.changed_since(before) if before is not None else None
         if topics is not None:
             for topic in sorted(topics):  # so that a run can be replayed
@@ -373,28 +422,54 @@ class Pump:
             return
         self.plans.by_stream.clear()
         self.catch_up.are_streams_found = False
-        pauses = frozenset(self._paused)
+        pauses, self.sender.is_held = frozenset(self._paused), False
         if fresh := pauses - self._pauses_known:
-            self.catch_up.hold_paused(self._paused, fresh)
+            self.holding.hold_paused(self._paused, fresh)
         self._pauses_known = pauses
         self.catch_up.recheck = dict.fromkeys(self.topic_holds)
 
-    # Streams that the log forgets, and records that retention deletes
+    def _pauses_changed(self) -> None:
+        self.sender.is_held = True
+        self.wake()
 
-    def _in_hand(self) -> set[int]:
-        """Returns the streams of records that were read and have not left, and those of holds."""
-        sender, catch_up = self.sender, self.catch_up
-        held = {item[2] for item in chain(sender.queue, sender.waiting, sender.in_flight)}
-        return held.union(self.topic_holds, self.owed, catch_up.found, catch_up.targets, self.aside.known_streams)
-
-    def _forgotten(self, streams: frozenset[int]) -> None:
-        self.plans.forget(streams)
-        self.deliveries.forget(streams)
+    async def between_batches(self, change: Callable[[], int]) -> int:
+        """Returns the result of `change`, which is called while the pump rests and nothing is in flight."""
+        self.wake()
+        async with self._turn:
+            await self.sender.answered()
+            self._settle(self.sender.landed())
+            self.refresh_plans()
+            await self.catch_up.find_streams_of_holds()
+            result = change()
+            self.confirm()
+            return result
 
     def _passed(self, passed: RetentionLoss) -> None:
-        self.deliveries.passed(passed, self.cursor)
-        self.owed.move(passed.before - 1)
-        self._wake.set()
+        self.holding.passed(passed, self.cursor)
+        self.sender.wake.set()
+
+
+def messages_of(chunk: Chunk, plans: Plans) -> list[Item] | None:
+    """Returns the messages to send for the new records in `chunk`, and holds undecided topics from here on. None: too
+    many topics would have to be held."""
+    by_stream = plans.by_stream
+    if len(by_stream) > caches.streams_max:
+        by_stream.clear()  # before those of this chunk are made, since all of them are needed at once
+    for stream in chunk.stream_set.difference(by_stream):
+        by_stream[stream] = plans.plan(stream)
+    wanted = [plan for stream in chunk.stream_set if (plan := by_stream[stream]) is not SKIP]
+    parks = sum([plan.park for plan in wanted])
+    plans.lacks_capacity = bool(parks) and parks > plans.topic_holds.free_capacity
+    if plans.lacks_capacity:
+        return None
+    fresh = chunk.after(plans.read)
+    items = list[Item]()
+    if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
+        items = list(zip(fresh.seqs, cast(Sequence[EncodedMessage], fresh.messages), fresh.streams, strict=True))
+    elif wanted:
+        items = [copy for item in items_of(fresh) for copy in plans.messages_for(item)]
+    plans.read = chunk.last_seq
+    return items
 
 
 def _units_of_batch(batch: list[Item]) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import structlog
@@ -127,7 +128,8 @@ class HandOvers:
                 if seq is None:  # the log is in memory
                     self._hold(name, pump.log, pump.cursor)
             elif seq is not None:
-                pump.publishes.resume_now(seq)
+                pump.holding.resume_publishes(seq, 0)
+                pump.confirm()
                 pump.log.cursors.drop(FOLLOWED_PREFIX + name)
 
     def _hold(self, name: str, source: Log, seq: int) -> None:
@@ -201,12 +203,12 @@ class HandOvers:
         if name not in self._taken and (pauses := self._paused.toward(self._endpoints[name])):
             what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
             raise UStatusError(UCode.UNAVAILABLE, what)
-        if not takes_held and any(pump.publishes.are_held for pump in self._pumps[name]):
+        if not takes_held and any(pump.holding.has_publishes for pump in self._pumps[name]):
             what = f"topics wait for endpoint {name!r}, and this follower does not read what is held (takes_held)"
             raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
             if not pump.plans.is_followed:
-                self._hold(name, pump.log, await pump.publishes.stop())
+                self._hold(name, pump.log, await pump.between_batches(pump.holding.stop_publishes))
         if name not in self._taken:
             self._taken.add(name)
             log.info("publishes are not pushed any more, but followed", endpoint=name)
@@ -227,7 +229,7 @@ class HandOvers:
                 continue
             had = positions.get(pump.log.incarnation, 0)
             seq = min(max(seq, had), pump.log.newest_seq)
-            await pump.publishes.resume(seq, had)
+            await pump.between_batches(partial(pump.holding.resume_publishes, seq, had))
             pump.log.cursors.drop(FOLLOWED_PREFIX + name)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
         if name in self._taken:

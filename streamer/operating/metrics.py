@@ -174,7 +174,7 @@ def dropped(endpoint: Endpoint) -> Counter[str]:
 def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:
     label = (pump.peer.name, log_label(pump.log))
     yield "backlog", label, pump.backlog
-    yield "retries", label, pump.deliveries.retries
+    yield "retries", label, pump.retries
     yield "gap_records", label, pump.reading.gaps
     yield "parked_topics", label, len(pump.topic_holds)
     if pump.log.durable:

@@ -1,7 +1,7 @@
 """Endpoints: a name, authorities, and the transport of one network. The table finds the endpoint of an authority.
 
 authority -> Endpoints.owner -> Endpoint      the name itself, else the longest suffix (*.vin123), else "*"
-Endpoint.send_batch -> sends.py -> transport   a call that does not return is cancelled
+Endpoint.send_batch -> Sends -> transport      a call that does not return is cancelled
 Endpoint.open, ... -> transport   any exception of a plugin becomes a UStatusError, and a trouble of that endpoint
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, cast
 
 import structlog
 
-from streamer.egress.sends import Sends
+from streamer.egress.sender import Sends
 from streamer.walk.names import Names, Twins, ambiguous
 from transports.base import stopped
 from uprotocol import uri as uris
@@ -60,7 +60,7 @@ class Endpoint:
         self._last_fault = ""
         self.authorities = frozenset(authorities)
         self.transport = transport
-        self.sends = Sends(name, self._send)
+        self.sends = Sends(name, self._send, lambda: self.in_flight_messages)
         self.twins = Twins(lambda: asyncio.get_running_loop().time())
         self._addressed: Cache[bytes, tuple[str, str]] = Cache(ADDRESSES_CACHED_MAX)
         self.received = 0
@@ -134,7 +134,7 @@ class Endpoint:
 
     async def send_batch(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         """Send messages encoded or decoded, as the transport needs them. Never raises; the statuses are UNAVAILABLE if
-        the transport does not return (sends.py)."""
+        the transport does not return (Sends)."""
         return await self.sends.begin(messages)
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:

@@ -241,7 +241,7 @@ class Ingress(EncodedListener):
                 append[0].append(verdict.stream)
                 append[1].append(message)
             elif peer is not None:
-                dispatch.express.put(peer, message)
+                dispatch.express.queues[peer.name].put(message)
             else:
                 inside.append(message.decoded())
         if inside and (taken := dispatch.hosted.deliver(inside)) is not None:

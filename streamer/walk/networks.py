@@ -2,7 +2,7 @@
 
 run, separately for each endpoint:
     announce what is needed -> open -- away? retried --> connected / lost -> callbacks of the owner
-            ^---- close, CLOSE_S_MAX at most, if its transport does not return from sending (sends.py)
+            ^---- close, CLOSE_S_MAX at most, if its transport does not return from sending (Sends)
     -> sync: its ingress listens to what rules, interest and services need  <-- one of these has changed
                        ^---- the network refuses: retried after a while
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import blocked
-from streamer.egress.blocked import Aside
+from streamer.egress import sender
 from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
+from streamer.egress.sender import Aside, Item, PriorityQueue
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.view import Decision, Leg, Target
@@ -123,7 +123,7 @@ async def test_a_stuck_stream_holds_up_no_other_and_keeps_its_order() -> None:
 
 
 async def test_what_is_kept_aside_is_bounded_and_nothing_of_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "ASIDE_MESSAGES_MAX", 20)
+    monkeypatch.setattr(sender, "ASIDE_MESSAGES_MAX", 20)
     log, network, pump, running = await pumping()
     network.stuck = {0x8001}
     streams = [log.stream_id(topic) for topic in TOPICS[:2]]
@@ -169,14 +169,16 @@ async def _by_chance(seed: int) -> None:
 
 def test_who_is_aside_waits_until_it_is_due() -> None:
     now = 0.0
-    aside = Aside(Backoff(1_000, 1_000), lambda: now)
+    queue = PriorityQueue[Item]()
+    aside = Aside(queue, Backoff(1_000, 1_000), lambda: now)
     messages = [made(TOPICS[0], number) for number in range(3)]
-    aside.put_back([(1, messages[0], 7)])
+    aside.put_back([(1, messages[0], 7)], {sender.key_of(messages[0])})
     assert aside.takes((2, messages[1], 7))
     assert not aside.takes((3, made(TOPICS[1], 0), 8))
     assert (aside.messages, aside.oldest_seq, aside.due()) == (2, 1, [])
     now = 2.0
     assert [seq for seq, _, _ in aside.due()] == [1, 2]
     assert aside.takes((4, messages[2], 7))  # still behind them
-    assert [seq for seq, _, _ in aside.release()] == [4]
+    aside.put_back([])
+    assert [seq for seq, _, _ in queue] == [4]
     assert not aside

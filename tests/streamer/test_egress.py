@@ -432,7 +432,7 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
         message = publish("//vehicle1/8001/1/8001")
         message.payload = large
         await vehicle.send(message)
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.deliveries.retries)
+    await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.retries)
     assert pump.sender.queue.bytes <= WINDOW_BYTES_MAX + (8 << 20)
     hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
     world.streamer.endpoints["cloud"].transport.reconnect()

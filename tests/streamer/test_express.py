@@ -84,7 +84,7 @@ def express(
 
 def put(queues: Express, peer: Endpoint, message: UMessage | EncodedMessage) -> None:
     """As ingress does."""
-    queues.put(peer, message if isinstance(message, EncodedMessage) else EncodedMessage.of(message))
+    queues.queues[peer.name].put(message if isinstance(message, EncodedMessage) else EncodedMessage.of(message))
 
 
 def request(priority: UPriority.ValueType, ttl_ms: int = 60_000) -> UMessage:

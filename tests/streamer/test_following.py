@@ -128,7 +128,7 @@ async def test_what_is_followed_is_heard_once_and_in_order(pair: Pair, mode: str
     await pair.publish(50, DOOR)
     await pair.expect_all()
     link = [pump for pump in pair.vehicle.streamer.pumps if pump.peer.name == "link"]
-    assert all(pump.plans.is_followed and not pump.deliveries.retries for pump in link)
+    assert all(pump.plans.is_followed and not pump.retries for pump in link)
     assert pair.followed.counts["stored"] == 350
     assert pair.followed.counts["duplicate"] == 0
     assert pair.followed.counts["doorbells"] == 0

@@ -63,7 +63,7 @@ async def test_topics_of_what_waits_for_a_peer_are_kept_though_the_ring_has_pass
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log is log)
     transport.disconnect()
     await vehicle.send(publish(SPEED, "waits"))
-    await world.until(lambda: pump.deliveries.retries)
+    await world.until(lambda: pump.retries)
     id = log.stream_id(SPEED)
     await vehicle.send_batch([publish(GEAR, "x" * 500) for _ in range(20)])
     await world.until(lambda: log.newest_seq == 21 and log.floor_seq >= 1)

@@ -236,7 +236,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await world.until(lambda: pumps["cloud"].cursor == pumps["mcu"].cursor == 2_000)
     streamer.endpoints["mcu"].transport.disconnect()
     await vehicle.send(publish(known[0]))
-    await world.until(lambda: pumps["mcu"].deliveries.retries > 3 and pumps["cloud"].cursor == 2_001)
+    await world.until(lambda: pumps["mcu"].retries > 3 and pumps["cloud"].cursor == 2_001)
     ingress = streamer.ingresses["vehicle"]
     verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"].plans.by_stream)
     assert len(verdicts) == len(plans) == 2_000

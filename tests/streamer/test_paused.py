@@ -144,7 +144,7 @@ async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nob
     await world.until(lambda: len(pump.topic_holds) == 1 and not pump.backlog)
     transport.disconnect()
     await streamer.paused.resume(SPEED, "cloud")
-    await world.until(lambda: pump.catch_up.is_under_way and pump.deliveries.retries)
+    await world.until(lambda: pump.catch_up.is_under_way and pump.retries)
     await streamer.paused.pause(SPEED, "cloud")
     await streamer.remove_rule("vehicle", "cloud")
     await world.until(lambda: not len(pump.topic_holds))

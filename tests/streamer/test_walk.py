@@ -264,7 +264,7 @@ async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publis
         [publish(SPEED, f"{number % 4} {number}", priority=classes[number % 4]) for number in range(40)]
     )
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
-    await world.until(lambda: pump.deliveries.retries >= 2 and pump.log.newest_seq == 40)
+    await world.until(lambda: pump.retries >= 2 and pump.log.newest_seq == 40)
     world.streamer.endpoints["cloud"].transport.reconnect()
     await heard.expect(40)
     by_class = {kind: [int(text.split()[1]) for text in heard.texts if text[0] == kind] for kind in "0123"}

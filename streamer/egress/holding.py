@@ -1,0 +1,352 @@
+"""Holding: records begin to wait toward one peer. They wait in the log at a position of their own (holds.py), and
+catch_up.py sends them later.
+
+the network refuses an address, or nobody listens -> AddressHolds; so do the records behind it in the queue
+an operator has paused the topic                  -> TopicHolds, from the first record that has not left
+a follower reads publishes from our history       -> OwedTopics: those that were held; the pump sends no publish
+retention has deleted records                     -> the first few are dead letters, the rest is reported as a range
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from itertools import chain
+from typing import Final
+
+import structlog
+
+from history.log.log import RetentionLoss
+from history.records.stream import is_publish
+from streamer.egress.catch_up import CatchUp
+from streamer.egress.holds import AddressHold, Kind, OwedTopics
+from streamer.egress.paused import Pause, Paused
+from streamer.egress.plans import Plans, items_of
+from streamer.egress.sender import Aside, Item, Sender, key_of
+from transports.base import NOT_TRIED
+from uprotocol import attributes as attrs
+from uprotocol.status import Settled, is_nobody_listening
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+# dead letters of records that retention deleted before the peer was back; of more only the range is reported
+PASSED_LETTERS_MAX: Final = 100
+# refusals that concern more than one message, and that a person or time can end
+HELD_CODES: Final = frozenset(
+    {
+        UCode.PERMISSION_DENIED,
+        UCode.UNAUTHENTICATED,
+        UCode.RESOURCE_EXHAUSTED,
+        UCode.FAILED_PRECONDITION,
+        UCode.NOT_FOUND,
+        UCode.ABORTED,
+        UCode.CANCELLED,
+    }
+)
+
+Refused = tuple[Item, UStatus, Kind]
+"""A message that is to be held, the answer of the network, and the kind of the hold."""
+
+log = structlog.get_logger()
+
+
+class Holding:
+    """What begins to wait in one pump, whose plans, holds and queue it shares."""
+
+    def __init__(self, plans: Plans, owed: OwedTopics, sender: Sender[Item], aside: Aside, catch_up: CatchUp) -> None:
+        self._plans, self._peer, self._log, self._owed = plans, plans.peer, plans.log, owed
+        self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
+        self._sender, self._aside, self._catch_up = sender, aside, catch_up
+        # new holds, until `_fresh_until` batches are answered: messages that were under way beside theirs may still be
+        # taken, which shows that the network takes such messages now
+        self.fresh: set[AddressHold] = set()
+        self._fresh_until = 0
+        self.heard: set[int] = set()  # streams of which the network has taken a message since the start
+        self.letters_left = PASSED_LETTERS_MAX
+
+    # Refused and unheard addresses
+
+    def sort_out(self, settled: Settled[Item]) -> Settled[Item]:
+        """Hold the messages whose address is refused or unheard, and note the trials that were taken. Returns the
+        others: sent, to be sent again, or dead letters."""
+        again, dead = list[tuple[Item, UStatus]](), list[tuple[Item, UStatus]]()
+        held = list[Refused]()
+        for item, status in settled.again:
+            if not is_nobody_listening(status):
+                again.append((item, status))
+            elif self._log.durable and item[1].stamp.type == attrs.PUBLISH:
+                held.append((item, status, "unheard"))
+            else:
+                self._peer.dropped["nobody_listens"] += 1
+        for item, status in settled.refused:
+            if status.code not in HELD_CODES:
+                dead.append((item, status))
+            elif self._log.durable:
+                held.append((item, status, "refused"))
+            elif status.code == UCode.RESOURCE_EXHAUSTED:
+                again.append((item, status))
+            else:
+                dead.append((item, status))
+        catch_up = self._catch_up
+        if catch_up.trying:
+            tried = {seq for seq, _ in catch_up.trying}
+            for item in settled.sent:
+                if item[0] in tried and (hold := catch_up.trial_of(item)) is not None and not hold.is_over:
+                    catch_up.was_taken(hold, item)
+            for item, _ in dead:
+                catch_up.skip_trial(item)
+        for item, status, kind in self._hold(held):
+            if kind == "refused":
+                dead.append((item, status))
+            else:
+                self._peer.dropped["nobody_listens"] += 1
+        if self.fresh:
+            self._try_fresh(settled.sent)
+        if settled.sent and again and catch_up.is_under_way:
+            again = self._hold_what_is_stuck(again)
+        return Settled(settled.sent, again, dead)
+
+    def _hold_what_is_stuck(self, failed: list[tuple[Item, UStatus]]) -> list[tuple[Item, UStatus]]:
+        """While something is read back, hold streams that fail although others get through, as if they were refused.
+        The reading back can then end, and the positions of these streams are on disk. Returns the others."""
+        stuck = {key_of(item[1]) for item, status in failed if status.message != NOT_TRIED}
+        held, again = list[Refused](), list[tuple[Item, UStatus]]()
+        for item, status in failed:
+            if item[0] <= self._catch_up.until and key_of(item[1]) in stuck and self._log.durable:
+                held.append((item, status, "refused"))
+            else:
+                again.append((item, status))
+        return again + [(item, status) for item, status, _ in self._hold(held)]
+
+    def _hold(self, held: Sequence[Refused]) -> list[Refused]:
+        """Hold these, and behind them the queued messages for their addresses. Returns those that can't be held
+        because too many addresses are."""
+        beyond = list[Refused]()
+        if not held:
+            return beyond
+        streams, holds, first = set[int](), set[AddressHold](), dict[AddressHold, int]()
+        merges = self._address_holds.merges
+        for one in held:
+            item, status, kind = one
+            address, authority = self._peer.addressed(item[1])
+            known = self._address_holds.of(address, authority)
+            if known is not None and not known.is_waiting:
+                streams |= known.streams
+                if known.is_returning:
+                    first[known] = self._plans.read
+            was_tried, was_heard = self._catch_up.trial_of(item) is not None, item[2] in self.heard
+            hold = self._address_holds.hold(
+                address, authority, known, item, status, kind, was_heard=was_heard, was_tried=was_tried
+            )
+            if hold is None:
+                beyond.append(one)
+                continue
+            streams.add(item[2])
+            holds.add(hold)
+        if merges != self._address_holds.merges:
+            self._plans.by_stream.clear()
+        for stream in streams:
+            self._plans.by_stream.pop(stream, None)
+        self._wait_behind(streams)
+        if first:
+            self._move_returning(first, [item for item, *_ in held])
+        self.fresh |= holds
+        self._fresh_until = self._sender.begun
+        return beyond
+
+    def _wait_behind(self, streams: Set[int]) -> None:
+        """Move queued messages whose address is now held into its hold."""
+        for item in self._aside.take_out(lambda item: item[2] in streams and self._hold_of(item) is not None):
+            if (hold := self._hold_of(item)) is not None:
+                self._address_holds.wait_behind(hold, item)
+
+    def _move_returning(self, first: dict[AddressHold, int], held: Sequence[Item]) -> None:
+        """Move holds that were refused again while they were read back. Everything before the first message that waits
+        was taken; nothing after the position of the reading back was read."""
+        for item in (*held, *self._sender.in_flight):
+            hold = self._address_holds.of(*self._peer.addressed(item[1]))
+            if hold in first:
+                first[hold] = min(first[hold], item[0])
+        for hold, seq in first.items():
+            head = hold.head[0] if hold.head is not None else seq
+            self._address_holds.move(hold, min(seq, head, self._catch_up.position + 1) - 1)
+
+    def _hold_of(self, item: Item) -> AddressHold | None:
+        """Returns the hold in which this message must wait; None: it may leave."""
+        if (item[0], item[1].stamp.address) in self._catch_up.trying:
+            return None
+        hold = self._address_holds.of(*self._peer.addressed(item[1]))
+        return hold if hold is not None and hold.is_waiting else None
+
+    def _try_fresh(self, sent: Sequence[Item]) -> None:
+        """Try new holds again if a message that left after theirs was taken: the network takes such messages now."""
+        for item in sent:
+            hold = self._address_holds.of(*self._peer.addressed(item[1]))
+            if hold in self.fresh and item[0] > hold.after:
+                self.fresh.discard(hold)
+                self._address_holds.try_now(hold)
+        if self._sender.ended >= self._fresh_until:
+            self.fresh.clear()
+
+    # Pauses
+
+    def hold_paused(self, paused: Paused, fresh: frozenset[Pause]) -> None:
+        """Hold the topics that were just paused, from the first record that has not left, even if it was read already.
+        Called when no batch is in flight: everything outside the queue has left or was never read.
+        """
+        candidates = self._queued_streams().union(self._topic_holds, self._catch_up.targets, *self._streams_in_holds())
+        sources = [(stream, self._log.stream(stream).source) for stream in candidates if self._log.knows_stream(stream)]
+        concerns = paused.concerns
+        held = self._within_capacity(
+            {stream for stream, source in sources if any(concerns(pause, self._peer, source) for pause in fresh)}
+        )
+        first: dict[int, int] = {}  # by stream
+        for item in self._aside.take_out(lambda item: item[2] in held):
+            first[item[2]] = min(item[0], first.get(item[2], item[0]))
+            self._catch_up.withdraw_trial(item)
+        for stream in held:
+            after = self._delivered_up_to(stream)
+            self._topic_holds.hold(stream, min(after, first.get(stream, after + 1) - 1))
+            self._catch_up.withdraw_topic(stream)
+
+    def _streams_in_holds(self) -> Iterator[Set[int]]:
+        for hold in self._address_holds.values():
+            if hold.is_loaded and not self._catch_up.are_streams_found:
+                yield {stream.id for stream in self._log.streams()}
+                return
+            yield hold.streams
+
+    def _delivered_up_to(self, stream_id: int) -> int:
+        """Returns the seq up to which all targets have had this stream, apart from records in the queue."""
+        read = self._plans.read
+        had = min([hold.after for hold in self._plans.holds_of(stream_id)], default=read)
+        held = self._topic_holds.get(stream_id)
+        if held is None:
+            return had
+        targets, is_open = self._plans.wanted_if_not_paused(stream_id)
+        now = {target.authority for target in self._catch_up.targets.get(stream_id, ())}
+        if is_open or any(target.authority not in now for target in self._plans.missing(held, targets)):
+            return min(had, held.after)  # one target has had nothing of it: the others get it twice
+        return min(had, max(held.after, self._catch_up.position) if now else read)
+
+    def _within_capacity(self, held: set[int]) -> set[int]:
+        """Returns the topics of `held` for which cursors are free. Records of the others that were read are sent, since
+        they would be lost otherwise."""
+        beyond = [stream for stream in held if stream not in self._topic_holds]
+        beyond = beyond[max(self._topic_holds.free_capacity, 0) :]
+        if beyond:
+            what = "too many topics are paused: what was read of some leaves all the same"
+            log.warning(what, peer=self._peer.name, topics=len(beyond))
+        return held.difference(beyond)
+
+    # Publishes that a follower reads from our history
+
+    def _is_publish(self, stream: int) -> bool:
+        return self._log.knows_stream(stream) and is_publish(self._log.stream(stream))
+
+    @property
+    def has_publishes(self) -> bool:
+        """True if some publishes wait at a position of their own."""
+        return bool(self._owed) or any(map(self._is_publish, self._topic_holds)) or bool(self._address_holds)
+
+    def stop_publishes(self) -> int:
+        """Stop sending publishes. Returns the seq up to which all have left, except those that are now `owed`. Nothing
+        may be in flight, and `Pump.confirm` has to follow."""
+        publishes = set(filter(self._is_publish, self._queued_streams()))
+        unsent = self._aside.take_out(lambda item: item[2] in publishes)
+        for item in unsent:
+            self._catch_up.withdraw_trial(item)
+        # for records of a hold that are tried or read back, the hold's position counts
+        first = () if self._catch_up.is_under_way else [item[0] for item in unsent if self._hold_of(item) is None]
+        self._owe()
+        self._plans.is_followed = True
+        self._plans.by_stream.clear()
+        return min([self._plans.read, *(seq - 1 for seq in first)])
+
+    def _owe(self) -> None:
+        """End the holds of publishes: the follower reads their records from our history, after the hold's position."""
+        owed: dict[int, int] = {}
+        for stream in list(filter(self._is_publish, self._topic_holds)):
+            owed[stream] = self._topic_holds[stream].after
+            self._topic_holds.forget(stream)
+            self._catch_up.found.pop(stream, None)
+            self._catch_up.recheck.pop(stream, None)
+        for hold in list(self._address_holds.values()):
+            publishes = [one for one in hold.streams if self._is_publish(one) and self._plans.targets_of(hold, one)]
+            for stream in publishes:
+                owed[stream] = min(hold.after, owed.get(stream, hold.after))
+            hold.streams.difference_update(publishes)
+            self._address_holds.forget_head(hold)
+            if not hold.streams:
+                self._address_holds.drop(hold)
+        for stream in list(filter(self._is_publish, self._catch_up.targets)):
+            self._catch_up.withdraw_topic(stream)
+        self._owed.add(owed)
+
+    def resume_publishes(self, seq: int, had: int) -> int:
+        """Send the publishes with a greater seq, and those that are owed beyond `had`. Returns the seq after which the
+        log is read now. Nothing may be in flight, and `Pump.confirm` has to follow."""
+        plans = self._plans
+        plans.is_followed = False
+        for stream, after in self._owed.items():
+            if self._log.knows_stream(stream) and max(after, had) < seq:
+                self._topic_holds.hold(stream, max(after, had))
+                self._catch_up.recheck[stream] = None
+        self._owed.clear_all()
+        plans.by_stream.clear()
+        if seq < plans.read:
+            plans.pushed_to, plans.read = plans.read, max(seq, self._log.floor_seq)
+        return plans.read
+
+    # Streams
+
+    def _queued_streams(self) -> set[int]:
+        """Returns the streams of records that were read and are not in flight."""
+        return self._aside.streams.union(item[2] for item in self._sender.queue)
+
+    def streams_in_hand(self) -> set[int]:
+        """Returns the streams of records that were read and have not left, and those of holds: the log keeps them."""
+        sender, catch_up = self._sender, self._catch_up
+        under_way = {item[2] for item in chain(sender.waiting, sender.in_flight)}
+        return self._queued_streams().union(under_way, self._topic_holds, self._owed, catch_up.found, catch_up.targets)
+
+    def forget(self, streams: frozenset[int]) -> None:
+        """Forget streams that the log has forgotten."""
+        self._plans.forget(streams)
+        self.heard.difference_update(streams)
+
+    # Losses of the log
+
+    def passed(self, passed: RetentionLoss, cursor: int) -> None:
+        """Report records that retention deleted and this peer may lack: the first few as dead letters, and the rest as
+        one range."""
+        plans, catch_up = self._plans, self._catch_up
+        items = chain.from_iterable(map(items_of, passed.chunks))
+        lost = [item for item in items if self._still_wants(item[2], item[0])]
+        reported = lost[: self.letters_left]
+        self.letters_left -= len(reported)
+        for item in reported:
+            catch_up.reading.dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
+        last = passed.before - 1
+        seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
+        if len(lost) > len(reported) or last > max(seen, plans.read):
+            catch_up.reading.lost(max(passed.after, min(cursor, last)), passed.before)
+        for stream, held in self._topic_holds.items():
+            if held.after < last:
+                self._topic_holds.move(stream, last)
+        for hold in self._address_holds.values():
+            self._address_holds.move(hold, last)
+        catch_up.position = max(catch_up.position, min(last, catch_up.until))
+        plans.read = max(plans.read, last)
+        self._owed.move(last)
+
+    def _still_wants(self, stream: int, seq: int) -> bool:
+        held, catch_up = self._plans.topic_holds.get(stream), self._catch_up
+        if held is not None:
+            return seq > (max(held.after, catch_up.position) if stream in catch_up.targets else held.after)
+        for hold in self._plans.holds_of(stream):
+            if seq > (max(hold.after, catch_up.position) if hold.is_returning else hold.after):
+                return True
+        if seq <= self._plans.read:
+            return False  # it waits in memory, or has left
+        targets, is_open = self._plans.wanted(stream)
+        return is_open or any(seq > target.since for target in targets)
