@@ -105,7 +105,7 @@ class CatchUp:
     def next_at(self) -> float | None:
         """Returns the loop time of the next step that is due by time alone."""
         if not self.taken:
-            return self._due_at if self._address_holds else None
+            return self._due_at
         due_at = self._due_at
         return self.read_back_at if due_at is None else min(due_at, self.read_back_at)
 

@@ -25,10 +25,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Final, Literal, NamedTuple
 
 import structlog
 
+from history.file.load import Cursor
 from history.log.cursors import CURSORS_MAX
 from history.log.log import Log
 from streamer.egress.sender import Item
@@ -64,34 +66,20 @@ Kind = Literal["refused", "unheard"]
 Label = Literal["refused", "unheard", "left"]
 LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
 """Kinds as operators see them. left: unheard, but somebody has listened there since the start."""
-T = TypeVar("T")
 Clock = Callable[[], float]
 
 log = structlog.get_logger()
 
 
+def _rows(source: Log, prefix: str) -> list[tuple[str, Cursor]]:
+    """Returns the cursors of a log whose names begin with `prefix`, by the rest of their names."""
+    rows = source.cursors.all().items()
+    return [(name.removeprefix(prefix), cursor) for name, cursor in rows if name.startswith(prefix)]
+
+
 def cursors_left(source: Log) -> int:
     """Returns how many more rows holds may have; the other rows are for other cursors."""
     return CURSORS_MAX - CURSORS_RESERVED - len(source.cursors)
-
-
-class _Ages(Generic[T]):
-    """Times at which holds began, to find the oldest one without a search of all."""
-
-    def __init__(self, is_there: Callable[[T, float], bool]) -> None:
-        """`is_there(one, began)`: whether `one` is still held, since `began`, and of this kind."""
-        self._heap: list[tuple[float, int, T]] = []  # begin, tie-breaker, hold
-        self._count = itertools.count()
-        self._is_there = is_there
-
-    def add(self, began: float, one: T) -> None:
-        heapq.heappush(self._heap, (began, next(self._count), one))
-
-    def oldest(self) -> tuple[float, T] | None:
-        """Returns the begin of the oldest hold, and the hold."""
-        while self._heap and not self._is_there(self._heap[0][2], self._heap[0][0]):
-            heapq.heappop(self._heap)
-        return (self._heap[0][0], self._heap[0][2]) if self._heap else None
 
 
 @dataclass(slots=True)
@@ -101,6 +89,7 @@ class TopicHold:
 
     after: int
     began: float  # the streamer's running time then, milliseconds, minus the wait before a restart
+    saved_at: float = 0.0  # running time of the last save
     served: frozenset[str] = frozenset()
     whole: bool = False  # the peer's network got every message since then, so nobody there lacks any
 
@@ -114,8 +103,6 @@ class TopicHolds(dict[int, TopicHold]):
         super().__init__()
         self._log, self._prefix, self._wait_ms_max = source, f"{PARKED_PREFIX}{peer}:", wait_ms_max
         self._ran_ms = 0  # running time of the streamer at the last call of `wait`
-        self._ages = _Ages[int](self._is_there)
-        self._notes: list[tuple[float, int, float]] = []  # a heap: time of the next save, stream, `began`
 
     @property
     def free_capacity(self) -> int:
@@ -125,31 +112,18 @@ class TopicHolds(dict[int, TopicHold]):
     @property
     def waited_ms(self) -> int:
         """Returns how long the oldest has waited while the streamer ran."""
-        oldest = self._ages.oldest()
-        return 0 if oldest is None else int(self._ran_ms - oldest[0])
-
-    def _is_there(self, stream: int, began: float) -> bool:
-        known = self.get(stream)
-        return known is not None and known.began == began
+        return int(self._ran_ms - min((hold.began for hold in self.values()), default=self._ran_ms))
 
     def load(self) -> None:
         """Load the holds. `served` is not on disk, so authorities that were served may get records twice."""
-        for name, cursor in self._log.cursors.all().items():
-            number = name.removeprefix(self._prefix)
-            if number == name:
-                continue
+        for number, cursor in _rows(self._log, self._prefix):
             if number.isdecimal() and self._log.knows_stream(int(number)):
-                self._add(int(number), TopicHold(cursor.seq, self._ran_ms - cursor.absent_ms))
+                self[int(number)] = TopicHold(cursor.seq, self._ran_ms - cursor.absent_ms, self._ran_ms)
             else:
-                self._log.cursors.drop(name)
-
-    def _add(self, stream: int, hold: TopicHold) -> None:
-        self[stream] = hold
-        self._ages.add(hold.began, stream)
-        heapq.heappush(self._notes, (self._ran_ms + NOTE_S * 1_000, stream, hold.began))
+                self._log.cursors.drop(self._prefix + number)
 
     def park(self, stream: int, after: int, served: Iterable[Target]) -> None:
-        self._add(stream, TopicHold(after, self._ran_ms))
+        self[stream] = TopicHold(after, self._ran_ms)
         self.serve(stream, served)
         self._save(stream)
 
@@ -168,10 +142,7 @@ class TopicHolds(dict[int, TopicHold]):
     def hold(self, stream: int, after: int) -> None:
         """Hold a paused topic: records after `after` wait for all authorities, also for those that were served."""
         known = self.get(stream)
-        if known is None:
-            self._add(stream, TopicHold(after, self._ran_ms))
-        else:
-            self[stream] = TopicHold(after, known.began)
+        self[stream] = TopicHold(after, self._ran_ms if known is None else known.began)
         self._save(stream)
 
     def forget(self, stream: int) -> None:
@@ -179,20 +150,18 @@ class TopicHolds(dict[int, TopicHold]):
         self._log.cursors.drop(f"{self._prefix}{stream}")
 
     def wait(self, ms: int) -> None:
-        """Note that `ms` have passed. The cost depends only on the number of topics whose save is due."""
+        """Note that `ms` have passed."""
         self._ran_ms += ms
-        while self._notes and self._notes[0][0] <= self._ran_ms:
-            _, stream, began = heapq.heappop(self._notes)
-            if self._is_there(stream, began):
-                heapq.heappush(self._notes, (self._ran_ms + NOTE_S * 1_000, stream, began))
+        for stream, hold in self.items():
+            if self._ran_ms - hold.saved_at >= NOTE_S * 1_000:
                 self._save(stream)
 
     def _save(self, stream: int) -> None:
-        parked = self[stream]
-        waited_ms = int(self._ran_ms - parked.began)
+        hold, cursor = self[stream], f"{self._prefix}{stream}"
+        hold.saved_at = self._ran_ms
+        waited_ms = int(self._ran_ms - hold.began)
         holds = waited_ms < self._wait_ms_max
-        cursor = f"{self._prefix}{stream}"
-        self._log.cursors.set(cursor, parked.after, holds=holds, absent_ms=waited_ms, holder=HOLDER)
+        self._log.cursors.set(cursor, hold.after, holds=holds, absent_ms=waited_ms, holder=HOLDER)
 
 
 class OwedTopics(dict[int, int]):
@@ -204,10 +173,7 @@ class OwedTopics(dict[int, int]):
         self._log, self._prefix = source, f"{OWED_PREFIX}{peer}:"
 
     def load(self) -> None:
-        for name, cursor in self._log.cursors.all().items():
-            number = name.removeprefix(self._prefix)
-            if number != name:
-                self[int(number)] = cursor.seq
+        self.update({int(number): cursor.seq for number, cursor in _rows(self._log, self._prefix)})
 
     def add(self, owed: Mapping[int, int]) -> None:
         for stream, after in owed.items():
@@ -235,6 +201,7 @@ class AddressHold:
     why: str  # the answer of the network
     code: UCode.ValueType
     began: float  # loop time, minus the wait before a restart
+    authority: str = ""  # source of its messages; "": unknown after a restart, or several addresses
     streams: set[int] = field(default_factory=set)  # ids of the log that are known since the start
     is_loaded: bool = False  # from before a restart: it may have more streams
     covers: set[str] | None = None  # addresses of a merged unit; None: unknown after a restart, so any
@@ -291,41 +258,6 @@ class HeldState(NamedTuple):
         return f"nobody has listened yet at {what} since {since}, {count} until somebody does"
 
 
-class _Totals:
-    """Counts of the address holds by label, and the oldest hold of each label."""
-
-    def __init__(self, time: Clock) -> None:
-        self._time = time
-        self._ages: dict[Label, _Ages[AddressHold]] = {label: _ages_of(label) for label in LABELS}
-        self._counts: dict[Label, Counter[str]] = {label: Counter() for label in LABELS}
-
-    def count(self, hold: AddressHold, sign: int) -> None:
-        """Count a hold that was added (`sign` 1) or removed (-1)."""
-        counts = self._counts[hold.label]
-        counts["units"] += sign
-        counts["records"] += sign * hold.records
-        counts["loaded"] += sign * hold.is_loaded
-        if sign > 0:
-            self._ages[hold.label].add(hold.began, hold)
-
-    def add_records(self, hold: AddressHold, records: int) -> None:
-        hold.records += records
-        self._counts[hold.label]["records"] += records
-
-    def is_logged(self, hold: AddressHold) -> bool:
-        """Returns False if its label has so many holds that one more is not worth a log line."""
-        return self._counts[hold.label]["units"] <= LOGGED_MAX
-
-    def states(self) -> Iterator[HeldState]:
-        """Yields the state of each label that has holds. Costs the same for any number of holds."""
-        for label, counts in self._counts.items():
-            oldest = self._ages[label].oldest()
-            if oldest is not None:
-                began, hold = oldest
-                counted = counts["units"], counts["records"], not counts["loaded"]
-                yield HeldState(label, *counted, hold, self._time() - began)
-
-
 class AddressHolds(dict[str, AddressHold]):
     """The addresses of one peer that its network refuses, or where nobody listens, by unit. Owns the log's cursors
     `held:PEER:KIND UNIT`."""
@@ -336,15 +268,11 @@ class AddressHolds(dict[str, AddressHold]):
         self._log, self._peer, self._time = source, peer, time
         self._limits: dict[Kind, float] = {"refused": refused_s, "unheard": unheard_s}
         self._young: dict[str, AddressHold] = {}
-        self._totals = _Totals(time)
-        self.states = self._totals.states
         self.merged: dict[str, AddressHold] = {}  # the units of several addresses
-        self._authorities: Counter[str] = Counter()  # number of units of one address, by source authority
-        self._authority_of: dict[str, str] = {}  # source authority of those units
+        self._labels = Counter[Label]()  # of the holds
         self._heads_bytes = 0
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
         self._count = itertools.count()
-        self._covered = 0  # addresses of merged units
         self.ended = 0  # holds that were ended at their limit
         self.merges = 0  # how often several units became one
 
@@ -369,12 +297,8 @@ class AddressHolds(dict[str, AddressHold]):
 
     def load(self) -> None:
         """Load the holds from when the log was closed."""
-        prefix = f"{HELD_PREFIX}{self._peer}:"
         now = self._time()
-        for name, cursor in self._log.cursors.all().items():
-            rest = name.removeprefix(prefix)
-            if rest == name:
-                continue
+        for rest, cursor in _rows(self._log, f"{HELD_PREFIX}{self._peer}:"):
             kind: Kind = "unheard" if rest[:1] == "u" else "refused"
             hold = AddressHold(
                 rest[1:],
@@ -387,7 +311,7 @@ class AddressHolds(dict[str, AddressHold]):
                 has_row=True,
                 saved_s=cursor.absent_ms / 1000,
             )
-            self._add(hold, "")
+            self._add(hold)
             hold.due_at = now + RETRY_S_MIN
             self._push(hold)
 
@@ -400,6 +324,14 @@ class AddressHolds(dict[str, AddressHold]):
     def next_at(self) -> float | None:
         """Returns the loop time at which the next step is due."""
         return self._due[0][0] if self._due else None
+
+    def states(self) -> Iterator[HeldState]:
+        """Yields the state of each label that has holds."""
+        for label in LABELS if self else ():
+            if holds := [hold for hold in self.values() if hold.label == label]:
+                records, oldest = sum([hold.records for hold in holds]), min(holds, key=attrgetter("began"))
+                are_counted = not any(hold.is_loaded for hold in holds)
+                yield HeldState(label, len(holds), records, are_counted, oldest, self._time() - oldest.began)
 
     # Hold
 
@@ -445,15 +377,15 @@ class AddressHolds(dict[str, AddressHold]):
     def _new(
         self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
     ) -> AddressHold | None:
-        has_capacity = self._covered < COVERED_MAX
+        has_capacity = sum([len(merged.covers or ()) for merged in self.merged.values()]) < COVERED_MAX
         if len(self) >= ADDRESSES_MAX or cursors_left(self._log) <= 0:
             if not has_capacity:
                 return None
             self._merge()
         if has_capacity and (found := self._merged_for(address, authority)) is not None:
             return found
-        hold = AddressHold("=" + address, after, kind, _why(status), status.code, now, was_heard=was_heard)
-        self._add(hold, authority)
+        hold = AddressHold("=" + address, after, kind, _why(status), status.code, now, authority, was_heard=was_heard)
+        self._add(hold)
         self._log_hold(hold)
         if kind == "unheard" and len(self._young) < YOUNG_MAX:
             self._young[hold.unit] = hold
@@ -463,7 +395,7 @@ class AddressHolds(dict[str, AddressHold]):
         return hold
 
     def _log_hold(self, hold: AddressHold) -> None:
-        if not self._totals.is_logged(hold):
+        if self._labels[hold.label] > LOGGED_MAX:
             return
         if hold.kind == "refused":
             what = "a network refuses an address: what is for it waits, and everything else goes on"
@@ -477,26 +409,21 @@ class AddressHolds(dict[str, AddressHold]):
         found = self.merged.get("@" + authority) or self.merged.get("*")
         if found is not None and found.covers is not None:
             found.covers.add(address)
-            self._covered += 1
         return found
 
-    def _add(self, hold: AddressHold, authority: str) -> None:
+    def _add(self, hold: AddressHold) -> None:
         self[hold.unit] = hold
-        self._totals.count(hold, 1)
-        if hold.unit[0] == "=":
-            self._authorities[authority] += 1
-            self._authority_of[hold.unit] = authority
-        else:
+        self._labels[hold.label] += 1
+        if hold.unit[0] != "=":
             self.merged[hold.unit] = hold
 
     def _merge(self) -> None:
         """Free capacity: merge the addresses of the source authority with the most addresses into one unit; if each
         authority has few, merge all."""
-        whose, count = max(self._authorities.items(), key=lambda one: one[1], default=("", 0))
+        authorities = Counter([hold.authority for hold in self.values() if hold.unit[0] == "="])
+        ((whose, count),) = authorities.most_common(1) or [("", 0)]
         unit = "@" + whose if whose and count > max(1, ADDRESSES_MAX // 100) else "*"
-        merging = [hold for hold in self.values() if unit == "*" or self._authority_of.get(hold.unit) == whose]
-        if unit in self and self[unit] not in merging:
-            merging.append(self[unit])
+        merging = [hold for hold in self.values() if unit in ("*", hold.unit) or hold.authority == whose]
         if len(merging) < 2:
             return
         first = min(merging, key=lambda one: one.after)
@@ -516,10 +443,9 @@ class AddressHolds(dict[str, AddressHold]):
             self.drop(one)
         if are_covers_known:
             merged.covers = covers
-            self._covered += len(covers)
         self._heads_bytes += len(merged.head[1].payload) if merged.head is not None else 0
         self.merges += 1
-        self._add(merged, "")
+        self._add(merged)
         merged.due_at = self._time() + RETRY_S_MIN
         self._push(merged)
         self._save(merged)
@@ -529,9 +455,9 @@ class AddressHolds(dict[str, AddressHold]):
     def _change_kind(self, hold: AddressHold, kind: Kind) -> None:
         if hold.has_row:
             self._log.cursors.drop(self._row_of(hold))
-        self._totals.count(hold, -1)
+        self._labels[hold.label] -= 1
         hold.kind = kind
-        self._totals.count(hold, 1)
+        self._labels[hold.label] += 1
         if hold.has_row:
             self._save(hold)
 
@@ -553,7 +479,7 @@ class AddressHolds(dict[str, AddressHold]):
         """Have the record `seq` wait in `hold`."""
         if hold.is_over:
             return  # it was merged into a unit whose position is not later than its own
-        self._totals.add_records(hold, 1)
+        hold.records += 1
         if seq <= hold.after:
             hold.after = seq - 1
             self.forget_head(hold)
@@ -616,34 +542,26 @@ class AddressHolds(dict[str, AddressHold]):
     def taken(self, hold: AddressHold) -> None:
         """Note that the network has taken the first message. The rest is read back soon."""
         hold.is_trying, hold.is_taken = False, True
-        if self._time() - hold.began >= YOUNG_S and self._totals.is_logged(hold):
+        if self._time() - hold.began >= YOUNG_S and self._labels[hold.label] <= LOGGED_MAX:
             what = "the network takes messages for an address again: what has waited follows"
             log.info(what, endpoint=self._peer, address=hold.name, records=hold.records)
-        self._totals.add_records(hold, -hold.records)
+        hold.records = 0
 
     def drop(self, hold: AddressHold) -> None:
         """Remove a hold in which nothing waits any more."""
         assert not hold.is_over, "it is dropped once"
         hold.is_over = True
         del self[hold.unit]
-        self._totals.count(hold, -1)
+        self._labels[hold.label] -= 1
         self._young.pop(hold.unit, None)
+        self.merged.pop(hold.unit, None)
         self.forget_head(hold)
-        if hold.unit[0] == "=":
-            authority = self._authority_of.pop(hold.unit, "")
-            self._authorities[authority] -= 1
-            if not self._authorities[authority]:
-                del self._authorities[authority]
-        else:
-            self._covered -= len(hold.covers or ())
-            del self.merged[hold.unit]
         if hold.has_row:
             self._log.cursors.drop(self._row_of(hold))
 
     def uncover(self, hold: AddressHold) -> None:
         """Begin to read back a merged unit: from now on it covers only addresses that are refused again."""
         if hold.unit[0] != "=":
-            self._covered -= len(hold.covers or ())
             hold.covers = set()
 
     def move(self, hold: AddressHold, after: int) -> None:
@@ -676,7 +594,3 @@ class AddressHolds(dict[str, AddressHold]):
 
 def _why(status: UStatus) -> str:
     return status.message or code_name(status.code)
-
-
-def _ages_of(label: Label) -> _Ages[AddressHold]:
-    return _Ages(lambda hold, _: not hold.is_over and hold.label == label)

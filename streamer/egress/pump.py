@@ -288,7 +288,7 @@ class Pump:
         self.confirm()
         if not (at_the_end or aside or sender.flights or self.address_holds):
             return AT_ONCE
-        if not sender.flights and (held_at := self.catch_up.next_at) is not None:
+        if self.address_holds and not sender.flights and (held_at := self.catch_up.next_at) is not None:
             next_at = held_at if next_at is None else min(next_at, held_at)
         return next_at
 
