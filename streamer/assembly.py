@@ -226,7 +226,10 @@ class Assembly:
         self.networks = Networks(
             self.endpoints,
             self.ingresses,
+            self.view,
             self.interest,
+            self.hosted,
+            self.logs.record,
             config.streamer.data_dir,
             self._backoff,
             self._connected,
@@ -290,8 +293,7 @@ class Assembly:
         """A hosted service has started or stopped: routes its messages again."""
         for ingress in (*self.ingresses.values(), self.entry):
             ingress.forget_verdicts()
-            ingress.filters.services_changed()
-        await self.networks.listen()
+        await self.networks.services_changed()
 
     def _is_named(self, authority: str, endpoint: str) -> bool:
         """Returns True if the configuration names this authority. Hosted services have no endpoint."""

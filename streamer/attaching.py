@@ -71,17 +71,16 @@ class RunningEndpoints:
         for name in (rule.ingress, rule.egress):
             self._check_known(name)
         streamer.rules.add(rule)
-        try:
-            await streamer.networks.sync()
-        except UStatusError:
+        for error in await streamer.networks.listen():
             streamer.rules.remove(rule.ingress, rule.egress)
             await streamer.networks.listen()
-            raise
+            raise error
 
     async def remove_rule(self, ingress: str, egress: str) -> None:
         """Removes a rule. Raises NOT_FOUND."""
         self._streamer.rules.remove(ingress, egress)
-        await self._streamer.networks.sync()
+        for error in await self._streamer.networks.listen():
+            raise error
 
     async def add_endpoint(
         self, section: EndpointSection, rules: Iterable[RuleSection] = (), follow: Iterable[FollowSection] = ()

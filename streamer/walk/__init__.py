@@ -1,11 +1,10 @@
 """The walk of a message through the streamer.
 
 endpoint.py           Endpoints: a name, authorities
-filters.py            Filters: the listener of one endpoint is registered for exactly what is needed
 flow.py               Holds senders back between ingress and log
 hosted.py             The transport of services inside this process
 ingress.py            Ingress: checks the messages that an endpoint receives
 names.py              Names: how the authorities of this gateway are called on the network of an endpoint
-networks.py           Networks: opens endpoints, keeps them open, and has each ingress listen to what is needed
+networks.py           Networks: opens endpoints, keeps them open, and has each ingress listen to exactly what is needed
 view.py               View: which messages may pass between networks, and who must get a record
 """

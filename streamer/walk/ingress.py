@@ -20,7 +20,6 @@ from history.log.log import Log, TopicsFullError
 from streamer.egress.express import Express
 from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.filters import PUBLISHERS, EndpointFilters
 from streamer.walk.flow import Appender, Flow
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.names import may_carry_addresses
@@ -29,7 +28,7 @@ from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import cache as caches
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION, is_about_epochs
+from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION, is_about_epochs, of_publisher
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
@@ -42,6 +41,7 @@ LOG_FULL_S: Final = 60.0  # between two log lines about topics beyond the limit;
 # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 WINDOW_IDS_MAX: Final = 131_072
 MISSING_MAX: Final = 16_384  # refused messages whose redelivery is awaited
+PUBLISHERS: Final = of_publisher(uris.ANY, ANNOUNCEMENTS)  # announcements of publishers with their own history
 
 log = structlog.get_logger()
 
@@ -180,7 +180,6 @@ class Ingress(EncodedListener):
         # keys of messages that a log has refused and the network will redeliver; the event: all have come
         self._missing: set[bytes] = set()
         self._missing_came = asyncio.Event()
-        self.filters = EndpointFilters(endpoint, dispatch.view, dispatch.hosted, dispatch.logs.record, self)
         redelivers = self._redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
         self._appenders = {
             log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)

@@ -145,7 +145,7 @@ async def test_a_topic_without_answer_is_parked_and_goes_out_in_order_when_someb
     service.answering.set()
     # known to be version 3 again, so everything is listened to
     everything = (uris.key(uris.pattern("vehicle1")), None)
-    await world.until(lambda: everything in world.streamer.ingresses["vehicle"].filters)
+    await world.until(lambda: everything in world.streamer.networks["vehicle"].filters)
     await vehicle.send(publish(DOOR, "door 3"))
     await vehicle.send(publish(DOOR, "door 4"))
     await heard.expect(9)

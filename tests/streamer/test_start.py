@@ -146,7 +146,7 @@ async def test_a_network_that_stalls_while_listening_delays_no_other(
     path = world.config.usubscription.static_file
     path.write_text(json.dumps(SUBSCRIBED | {"//vehicle1/8001/1/8002": ["//cloud/9001/1/0"]}))
     await world.streamer.interest.refresh()
-    filters = world.streamer.ingresses["vehicle"].filters
+    filters = world.streamer.networks["vehicle"].filters
     await world.until(lambda: (uris.key(OTHER), None) in set(filters))
     await vehicle.send(publish(OTHER, "1"))
     await other.expect(1)
