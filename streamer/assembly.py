@@ -170,8 +170,6 @@ class Assembly:
         flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
         self.flows = tuple(flows.values())
         self.dispatch = Dispatch(
-            self.endpoints,
-            self.rules,
             self.view,
             self.logs,
             flows,
@@ -179,7 +177,7 @@ class Assembly:
             self.hosted,
             window,
             self.ledger,
-            self.follows,
+            self.follows.of_topic,
             config.limits.message_bytes_max,
         )
         for endpoint in self.endpoints:

@@ -149,7 +149,7 @@ class RunningEndpoints:
         streamer.claims.find_unclaimed()
         streamer.hosted.endpoint_added(endpoint)
         streamer.follows.add_endpoint(endpoint, [parts.follow_of(one, streamer.endpoints) for one in follow])
-        streamer.rules.endpoints_changed()
+        streamer.rules.changed()
         try:
             await self._ask_services(made, section)
         except BaseException:
@@ -186,7 +186,7 @@ class RunningEndpoints:
             pump.close()
             streamer.pumps.remove(pump)
         streamer.endpoints.remove(endpoint)
-        streamer.rules.endpoints_changed()
+        streamer.rules.changed()
         streamer.express.remove_endpoint(name)
         streamer.networks.remove_endpoint(name)
         streamer.handovers.remove_endpoint(name)

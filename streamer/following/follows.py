@@ -21,6 +21,7 @@ from streamer.following.sorting import Intake, family_of
 from streamer.operating.states import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
+from streamer.walk.ingress import PUBLISHERS, OnPlainCopy
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
@@ -272,10 +273,15 @@ class Follows(Intake, UListener):
 
     # -- for the ingress
 
-    def of(self, endpoint: Endpoint, source: UUri) -> Followed | None:
-        """Returns the history at `endpoint` that has this topic."""
+    def of_topic(self, endpoint: Endpoint, source: UUri) -> tuple[bool, OnPlainCopy | None]:
+        """Returns whether a history at `endpoint` records this topic even if nobody wants it, and what is called with
+        each plain message of it."""
         there = (one for one in self._about(source) if one.endpoint is endpoint and one.speaks_for(source))
-        return min(there, key=lambda one: one.is_gateway, default=None)
+        followed = min(there, key=lambda one: one.is_gateway, default=None)
+        is_followed = followed is not None and followed.records(source)
+        if followed is not None and not followed.is_gateway:
+            return is_followed, followed.on_doorbell
+        return is_followed, self.on_announcement if uris.matches(PUBLISHERS, source) else None
 
     def _about(self, topic: UUri) -> Iterator[Followed]:
         """Returns the histories that may have this topic, and few others."""

@@ -12,18 +12,18 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
 from history.log.log import Log, TopicsFullError
 from streamer.egress.express import Express
 from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
-from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import Appender, Flow
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.names import may_carry_addresses
-from streamer.walk.view import Rules, Version, View
+from streamer.walk.view import Version, View
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import cache as caches
@@ -46,6 +46,10 @@ PUBLISHERS: Final = of_publisher(uris.ANY, ANNOUNCEMENTS)  # announcements of pu
 log = structlog.get_logger()
 
 
+OnPlainCopy = Callable[[EncodedMessage], bool]
+"""Called with each message of a topic. True: it is a copy of a record that is followed, and is dropped."""
+
+
 @dataclass(slots=True)
 class Disposition:
     """The destination of messages of one address (type, source, sink): a log, a peer at once, a hosted service, or
@@ -63,8 +67,7 @@ class Disposition:
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
     is_beyond_limit: bool = False  # there are too many topics for one more
-    # called with each message; True: it is a copy of a followed record, and is dropped
-    on_plain_copy: Callable[[EncodedMessage], bool] | None = None
+    on_plain_copy: OnPlainCopy | None = None
 
 
 def is_fleeting(source: UUri) -> bool:
@@ -119,36 +122,10 @@ class Logs:
         return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self.record)
 
 
-class FollowedHistory(Protocol):
-    """The history of one origin that is followed (streamer/following)."""
-
-    @property
-    def is_gateway(self) -> bool:
-        """False for a publisher, which sends plain copies beside its history."""
-
-    def records(self, source: UUri) -> bool:
-        """Returns whether this topic is followed even if nobody wants it."""
-
-    def on_doorbell(self, message: EncodedMessage) -> bool:
-        """Handle a plain message. Returns True if it is a copy of a followed record, and is dropped."""
-
-
-class Doorbells(Protocol):
-    """All followed histories."""
-
-    def of(self, endpoint: Endpoint, source: UUri) -> FollowedHistory | None:
-        """Returns the history at `endpoint` that has this topic."""
-
-    def on_announcement(self, message: EncodedMessage) -> bool:
-        """Handle the announcement of a publisher's history. Returns False: the announcement is processed further."""
-
-
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """The parts that all ingresses share."""
 
-    endpoints: Endpoints
-    rules: Rules
     view: View
     logs: Logs
     flows: Mapping[Log, Flow]
@@ -156,7 +133,9 @@ class Dispatch:
     hosted: HostedTransport
     window: IdWindow
     ledger: AuthorityLedger
-    doorbells: Doorbells
+    # of a topic at an endpoint: whether a followed history records it even if nobody wants it, and what takes its plain
+    # messages
+    followed: Callable[[Endpoint, UUri], tuple[bool, OnPlainCopy | None]]
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
 
@@ -199,8 +178,7 @@ class Ingress(EncodedListener):
         endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
         missing = self._missing
         endpoint.received += len(messages)
-        version = dispatch.view.version
-        if version != self._verdicts_version:
+        if dispatch.view.version != self._verdicts_version:
             self._forget_changed()
         appends: dict[Log, tuple[list[int], list[EncodedMessage]]] = {}
         inside: list[UMessage] = []  # for hosted services, which commit and answer by batch
@@ -361,18 +339,15 @@ class Ingress(EncodedListener):
             self.forget_verdicts()
             return
         for topic in topics:
-            self._forget_published(to_uri(topic).SerializeToString())
-
-    def _forget_published(self, source: bytes) -> None:
-        for address in self._published.pop(source, ()):
-            del self._verdicts[address]
+            for address in self._published.pop(to_uri(topic).SerializeToString(), ()):
+                del self._verdicts[address]
 
     def forget_streams(self, log: Log, streams: frozenset[int]) -> None:
         """Decide again about streams that `log` has forgotten, and about topics that were beyond the limit."""
         for address, verdict in list(self._verdicts.items()):
             if (verdict.stream in streams and verdict.log is log) or verdict.is_beyond_limit:
-                self._forget_published(verdict.source)
-                self._verdicts.pop(address, None)
+                for one in (*self._published.pop(verdict.source, ()), address):
+                    self._verdicts.pop(one, None)
 
     def _judge(self, message: EncodedMessage) -> Disposition:
         attributes = message.stamp.attributes  # the message itself stays encoded in the tail of the log
@@ -425,7 +400,7 @@ class Ingress(EncodedListener):
         names = self._names
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
             return Disposition(reason="inside_name")  # every vehicle has an authority of that name
-        if not self._trusted and self._dispatch.endpoints.owner(source.authority_name) is not self.endpoint:
+        if not self._trusted and self._dispatch.view.endpoints.owner(source.authority_name) is not self.endpoint:
             what = "dropped: the source's authority is not of this network"
             log.warning(what, endpoint=self.endpoint.name, source=uris.format(source))
             return Disposition(reason="spoofed")
@@ -434,12 +409,12 @@ class Ingress(EncodedListener):
     def _decide_sent(self, type: int, source: UUri, sink: UUri) -> Disposition:
         if self._dispatch.hosted.owns(sink):
             return Disposition(is_hosted=True)
-        peer = self._dispatch.endpoints.owner(sink.authority_name)
+        view = self._dispatch.view
+        peer = view.endpoints.owner(sink.authority_name)
         if peer is None or peer is self.endpoint:
             return Disposition()  # traffic within one network
-        rule = self._dispatch.rules.between(self.endpoint.name, peer.name)
         address = sink if type == attrs.REQUEST else source
-        if not self._trusted and (rule is None or not rule.allows(address)):
+        if not self._trusted and not view.rules.allow(self.endpoint, peer, address):
             return Disposition(reason="denied")
         if type in (attrs.REQUEST, attrs.RESPONSE) or is_fleeting(source):
             return Disposition(peer=peer)
@@ -450,14 +425,10 @@ class Ingress(EncodedListener):
         if is_about_epochs(source) and not self._trusted:
             return Disposition(reason="spoofed")  # it counts only as a record of a history
         dispatch, target = self._dispatch, self._dispatch.logs.of(source)
-        followed = None if self._trusted else dispatch.doorbells.of(self.endpoint, source)
+        is_followed, on_plain_copy = (False, None) if self._trusted else dispatch.followed(self.endpoint, source)
         verdict = Disposition()  # nobody wants it
-        is_taken = dispatch.view.decide(source, None, target) or dispatch.logs.is_recorded(source)
-        if is_taken or (followed is not None and followed.records(source)):
+        if dispatch.view.decide(source, None, target) or dispatch.logs.is_recorded(source) or is_followed:
             is_named = dispatch.view.names(source) or dispatch.logs.names(source)
             verdict = Disposition(target, target.stream_id(source, None, wanted=is_named))
-        if followed is not None and not followed.is_gateway:
-            verdict.on_plain_copy = followed.on_doorbell
-        elif uris.matches(PUBLISHERS, source) and not self._trusted:
-            verdict.on_plain_copy = dispatch.doorbells.on_announcement
+        verdict.on_plain_copy = on_plain_copy
         return verdict

@@ -14,7 +14,7 @@ Decisions are made once per topic (and once for all callers with the same sight)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -29,7 +29,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
-from usubscription_client.table import Want
+from usubscription_client.table import Topics
 
 SIGHTS_CACHED_MAX: Final = 65_536  # callers whose sight is cached; the cache is cleared when it is full
 
@@ -58,6 +58,7 @@ class Rules:
     def __init__(self) -> None:
         self._rules: dict[tuple[str, str], Rule] = {}
         self.version = 0
+        self.on_change: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self._rules.values())
@@ -70,22 +71,28 @@ class Rules:
                 f"there is a rule from {rule.ingress!r} to {rule.egress!r} already: remove it first",
             )
         self._rules[rule.ingress, rule.egress] = rule
-        self.version += 1
+        self.changed()
 
     def remove(self, ingress: str, egress: str) -> Rule:
         """Raises NOT_FOUND."""
         rule = self._rules.pop((ingress, egress), None)
         if rule is None:
             raise UStatusError(UCode.NOT_FOUND, f"there is no rule from {ingress!r} to {egress!r}")
-        self.version += 1
+        self.changed()
         return rule
 
-    def endpoints_changed(self) -> None:
-        """Have everything derived from the rules derived again, since other endpoints may own authorities now."""
+    def changed(self) -> None:
+        """Have everything derived from the rules derived again: also if other endpoints may own authorities now."""
         self.version += 1
+        self.on_change()
 
     def between(self, ingress: str, egress: str) -> Rule | None:
         return self._rules.get((ingress, egress))
+
+    def allow(self, ingress: Endpoint, egress: Endpoint, address: UUri) -> bool:
+        """True if a rule lets messages with this address go from one endpoint to the other."""
+        rule = self._rules.get((ingress.name, egress.name))
+        return rule is not None and ingress is not egress and rule.allows(address)
 
     def egresses(self, ingress: str) -> list[str]:
         """Returns the endpoints to which messages of `ingress` may go."""
@@ -133,11 +140,14 @@ class View:
     ) -> None:
         self.endpoints, self.rules, self._interest, self._paused = endpoints, rules, interest, paused
         self._indexes = {log: index for index, log in enumerate(logs)}
+        self.version: Version = (0, 0, 0)  # changes whenever an answer of `decide` may change
+        self._changed()
+        rules.on_change = self._changed
+        interest.on_change(self._changed)
+        paused.on_change(self._changed)
 
-    @property
-    def version(self) -> Version:
-        """Returns a version that changes whenever an answer of `decide` may change."""
-        return (self.rules.version, self._interest.version, self._paused.version)
+    def _changed(self, _: Topics = None) -> None:
+        self.version = self.rules.version, self._interest.version, self._paused.version
 
     def changed_since(self, version: Version) -> frozenset[uris.Key] | None:
         """Returns the topics of publishes for which `decide` may now answer differently; None: any topic. Messages
@@ -161,11 +171,17 @@ class View:
             return NOBODY
         if sink is not None:
             peer = self.endpoints.owner(sink.authority_name)
-            if peer is None or not self._passes(origin, peer, source):
+            if peer is None or not self.rules.allow(origin, peer, source):
                 return NOBODY
             return Decision((Leg(peer, (Target(sink.authority_name, 0, None),)),))
-        subscribed = self._subscribed(origin, source, self._interest.wants(source), self._indexes[log])
-        return Decision(subscribed, self._open(origin, source))
+        index, targets = self._indexes[log], dict[str, list[Target]]()
+        for authority, want in self._interest.wants(source).items():
+            peer = self.endpoints.owner(authority)
+            if peer is not None and self.rules.allow(origin, peer, source):
+                since = want.since[index] if want.since else 0
+                targets.setdefault(peer.name, []).append(Target(authority, since, want.sample_period_ms or None))
+        legs = tuple(Leg(self.endpoints[name], tuple(those)) for name, those in targets.items())
+        return Decision(legs, self._open(origin, source))
 
     def _held(self, decision: Decision, source: UUri) -> Decision:
         """Returns `decision` without the targets for which `source` is paused; their peers are open."""
@@ -178,15 +194,6 @@ class View:
                 open[peer.name] = peer
         return Decision(tuple(legs), tuple(open.values()))
 
-    def _subscribed(self, origin: Endpoint, topic: UUri, wants: Mapping[str, Want], index: int) -> tuple[Leg, ...]:
-        targets: dict[str, list[Target]] = {}
-        for authority, want in wants.items():
-            peer = self.endpoints.owner(authority)
-            if peer is not None and self._passes(origin, peer, topic):
-                since = want.since[index] if want.since else 0
-                targets.setdefault(peer.name, []).append(Target(authority, since, want.sample_period_ms or None))
-        return tuple(Leg(self.endpoints[name], tuple(those)) for name, those in targets.items())
-
     def _open(self, origin: Endpoint, topic: UUri) -> tuple[Endpoint, ...]:
         """Returns the peers of services that have not answered yet. Both the subscriber's and the topic's service know
         a subscription."""
@@ -198,7 +205,7 @@ class View:
         else:
             owners = [owner for scope in undecided if (owner := self.endpoints.owner(scope)) is not None]
             peers = {owner.name: owner for owner in owners}
-        return tuple(peer for peer in peers.values() if self._passes(origin, peer, topic))
+        return tuple(peer for peer in peers.values() if self.rules.allow(origin, peer, topic))
 
     def comes_from(self, peer: Endpoint, source: UUri) -> bool:
         """True if `source` is on the network of `peer`, so nothing from it goes there."""
@@ -211,15 +218,11 @@ class View:
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
         """True if `topic` is published at `origin`, and somebody on another network has subscribed to exactly this
         topic or pattern."""
-        if self.endpoints.owner(topic.authority_name) is not origin:
+        owner = self.endpoints.owner
+        if owner(topic.authority_name) is not origin:
             return False
-        return bool(self._subscribed(origin, topic, self._interest.wants_by_name(topic), 0))
-
-    def _passes(self, origin: Endpoint, peer: Endpoint, address: UUri) -> bool:
-        if peer is origin:
-            return False
-        rule = self.rules.between(origin.name, peer.name)
-        return rule is not None and rule.allows(address)
+        peers = map(owner, self._interest.wants_by_name(topic))
+        return any(peer is not None and self.rules.allow(origin, peer, topic) for peer in peers)
 
 
 @dataclass(frozen=True)
@@ -312,8 +315,7 @@ class _Sight(Sight):
             return True
         if sink is not None and self._endpoints.owner(sink.authority_name) is not self._endpoint:
             return False  # it is for another network
-        rule = self._rules.between(origin.name, self._endpoint.name)
-        return rule is not None and rule.allows(source)
+        return self._rules.allow(origin, self._endpoint, source)
 
 
 def _owned(patterns: Sequence[AccessPattern], own: str) -> list[AccessPattern]:

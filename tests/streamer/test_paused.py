@@ -479,6 +479,7 @@ class Network:
 class Interest:
     version = 0
     undecided = staticmethod(lambda topic: ())
+    on_change = staticmethod(lambda callback: None)
 
     def wants(self, topic: UUri) -> dict[str, Want]:
         wants = {"cloud": Want((), None)}

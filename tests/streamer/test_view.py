@@ -47,6 +47,9 @@ class Interest:
 
     wants_by_name = wants
 
+    def on_change(self, callback: Any) -> None:
+        """No test changes it while the view is used."""
+
     def changed_since(self, version: int) -> None:
         """Of anything."""
 
