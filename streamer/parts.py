@@ -34,7 +34,7 @@ from transports.certificates import CertificateFile
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
@@ -60,6 +60,7 @@ def endpoint_of(config: Config, section: EndpointSection, transport: UTransport 
     endpoint = Endpoint(section.name, section.authorities, transport or _transport(config, section), section.suffix)
     endpoint.sends.ms_max = config.egress.send_ms_max
     endpoint.transport.tells_absence = section.hold
+    endpoint.tells_absence = section.hold and Capability.ABSENCE in endpoint.transport.capabilities
     return endpoint
 
 

@@ -274,4 +274,4 @@ def names_of_what_is_carried(data: bytes) -> None:
     assert left.attributes.id == message.attributes.id
     back = names.arrived(None, EncodedMessage.of(left)).decoded()
     assert back.attributes == left.attributes, "only what is carried"
-    names.filter(message.attributes.source)
+    names.filter(message.attributes.source, None)

@@ -6,7 +6,6 @@ record -> ours? pushed before? valid? lives there? does it speak for it? -> the 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -102,11 +101,8 @@ class Intake:
 
     async def append(self, target: Log, streams: list[int], messages: list[EncodedMessage], notes: Notes) -> None:
         """Append to a log as soon as its flow lets us. Raises UStatusError."""
-
-        def offer(answer: asyncio.Future[int]) -> None:
-            target.append(streams, messages, notes).add_done_callback(functools.partial(_settle, answer))
-
-        await self.dispatch.flows[target].append(len(messages), offer)
+        await self.dispatch.flows[target].append(len(messages), _begin_turn)
+        await target.append(streams, messages, notes)
 
     # -- for conversations
 
@@ -122,15 +118,9 @@ class Intake:
         return self._stamps.read(data)
 
 
-def _settle(answer: asyncio.Future[int], taken: asyncio.Future[int]) -> None:
-    if answer.done():
-        return
-    if taken.cancelled():
-        answer.cancel()
-    elif (error := taken.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(taken.result())
+def _begin_turn(turn: asyncio.Future[int]) -> None:
+    if not turn.done():
+        turn.set_result(0)
 
 
 class Sorted(NamedTuple):

@@ -53,6 +53,8 @@ class Endpoint:
 
     # set by `Endpoints`: the names of our authorities on this network, if they differ from those inside
     names: Names | None = None
+    # set by the owner: the network answers `status.nobody_listens` to a publish without listeners
+    tells_absence = False
 
     def __init__(self, name: str, authorities: Iterable[str], transport: UTransport, suffix: str | None = None) -> None:
         self.name, self.suffix = name, suffix
@@ -89,14 +91,15 @@ class Endpoint:
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        ((source, sink),) = self._outside([(source_filter, sink_filter)])
-        await self._guarded(self.transport.register_listener, source, listener, sink)
+        if self.names is not None:
+            source_filter, sink_filter = self.names.filter(source_filter, sink_filter)
+        await self._guarded(self.transport.register_listener, source_filter, listener, sink_filter)
 
     async def register_listeners(
         self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:
         """See UTransport.register_listeners. Never raises."""
-        named = self._outside(filters)
+        named = filters if self.names is None else [self.names.filter(*pair) for pair in filters]
         try:
             return await self._guarded(self.transport.register_listeners, named, listener, answers=len(named))
         except UStatusError as error:
@@ -104,7 +107,7 @@ class Endpoint:
 
     def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
         """See UTransport.register_before_open. Never raises."""
-        named = self._outside(filters)
+        named = filters if self.names is None else [self.names.filter(*pair) for pair in filters]
         try:
             statuses = self.transport.register_before_open(named, listener)
         except Exception as error:
@@ -116,15 +119,9 @@ class Endpoint:
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        ((source, sink),) = self._outside([(source_filter, sink_filter)])
-        await self._guarded(self.transport.unregister_listener, source, listener, sink)
-
-    def _outside(self, filters: Sequence[tuple[UUri, UUri | None]]) -> Sequence[tuple[UUri, UUri | None]]:
-        """Returns pairs of a source filter and a sink filter with their names on the network."""
-        if self.names is None:
-            return filters
-        filter = self.names.filter
-        return [(filter(source), None if sink is None else filter(sink)) for source, sink in filters]
+        if self.names is not None:
+            source_filter, sink_filter = self.names.filter(source_filter, sink_filter)
+        await self._guarded(self.transport.unregister_listener, source_filter, listener, sink_filter)
 
     async def send(self, message: UMessage) -> None:
         """Raises UStatusError."""
@@ -140,7 +137,7 @@ class Endpoint:
     def address_of(self, source: UUri, sink: UUri | None) -> str:
         """See UTransport.address_of, for addresses with the names inside. Never raises."""
         if self.names is not None:
-            source, sink = self.names.filter(source), None if sink is None else self.names.filter(sink)
+            source, sink = self.names.filter(source, sink)
         try:
             return self.transport.address_of(source, sink)
         except Exception as error:
@@ -156,11 +153,6 @@ class Endpoint:
             found = self.address_of(attributes.source, sink), attributes.source.authority_name
             self._addressed[message.stamp.address] = found
         return found
-
-    @property
-    def tells_absence(self) -> bool:
-        """True if the network answers `status.nobody_listens` to a publish without listeners."""
-        return Capability.ABSENCE in self.transport.capabilities and self.transport.tells_absence
 
     def on_heard(self, callback: HeardCallback) -> None:
         """See UTransport.on_heard."""
@@ -180,13 +172,20 @@ class Endpoint:
         if Capability.ENCODED not in self.transport.capabilities:
             carried = [message.decoded() for message in messages]
         try:
-            return await self._guarded(self.transport.send_batch, carried, answers=len(carried))
-        except FaultError as fault:
-            return [fault.status] if len(carried) == 1 else await self._send_one_by_one(carried)
+            statuses = await self.transport.send_batch(carried)
         except UStatusError as error:
-            return [error.status] * len(carried)
+            statuses = [error.status] * len(carried)
+        except Exception as error:
+            return await self._send_one_by_one(carried, self._failed(f"send_batch raised {error!r}", error))
+        if len(statuses) != len(carried):
+            what = f"{len(carried)} messages were answered by {len(statuses)} statuses"
+            return await self._send_one_by_one(carried, self._failed(what))
+        self.fault = ""
+        return statuses
 
-    async def _send_one_by_one(self, messages: Sequence[Any]) -> list[UStatus]:
+    async def _send_one_by_one(self, messages: Sequence[Any], fault: FaultError) -> list[UStatus]:
+        if len(messages) == 1:
+            return [fault.status]
         statuses: list[UStatus] = []
         faulty: list[int] = []
         for number, message in enumerate(messages):

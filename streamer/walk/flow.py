@@ -1,8 +1,8 @@
 """Holds senders back between ingress and log: while no peer keeps up, and while the log refuses.
 
-    ingress -> Appender: one network, one log --> Flow: one log, all networks --> log -> pumps -> moved
-                  ^                                in turn, while a peer keeps up   |
-                  '-- retried for HOLD_S, if the network can't redeliver <----------'- refused
+    ingress -> Flow: one log, all networks --> Appender: one network, one log --> log -> pumps -> moved
+               in turn, while a peer keeps up     ^                                |
+                                                  '-- retried for HOLD_S, if the network can't redeliver <- refused
 
 Flow: senders wait while no peer keeps up. A volatile log can't wait for its readers, so the senders do: a message is
 not confirmed until a pump has caught up. Readers of a durable log can fall back to the disk. Its senders are held as
@@ -217,7 +217,6 @@ class Appender:
     def __init__(
         self,
         log: Log,
-        flow: Flow,
         on_refused: Callable[[Sequence[EncodedMessage]], None],
         *,
         holds: bool,
@@ -225,22 +224,20 @@ class Appender:
     ) -> None:
         """`holds`: a batch that the log refuses waits here for HOLD_S. `redelivers`: the network delivers it again, in
         order. `on_refused` gets the batches that the log has finally not taken."""
-        self._log, self._flow, self._on_refused = log, flow, on_refused
+        self._log, self._on_refused = log, on_refused
         self._holds, self._redelivers = holds, redelivers
         self._offers = 0
         # given to the log, which answers in this order; bounded, like `_held`, by the unconfirmed messages of the
         # network's inbox
-        self._under_way: deque[tuple[_Offered, asyncio.Future[int]]] = deque()
+        self._under_way: dict[int, tuple[_Offered, asyncio.Future[int]]] = {}  # by the number of the offer
         self._held: list[_Offered] = []  # a heap
         self._refusing_since: float | None = None  # loop time
         self._retrying: asyncio.Task[None] | None = None
         self._awaited: _Awaited | None = None
 
-    def append(self, streams: list[int], batch: Sequence[EncodedMessage]) -> asyncio.Future[int]:
-        """See Log.append. Fails if waiting did not help."""
-        return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
-
-    def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
+    def offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
+        """Append a batch whose turn it is. `answer` is settled like that of Log.append; it fails if waiting did not
+        help."""
         self._offers += 1
         offered = _Offered(self._offers, streams, batch, answer, self._log.failures)
         if self._redelivers and self._is_ahead(offered):
@@ -253,17 +250,14 @@ class Appender:
         else:
             taken = self._log.append(streams, batch)
             if taken.done():  # taken by a volatile log, or refused at once
-                self._end(offered, taken)
+                self._settle(offered, taken)
             else:
-                self._under_way.append((offered, taken))
-                taken.add_done_callback(self._settle)
+                self._under_way[offered.number] = offered, taken
+                taken.add_done_callback(functools.partial(self._settle, offered))
 
-    def _settle(self, _taken: asyncio.Future[int]) -> None:
-        """Forward the log's answers in order."""
-        while self._under_way and self._under_way[0][1].done():
-            self._end(*self._under_way.popleft())
-
-    def _end(self, offered: _Offered, taken: asyncio.Future[int]) -> None:
+    def _settle(self, offered: _Offered, taken: asyncio.Future[int]) -> None:
+        """Forward the log's answer."""
+        self._under_way.pop(offered.number, None)
         error = None if taken.cancelled() else taken.exception()
         if taken.cancelled() or offered.answer.done():
             offered.answer.cancel()
@@ -276,7 +270,8 @@ class Appender:
 
     def _is_failing(self, offered: _Offered) -> bool:
         """True if the log is about to refuse batches before `offered`."""
-        return bool(self._under_way) and self._under_way[0][0].failures != offered.failures
+        first = next(iter(self._under_way.values()), None)
+        return first is not None and first[0].failures != offered.failures
 
     # Messages that the network redelivers
 
@@ -316,7 +311,7 @@ class Appender:
         loop = asyncio.get_running_loop()
         try:
             while self._under_way:  # these may be refused, and precede the held ones
-                await asyncio.wait([taken for _, taken in self._under_way])
+                await asyncio.wait([taken for _, taken in self._under_way.values()])
             while self._held:
                 first = self._held[0]
                 try:

@@ -161,8 +161,8 @@ class Ingress(EncodedListener):
         self._missing_came = asyncio.Event()
         redelivers = self._redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
         self._appenders = {
-            log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
-            for log, flow in dispatch.flows.items()
+            log: Appender(log, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
+            for log in dispatch.flows
         }
         self._registrations = [
             dispatch.ledger.on_evicted(self.forget_verdicts),
@@ -224,7 +224,8 @@ class Ingress(EncodedListener):
         if inside and (taken := dispatch.hosted.deliver(inside)) is not None:
             pending.append(taken)
         for target, (streams, batch) in appends.items():
-            future = self._appenders[target].append(streams, batch)
+            offer = functools.partial(self._appenders[target].offer, streams, batch)
+            future = dispatch.flows[target].append(len(batch), offer)
             pending.append(future)
             if not future.done():
                 self._in_flight.add(future)

@@ -91,9 +91,9 @@ class Names:
         inside = authority.removesuffix(self._end)
         return inside if inside != authority and self.is_inside(inside) else authority
 
-    def filter(self, address: UUri) -> UUri:
-        """Returns `address` with its name outside."""
-        return _renamed(address, self.outward)
+    def filter(self, source: UUri, sink: UUri | None) -> tuple[UUri, UUri | None]:
+        """Returns the addresses with their names outside."""
+        return _renamed(source, self.outward), None if sink is None else _renamed(sink, self.outward)
 
     def leave(self, message: EncodedMessage) -> EncodedMessage:
         """Returns `message` with the names outside."""

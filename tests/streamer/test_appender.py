@@ -74,6 +74,9 @@ class Gateway:
 
         self.log._failed = heard  # type: ignore[method-assign]
 
+    def append(self, appender: Appender, batch: list[EncodedMessage]) -> asyncio.Future[int]:
+        return self.flow.append(len(batch), functools.partial(appender.offer, [self.stream] * len(batch), batch))
+
     async def numbers(self) -> list[int]:
         """The contents of the log."""
         found: list[int] = []
@@ -90,7 +93,7 @@ class Network:
     def __init__(self, gateway: Gateway, refused_max: int = 1 << 62) -> None:
         """After `refused_max` refusals it gives up, so that a test ends."""
         self._gateway, self._refused_max = gateway, refused_max
-        self.appender = Appender(gateway.log, gateway.flow, self._not_taken, holds=False, redelivers=True)
+        self.appender = Appender(gateway.log, self._not_taken, holds=False, redelivers=True)
         self.arrivals: Arrivals[EncodedMessage] = Arrivals(self._deliver, redeliver=True, gathers=False)
         self.arrivals.open()
         self._window = IdWindow()
@@ -115,7 +118,7 @@ class Network:
             return None
         new = [one for one in batch if self._window.take(one.id_bytes)]
         if new:
-            future = self.appender.append([self._gateway.stream] * len(new), new)
+            future = self._gateway.append(self.appender, new)
             self._in_flight.add(future)
             future.add_done_callback(self._in_flight.discard)
         return self._taken(set(self._in_flight) if len(new) < len(batch) else {future})
@@ -135,12 +138,12 @@ class Holding:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self.appender = Appender(gateway.log, gateway.flow, self._not_taken, holds=True)
+        self.appender = Appender(gateway.log, self._not_taken, holds=True)
         self._answers: list[asyncio.Future[int]] = []
 
     def bring(self, *numbers: int) -> None:
         batch = [message(number) for number in numbers]
-        self._answers.append(self.appender.append([self._gateway.stream] * len(batch), batch))
+        self._answers.append(self._gateway.append(self.appender, batch))
 
     bring_at_once = bring
 

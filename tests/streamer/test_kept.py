@@ -4,6 +4,7 @@ disks."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -219,9 +220,14 @@ class Refusing:
 FULL = UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
 
 
-def holding(log: Any) -> Any:
-    """Of a network that can't send again."""
-    return Appender(log, Flow(), lambda batch: None, holds=True)
+class Holding:
+    """The way of a network that can't send again into a log."""
+
+    def __init__(self, log: Any, flow: Flow) -> None:
+        self.flow, self.appender = flow, Appender(log, lambda batch: None, holds=True)
+
+    def append(self, streams: list[int], batch: Sequence[Any]) -> asyncio.Future[int]:
+        return self.flow.append(len(batch), functools.partial(self.appender.offer, streams, batch))
 
 
 async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_takes_it(
@@ -230,7 +236,7 @@ async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_tak
     monkeypatch.setattr(flows, "RETRY_S", 0.001)
     log: Any = Refusing()
     log.error = FULL
-    held = holding(log)
+    held = Holding(log, Flow())
     first = held.append([1], ["a"])
     await asyncio.sleep(0.01)
     second, third = held.append([1], ["b"]), held.append([1], ["c"])
@@ -249,33 +255,33 @@ async def test_what_is_held_is_refused_in_the_end_and_nothing_more_is_held_until
     monkeypatch.setattr(flows, "HOLD_S", 0.02)
     log: Any = Refusing()
     log.error = FULL
-    held = holding(log)
+    held = Holding(log, Flow())
     answers = await asyncio.gather(held.append([1], ["a"]), held.append([1], ["b"]), return_exceptions=True)
     assert answers == [FULL, FULL]
     monkeypatch.setattr(flows, "HOLD_S", 3_600)
-    held._refusing_since = asyncio.get_running_loop().time() - 3_601
+    held.appender._refusing_since = asyncio.get_running_loop().time() - 3_601
     with pytest.raises(UStatusError):
         await held.append([1], ["c"])
     log.error = None
     assert await held.append([1], ["d"]) == 1
-    assert held._refusing_since is None
+    assert held.appender._refusing_since is None
 
 
 async def test_what_is_wrong_for_good_is_not_held() -> None:
     log: Any = Refusing()
     log.error = UStatusError(UCode.INTERNAL, "a fault")
     with pytest.raises(UStatusError, match="a fault"):
-        await holding(log).append([1], ["a"])
+        await Holding(log, Flow()).append([1], ["a"])
 
 
 async def test_who_waits_no_more_holds_up_nobody_behind_him() -> None:
     log = await Log.open(None, name="test")
     flow, lag = Flow(), [2.0]
     flow.follow(SimpleNamespace(lag=lambda: lag[0], read=0))
-    appender = Appender(log, flow, lambda batch: None, holds=True)
+    held = Holding(log, flow)
     topic = log.stream_id(SPEED)
     batch = [EncodedMessage.of(UMessageBuilder.publish(SPEED).build())]
-    first, second = appender.append([topic], batch), appender.append([topic], batch)
+    first, second = held.append([topic], batch), held.append([topic], batch)
     await asyncio.sleep(0)
     first.cancel()
     lag[0] = 0.0
