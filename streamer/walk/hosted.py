@@ -12,11 +12,9 @@ No message is checked here: the transport has checked what arrives, and services
 
 from __future__ import annotations
 
-import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -46,9 +44,6 @@ USUBSCRIPTION: Final = 0x0000  # the uEntity core.usubscription
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-Taken = Awaitable[None] | None
-
 _ORDERED: Final = frozenset((attrs.NOTIFICATION, attrs.PUBLISH))
 _EXPIRED: Final = UStatus(code=UCode.DEADLINE_EXCEEDED, message="the message has expired before it was sent")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
@@ -56,46 +51,21 @@ is_inside: Final[Callable[[], bool]] = _inside.get
 """Returns True while a hosted service handles a message of another one in this process. No network can fake that."""
 
 
-def _key(sink: UUri) -> tuple[int, int, int]:
-    """Returns entity, version and resource; the authority is ours."""
+SinkKey = tuple[int, int, int]
+"""Entity, version and resource; the authority is ours."""
+
+
+def _key(sink: UUri) -> SinkKey:
     return sink.ue_id, sink.ue_version_major, sink.resource_id
 
 
-class _Listeners:
-    """The listeners of one sink, by source filter. Exact filters are looked up; patterns are few."""
+class _Ways(NamedTuple):
+    """Messages that a service sends together, by their index, grouped by their way."""
 
-    def __init__(self) -> None:
-        self._exact: dict[uris.Key, dict[int, UListener]] = {}
-        self._wild: dict[tuple[uris.Key, int], tuple[UUri, UListener]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._exact or self._wild)
-
-    def put(self, source: UUri, listener: UListener) -> None:
-        key = uris.key(source)
-        if uris.has_wildcard(source):
-            self._wild[key, id(listener)] = source, listener
-        else:
-            self._exact.setdefault(key, {})[id(listener)] = listener
-
-    def take(self, source: UUri, listener: UListener) -> bool:
-        """Remove a listener. Returns False if it was not registered."""
-        key = uris.key(source)
-        if uris.has_wildcard(source):
-            return self._wild.pop((key, id(listener)), None) is not None
-        of_it = self._exact.get(key, {})
-        was_there = of_it.pop(id(listener), None) is not None
-        if was_there and not of_it:
-            del self._exact[key]
-        return was_there
-
-    def of(self, source: UUri) -> list[UListener]:
-        exact = self._exact.get(uris.key(source)) if self._exact else None
-        wild = [listener for wanted, listener in self._wild.values() if uris.matches(wanted, source)]
-        return wild if exact is None else [*exact.values(), *wild]
-
-
-_NOBODY: Final = _Listeners()
+    inside: dict[int, UMessage]
+    calls: dict[int, EncodedMessage]
+    ordered: dict[int, EncodedMessage]
+    by_network: dict[Endpoint, dict[int, EncodedMessage]]  # those of the network, and our publishes at home
 
 
 class HostedTransport(UTransport):
@@ -118,7 +88,8 @@ class HostedTransport(UTransport):
         UNAVAILABLE.
         """
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
-        self._listeners: dict[tuple[int, int, int], _Listeners] = {}  # by the key of the sink
+        # source filter and listener, by the sink and the source; patterns of sources, which are few, by None
+        self._listeners: dict[tuple[SinkKey, uris.Key | None], list[tuple[UUri, UListener]]] = {}
         self._always = tuple(entities)
         # and entities with a listener, in the order of registration
         self._entities: dict[int, None] = dict.fromkeys(self._always)
@@ -155,13 +126,15 @@ class HostedTransport(UTransport):
         completes when every service has taken its messages."""
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         for message in messages:
-            attributes, sink = message.attributes, message.attributes.sink
-            found = self._listeners.get((sink.ue_id, sink.ue_version_major, sink.resource_id), _NOBODY)
-            whole = self._listeners.get((sink.ue_id, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
-            listeners = found.of(attributes.source) + whole.of(attributes.source)
-            for listener in listeners:
-                shares.setdefault(id(listener), (listener, []))[1].append(message)
-            if not listeners:
+            attributes = message.attributes
+            source, sink, is_heard = attributes.source, attributes.sink, False
+            for at in (_key(sink), (sink.ue_id, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE)):
+                there = *self._listeners.get((at, uris.key(source)), ()), *self._listeners.get((at, None), ())
+                for wanted, listener in there:
+                    if uris.matches(wanted, source):
+                        shares.setdefault(id(listener), (listener, []))[1].append(message)
+                        is_heard = True
+            if not is_heard:
                 self.unserved.answer(attributes)
         # set for each call: the caller may itself have been called from inside or from a network
         token = _inside.set(inside)
@@ -196,31 +169,58 @@ class HostedTransport(UTransport):
         their order.
         """
         assert self._ingress is not None, "connect() was called"
-        batch, enter, owner = _ServiceBatch(messages), self._ingress.on_receive_encoded, self._endpoints.owner
-        for index in batch.due():
-            attributes = messages[index].attributes
-            if self.owns(attributes.sink):
-                batch.inside.append(index)
+        statuses = [OK] * len(messages)
+        ways = self._ways(messages, statuses)
+        taken: list[tuple[Iterable[int], Awaitable[None] | None]] = []
+        if ways.inside:
+            taken.append((ways.inside, self.deliver(list(ways.inside.values()), inside=True)))
+        if ways.calls:  # apart from the ordered ones, since they do not wait for a log
+            taken.append((ways.calls, self._ingress.on_receive_encoded(list(ways.calls.values()))))
+        if ways.ordered:
+            taken.append((ways.ordered, self._ingress.on_receive_encoded(list(ways.ordered.values()))))
+        for indexes, done in taken:
+            try:
+                if done is not None:
+                    await done
+            except UStatusError as error:
+                for index in indexes:
+                    statuses[index] = error.status
+        sending = []  # after the log, which may refuse them
+        for network, way in ways.by_network.items():
+            left = [index for index in way if not statuses[index].code]
+            if left:
+                sending.append((left, network.sends.begin([way[index] for index in left])))
+        for left, answer in sending:
+            for index, status in zip(left, await answer, strict=True):
+                statuses[index] = status
+        return statuses
+
+    def _ways(self, messages: Sequence[UMessage], statuses: list[UStatus]) -> _Ways:
+        """Returns the ways of messages that may leave. Others have expired, or come after an expired one to the same
+        destination: sets their statuses."""
+        ways, owner, now_ms = _Ways({}, {}, {}, {}), self._endpoints.owner, uuids.now_ms()
+        stopped = set[str]()  # authorities; "": all on the home network
+        for index, message in enumerate(messages):
+            attributes, sink = message.attributes, message.attributes.sink.authority_name
+            is_ordered = attributes.type in _ORDERED
+            if (is_ordered and sink in stopped) or attrs.is_expired(attributes, now_ms):
+                statuses[index] = _EXPIRED
+                if is_ordered:
+                    stopped.add(sink)
                 continue
-            network, source = owner(attributes.sink.authority_name), attributes.source.authority_name
+            if self.owns(attributes.sink):
+                ways.inside[index] = message
+                continue
+            encoded = EncodedMessage.of(message)
+            network, source = owner(sink), attributes.source.authority_name
             # if the sender is on the network of the sink, its message goes there directly
             if network is not None and network is (self._home if source == self.authority else owner(source)):
-                batch.by_network.setdefault(network, []).append(index)
-            else:
-                (batch.ordered if attributes.type in _ORDERED else batch.calls).append(index)
-                if not attributes.HasField("sink"):
-                    batch.by_network.setdefault(self._home, []).append(index)
-        batch.hand(
-            batch.inside,
-            lambda indexes: [messages[index] for index in indexes],
-            functools.partial(self.deliver, inside=True),
-        )
-        batch.hand(batch.calls, batch.encoded, enter)  # separately, since these do not wait for a log
-        batch.hand(batch.ordered, batch.encoded, enter)
-        await _together(batch.pending)
-        # after the log, which may refuse them
-        await _together([batch.send(network, indexes) for network, indexes in batch.by_network.items()])
-        return batch.statuses
+                ways.by_network.setdefault(network, {})[index] = encoded
+                continue
+            (ways.ordered if is_ordered else ways.calls)[index] = encoded
+            if not attributes.HasField("sink"):
+                ways.by_network.setdefault(self._home, {})[index] = encoded
+        return ways
 
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
@@ -231,8 +231,10 @@ class HostedTransport(UTransport):
         validate_filters(source_filter, sink_filter)
         is_whole = sink_filter.ue_version_major == uris.WILDCARD_VERSION
         assert is_whole == (sink_filter.resource_id == uris.WILDCARD_RESOURCE), "one address, or the whole entity"
-        source = uris.with_authority(source_filter, self.authority)
-        self._listeners.setdefault(_key(sink_filter), _Listeners()).put(source, listener)
+        source, at = self._entry(source_filter, sink_filter)
+        there = self._listeners.setdefault(at, [])
+        if not any(known is listener and wanted == source for wanted, known in there):
+            there.append((source, listener))
         self.unserved.served(sink_filter)
         await self._update_entities()
 
@@ -242,90 +244,27 @@ class HostedTransport(UTransport):
         if sink_filter is None:
             await self._home.unregister_listener(source_filter, listener)
             return
-        source = uris.with_authority(source_filter, self.authority)
-        listeners = self._listeners.get(_key(sink_filter))
-        if listeners is None or not listeners.take(source, listener):
-            raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or is gone already")
+        source, at = self._entry(source_filter, sink_filter)
+        there = self._listeners.get(at, [])
+        left = [(wanted, known) for wanted, known in there if known is not listener or wanted != source]
+        if len(left) == len(there):
+            raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or not any more")
+        self._listeners[at] = left
+        if not left:
+            del self._listeners[at]
         await self._update_entities()
 
+    def _entry(self, source_filter: UUri, sink_filter: UUri) -> tuple[UUri, tuple[SinkKey, uris.Key | None]]:
+        """Returns the source filter with an authority, and the key of `_listeners`."""
+        source = uris.with_authority(source_filter, self.authority)
+        return source, (_key(sink_filter), None if uris.has_wildcard(source) else uris.key(source))
+
     async def _update_entities(self) -> None:
-        served = (key[0] for key, listeners in self._listeners.items() if listeners)
-        entities = dict.fromkeys([*self._always, *served])
+        entities = dict.fromkeys([*self._always, *(sink[0] for sink, _ in self._listeners)])
         if entities.keys() != self._entities.keys():
             self._entities = entities
             if self._on_entities_changed is not None:
                 await self._on_entities_changed()
-
-
-class _ServiceBatch:
-    """Messages that a service sends together, grouped by their way, with the status of each."""
-
-    def __init__(self, messages: Sequence[UMessage]) -> None:
-        self._messages = messages
-        self._encoded: dict[int, EncodedMessage] = {}  # a publish goes two ways
-        self.statuses = [OK] * len(messages)
-        # indexes of messages
-        self.inside: list[int] = []
-        self.calls: list[int] = []
-        self.ordered: list[int] = []
-        self.by_network: dict[Endpoint, list[int]] = {}
-        self.pending: list[Coroutine[Any, Any, None]] = []  # each notes the status of its messages
-
-    def due(self) -> Iterator[int]:
-        """Yields the indexes of messages that may leave: neither expired nor after an expired one to the same
-        destination."""
-        now_ms = uuids.now_ms()
-        stopped: dict[str, UStatus] = {}  # by authority; "": all on the home network
-        for index, message in enumerate(self._messages):
-            attributes = message.attributes
-            destination = attributes.sink.authority_name if attributes.type in _ORDERED else None
-            if destination in stopped:
-                self.statuses[index] = stopped[destination]
-            elif attrs.is_expired(attributes, now_ms):
-                self.statuses[index] = _EXPIRED
-                if destination is not None:
-                    stopped[destination] = _EXPIRED
-            else:
-                yield index
-
-    def encoded(self, indexes: Iterable[int]) -> list[EncodedMessage]:
-        known, messages = self._encoded, self._messages
-        return [known.get(index) or known.setdefault(index, EncodedMessage.of(messages[index])) for index in indexes]
-
-    def hand(self, indexes: list[int], some: Callable[[list[int]], list[T]], take: Callable[[list[T]], Taken]) -> None:
-        """Pass the messages to `take`, if there are any."""
-        if not indexes:
-            return
-        try:
-            taken = take(some(indexes))
-        except UStatusError as error:
-            self._refused(indexes, error)
-            return
-        if taken is not None:
-            self.pending.append(self._noted(indexes, taken))
-
-    async def _noted(self, indexes: list[int], taken: Awaitable[None]) -> None:
-        try:
-            await taken
-        except UStatusError as error:
-            self._refused(indexes, error)
-
-    def _refused(self, indexes: Iterable[int], error: UStatusError) -> None:
-        for index in indexes:
-            self.statuses[index] = error.status
-
-    async def send(self, network: Endpoint, indexes: list[int]) -> None:
-        left = [index for index in indexes if not self.statuses[index].code]
-        if left:
-            for index, status in zip(left, await network.send_batch(self.encoded(left)), strict=True):
-                self.statuses[index] = status
-
-
-async def _together(pending: Sequence[Coroutine[Any, Any, None]]) -> None:
-    if len(pending) == 1:
-        await pending[0]
-    elif pending:
-        await asyncio.gather(*pending)
 
 
 def _call(listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
