@@ -15,11 +15,11 @@ from typing import Any, Final
 import pytest
 from hypothesis import settings
 
-from streamer.demo.mosquitto import Broker
 from tests import tiers
 from tests.side_by_side import PLUGIN_NAME as SUMMARY
 from tests.side_by_side import Summary, Turns
 from tools import spec_coverage
+from tools.broker import Broker
 from transports import ports
 from transports.conformance.deadline import limited
 from uprotocol.status import UStatusError

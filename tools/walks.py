@@ -168,7 +168,7 @@ async def walks(tree: Path) -> dict[str, Calls]:
     """
     from streamer.app import Streamer
     from streamer.config import loads
-    from streamer.demo.mosquitto import Broker
+    from tools.broker import Broker
 
     found: dict[str, Calls] = {}
     with tempfile.TemporaryDirectory() as folder, Broker() as broker:

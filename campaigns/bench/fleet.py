@@ -24,7 +24,7 @@ from typing import Any, Final
 from campaigns.bench.fleet_wire import CLOUD
 from campaigns.bench.processes import BenchError, Child
 from campaigns.bench.subject import READY_WORD
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 
 VEHICLES: Final = (100, 1_000, 5_000)  # in the runs of `make bench`
 TOPICS_EACH: Final = 30

@@ -144,7 +144,7 @@ def _network(
 def new_address(network: str, stack: ExitStack, broker_settings: Sequence[str] = ()) -> Address:
     """Returns an unused network, with a broker if it needs one. It exists until `stack` ends."""
     if network == "mqtt":
-        from streamer.demo.mosquitto import Broker
+        from tools.broker import Broker
 
         return Address(network, stack.enter_context(Broker(settings=broker_settings)).port)
     return Address(network, free_domain() if network == "dds" else free_port())

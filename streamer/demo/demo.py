@@ -203,7 +203,7 @@ class Demo:
         from streamer.demo.mosquitto import Broker
 
         try:
-            broker = await self._stack.enter_async_context(Broker())
+            broker = await self._stack.enter_async_context(Broker(self._folder))
         except UStatusError as error:
             why = f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)"
             raise UStatusError(error.code, why) from None

@@ -1,7 +1,7 @@
 """Brokers of other makes, from the package registries: what is built once, and one that runs.
 
 MAKES["hivemq"].prepare() -> out/brokers/hivemq-2024.3       -> .broker(folder) -> start, stop, kill, restart, close
-   raises Missing: no tool, or the registry does not have it        the same methods as streamer.demo.mosquitto.Broker
+   raises Missing: no tool, or the registry does not have it        the same methods as tools.broker.Broker
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamer.demo import mosquitto
+from tools.broker import Broker, Server
 from transports.ports import free_port
 
 HERE: Final = Path(__file__).parent / "builds"
@@ -52,7 +53,7 @@ class Missing(Exception):
 
 
 @dataclass(eq=False)
-class RealBroker(mosquitto.Server):
+class RealBroker(Server):
     """One broker on a port of 127.0.0.1 with its store in `folder`."""
 
     folder: Path
@@ -96,7 +97,7 @@ class RealBroker(mosquitto.Server):
             process.end(number, STOP_S_MAX)
 
 
-AnyBroker = RealBroker | mosquitto.Broker
+AnyBroker = RealBroker | Broker
 
 
 def _lets_in(host: str, port: int) -> bool:
@@ -181,7 +182,7 @@ class Mosquitto(Make):
 
     def broker(self, folder: Path, *, as_delivered: bool = False) -> AnyBroker:
         limits = ["max_queued_messages 1000", "max_inflight_messages 20"] if as_delivered else []
-        return mosquitto.Broker(persistent=True, settings=limits)
+        return Broker(persistent=True, settings=limits)
 
 
 def _mosquitto_version() -> str:

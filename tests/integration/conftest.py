@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from streamer.demo.processes import Child
 from tests.tiers import dds_domain
+from tools.broker import Broker
 from transports import plugin as plugins
 from transports.conformance import Sink
 from transports.ports import free_port

@@ -20,8 +20,8 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from streamer.demo.mosquitto import Broker
 from tests.tiers import dds_domain
+from tools.broker import Broker
 from transports.dds import mapping as dds_mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant

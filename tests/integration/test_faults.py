@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from streamer.demo.processes import Child
 from streamer.demo.replay import send_all
 from tests.transports.zenoh_readers import Reader
+from tools.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider, UTransport

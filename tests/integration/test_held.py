@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from tests.integration.conftest import Gateway, Hearer
+from tools.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.attributes import streamer_sink
 from uprotocol.communication import CallOptions, InMemoryRpcClient

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from streamer.demo.processes import Child
+from tools.broker import Broker
 from transports import plugin as plugins
 from transports.conformance import Sink
 from transports.ports import free_port

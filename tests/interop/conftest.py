@@ -17,8 +17,8 @@ from typing import Any, Final
 import pytest
 import pytest_asyncio
 
-from streamer.demo.mosquitto import Broker
 from tests.interop.stage import Direct, Stage
+from tools.broker import Broker
 
 HERE: Final = Path(__file__).parent
 CELLS: Final = pytest.StashKey[list["Cell"]]()

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from streamer.demo.mosquitto import Broker
 from streamer.demo.processes import Child
 from tests.interop.parties import WAIT_S, Ear, Fields, Network, Party, PythonParty, RustParty
+from tools.broker import Broker
 from transports.ports import free_port
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris

@@ -18,11 +18,11 @@ import structlog
 from streamer import app as apps
 from streamer import order
 from streamer.config import loads
-from streamer.demo.mosquitto import Broker
 from streamer.operating import clocks, metrics, states
 from streamer.operating.clocks import Clocks
 from streamer.operating.states import DEGRADED, NOT_READY, READY, Condition, States
 from streamer.walk.endpoint import Endpoint
+from tools.broker import Broker
 from transports.local import LocalNetwork, LocalTransport
 from transports.ports import free_port
 from uprotocol import uri as uris

@@ -21,7 +21,7 @@ import yaml
 from streamer import config as configs
 from streamer import parts
 from streamer.commands.terminal import EXIT_CONFIG
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports import plugin
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.ports import free_port

@@ -18,9 +18,9 @@ from typing import Final
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from tests.supply import sandbox
 from tests.tiers import dds_domain
+from tools.broker import Broker
 from transports import plugin
 from transports.ports import free_port
 from uprotocol import uri as uris

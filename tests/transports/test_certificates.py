@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from streamer.demo.mosquitto import Broker
 from tests.certificates import DAY, TestAuthority
 from tests.conftest import MakeBroker
+from tools.broker import Broker
 from transports.certificates import CertificateFile, Expiries, TlsFiles, expires_s, mistake
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link
 from uprotocol import uri as uris

@@ -13,8 +13,8 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_proxy import RefusingProxy
+from tools.broker import Broker
 from transports.conformance import TransportConformance
 from transports.conformance.addresses import AddressConformance
 from transports.conformance.messages import reply, topic

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder

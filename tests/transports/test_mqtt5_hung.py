@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_answering import serving
+from tools.broker import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -80,7 +80,7 @@ def nothing_left() -> Any:
 @asynccontextmanager
 async def stopped(broker: Broker) -> AsyncIterator[None]:
     """Within the block the broker process is stopped (SIGSTOP): it exists, and answers nothing."""
-    pid = broker._running._popen.pid  # type: ignore[union-attr]
+    pid = broker.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

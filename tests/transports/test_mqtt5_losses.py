@@ -14,7 +14,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, reasons
 from transports.mqtt5.losses import SETTLE_S, DropCount, Loss, Losses

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_answering import answering
+from tools.broker import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.reasons import NO_MATCHING_SUBSCRIBERS
 from uprotocol import attributes as attrs

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.link import RECONNECT_MS, reconnect_wait_ms
@@ -157,7 +157,7 @@ async def test_what_is_in_flight_when_the_connection_is_lost_is_unavailable(own_
     async with end(own_broker, "sender", in_flight_max=10) as sender:
         for number in range(3):  # the window opens: 1, 2, 4, 8, 10
             await sender.send(publish(number))
-        os.kill(own_broker._running._popen.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        os.kill(own_broker.pid, signal.SIGSTOP)
         sending = [asyncio.create_task(sender.send_batch([publish(n) for n in range(30)])) for _ in range(3)]
         await asyncio.sleep(0.05)
         assert "in_flight=8 of 8, at most 10" in repr(sender)
@@ -584,8 +584,8 @@ def test_no_broker_outlives_its_process(tmp_path: Path) -> None:
     """Neither an exit without close, nor a kill; and the directory that a kill leaves goes with the next start."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     for last_words in ("", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", ""):
-        program = "from streamer.demo.mosquitto import Broker; b = Broker().start(); "
-        program += "print(b._running._popen.pid, b.port, flush=True)"
+        program = "from tools.broker import Broker; b = Broker().start(); "
+        program += "print(b.pid, b.port, flush=True)"
         command = [sys.executable, "-c", f"{program}\n{last_words}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr

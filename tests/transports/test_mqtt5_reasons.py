@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_answering import answering, packet
+from tools.broker import Broker
 from transports.base import NOT_TRIED
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, packets, reasons, wire
 from transports.mqtt5.window import REFUSED_STREAMS_MAX

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_proxy import RefusingProxy
+from tools.broker import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, reasons, receiving, session
 from transports.mqtt5.losses import DROPPED_TOPIC
 from uprotocol import uri as uris

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
 from tests.transports.mqtt5_answering import serving
+from tools.broker import Broker
 from transports.conformance import Sink
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, receiving, wire
 from transports.mqtt5.connection import LARGE_BYTES, READ_BYTES, Connection, PacketReader

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link, window
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link
 from uprotocol.status import UStatusError

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports.base import SendChecks
 from transports.listeners import ListenerTable
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, wire

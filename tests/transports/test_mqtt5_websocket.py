@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from streamer.demo.mosquitto import Broker
 from tests.certificates import TestAuthority
 from tests.transports.mqtt5_answering import Answering, serving
 from tests.transports.mqtt5_websocket import WebSocketBridge
+from tools.broker import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, packets, websocket, wire
 from transports.mqtt5.connection import Connection
 from transports.plugin import create

@@ -15,7 +15,7 @@ from campaigns.bench.costs.common import Figures, Setting, points
 from campaigns.bench.networks import Address
 from campaigns.bench.processes import BenchError, Child
 from campaigns.bench.subject import Scene
-from streamer.demo.mosquitto import Broker
+from tools.broker import Broker
 from transports.ports import free_port
 from usubscription.state import Status
 from usubscription.store.database import Database
