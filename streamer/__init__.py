@@ -5,12 +5,10 @@ egress/      sends the messages that the view allows to one peer: pump, holds, p
 following/   copies other histories into our log; hands records over to followers of our history, without the egress
 letters/     dead letters        quotas/      quotas and memory limits
 operating/   admin port, metrics, control topics, states      commands/, demo/, config/      command line, settings
-app.py             Runs a streamer: starts its parts in order, and stops them in reverse
+app.py             Runs a streamer: lists its parts in the order in which they start, and runs them
 assembly.py        The composition root: creates and connects all parts of a streamer, and starts none
 attaching.py       Adds and removes endpoints and rules of a running streamer
-embedded.py        Opens and starts the embedded uSubscription
-lifecycle.py       Starts parts in order, stops them in reverse, and collects their reports
-order.py           Lists the parts of a streamer in the order in which they start
+lifecycle.py       Starts parts in order, stops them in reverse; the embedded uSubscription starts when the disk allows
 parts.py           Creates the parts that depend only on the configuration
 """
 

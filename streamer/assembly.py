@@ -2,14 +2,14 @@
 
     Config -> parts.py: parts that depend only on it -> Assembly: services, walk, networks, reports
                                                         '-> for each endpoint: ingress, pumps, clocks
-attaching.py changes endpoints and rules at run time, order.py has the order of start and stop, app.py runs the parts.
+attaching.py changes endpoints and rules at run time, app.py has the order of the parts and runs them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,18 +18,17 @@ from google.protobuf.message import Message
 from history.epochs.keeper import Keeper
 from history.service.gaps import Gaps
 from history.service.service import HistoryService
-from storage.runtime import REAL, Runtime
+from storage.runtime import Runtime
 from streamer import parts
 from streamer.config import Config, patterns
 from streamer.egress.claims import Claims
 from streamer.egress.express import Express
 from streamer.egress.paused import FILE, Paused
 from streamer.egress.pump import Pump
-from streamer.embedded import EmbeddedUSubscription
 from streamer.following.follows import Follows
 from streamer.following.handover import HandOvers
 from streamer.letters.dead_letter import DeadLetters
-from streamer.lifecycle import Parts
+from streamer.lifecycle import EmbeddedUSubscription, Part
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.clocks import Clocks
@@ -48,13 +47,13 @@ from transports.certificates import Expiries
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import raise_streams_max
+from uprotocol.callbacks import Remove
 from uprotocol.core.ustreamer import ids
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
-from usubscription_client.table import Topics
 
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
@@ -72,6 +71,7 @@ class Attached:
     ingress: Ingress
     pumps: list[Pump]
     clocks: Clocks
+    registrations: list[Remove]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
@@ -79,13 +79,7 @@ class Assembly:
     """All parts of one streamer."""
 
     def __init__(
-        self,
-        config: Config,
-        endpoints: Endpoints,
-        logs: Logs,
-        window: IdWindow,
-        keeper: Keeper,
-        runtime: Runtime = REAL,
+        self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, keeper: Keeper, runtime: Runtime
     ) -> None:
         self.config, self.logs, self.keeper, self.runtime = config, logs, keeper, runtime
         self.limits = parts.limits_of(config)
@@ -98,12 +92,14 @@ class Assembly:
         # those of `attached`, for parts that serve all endpoints
         self.ingresses: dict[str, Ingress] = {}
         self.pumps: list[Pump] = []
-        self.clocks: dict[str, Clocks] = {}
+        # of `run`: its tasks, and changes of endpoints one after the other
+        self.group, self.tasks = asyncio.TaskGroup(), set[asyncio.Task[None]]()
+        self.turn = asyncio.Lock()
         self._make_services()
         self._make_walk(window)
         self._make_networks()
         self._make_reports()
-        self.parts = Parts(())  # Streamer sets those of order.py
+        self.parts: Sequence[Part] = ()  # Streamer sets them
 
     def _backoff(self) -> Backoff:
         return Backoff(self.config.egress.retry_min_ms, self.config.egress.retry_max_ms, self.runtime.rng)
@@ -168,7 +164,6 @@ class Assembly:
             pressure=Pressure(runtime.busy_s),
         )
         flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
-        self.flows = tuple(flows.values())
         self.dispatch = Dispatch(
             self.view,
             self.logs,
@@ -181,13 +176,14 @@ class Assembly:
             config.limits.message_bytes_max,
         )
         for endpoint in self.endpoints:
-            self.make_endpoint(endpoint, config)
+            self.make_endpoint(endpoint)
         self.entry = Ingress(self.home, self.dispatch, trusted=True)
         self.hosted.connect(self.entry, self._entities_changed)
         self.follows.attach(self.dispatch, self.ingresses)
 
-    def make_endpoint(self, endpoint: Endpoint, config: Config) -> Attached:
-        """Creates the parts of one endpoint, which `config` contains."""
+    def make_endpoint(self, endpoint: Endpoint) -> Attached:
+        """Creates the parts of one endpoint of the configuration."""
+        config = self.config
         # one limit for all messages to its network
         per_s = config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
         pace = None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)
@@ -208,9 +204,10 @@ class Assembly:
             )
             for log, flow in self.dispatch.flows.items()
         ]
-        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, Clocks(endpoint))
+        looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
+        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, Clocks(endpoint), looking)
         self.attached[endpoint.name] = made
-        self.ingresses[endpoint.name], self.clocks[endpoint.name] = made.ingress, made.clocks
+        self.ingresses[endpoint.name] = made.ingress
         self.pumps += pumps
         return made
 
@@ -233,7 +230,6 @@ class Assembly:
             self._connected,
             self.losses.network_lost,
         )
-        self.is_connected = self.networks.is_connected
         if self.usubscription is not None:
             self.usubscription.on_change(self.networks.listen_before_answer)
         self.claims = Claims(self.pumps, logs, config.history.absent_ms, self.networks.away_s)
@@ -257,7 +253,7 @@ class Assembly:
         config = self.config
         used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
         self.certificates = Expiries(used, self.runtime.now_ms)
-        self.states = States(self.clocks, self.conditions, self.runtime.now_ms)
+        self.states = States(self.attached, self.conditions, self.runtime.now_ms)
         self.admin: Admin | None = None
         if config.streamer.admin is not None:
             self.admin = Admin(
@@ -281,12 +277,6 @@ class Assembly:
                 pump.address_holds.try_all()  # the network may take now what it has refused
                 pump.wake()
 
-    def interest_changed(self, topics: Topics) -> None:
-        self.networks.listen_soon()
-        for pump in self.pumps:
-            if pump.topic_holds or pump.plans.lacks_capacity:  # for others the view is asked when a record comes
-                pump.sender.wake.set()
-
     async def _entities_changed(self) -> None:
         """A hosted service has started or stopped: routes its messages again."""
         for ingress in (*self.ingresses.values(), self.entry):
@@ -301,7 +291,7 @@ class Assembly:
 
     def conditions(self) -> list[Condition]:
         """Returns everything that is wrong; empty: ready."""
-        found = [*self.parts.conditions()]
+        found = [condition for part in self.parts for condition in part.conditions()]
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
         return found
@@ -317,7 +307,7 @@ class Assembly:
 
     def samples(self) -> Iterator[Sample]:
         self.states.look()
-        return self.parts.samples()
+        return (sample for part in self.parts for sample in part.samples())
 
     def look(self) -> dict[str, Any]:
         """Returns the current states with reasons: of the endpoints, of the streamer itself, and the worst."""
@@ -326,7 +316,7 @@ class Assembly:
 
     def notes(self) -> list[str]:
         """Returns facts for the operator that are no problems."""
-        return [*self.parts.notes()]
+        return [note for part in self.parts for note in part.notes()]
 
     def configuration_notes(self) -> Iterator[str]:
         yield from self.endpoints.notes()

@@ -1,4 +1,4 @@
-"""Adds and removes endpoints and rules of a running streamer; starts and closes the endpoints.
+"""Adds and removes endpoints and rules of a running streamer; starts, closes and reports on the endpoints.
 
 section -> Endpoint -> ingress, a pump for each log, clocks -> registered with every part that serves all endpoints
                        '-> tasks: network, express queue, pumps        (express, networks, states, follows, ...)
@@ -8,7 +8,7 @@ remove: tasks end -> network is closed -> removed from every part; its cursors s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
 import structlog
@@ -26,60 +26,59 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client import ServiceInterest
 
-StartTask = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
-
 log = structlog.get_logger()
 
 
-class RunningEndpoints:
-    """`start_task(work, name)` starts a task that ends with the streamer."""
+class ChangeableAssembly(Assembly):
+    """An assembly whose endpoints and rules change while it runs."""
 
-    def __init__(self, streamer: Assembly, start_task: StartTask) -> None:
-        self._streamer, self._start_task = streamer, start_task
-        self._turn = asyncio.Lock()  # serialises changes of the endpoints
+    def start_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Starts a task that is cancelled when the streamer stops. If it fails, the streamer stops."""
+        task = self.group.create_task(work, name=name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
-    async def start(self) -> None:
-        for attached in self._streamer.attached.values():
+    async def start_endpoints(self) -> None:
+        for attached in self.attached.values():
             self._start(attached)
 
     def _start(self, attached: Attached) -> None:
-        endpoint, streamer, start_task = attached.endpoint, self._streamer, self._start_task
-        endpoint.transport.on_connection(streamer.connection_changed)
+        endpoint = attached.endpoint
+        endpoint.transport.on_connection(self.connection_changed)
         attached.tasks = [
-            start_task(streamer.express.queues[endpoint.name].run(), f"express {endpoint.name}"),
-            start_task(streamer.networks.run(endpoint), f"network {endpoint.name}"),
-            *(start_task(pump.run(), f"pump {endpoint.name}") for pump in attached.pumps),
+            self.start_task(self.express.queues[endpoint.name].run(), f"express {endpoint.name}"),
+            self.start_task(self.networks.run(endpoint), f"network {endpoint.name}"),
+            *(self.start_task(pump.run(), f"pump {endpoint.name}") for pump in attached.pumps),
         ]
 
-    async def close(self) -> None:
+    async def close_endpoints(self) -> None:
         """Closes all networks concurrently."""
-        attached = self._streamer.attached.values()
+        attached = self.attached.values()
         closing = [within(NETWORKS_CLOSE_S, one.endpoint.name, one.endpoint.close()) for one in attached]
         results = await asyncio.gather(*closing, return_exceptions=True)
         for one in attached:
             one.ingress.close()
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise errors[0]
+        for error in filter(None, results):
+            raise error
 
     # Changes of rules and endpoints
 
     async def add_rule(self, rule: Rule) -> None:
         """Adds a rule. Raises ALREADY_EXISTS, NOT_FOUND (unknown endpoint) or a network's error; then nothing has
         changed."""
-        streamer = self._streamer
         for name in (rule.ingress, rule.egress):
             self._check_known(name)
-        streamer.rules.add(rule)
-        for error in await streamer.networks.listen():
-            streamer.rules.remove(rule.ingress, rule.egress)
-            await streamer.networks.listen()
+        self.rules.add(rule)
+        for error in await self.networks.listen():
+            self.rules.remove(rule.ingress, rule.egress)
+            await self.networks.listen()
             raise error
 
     async def remove_rule(self, ingress: str, egress: str) -> None:
         """Removes a rule. Raises NOT_FOUND."""
-        self._streamer.rules.remove(ingress, egress)
-        for error in await self._streamer.networks.listen():
+        self.rules.remove(ingress, egress)
+        for error in await self.networks.listen():
             raise error
 
     async def add_endpoint(
@@ -88,68 +87,63 @@ class RunningEndpoints:
         """Adds an endpoint, the rules that name it, and the histories to follow there. Its network is opened in the
         background; `states` has the result. Raises INVALID_ARGUMENT if it does not fit the configuration,
         FAILED_PRECONDITION before the streamer is ready; then nothing has changed."""
-        streamer = self._streamer
-        async with self._turn:
-            if not streamer.ready.is_set() or streamer.stopping.is_set():
+        async with self.turn:
+            if not self.ready.is_set() or self.stopping.is_set():
                 raise UStatusError(UCode.FAILED_PRECONDITION, "endpoints are added while the streamer runs: try again")
-            config, follow = streamer.config, list(follow)
-            streamer.config = config.with_endpoint(section, rules := list(rules), follow)
+            config, follow = self.config, list(follow)
+            self.config = config.with_endpoint(section, rules := list(rules), follow)
             try:
                 await self._attach(section, follow)
             except BaseException:
-                streamer.config = config
+                self.config = config
                 raise
             for rule in rules:
-                streamer.rules.add(parts.rule_of(rule))
-            streamer.networks.listen_soon()
+                self.rules.add(parts.rule_of(rule))
+            self.networks.listen_soon()
             log.info("an endpoint was added", endpoint=section.name)
 
     async def remove_endpoint(self, name: str) -> None:
         """Removes an endpoint with its rules. Its backlog in the logs is kept for an endpoint of the same name. Raises
         NOT_FOUND; FAILED_PRECONDITION for the endpoint of our own authority; INVALID_ARGUMENT if something else in
         the configuration needs it."""
-        streamer = self._streamer
-        async with self._turn:
+        async with self.turn:
             self._check_known(name)
-            if streamer.endpoints[name] is streamer.home:
-                what = f"endpoint {name!r} can't be removed: it has our own authority {streamer.config.authority!r}"
+            if self.endpoints[name] is self.home:
+                what = f"endpoint {name!r} can't be removed: it has our own authority {self.config.authority!r}"
                 raise UStatusError(UCode.FAILED_PRECONDITION, what)
-            config = streamer.config.without_endpoint(name)
+            config = self.config.without_endpoint(name)
             await self._detach(name)
-            for rule in [one for one in streamer.rules if name in (one.ingress, one.egress)]:
-                streamer.rules.remove(rule.ingress, rule.egress)
-            streamer.config = config
-            streamer.networks.listen_soon()
-            streamer.states.look()
+            for rule in [one for one in self.rules if name in (one.ingress, one.egress)]:
+                self.rules.remove(rule.ingress, rule.egress)
+            self.config = config
+            self.networks.listen_soon()
+            self.states.look()
             log.info("an endpoint was removed", endpoint=name)
 
     def _check_known(self, name: str) -> None:
-        endpoints = self._streamer.endpoints
-        if name not in endpoints:
-            known = ", ".join(endpoint.name for endpoint in endpoints)
+        if name not in self.endpoints:
+            known = ", ".join(endpoint.name for endpoint in self.endpoints)
             raise UStatusError(UCode.NOT_FOUND, f"unknown endpoint {name!r}; known: {known}")
 
     async def _attach(self, section: EndpointSection, follow: Iterable[FollowSection]) -> None:
         """Creates and starts an endpoint that is in the configuration. Raises UStatusError for an unusable file; then
         nothing has changed."""
-        streamer = self._streamer
-        config = streamer.config
-        endpoint = parts.endpoint_of(config, section)
-        streamer.endpoints.add(endpoint)
-        made = streamer.make_endpoint(endpoint, config)
-        streamer.express.add_endpoint(endpoint)
-        streamer.networks.add_endpoint(endpoint)
-        streamer.states.add_endpoint(endpoint.name)
+        endpoint = parts.endpoint_of(self.config, section)
+        self.endpoints.add(endpoint)
+        made = self.make_endpoint(endpoint)
+        self.express.add_endpoint(endpoint)
+        self.networks.add_endpoint(endpoint)
+        self.states.add_endpoint(endpoint.name)
         followed_by = uris.parse(section.followed_by) if section.followed_by is not None else None
-        streamer.handovers.add_endpoint(endpoint, made.pumps, followed_by)
-        streamer.certificates.add(endpoint.name, parts.certificates_of_endpoint(section))
+        self.handovers.add_endpoint(endpoint, made.pumps, followed_by)
+        self.certificates.add(endpoint.name, parts.certificates_of_endpoint(section))
         for pump in made.pumps:
             pump.begin()  # before its network listens: records from now on are for this endpoint, too
-        streamer.handovers.load_endpoint(endpoint.name)
-        streamer.claims.find_unclaimed()
-        streamer.hosted.endpoint_added(endpoint)
-        streamer.follows.add_endpoint(endpoint, [parts.follow_of(one, streamer.endpoints) for one in follow])
-        streamer.rules.changed()
+        self.handovers.load_endpoint(endpoint.name)
+        self.claims.find_unclaimed()
+        self.hosted.endpoint_added(endpoint)
+        self.follows.add_endpoint(endpoint, [parts.follow_of(one, self.endpoints) for one in follow])
+        self.rules.changed()
         try:
             await self._ask_services(made, section)
         except BaseException:
@@ -158,70 +152,68 @@ class RunningEndpoints:
         self._start(made)
 
     async def _ask_services(self, made: Attached, section: EndpointSection) -> None:
-        streamer = self._streamer
-        sources = parts.remote_sources_of(
-            streamer.config, section, streamer.hosted, streamer.endpoints, streamer.runtime
-        )
+        sources = parts.remote_sources_of(self.config, section, self.hosted, self.endpoints, self.runtime)
         for source in sources:
-            await streamer.interest.add_source(source)
-            made.tasks.append(self._start_task(source.start(), f"learn the interest {made.endpoint.name}"))
+            await self.interest.add_source(source)
+            made.tasks.append(self.start_task(source.start(), f"learn the interest {made.endpoint.name}"))
 
     async def _detach(self, name: str) -> None:
         """Removes an endpoint from all parts. Closes its network within NETWORKS_CLOSE_S."""
-        streamer, attached = self._streamer, self._streamer.attached[name]
+        attached = self.attached[name]
         endpoint = attached.endpoint
         for task in attached.tasks:
             task.cancel()
         await asyncio.gather(*attached.tasks, return_exceptions=True)
-        await streamer.follows.remove_endpoint(endpoint)
-        for source in [one for one in streamer.interest.sources if isinstance(one, ServiceInterest)]:
+        await self.follows.remove_endpoint(endpoint)
+        for source in [one for one in self.interest.sources if isinstance(one, ServiceInterest)]:
             if source.name in endpoint.authorities:
-                await streamer.interest.remove_source(source)
+                await self.interest.remove_source(source)
         await within(NETWORKS_CLOSE_S, name, endpoint.close())
         # no `await` from here on: all parts must remove it in one step
-        del streamer.attached[name], streamer.ingresses[name], streamer.clocks[name]
+        del self.attached[name], self.ingresses[name]
+        for remove in attached.registrations:
+            remove()
         attached.ingress.close()
         endpoint.sends.close()
         for pump in attached.pumps:
             pump.close()
-            streamer.pumps.remove(pump)
-        streamer.endpoints.remove(endpoint)
-        streamer.rules.changed()
-        streamer.express.remove_endpoint(name)
-        streamer.networks.remove_endpoint(name)
-        streamer.handovers.remove_endpoint(name)
-        streamer.certificates.remove(name)
-        streamer.states.remove_endpoint(name)
-        streamer.ledger.remove_endpoint(name)
-        streamer.claims.find_unclaimed()
+            self.pumps.remove(pump)
+        self.endpoints.remove(endpoint)
+        self.rules.changed()
+        self.express.remove_endpoint(name)
+        self.networks.remove_endpoint(name)
+        self.handovers.remove_endpoint(name)
+        self.certificates.remove(name)
+        self.states.remove_endpoint(name)
+        self.ledger.remove_endpoint(name)
+        self.claims.find_unclaimed()
 
     # Reports
 
-    def conditions(self) -> Iterator[Condition]:
-        for pump in self._streamer.pumps:
+    def endpoint_conditions(self) -> Iterator[Condition]:
+        for pump in self.pumps:
             if pump.trouble:
                 yield Condition(pump.trouble, pump.peer.name, is_fatal=True)
-        for name, clocks in self._streamer.clocks.items():
-            if clocks.trouble:
-                yield Condition(clocks.trouble, name)
+        for name, attached in self.attached.items():
+            if attached.clocks.trouble:
+                yield Condition(attached.clocks.trouble, name)
         yield from self._held("refused", "left")
 
     def _held(self, *labels: Label) -> Iterator[Condition]:
         """Yields holds with these labels that have lasted long enough to be reported."""
-        now_ms = self._streamer.runtime.now_ms()
-        for pump in self._streamer.pumps:
+        now_ms = self.runtime.now_ms()
+        for pump in self.pumps:
             for held in pump.address_holds.states():
                 if held.label in labels and held.waited_s >= SHOWN_AFTER_S:
                     yield Condition(held.sentence(now_ms), pump.peer.name)
 
-    def samples(self) -> Iterator[Sample]:
-        streamer = self._streamer
-        for one in streamer.attached.values():
+    def endpoint_samples(self) -> Iterator[Sample]:
+        for one in self.attached.values():
             endpoint = one.endpoint
-            yield from metrics.of_endpoint(endpoint, is_connected=streamer.is_connected(endpoint))
-            yield "express_waiting", (endpoint.name,), len(streamer.express.queues[endpoint.name])
+            yield from metrics.of_endpoint(endpoint, is_connected=self.networks.is_connected(endpoint))
+            yield "express_waiting", (endpoint.name,), len(self.express.queues[endpoint.name])
             for pump in one.pumps:
-                yield from metrics.of_pump(pump, streamer.claims.absent_ms(pump))
+                yield from metrics.of_pump(pump, self.claims.absent_ms(pump))
 
-    def notes(self) -> Iterator[str]:
+    def endpoint_notes(self) -> Iterator[str]:
         return (one.problem for one in self._held("unheard"))

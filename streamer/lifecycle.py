@@ -1,4 +1,4 @@
-"""Starts parts in order, stops them in reverse, and collects their reports: conditions, samples and notes.
+"""Starts parts in order, and stops them in reverse.
 
 Part.start, then Part.run as a task -> the next part -> ... -> ready
 stop: services, last first, SERVICES_CLOSE_S in total -> networks -> files, concurrently, FILES_CLOSE_S each
@@ -13,7 +13,12 @@ from typing import Any, Final, Literal
 
 import structlog
 
+from storage.runtime import Runtime
 from streamer.operating.states import Condition, Sample
+from uprotocol.pacing import Backoff
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.service import USubscriptionService
 
 Stage = Literal["service", "network", "file"]
 
@@ -21,6 +26,7 @@ Stage = Literal["service", "network", "file"]
 SERVICES_CLOSE_S: Final = 1.0  # for all together, one after the other
 NETWORKS_CLOSE_S: Final = 3.0  # for each, concurrently
 FILES_CLOSE_S: Final = 0.5  # for each, to close cleanly; otherwise the next start recovers the file
+REOPEN_MS_MAX: Final = 30_000  # between attempts to open a file on a full disk
 
 log = structlog.get_logger()
 
@@ -40,54 +46,32 @@ class Part:
     notes: Callable[[], Iterable[str]] = tuple
 
 
-class Parts:
-    """The parts in the order in which they start."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = tuple(parts)
-
-    def __repr__(self) -> str:
-        return f"Parts({', '.join(part.name for part in self._parts)})"
-
-    async def start(self, start_task: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
-        """Starts every part. Raises the error of a part's `start`."""
-        for part in self._parts:
-            if part.start is not None:
-                await part.start()
-            if part.run is not None:
-                start_task(part.run(), part.name)
-
-    async def stop(self) -> None:
-        """Stops every part. Failures are logged."""
-        await within(SERVICES_CLOSE_S, "services", self._stop_services())
-        for part in self._parts:
-            if part.stage == "network":
-                await _stop(part)
-        files = [part for part in self._parts if part.stage == "file"]
-        await asyncio.gather(*(within(FILES_CLOSE_S, part.name, _stop(part)) for part in files))
-
-    async def _stop_services(self) -> None:
-        for part in reversed(self._parts):
-            if part.stage == "service":
-                await _stop(part)
-
-    def conditions(self) -> Iterator[Condition]:
-        return (condition for part in self._parts for condition in part.conditions())
-
-    def samples(self) -> Iterator[Sample]:
-        return (sample for part in self._parts for sample in part.samples())
-
-    def notes(self) -> Iterator[str]:
-        return (note for part in self._parts for note in part.notes())
+async def start(parts: Iterable[Part], start_task: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
+    """Starts every part. Raises the error of a part's `start`."""
+    for part in parts:
+        if part.start is not None:
+            await part.start()
+        if part.run is not None:
+            start_task(part.run(), part.name)
 
 
-async def _stop(part: Part) -> None:
-    if part.stop is None:
-        return
-    try:
-        await part.stop()
-    except Exception:
-        log.exception("closing failed; going on", part=part.name)
+async def stop(parts: Sequence[Part]) -> None:
+    """Stops every part. Failures are logged."""
+    services, networks, files = (
+        [part for part in parts if part.stage == stage] for stage in ("service", "network", "file")
+    )
+    await within(SERVICES_CLOSE_S, "services", _stop(reversed(services)))
+    await _stop(networks)
+    await asyncio.gather(*(within(FILES_CLOSE_S, part.name, _stop([part])) for part in files))
+
+
+async def _stop(parts: Iterable[Part]) -> None:
+    for part in parts:
+        try:
+            if part.stop is not None:
+                await part.stop()
+        except Exception:
+            log.exception("closing failed; going on", part=part.name)
 
 
 async def within(seconds: float, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -97,3 +81,65 @@ async def within(seconds: float, name: str, work: Coroutine[Any, Any, None]) -> 
             await work
     except TimeoutError:
         log.warning("closing took too long; going on without", part=name, seconds=seconds)
+
+
+class EmbeddedUSubscription:
+    """Opens and starts `service` as soon as the disk allows it: a store that can't be read or written is tried again,
+    at least every REOPEN_MS_MAX. Raises errors that waiting does not fix: FAILED_PRECONDITION, ALREADY_EXISTS (see
+    usubscription.store.schema)."""
+
+    def __init__(self, service: USubscriptionService, runtime: Runtime, on_lost: Callable[[int], None]) -> None:
+        """`on_lost(changes)`: number of subscription changes that were lost with the file."""
+        self.service, self._runtime, self._on_lost = service, runtime, on_lost
+        self._trouble = ""  # why it can't start
+        self.is_started = False
+
+    def __repr__(self) -> str:
+        return f"EmbeddedUSubscription(is_started={self.is_started}, trouble={self._trouble!r})"
+
+    async def open(self) -> None:
+        """Opens the file if the disk allows it; otherwise `run` tries again."""
+        await self._attempt(self.service.open)
+
+    async def start(self) -> None:
+        """Starts the service if its file is open; otherwise `run` tries again."""
+        if not self._trouble:
+            await self._start()
+
+    async def run(self, on_started: Callable[[], Awaitable[None]]) -> None:
+        """Tries to start the service until it runs, then awaits `on_started`. Does nothing if it runs already."""
+        if self.is_started:
+            return
+        backoff = Backoff(1_000, REOPEN_MS_MAX, self._runtime.rng)
+        await backoff.wait()
+        while not await self._start():
+            await backoff.wait()
+        await on_started()
+
+    async def _start(self) -> bool:
+        await self._attempt(self.service.start)
+        self.is_started = not self._trouble
+        if self.is_started and (lost := self.service.lost_changes):
+            self._on_lost(lost)
+        return self.is_started
+
+    async def _attempt(self, begin: Callable[[], Awaitable[None]]) -> None:
+        """Calls `begin`; notes why it fails if it can be tried again."""
+        try:
+            await begin()
+        except UStatusError as error:
+            if error.code in (UCode.FAILED_PRECONDITION, UCode.ALREADY_EXISTS):
+                raise
+            self._trouble = f"its service can't start: {error}"
+            log.error("uSubscription can't start; trying again", error=str(error))
+        else:
+            self._trouble = ""
+
+    def conditions(self) -> Iterator[Condition]:
+        if self._trouble:
+            yield Condition(f"usubscription: {self._trouble}", is_fatal=True)
+        elif self.service.trouble is not None:
+            what = "uSubscription answers nobody, and the last known subscriptions serve"
+            yield Condition(f"{what}: {self.service.trouble}", is_fatal=True)
+        elif not self.service.healthy:
+            yield Condition("the subscriptions can't be stored", is_fatal=True)

@@ -22,7 +22,9 @@ from typing import Final, Protocol
 import structlog
 
 from storage.runtime import REAL, Runtime
+from uprotocol import callbacks
 from uprotocol import uri as uris
+from uprotocol.callbacks import Remove
 from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import Entry, Status, Subscription, to_uri
 from uprotocol.pacing import Backoff
@@ -497,8 +499,9 @@ class Interest:
         """Names of the sources whose data may be stale."""
         return [source.name for source in self.sources if not source.healthy]
 
-    def on_change(self, callback: Changed) -> None:
-        self._callbacks.append(callback)
+    def on_change(self, callback: Changed) -> Remove:
+        """Calls `callback` with the topics of each change. Returns a function that removes it."""
+        return callbacks.add(self._callbacks, callback)
 
     def changed_since(self, version: int) -> Topics:
         """The topics and patterns that have changed after `version`. None: any may have changed."""

@@ -45,6 +45,7 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError, code_name, settle
 from uprotocol.v1.ucode_pb2 import UCode
+from usubscription_client.table import Topics
 
 # read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall
 WINDOW_MESSAGES_MAX = 2_000
@@ -185,6 +186,11 @@ class Pump:
         if log.durable:
             return 0.0 if self.sender.pace is not None else log.tail_share(read) / LAG_SHARE_MAX
         return max((log.newest_seq - read) / LAG_RECORDS_MAX, 2 * log.tail_share(read))
+
+    def interest_changed(self, _: Topics) -> None:
+        """Look at the held topics again. For others the view is asked when a record comes."""
+        if self.topic_holds or self.plans.lacks_capacity:
+            self.sender.wake.set()
 
     def wake(self) -> None:
         """Try again at once: the peer may be back, or the pauses have changed."""

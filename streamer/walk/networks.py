@@ -40,6 +40,7 @@ from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
+from usubscription_client.table import Topics
 
 JUST_GONE_S: Final = 5.0  # a network that went away more recently may be back soon (a broker restarts), so ...
 BACK_SOON_S: Final = 2.0  # ... a Subscribe is answered once it is back, or after this time; callers wait longer
@@ -127,6 +128,7 @@ class Networks:
         self._services_listen = False  # all services inside have started
         for endpoint in endpoints:
             self.add_endpoint(endpoint)
+        interest.on_change(self.listen_soon)
 
     def __getitem__(self, name: str) -> EndpointNetwork:
         return self._networks[name]
@@ -274,7 +276,7 @@ class Networks:
             network.filters.services_changed()
         await self.listen()
 
-    def listen_soon(self, *, is_back: bool = False) -> None:
+    def listen_soon(self, _: Topics = None, *, is_back: bool = False) -> None:
         """Listen soon to what is needed, which has changed. `is_back`: a network is new or back, and all networks may
         now accept what they refused."""
         for network in self._networks.values():

@@ -53,7 +53,7 @@ async def make(make_world: MakeWorld) -> World:
 async def add(world: World, **keys: Any) -> None:
     streamer = world.streamer
     await streamer.add_endpoint(section(**keys), rules())
-    await world.until(lambda: streamer.is_connected(streamer.endpoints["dock"]))
+    await world.until(lambda: streamer.networks.is_connected(streamer.endpoints["dock"]))
 
 
 async def test_an_endpoint_that_is_added_gets_messages_and_sends_them(make_world: MakeWorld) -> None:
@@ -112,7 +112,7 @@ def counts(world: World) -> dict[str, int]:
         streamer.claims,
         streamer.endpoints,
         streamer.express,
-        streamer.flows[0],
+        streamer.dispatch.flows[streamer.logs.durable],
         streamer.follows,
         streamer.handovers,
         streamer.hosted,
@@ -155,7 +155,7 @@ async def test_an_endpoint_that_comes_and_goes_leaves_nothing_behind(make_world:
         await streamer.add_endpoint(section(usubscription="remote"), rules(), [follow])
         await at_vehicle.send(publication(DOOR, str(number)))
         if number % 4:
-            await world.until(lambda: streamer.is_connected(streamer.endpoints["dock"]))
+            await world.until(lambda: streamer.networks.is_connected(streamer.endpoints["dock"]))
         await streamer.remove_endpoint("dock")
         if number in (WARM_UP, TIMES - 1):
             await world.until(lambda: heard.texts[-1:] == [str(number)])  # noqa: B023 - awaited here

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamer import order
+from streamer import app as apps
 from streamer.app import Streamer, serve
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -185,7 +185,7 @@ async def test_what_comes_while_the_streamer_starts_is_not_lost(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One uSubscription does not answer, so starting takes its time; what is taken meanwhile is for the peers."""
-    monkeypatch.setattr(order, "INTEREST_WAIT_S", 0.5)
+    monkeypatch.setattr(apps, "INTEREST_WAIT_S", 0.5)
     world = await make_world({"vehicle": "", "cloud": ""}, start=False)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
@@ -237,7 +237,7 @@ async def test_a_network_that_refuses_a_listener_stops_nothing(
 
 
 async def test_stopping_while_starting_is_heard(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "INTEREST_WAIT_S", 60)
+    monkeypatch.setattr(apps, "INTEREST_WAIT_S", 60)
     text = """
 [[endpoint]]
 name = "vehicle"

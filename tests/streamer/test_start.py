@@ -136,8 +136,8 @@ async def test_a_network_that_stalls_while_listening_delays_no_other(
         await register(self, source, listener, sink)
 
     monkeypatch.setattr(LocalTransport, "register_listener", hanging)
-    monkeypatch.setattr("streamer.order.OPEN_WAIT_S", 0.05)
-    monkeypatch.setattr("streamer.order.INTEREST_WAIT_S", 0.05)
+    monkeypatch.setattr("streamer.app.OPEN_WAIT_S", 0.05)
+    monkeypatch.setattr("streamer.app.INTEREST_WAIT_S", 0.05)
     world = await make_world(EMBEDDED, SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     speed, other = await world.hear(cloud, SPEED), await world.hear(cloud, OTHER)
@@ -171,7 +171,7 @@ async def test_a_call_to_a_service_inside_that_has_not_started_is_to_be_tried_ag
     monkeypatch.setattr(USubscriptionService, "start", late)
     starting = starts(world)
     await world.until(
-        lambda: world.streamer is not None and world.streamer.is_connected(world.streamer.endpoints["mcu"])
+        lambda: world.streamer is not None and world.streamer.networks.is_connected(world.streamer.endpoints["mcu"])
     )
     rpc = InMemoryRpcClient(mcu, mcu.local)
     await rpc.open()

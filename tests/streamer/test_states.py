@@ -16,7 +16,6 @@ import pytest
 import structlog
 
 from streamer import app as apps
-from streamer import order
 from streamer.config import loads
 from streamer.operating import clocks, metrics, states
 from streamer.operating.clocks import Clocks
@@ -221,7 +220,7 @@ async def test_why_a_broker_is_away_is_the_reason(tmp_path: Path, make_broker: C
 async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "LOOK_S", 0.01)
+    monkeypatch.setattr(apps, "LOOK_S", 0.01)
     world = await with_admin(
         make_world, {"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 2\n"
     )
@@ -247,7 +246,7 @@ async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
 async def test_a_lost_session_waits_for_a_person_if_it_is_set_so(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "LOOK_S", 0.01)
+    monkeypatch.setattr(apps, "LOOK_S", 0.01)
     world = await make_world({"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 0\n")
     world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], "the session is lost", None)
     log, now_ms = world.streamer.logs.durable, uuids.now_ms()
@@ -318,7 +317,7 @@ def test_messages_that_come_encoded_count_alike(end: tuple[LocalTransport, Clock
 async def test_calls_through_a_gateway_whose_clock_is_fast_are_reported(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "LOOK_S", 0.01)
+    monkeypatch.setattr(apps, "LOOK_S", 0.01)
     world = await with_admin(make_world, {"vehicle": "", "cloud": "none"})
     caller = await world.node("vehicle", "vehicle1")
     to = uris.parse("up://cloud/8002/1/1")
@@ -332,7 +331,7 @@ async def test_calls_through_a_gateway_whose_clock_is_fast_are_reported(
     assert (status, answer["status"]) == (200, DEGRADED)
     assert "90." in answer["endpoints"]["vehicle"]["reason"]
     assert answer["endpoints"]["cloud"]["state"] == READY
-    assert world.streamer.dropped(world.streamer.endpoints["vehicle"])["expired"] == clocks.MESSAGES_MIN
+    assert metrics.dropped(world.streamer.endpoints["vehicle"])["expired"] == clocks.MESSAGES_MIN
 
 
 async def test_a_start_and_a_stop_log_no_state_that_a_person_should_look_at(make_world: MakeWorld) -> None:
