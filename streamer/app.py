@@ -30,8 +30,7 @@ from streamer.lifecycle import REOPEN_MS_MAX, Part
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket
-from streamer.operating.losses import conditions_of_log
-from streamer.operating.states import LOOK_S, Sample, of_one_that_cant_start
+from streamer.operating.states import LOOK_S, Sample, conditions_of_log, of_one_that_cant_start
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -31,10 +31,8 @@ from streamer.letters.dead_letter import DeadLetters
 from streamer.lifecycle import EmbeddedUSubscription, Part
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
-from streamer.operating.clocks import Clocks
 from streamer.operating.control import Control
-from streamer.operating.losses import LossReports
-from streamer.operating.states import STARTING, STREAMER, Condition, Sample, States
+from streamer.operating.states import STARTING, STREAMER, Clocks, Condition, LossReports, Sample, States
 from streamer.quotas.ledger import AuthorityLedger, Pressure
 from streamer.quotas.limits import CALLERS_SHARE
 from streamer.walk.endpoint import Endpoint, Endpoints

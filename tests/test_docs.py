@@ -241,7 +241,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.receiving:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "connection that has lasted # s", 1, ["transports.mqtt5.link:STEADY_S"]),
     ("mqtt5", "Three connections in a row that are lost within # s", 1, ["transports.mqtt5.link:BRIEF_S"]),
-    ("configuration", "that came within a minute, # at least", 1, ["streamer.operating.clocks:MESSAGES_MIN"]),
+    ("configuration", "that came within a minute, # at least", 1, ["streamer.operating.states:MESSAGES_MIN"]),
     ("configuration", "Beyond # such lines of a kind", 1, ["storage.logs:CHANGES_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.receiving:UNACKNOWLEDGED_MESSAGES_MAX"]),
     ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.receiving:BYTES_MAX/1048576"]),

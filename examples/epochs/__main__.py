@@ -30,7 +30,7 @@ from history.epochs.frontier import Time
 from history.reading.acceptor import Record, decode
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
-from streamer.demo import drive, replay
+from streamer.demo import drive
 from streamer.demo.processes import Child
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
@@ -145,7 +145,7 @@ def by_seconds(asked: argparse.Namespace, start_ms: int) -> dict[int, list[drive
     """The drive, by the Unix millisecond at which each second begins. Raises UStatusError(INVALID_ARGUMENT) if no
     subscriber could join in the middle of a second."""
     seconds: dict[int, list[drive.SignalSample]] = defaultdict(list)
-    for sample in replay.load(asked.data, SEED, asked.seconds).samples(start_ms):
+    for sample in drive.load(asked.data, SEED, asked.seconds).samples(start_ms):
         seconds[sample.time_ms].append(sample)
     found = {time: seconds[time] for time in sorted(seconds)[: asked.seconds]}
     counts = [len(samples) for samples in found.values()]

@@ -2,7 +2,6 @@
 
 cli        all commands, main                         run      run, usubscription: processes that serve until a signal
 terminal   printing, errors, exit codes               check    checks a configuration and the files that it names
-options    shared options, networks                   client   subscribe, publish, call
-drives     replay, demo
+options    shared options, networks                   client   subscribe, publish, call, replay, demo
 cursors  history  operating    the data that a streamer stores
 """

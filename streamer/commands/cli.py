@@ -10,7 +10,7 @@ import typer
 
 import uprotocol
 from storage.runtime import leave
-from streamer.commands import check, client, cursors, drives, history, operating, options, run
+from streamer.commands import check, client, cursors, history, operating, options, run
 
 app = typer.Typer(
     name="up-streamer",
@@ -37,7 +37,7 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "subscribe": client.subscribe,
     "publish": client.publish,
     "call": client.call,
-    "replay": drives.replay,
+    "replay": client.replay,
     "history": history.history_,
     "pause": operating.pause,
     "resume": operating.resume,
@@ -45,7 +45,7 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "vehicles": operating.vehicles,
     "subscriptions": operating.subscriptions,
     "dead-letters": operating.dead_letters,
-    "demo": drives.demo,
+    "demo": client.demo,
 }
 ON_CURSORS: Final[dict[str, Callable[..., None]]] = {
     "list": cursors.list_,

@@ -6,15 +6,14 @@
 [[access]]  who reads what of the history, where that is not what the rules say
 [[follow]]  whose history is followed
 [[epochs]]  which topics have epochs together
-model.py           The whole configuration, what follows from it
-reading.py         Read the TOML file: every mistake is reported with its line
+model.py           The whole configuration, what follows from it, and how the TOML file is read
 sections.py        The sections of the configuration, each with the checks of its own keys
 """
 
 from streamer.config.model import Config as Config
-from streamer.config.reading import line_of as line_of
-from streamer.config.reading import load as load
-from streamer.config.reading import loads as loads
+from streamer.config.model import line_of as line_of
+from streamer.config.model import load as load
+from streamer.config.model import loads as loads
 from streamer.config.sections import AccessSection as AccessSection
 from streamer.config.sections import AdminSection as AdminSection
 from streamer.config.sections import EndpointSection as EndpointSection

@@ -1,2 +1,2 @@
-"""The demo: demo.py runs it, drive.py makes or reads a drive, replay.py publishes it, processes.py starts
-processes, mosquitto.py a broker."""
+"""The demo: demo.py runs it, drive.py makes, reads and replays a drive, processes.py starts processes, mosquitto.py a
+broker."""

@@ -32,7 +32,6 @@ from rich.table import Table
 
 from streamer.commands.options import DemoOptions, Network
 from streamer.demo import drive as drives
-from streamer.demo import replay as replays
 from streamer.demo.processes import START_TIMEOUT_S, Child
 from transports.ports import free_port
 from uprotocol import uri as uris
@@ -168,7 +167,7 @@ class Demo:
             raise invalid(
                 f"the folder for the plot, {self._options.out}, can't be made: {error.strerror}; say another with --out"
             ) from None
-        drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
+        drive = drives.load(self._options.data, self._options.seed, self._options.seconds)
         self._outcome.problems = drive.problems_total
         for line in drive.report(10):
             self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")

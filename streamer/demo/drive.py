@@ -1,7 +1,7 @@
-"""Drives: recorded, from a CSV file of OBD-II parameters, or simulated, from a seed. No I/O.
+"""Drives: recorded, from a CSV file of OBD-II parameters, or simulated, from a seed; replayed on a network.
 
 CSV text --read-> Drive(signals, rows, problems) --samples(start_ms)--> SignalSample --message-> UMessage
-seed --simulate->
+seed --simulate->                                                                    --replay-> send_batch, retries
 
 Paths come from COVESA's Vehicle Signal Specification, branch Vehicle.OBD, if it has one. A column that is missing in
 the table below becomes Vehicle.OBD.<CamelCase of its name>. One row is one second.
@@ -9,15 +9,19 @@ the table below becomes Vehicle.OBD.<CamelCase of its name>. One row is one seco
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import functools
 import itertools
 import math
 import random
 import re
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from uprotocol import uri as uris
@@ -25,8 +29,11 @@ from uprotocol import uuid as uuids
 from uprotocol.attributes import PUBLISH
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.message import PROTOBUF
-from uprotocol.status import invalid
+from uprotocol.pacing import Backoff
+from uprotocol.status import RETRYABLE, UStatusError, invalid
+from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -42,6 +49,8 @@ TEXT_LENGTH_MAX: Final = 1_000  # characters of a text value; a longer one means
 PROBLEMS_TOLD_MAX: Final = 100  # kept; the others are only counted
 DERIVED_RESOURCE_MIN: Final = 0x9000  # topics of columns that the table doesn't know; the table itself stays far below
 DERIVED_RESOURCES: Final = 0x6000
+BATCH_MAX: Final = 256  # messages per send_batch
+RETRY_MIN_MS, RETRY_MAX_MS = 20, 2_000
 
 SignalValue = float | str | bool
 
@@ -404,3 +413,58 @@ class _Car:
         self.catalyst += (glow_c - self.catalyst) * 0.02
         bay_c = self.ambient + 22.0 * min(1.0, self.coolant / 90.0) - 0.4 * self.speed
         self.intake += (max(self.ambient, bay_c) - self.intake) * 0.01
+
+
+# Replayed drives
+
+
+def load(data: Path | None, seed: int, seconds: int) -> Drive:
+    """Returns the recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT for an unreadable file."""
+    if data is None:
+        return simulate(seed, seconds)
+    try:
+        text = data.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise invalid(f"can't read {data}: {error.strerror}") from None
+    return read(text)
+
+
+async def replay(
+    transport: UTransport,
+    samples: Iterable[SignalSample],
+    *,
+    rate: float | None = None,
+    on_progress: Callable[[int], None] = lambda published: None,
+) -> Counter[str]:
+    """Publish every sample; `rate` is in samples per second. Returns the number of messages by topic.
+
+    Raises the UStatusError of a message that the network refuses permanently.
+    """
+    counts: Counter[str] = Counter()
+    started, published = time.monotonic(), 0
+    iterator = iter(samples)
+    while batch := list(itertools.islice(iterator, BATCH_MAX)):
+        messages = [message(sample) for sample in batch]
+        await send_all(transport, messages)
+        counts.update(uris.format(one.attributes.source) for one in messages)
+        published += len(messages)
+        on_progress(published)
+        if rate is not None:
+            ahead = published / rate - (time.monotonic() - started)
+            if ahead > 0:
+                await asyncio.sleep(ahead)
+    return counts
+
+
+async def send_all(transport: UTransport, messages: list[UMessage]) -> None:
+    """Send until the network accepts all. Raises the UStatusError of a permanent refusal."""
+    backoff = Backoff(RETRY_MIN_MS, RETRY_MAX_MS)
+    while messages:
+        statuses = await transport.send_batch(messages)
+        failed = [index for index, status in enumerate(statuses) if status.code != UCode.OK]
+        for index in failed:
+            if statuses[index].code not in RETRYABLE:
+                raise UStatusError.from_status(statuses[index])
+        messages = [messages[index] for index in failed]
+        if messages:
+            await backoff.wait()

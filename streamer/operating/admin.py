@@ -4,7 +4,7 @@
                                      `problems`: everything that is wrong; `notes`: other facts for the operator
 /metrics  for Prometheus  /vehicles  traffic of each source authority, one JSON object per line
 
-Admin -> AdminAnswers: limits time and length -> HttpPort: limits and authenticates clients
+Admin: limits time and length -> HttpPort: limits and authenticates clients
 
 Answers take at most a tenth of the loop's time: if clients ask more often, they get the last answer again. Long lists
 are cut.
@@ -32,9 +32,16 @@ LOOP_SHARE: Final = 0.1  # of the loop's time, for answers
 LOOP_S_MAX: Final = 0.25  # ... and at once; the first answer of each page is always made
 
 
+class AdminAnswer(NamedTuple):
+    status: int
+    type: str
+    body: bytes
+
+
 class Admin:
     """Serves one streamer at `address` (HOST:PORT). `guard`: token and certificate. `states`: see States.as_dict;
-    without it, the state is ready if there are no problems."""
+    without it, the state is ready if there are no problems. The last answer of a page is repeated while answers take
+    more than LOOP_SHARE of the loop's time."""
 
     def __init__(
         self,
@@ -49,7 +56,10 @@ class Admin:
     ) -> None:
         host, _, port = address.rpartition(":")
         self._host, self.port = host.strip("[]"), int(port)
-        self._answers, self._guard = AdminAnswers(problems, metrics, notes, vehicles, states), guard or AdminSection()
+        self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
+        self._states, self._guard = states, guard or AdminSection()
+        self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last answers
+        self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
         self._http: HttpPort | None = None
 
     async def __aenter__(self) -> Self:
@@ -63,9 +73,8 @@ class Admin:
         """Raises UStatusError: UNAVAILABLE if the port can't be opened, FAILED_PRECONDITION for a file of `guard`."""
         from streamer.operating.http_port import HttpPort  # imports aiohttp (0.1 s, 11 MiB) only if needed
 
-        answers = self._answers
-        pages = {"/metrics": answers.metrics, "/healthz": answers.health, "/readyz": answers.ready}
-        self._http = HttpPort(pages, {"/vehicles": answers.vehicles}, self._guard)
+        pages = {"/metrics": self.metrics, "/healthz": self.health, "/readyz": self.ready}
+        self._http = HttpPort(pages, {"/vehicles": self.vehicles}, self._guard)
         self.port = await self._http.open(self._host, self.port)
 
     async def close(self) -> None:
@@ -73,28 +82,7 @@ class Admin:
         if self._http is not None:
             await self._http.close()
 
-
-class AdminAnswer(NamedTuple):
-    status: int
-    type: str
-    body: bytes
-
-
-class AdminAnswers:
-    """Makes the answer of each path; repeats the last one if answers take more than LOOP_SHARE of the loop's time."""
-
-    def __init__(
-        self,
-        problems: Callable[[], list[str]],
-        metrics: Callable[[], bytes],
-        notes: Callable[[], list[str]],
-        vehicles: Callable[[], Iterable[dict[str, Any]]],
-        states: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
-        self._states = states
-        self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last answers
-        self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
+    # Pages
 
     def health(self) -> AdminAnswer:
         return AdminAnswer(200, "application/json", b'{"status":"alive"}\n')

@@ -1,7 +1,7 @@
 """The state of the streamer and of each endpoint, since when, and the reason: ready, degraded or not ready.
 
 networks, pumps, logs, services ... -> Condition -> look: a state for each --> /readyz, metrics
-                                                      '-> new state or reason: a line in the log
+losses, clocks that differ -------------'             '-> new state or reason: a line in the log
 
 degraded: it works, but a person should look. not ready: it does not work. docs/configuration.md lists all conditions.
 """
@@ -9,12 +9,24 @@ degraded: it works, but a person should look. not ready: it does not work. docs/
 from __future__ import annotations
 
 import re
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 import structlog
+
+from history.file import damage as damages
+from history.file.damage import Damage
+from history.log.log import Log
+from history.service.gaps import Gaps
+from streamer.walk.endpoint import Endpoint
+from transports.listeners import TtlCounts
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.v1.uri_pb2 import UUri
 
 READY: Final = "ready"
 DEGRADED: Final = "degraded"
@@ -24,6 +36,9 @@ LOOK_S: Final = 1.0  # between looks; a change of a connection causes one at onc
 STARTING: Final = "starting"
 OPENING: Final = "its network is being opened"
 STREAMER: Final = ""  # names the streamer itself in place of an endpoint
+WINDOW_S: Final = 60.0  # in which expired messages are counted
+MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer prove nothing
+EXPIRED_SHARE: Final = 0.5  # a larger share is reported
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 # one value for the metrics: name of a family in metrics.py, values of its labels, value
@@ -155,3 +170,107 @@ def of_one_that_cant_start(names: Iterable[str], why: str, since_ms: int) -> dic
 def _moment(unix_ms: int) -> str:
     """Returns the time in RFC 3339, UTC."""
     return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+# Conditions: clocks that differ, losses
+
+
+class Clocks:
+    """Compares our clock with those of the senders on one endpoint: do most messages with a ttl expire on arrival? A
+    fast clock and delayed messages look the same: `trouble` names both causes, and the age of the messages."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._seen: deque[tuple[float, TtlCounts]] = deque()  # of each `look` within WINDOW_S; one may cover more time
+
+    def look(self, now_s: float) -> None:
+        """Reads the counts of the transport, if it has them. `now_s`: loop time."""
+        take = getattr(self._endpoint.transport, "take_ttl_counts", None)
+        counts: TtlCounts | None = take() if take is not None else None
+        if counts is not None and counts.arrived:
+            self._seen.append((now_s, counts))
+        while self._seen and self._seen[0][0] <= now_s - WINDOW_S:
+            self._seen.popleft()
+
+    @property
+    def trouble(self) -> str:
+        """Returns a sentence for the operator; empty if the clocks agree."""
+        arrived = sum(counts.arrived for _, counts in self._seen)
+        expired = sum(counts.expired for _, counts in self._seen)
+        if arrived < MESSAGES_MIN or expired <= EXPIRED_SHARE * arrived:
+            return ""
+        age_s = statistics.median(age for _, counts in self._seen for age in counts.ages_ms) / 1000
+        return (
+            f"{expired} of the last {arrived} messages with a ttl had expired on arrival, and are dropped: they were "
+            f"{age_s:.1f} s old, so our clock is about that far ahead of their senders', or they waited that long on "
+            "the way"
+        )
+
+
+class LossReports:
+    """Publishes losses by `gaps`, or keeps them in the `durable` log until they are acknowledged."""
+
+    def __init__(self, gaps: Gaps, durable: Log) -> None:
+        self._gaps, self._durable = gaps, durable
+
+    def records_lost(self, peer: Endpoint, source: Log, after: int, before: int, reason: Gap.Reason.ValueType) -> None:
+        """Reports that some or all records between these seqs never reach an endpoint."""
+        gap = Gap(reason=reason, incarnation=source.incarnation, after_seq=after, before_seq=before)
+        self._gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
+
+    def followed_gap(self, service: UUri, gap: Gap) -> None:
+        """Reports that records of a followed history are lost."""
+        what = f"of the history of {uris.format(service)}, which is followed"
+        log.error("records that were followed are lost", service=uris.format(service), gap=str(gap).replace("\n", " "))
+        self._gaps.add(gap, "", what)
+
+    def subscriptions_lost(self, changes: int) -> None:
+        what = f"{changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
+        self._durable.losses.report(damages.SUBSCRIPTIONS, what)
+
+    def network_lost(self, endpoint: Endpoint, what: str, messages: int | None) -> None:
+        """Reports that a network lost messages before they arrived; which ones is unknown."""
+        endpoint.dropped["lost_by_network"] += messages or 1
+        log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
+        self._durable.losses.report(damages.NETWORK, loss_detail(endpoint.name, what))
+
+
+def conditions_of_log(kept: Log, hours: float) -> Iterator[Condition]:
+    """Yields what is wrong with a log. `hours`: time until a network's loss counts as acknowledged; 0: never."""
+    if not kept.healthy:
+        yield Condition(f"the {kept.name} log refuses messages: {kept.trouble}", is_fatal=True)
+    losses: dict[str, list[Damage]] = {}  # by endpoint
+    damage: list[Damage] = []
+    for found in kept.damage:
+        (losses.setdefault(_endpoint_of(found), []) if found.kind == damages.NETWORK else damage).append(found)
+    if damage:
+        yield Condition(_damage_problem(kept.name, damage))
+    for endpoint, lost in losses.items():
+        yield Condition(_loss_problem(lost, hours), endpoint)
+
+
+def loss_detail(endpoint: str, what: str) -> str:
+    """Returns the text that a log stores for a loss of a network."""
+    return f"endpoint {endpoint}: {what}"
+
+
+def _endpoint_of(loss: Damage) -> str:
+    """Returns the name in a text of `loss_detail`."""
+    return loss.detail.removeprefix("endpoint ").partition(": ")[0]
+
+
+def _damage_problem(name: str, damage: Sequence[Damage]) -> str:
+    newest = damage[-1]
+    return (
+        f"the {name} log has {len(damage)} damages that nobody has acknowledged, at the last {newest.kind}"
+        f"{f' ({newest.detail})' if newest.detail else ''}; see 'up-streamer history verify', then 'up-streamer "
+        "history acknowledge'"
+    )
+
+
+def _loss_problem(losses: Sequence[Damage], hours: float) -> str:
+    newest = losses[-1]
+    times = f" (and {len(losses) - 1} other losses)" if len(losses) > 1 else ""
+    ends = f"it ends {hours:g} h after it was found, or" if hours else "it ends"
+    what = newest.detail.partition(": ")[2] or newest.detail
+    return f"{what}{times}; nobody has acknowledged that: {ends} with 'up-streamer history acknowledge'"

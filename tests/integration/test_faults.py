@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from streamer.demo.drive import send_all
 from streamer.demo.processes import Child
-from streamer.demo.replay import send_all
 from tests.transports.zenoh_readers import Reader
 from tools.broker import Broker
 from uprotocol import uri as uris

@@ -127,12 +127,13 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
             yield {"vehicle": number}
 
     wrong = "wrong " * 1_000
-    answers = admins.AdminAnswers(
+    answers = admins.Admin(
+        "127.0.0.1:0",
         lambda: [wrong] * 1_000,
         metrics,
         lambda: ["a note"],
         vehicles,
-        lambda: of_one_that_cant_start(["cloud"], wrong, 0),
+        states=lambda: of_one_that_cant_start(["cloud"], wrong, 0),
     )
     for _ in range(4):
         assert answers.metrics().body == b"metrics"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from streamer.operating.notify import ServiceManager
+from streamer.commands.run import ServiceManager
 
 DEADLINE_S = 60
 CONFIG = """

@@ -17,9 +17,8 @@ import structlog
 
 from streamer import app as apps
 from streamer.config import loads
-from streamer.operating import clocks, metrics, states
-from streamer.operating.clocks import Clocks
-from streamer.operating.states import DEGRADED, NOT_READY, READY, Condition, States
+from streamer.operating import metrics, states
+from streamer.operating.states import DEGRADED, NOT_READY, READY, Clocks, Condition, States
 from streamer.walk.endpoint import Endpoint
 from tools.broker import Broker
 from transports.local import LocalNetwork, LocalTransport
@@ -285,20 +284,20 @@ def test_more_than_half_expired_on_arrival_is_reported_with_the_difference_and_e
 ) -> None:
     transport, clock = end
     table = transport.listeners
-    table.deliver([with_ttl(95_000) for _ in range(clocks.MESSAGES_MIN - 1)])
+    table.deliver([with_ttl(95_000) for _ in range(states.MESSAGES_MIN - 1)])
     clock.look(100.0)
     assert clock.trouble == "", "too few to say anything"
     table.deliver([with_ttl(95_000)])
     clock.look(101.0)
-    assert clock.trouble.startswith(f"{clocks.MESSAGES_MIN} of the last {clocks.MESSAGES_MIN} messages")
+    assert clock.trouble.startswith(f"{states.MESSAGES_MIN} of the last {states.MESSAGES_MIN} messages")
     assert "95." in clock.trouble
-    table.deliver([with_ttl(0) for _ in range(clocks.MESSAGES_MIN)])
+    table.deliver([with_ttl(0) for _ in range(states.MESSAGES_MIN)])
     clock.look(102.0)
     assert clock.trouble == "", "half of them came in time"
     table.deliver([with_ttl(95_000)])
     clock.look(103.0)
     assert clock.trouble
-    clock.look(103.0 + clocks.WINDOW_S)
+    clock.look(103.0 + states.WINDOW_S)
     assert clock.trouble == "", "nothing has come for so long"
     table.deliver([UMessageBuilder.publish(TOPIC).build() for _ in range(100)])
     table.deliver([with_ttl(95_000) for _ in range(100)])
@@ -324,14 +323,14 @@ async def test_calls_through_a_gateway_whose_clock_is_fast_are_reported(
     reply_to = uris.parse("up://vehicle1/8001/1/0")
     for endpoint in world.streamer.endpoints:
         monkeypatch.setattr(endpoint.transport.listeners, "_now_ms", lambda: uuids.now_ms() + 90_000)
-    for _ in range(clocks.MESSAGES_MIN):
+    for _ in range(states.MESSAGES_MIN):
         await caller.send(UMessageBuilder.request(reply_to, to, 5_000).build())
     await world.until(lambda: world.streamer.states["vehicle"].name == DEGRADED)
     status, answer = await asyncio.to_thread(readyz, world.streamer.admin.port)
     assert (status, answer["status"]) == (200, DEGRADED)
     assert "90." in answer["endpoints"]["vehicle"]["reason"]
     assert answer["endpoints"]["cloud"]["state"] == READY
-    assert metrics.dropped(world.streamer.endpoints["vehicle"])["expired"] == clocks.MESSAGES_MIN
+    assert metrics.dropped(world.streamer.endpoints["vehicle"])["expired"] == states.MESSAGES_MIN
 
 
 async def test_a_start_and_a_stop_log_no_state_that_a_person_should_look_at(make_world: MakeWorld) -> None:
