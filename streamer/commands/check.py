@@ -34,8 +34,7 @@ SECRET: Final = re.compile(r"key|password|credential|secret|token")
 
 
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Check a streamer's TOML file: every mistake, with its line, and every file that it names and that can't be used
-    here.
+    """Check a streamer's TOML file: print every mistake with its line, and every file named there that can't be used.
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
     """

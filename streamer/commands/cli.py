@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 cursors_app = typer.Typer(
     name="cursors",
-    help="What waits for whom in a streamer's log: list, adopt, forget, consumers, release.",
+    help="Show and change for whom records wait in a streamer's log: list, adopt, forget, consumers, release.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -74,11 +74,11 @@ def before_any_command(
             "--version",
             callback=_tell_version,
             is_eager=True,
-            help="Which version this is, and whether its core is compiled.",
+            help="Show the version, and whether its core is compiled.",
         ),
     ] = False,
 ) -> None:
-    """Typer takes what stands before a command from here."""
+    """Options that stand before a command."""
 
 
 def main() -> None:

@@ -37,11 +37,11 @@ def subscribe(
         list[str], typer.Argument(help="Topics, as uProtocol URIs; patterns only with --no-usubscription.")
     ],
     where: Where,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many ")] = None,
-    usubscription: Annotated[bool, typer.Option(help="Tell the network's uSubscription service.")] = True,
+    count: Annotated[int | None, typer.Option(min=1, help="End after this many messages.")] = None,
+    usubscription: Annotated[bool, typer.Option(help="Subscribe at the network's uSubscription service, too.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Subscribe to topics and print what comes.
+    """Subscribe to topics and print the messages.
 
     Example: [bold]up-streamer subscribe up://vehicle1/8001/1/8002 -t mqtt5 -a cloud -s host=127.0.0.1 --json[/]
     """
@@ -61,12 +61,12 @@ def subscribe(
 
 def publish(
     topic: Annotated[
-        str, typer.Argument(help="The topic; its authority is who we are, unless --authority says otherwise.")
+        str, typer.Argument(help="The topic; its authority is ours, unless --authority names another one.")
     ],
     where: Where,
     payload: Payload,
     count: Annotated[int, typer.Option(min=1, max=1_000_000)] = 1,
-    ttl_ms: Annotated[int | None, typer.Option(min=0, help="Life of the message; 0: for ever.")] = None,
+    ttl_ms: Annotated[int | None, typer.Option(min=0, help="Time to live of the message; 0: no limit.")] = None,
     priority: Annotated[str, typer.Option(help="CS0 to CS6.")] = "CS1",
     as_json: AsJson = False,
 ) -> None:
@@ -103,7 +103,7 @@ def call(
     timeout_ms: Annotated[int, typer.Option(min=1)] = 10_000,
     as_json: AsJson = False,
 ) -> None:
-    """Call a method and print its answer.
+    """Call a method and print its response.
 
     Example: [bold]up-streamer call up://vehicle1/4/1/1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]'[/]
     """
@@ -126,7 +126,7 @@ def replay(
     data: Data = None,
     seed: Seed = 1,
     seconds: Annotated[
-        int, typer.Option(min=1, help="Length of the simulated drive; a row of samples per second.")
+        int, typer.Option(min=1, help="Length of the simulated drive; it has a row of samples per second.")
     ] = 600,
     all_signals: Annotated[
         bool, typer.Option("--all", help="Publish the signals of all authorities, not only our own.")
@@ -136,7 +136,7 @@ def replay(
         typer.Option(min=0, max=START_MS_MAX, help="Time of the first row in Unix milliseconds; without it, now."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.1, help="Samples per second; as fast as the network takes them.")
+        float | None, typer.Option(min=0.1, help="Samples per second; without it, as fast as the network accepts them.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -177,7 +177,7 @@ def replay(
 
 
 def demo(options: DemoOptions) -> None:
-    """A drive crosses three networks because somebody subscribed, and Spark writes it down.
+    """Send a drive across three networks to a subscriber, and store it with Spark.
 
     Example: [bold]up-streamer demo --data drive.csv[/]
     """

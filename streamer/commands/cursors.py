@@ -45,7 +45,7 @@ EndpointName = Annotated[str, typer.Argument(help="The endpoint for which record
 
 
 def list_(at: DataDir, as_json: AsJson = False) -> None:
-    """How many records wait for each endpoint: the streamer that runs says so, else its log. Writes nothing.
+    """Show how many records wait for each endpoint, as the running streamer reports it, else its log. Writes nothing.
 
     Example: [bold]up-streamer cursors list --config vehicle.toml[/]
     """
@@ -59,17 +59,16 @@ def list_(at: DataDir, as_json: AsJson = False) -> None:
 
 def adopt(
     old: EndpointName,
-    new: Annotated[str, typer.Argument(help="The endpoint that gets them.")],
+    new: Annotated[str, typer.Argument(help="The endpoint that receives them.")],
     at: DataDir,
     out_of_order: Annotated[
-        bool, typer.Option("--out-of-order", help="Also what would come behind newer messages of its topic.")
+        bool, typer.Option("--out-of-order", help="Also records that would arrive after newer messages of their topic.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give what waits for one endpoint to another one. The streamer must be stopped.
+    """Move the records that wait for one endpoint to another one. The streamer must be stopped.
 
-    Refused if the other one has been sent newer messages of these topics meanwhile: they can't be kept in order any
-    more.
+    Refused if the other endpoint has already been sent newer messages of these topics: the order could not be kept.
 
     Example: [bold]up-streamer cursors adopt cloud cloud-eu --config vehicle.toml[/]
     """
@@ -78,7 +77,7 @@ def adopt(
 
 
 def forget(endpoint: EndpointName, at: DataDir, as_json: AsJson = False) -> None:
-    """Let go what waits for an endpoint. The streamer must be stopped.
+    """Discard the records that wait for an endpoint. The streamer must be stopped.
 
     Example: [bold]up-streamer cursors forget old-cloud --config vehicle.toml[/]
     """
@@ -88,7 +87,7 @@ def forget(endpoint: EndpointName, at: DataDir, as_json: AsJson = False) -> None
 
 
 def consumers(at: DataDir, as_json: AsJson = False) -> None:
-    """Who reads the history under which name. Writes nothing; the streamer may run.
+    """Show the consumers of the history, and who owns their names. Writes nothing; the streamer may run.
 
     Example: [bold]up-streamer cursors consumers --config vehicle.toml[/]
     """
@@ -99,12 +98,12 @@ def consumers(at: DataDir, as_json: AsJson = False) -> None:
 
 
 def release(
-    consumer: Annotated[str, typer.Argument(help="The consumer whose name another uEntity shall use.")],
+    consumer: Annotated[str, typer.Argument(help="The consumer whose name another uEntity is to use.")],
     at: DataDir,
     as_json: AsJson = False,
 ) -> None:
-    """Take a consumer's name from its owner: the next uEntity that uses it has it, and goes on at its cursor. The
-    streamer may run or not.
+    """Release a consumer's name from its owner: the next uEntity that uses it owns it, and continues at its cursor. The
+    streamer may run or be stopped.
 
     Example: [bold]up-streamer cursors release spark-job --config vehicle.toml[/]
     """

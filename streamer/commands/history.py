@@ -34,23 +34,21 @@ TABLE_ROWS_MAX: Final = 1_000  # per table: it is printed when it is complete
 def history_(
     service: Annotated[
         str,
-        typer.Argument(help="The authority of the streamer; or verify, or acknowledge, which look into its data_dir."),
+        typer.Argument(help="The authority of the streamer; or verify, or acknowledge, which read its data_dir."),
     ],
     where: Where,
     topics: Annotated[list[str] | None, typer.Argument(help="Topic patterns; none means all.")] = None,
     poll: Annotated[bool, typer.Option(help="Print the records instead of the overview.")] = False,
-    epochs: Annotated[bool, typer.Option(help="How far groups of topics have come in their epochs.")] = False,
+    epochs: Annotated[bool, typer.Option(help="Show how far the epochs of groups of topics have advanced.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Records to print with --poll.")] = 100,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Where the log is, for verify and acknowledge; or say --config.")
+        Path | None, typer.Option(help="The streamer's data_dir, for verify and acknowledge; or use --config.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look into a streamer's history, over the network: an overview per topic, the records themselves, or the frontiers
-    of epochs.
+    """Show a streamer's history over the network: an overview of its topics, the records, or the frontiers of epochs.
 
-    verify reads everything in its data_dir and says what is damaged (exit code 1); acknowledge says that a person has
-    seen it.
+    verify reads everything in its data_dir and reports damage (exit code 1); acknowledge marks damage as seen.
 
     Example: [bold]up-streamer history vehicle1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit
     10[/]

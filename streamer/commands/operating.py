@@ -21,14 +21,14 @@ from uprotocol import uri as uris
 from uprotocol.status import invalid
 
 Topic = Annotated[
-    str, typer.Argument(help="A pattern of topics: FFFF as resource for all of an entity, * as authority for all.")
+    str, typer.Argument(help="A pattern of topics: resource FFFF for all of an entity, authority * for all.")
 ]
-Peer = Annotated[str, typer.Argument(help="The endpoint that gets them no more, or an authority behind one.")]
+Peer = Annotated[str, typer.Argument(help="The endpoint for which they are paused, or an authority behind one.")]
 
 
 def pause(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> None:
-    """Stop dispatching a topic to a peer: it waits in the log, over restarts, until it is resumed. The streamer may run
-    or not.
+    """Stop dispatching a topic to a peer: its records wait in the log, also over restarts, until it is resumed. The
+    streamer may run or be stopped.
 
     Example: [bold]up-streamer pause //vehicle1/8001/1/8001 cloud --config vehicle.toml[/]
     """
@@ -36,7 +36,7 @@ def pause(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> Non
 
 
 def resume(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> None:
-    """Dispatch again, what has waited first. The pattern ends each pause that it covers.
+    """Dispatch a topic again, beginning with the records that wait. The pattern ends each pause that it covers.
 
     Example: [bold]up-streamer resume //vehicle1/8001/1/FFFF cloud --config vehicle.toml[/]
     """
@@ -44,7 +44,7 @@ def resume(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> No
 
 
 def paused(at: DataDir, as_json: AsJson = False) -> None:
-    """What is not dispatched now, and to whom.
+    """Show which topics are paused, and for whom.
 
     Example: [bold]up-streamer paused --config vehicle.toml[/]
     """
@@ -62,11 +62,11 @@ def _control(do: str, topic: str, peer: str, at: DataDir, as_json: bool) -> None
 
 def vehicles(
     at: DataDir,
-    top: Annotated[int, typer.Option(min=1, max=control.VEHICLES_MAX, help="So many of those that send most.")] = 20,
+    top: Annotated[int, typer.Option(min=1, max=control.VEHICLES_MAX, help="How many: those that send most.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """What each source authority sends: messages, bytes, topics, drops. While the streamer runs; the admin port has all
-    of it.
+    """Show what each source authority sends: messages, bytes, topics, drops. Only while the streamer runs; the admin
+    port lists all authorities.
 
     Example: [bold]up-streamer vehicles --top 10 --config cloud.toml[/]
     """
@@ -79,10 +79,10 @@ def vehicles(
 
 def dead_letters(
     at: DataDir,
-    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="How many: the newest.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Show what could not be delivered, and why.
+    """Show which messages could not be delivered, and why.
 
     Example: [bold]up-streamer dead-letters --config vehicle.toml --limit 20[/]
     """
@@ -99,11 +99,11 @@ def dead_letters(
 def subscriptions(
     store: Annotated[Path | None, typer.Option(help="The file of a uSubscription service ...")] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="... or the TOML file of a streamer that has one inside.")
+        Path | None, typer.Option("--config", "-c", help="... or the TOML file of a streamer that embeds one.")
     ] = None,
     topic: Annotated[str | None, typer.Option(help="Only topics that match this pattern.")] = None,
     subscriber: Annotated[str | None, typer.Option(help="Only subscribers that match this pattern.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on, and print each change as it happens.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Print each change as it happens, until interrupted.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show who is subscribed to what, from the store of a uSubscription service, while it runs or not.

@@ -36,8 +36,8 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", help="A setting of the transport, KEY=VALUE (JSON values; repeatable)."),
 ]
-Data = Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")]
-Seed = Annotated[int, typer.Option(help="Of the simulated drive.")]
+Data = Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a drive is simulated.")]
+Seed = Annotated[int, typer.Option(help="Seed of the simulated drive.")]
 
 
 class OptionGroup:
@@ -50,7 +50,7 @@ class Where(OptionGroup):
 
     transport: Annotated[str | None, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")] = None
     settings: Settings = None
-    authority: Annotated[str | None, typer.Option("--authority", "-a", help="Who we are: our authority.")] = None
+    authority: Annotated[str | None, typer.Option("--authority", "-a", help="Our authority.")] = None
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")
     ] = None
@@ -138,9 +138,9 @@ class DemoOptions(OptionGroup):
     seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600
     # both publishers together: the longest recorded drive takes 40 s
     rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000
-    out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out")
+    out: Annotated[Path, typer.Option("--out", help="Folder for the plot.")] = Path("out")
     without_mqtt: Annotated[
-        bool, typer.Option("--without-mqtt", help="No MQTT broker: the cloud is on Zenoh, too.")
+        bool, typer.Option("--without-mqtt", help="Use no MQTT broker: the cloud is on Zenoh, too.")
     ] = False
     keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False
 

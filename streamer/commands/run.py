@@ -82,11 +82,13 @@ def _note_hangup() -> None:
 
 
 def usubscription(
-    authority: Annotated[str, typer.Option("--authority", "-a", help="Whose subscriptions and topics it keeps.")],
+    authority: Annotated[
+        str, typer.Option("--authority", "-a", help="The authority whose subscriptions and topics it keeps.")
+    ],
     transport: Annotated[str, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")],
-    store: Annotated[Path, typer.Option(help="The SQLite file; made if there is none.")],
+    store: Annotated[Path, typer.Option(help="The SQLite file; created if it does not exist.")],
     settings: Settings = None,
-    log_format: Annotated[logs.Format, typer.Option(help="Of the log, on standard error.")] = "text",
+    log_format: Annotated[logs.Format, typer.Option(help="Format of the log on standard error.")] = "text",
     as_json: AsJson = False,
 ) -> None:
     """Run a uSubscription service of its own, versions 3 and 4, until Ctrl-C or SIGTERM.
