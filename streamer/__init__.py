@@ -8,7 +8,7 @@ operating/   admin port, metrics, control topics, states      commands/, demo/, 
 app.py             Runs a streamer: lists its parts in the order in which they start, and runs them
 assembly.py        The composition root: creates and connects all parts of a streamer, and starts none
 attaching.py       Adds and removes endpoints and rules of a running streamer
-lifecycle.py       Starts parts in order, stops them in reverse; the embedded uSubscription starts when the disk allows
+lifecycle.py       How parts start and stop; the embedded uSubscription, which starts as soon as the disk allows it
 parts.py           Creates the parts that depend only on the configuration
 """
 

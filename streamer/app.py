@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Self
 
@@ -27,10 +27,9 @@ from streamer.attaching import ChangeableAssembly
 from streamer.config import Config
 from streamer.egress.claims import listed
 from streamer.lifecycle import REOPEN_MS_MAX, Part
-from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket
-from streamer.operating.states import LOOK_S, Sample, conditions_of_log, of_one_that_cant_start
+from streamer.operating.states import LOOK_S, of_one_that_cant_start
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -53,17 +52,10 @@ class Streamer(ChangeableAssembly):
         logs, window = await parts.logs_of(config, runtime)
         try:
             keeper = await parts.keeper_of(config, logs, runtime)
-            streamer = cls(config, endpoints, logs, window, keeper, runtime)
+            return cls(config, endpoints, logs, window, keeper, runtime)
         except BaseException:
             await logs.durable.close()
             raise
-        streamer.parts = [
-            *streamer._storage_parts(),
-            *streamer._walk_parts(),
-            *streamer._service_parts(),
-            *streamer._report_parts(),
-        ]
-        return streamer
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -72,25 +64,30 @@ class Streamer(ChangeableAssembly):
 
     async def run(self) -> None:
         """Runs until `stop` is called or the task is cancelled; then drains and closes everything."""
+        running = [*self._parts()]
         try:
             if self.admin is not None:
                 await self.admin.open()
             async with self.group:
-                self.start_task(self._start_parts(), "start")
+                self.start_task(self._start_parts(running), "start")
                 await self.stopping.wait()
                 for task in list(self.tasks):
                     task.cancel()
         finally:
             self.stopping.set()
             self.hosted.unserved.is_settled = False
-            await lifecycle.stop(self.parts)
+            await lifecycle.stop(running)
 
     def stop(self) -> None:
         self.stopping.set()
         self.networks.stop_waiting()
 
-    async def _start_parts(self) -> None:
-        await lifecycle.start(self.parts, self.start_task)
+    async def _start_parts(self, running: Sequence[Part]) -> None:
+        for part in running:
+            if part.start is not None:
+                await part.start()
+            if part.run is not None:
+                self.start_task(part.run(), part.name)
         self.ready.set()
         self.states.look()
         for note in self.notes():
@@ -109,29 +106,38 @@ class Streamer(ChangeableAssembly):
         found = listed(durable.cursors.all(), durable.newest_seq, durable.oldest_seq)
         return [dataclasses.asdict(one) for one in found]
 
-    # The parts, in the order in which they start
-
-    def _storage_parts(self) -> Iterator[Part]:
-        letters, hours = self.dead_letters, self.config.history.acknowledge_after_hours
+    def _parts(self) -> Iterator[Part]:
+        """Yields the parts in the order in which they start."""
+        embedded = self.embedded
         for one in self.logs:
-            yield Part(
-                name=f"{one.name} log",
-                stage="file",
-                stop=one.close,
-                conditions=partial(conditions_of_log, one, hours),
-                samples=partial(metrics.of_log, one),
-            )
-        yield Part(
-            name="dead letters",
-            stage="file",
-            run=letters.run,
-            stop=letters.close,
-            conditions=letters.conditions,
-            samples=partial(metrics.of_dead_letters, letters),
-        )
-        yield Part(name="gaps", run=self.gaps.run, samples=partial(metrics.of_gaps, self.gaps))
-        yield Part(name="epochs", samples=partial(metrics.of_epochs, self.keeper))
-        yield Part(name="states", run=self._watch, samples=self.states.samples)
+            yield Part(f"{one.name} log", stage="file", stop=one.close)
+        yield Part("dead letters", stage="file", run=self.dead_letters.run, stop=self.dead_letters.close)
+        yield Part("gaps", run=self.gaps.run)
+        yield Part("states", run=self._watch)
+        yield Part("positions", start=self._load)
+        if embedded is not None:
+            yield Part("file of uSubscription", start=embedded.open)
+        yield Part("stored interest", start=self.interest.load)
+        yield Part("ledger", run=self.ledger.run)
+        # networks open after all receivers are loaded
+        yield Part("endpoints", stage="network", start=self.start_endpoints, stop=self.close_endpoints)
+        yield Part("flows", stage="network", stop=self._close_flows)
+        # services stop before the networks, last first
+        yield Part("calls that nobody serves", stop=partial(self.hosted.unserved.drain, DRAIN_MS_MAX))
+        yield Part("control", start=self.control.start, stop=self.control.stop)
+        yield Part("history", start=self.history.start, stop=self.history.stop)
+        if embedded is not None:
+            run = partial(embedded.run, self._started_late)
+            yield Part("usubscription", start=embedded.start, run=run, stop=embedded.service.stop)
+        yield Part("all methods", start=self._settle)
+        yield Part("learn the interest", run=self.interest.start, stop=self.interest.stop)
+        yield Part("claims", run=self.claims.watch)
+        yield Part("hand-overs", run=self.handovers.run)
+        yield Part("follows", start=self.follows.start, stop=self.follows.stop)
+        yield Part("networks that listen", start=self._wait_for_networks)
+        yield Part("certificates", start=self.certificates.look, run=self.certificates.run)
+        if self.admin is not None:  # `run` opens it before all parts; it is closed first
+            yield Part("admin", stop=self.admin.close)
 
     async def _watch(self) -> None:
         """Checks states, clocks, the log's file and old losses until cancelled."""
@@ -146,28 +152,6 @@ class Streamer(ChangeableAssembly):
             await durable.check_file()
             self.states.look()
             await asyncio.sleep(LOOK_S)
-
-    def _walk_parts(self) -> Iterator[Part]:
-        """Yields the parts of the walk. Networks open last, after all receivers are loaded."""
-        ledger, paused = self.ledger, self.paused
-        yield Part(name="positions", start=self._load)
-        if self.embedded is not None:
-            yield Part(name="file of uSubscription", start=self.embedded.open)
-        yield Part(name="stored interest", start=self.interest.load)
-        yield Part(name="configuration", notes=self.configuration_notes)
-        yield Part(name="ledger", run=ledger.run, samples=partial(ledger.samples, self.topics_of), notes=ledger.notes)
-        yield Part(name="pauses", conditions=paused.conditions, samples=paused.samples, notes=paused.notes)
-        yield Part(name="connections", conditions=self.networks.conditions)
-        yield Part(
-            name="endpoints",
-            stage="network",
-            start=self.start_endpoints,
-            stop=self.close_endpoints,
-            conditions=self.endpoint_conditions,
-            samples=self.endpoint_samples,
-            notes=self.endpoint_notes,
-        )
-        yield Part(name="flows", stage="network", stop=self._close_flows)
 
     async def _load(self) -> None:
         for section in self.config.rules:
@@ -184,45 +168,6 @@ class Streamer(ChangeableAssembly):
             flow.close()
         self.keeper.close()
 
-    def _service_parts(self) -> Iterator[Part]:
-        """Yields the services; they stop before the networks, last first."""
-        embedded, claims, handovers, follows = self.embedded, self.claims, self.handovers, self.follows
-        yield Part(name="calls that nobody serves", stop=partial(self.hosted.unserved.drain, DRAIN_MS_MAX))
-        yield Part(name="control", start=self.control.start, stop=self.control.stop)
-        yield Part(
-            name="history",
-            start=self.history.start,
-            stop=self.history.stop,
-            samples=partial(metrics.of_history, self.history),
-        )
-        if embedded is not None:
-            yield Part(
-                name="usubscription",
-                start=embedded.start,
-                run=partial(embedded.run, self._started_late),
-                stop=embedded.service.stop,
-                conditions=embedded.conditions,
-                samples=partial(metrics.of_usubscription, embedded.service),
-            )
-        yield Part(name="all methods", start=self._settle)
-        yield Part(
-            name="learn the interest",
-            run=self.interest.start,
-            stop=self.interest.stop,
-            conditions=self.interest_conditions,
-            samples=self._interest_samples,
-        )
-        yield Part(name="claims", run=claims.watch, conditions=claims.conditions, samples=claims.samples)
-        yield Part(name="hand-overs", run=handovers.run, conditions=handovers.conditions, samples=handovers.samples)
-        yield Part(
-            name="follows",
-            start=follows.start,
-            stop=follows.stop,
-            conditions=follows.conditions,
-            samples=follows.samples,
-        )
-        yield Part(name="networks that listen", start=self._wait_for_networks)
-
     async def _settle(self) -> None:
         """Notes that all hosted services have registered their methods."""
         if self.embedded is None or self.embedded.is_started:
@@ -231,9 +176,6 @@ class Streamer(ChangeableAssembly):
     async def _started_late(self) -> None:
         await self._settle()
         await self.interest.refresh()
-
-    def _interest_samples(self) -> Iterator[Sample]:
-        yield "interest_version", (), self.interest.version
 
     async def _wait_for_networks(self) -> None:
         """Waits until the networks listen for all subscribed topics, for OPEN_WAIT_S and INTEREST_WAIT_S at most.
@@ -249,18 +191,6 @@ class Streamer(ChangeableAssembly):
             what = "not every uSubscription has answered yet; it is asked again while the rest works"
             log.warning(what, usubscriptions=self.interest.unhealthy, problems=self.problems())
         self.networks.services_listen()
-
-    def _report_parts(self) -> Iterator[Part]:
-        certificates = self.certificates
-        yield Part(
-            name="certificates",
-            start=certificates.look,
-            run=certificates.run,
-            notes=certificates.notes,
-            samples=partial(metrics.of_certificates, certificates),
-        )
-        if self.admin is not None:  # `run` opens it before all parts; it is closed first
-            yield Part(name="admin", stop=self.admin.close)
 
 
 async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: asyncio.Event | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,16 +23,26 @@ from streamer import parts
 from streamer.config import Config, patterns
 from streamer.egress.claims import Claims
 from streamer.egress.express import Express
+from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.egress.paused import FILE, Paused
 from streamer.egress.pump import Pump
 from streamer.following.follows import Follows
 from streamer.following.handover import HandOvers
 from streamer.letters.dead_letter import DeadLetters
-from streamer.lifecycle import EmbeddedUSubscription, Part
+from streamer.lifecycle import EmbeddedUSubscription
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.control import Control
-from streamer.operating.states import STARTING, STREAMER, Clocks, Condition, LossReports, Sample, States
+from streamer.operating.states import (
+    STARTING,
+    STREAMER,
+    Clocks,
+    Condition,
+    LossReports,
+    Sample,
+    States,
+    conditions_of_log,
+)
 from streamer.quotas.ledger import AuthorityLedger, Pressure
 from streamer.quotas.limits import CALLERS_SHARE
 from streamer.walk.endpoint import Endpoint, Endpoints
@@ -97,7 +107,6 @@ class Assembly:
         self._make_walk(window)
         self._make_networks()
         self._make_reports()
-        self.parts: Sequence[Part] = ()  # Streamer sets them
 
     def _backoff(self) -> Backoff:
         return Backoff(self.config.egress.retry_min_ms, self.config.egress.retry_max_ms, self.runtime.rng)
@@ -289,12 +298,44 @@ class Assembly:
 
     def conditions(self) -> list[Condition]:
         """Returns everything that is wrong; empty: ready."""
-        found = [condition for part in self.parts for condition in part.conditions()]
+        hours = self.config.history.acknowledge_after_hours
+        found = [condition for one in self.logs for condition in conditions_of_log(one, hours)]
+        found += [*self.dead_letters.conditions(), *self.paused.conditions(), *self.networks.conditions()]
+        found += self._endpoint_conditions()
+        if self.embedded is not None:
+            found += self.embedded.conditions()
+        found += self._interest_conditions()
+        found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
         return found
 
-    def interest_conditions(self) -> Iterator[Condition]:
+    def _endpoint_conditions(self) -> Iterator[Condition]:
+        for pump in self.pumps:
+            if pump.trouble:
+                yield Condition(pump.trouble, pump.peer.name, is_fatal=True)
+        for name, attached in self.attached.items():
+            if attached.clocks.trouble:
+                yield Condition(attached.clocks.trouble, name)
+        yield from self._held("refused", "left")
+
+    def _held(self, *labels: Label) -> Iterator[Condition]:
+        """Yields holds with these labels that have lasted long enough to be reported."""
+        now_ms = self.runtime.now_ms()
+        for pump in self.pumps:
+            for held in pump.address_holds.states():
+                if held.label in labels and held.waited_s >= SHOWN_AFTER_S:
+                    yield Condition(held.sentence(now_ms), pump.peer.name)
+
+    def _endpoint_samples(self) -> Iterator[Sample]:
+        for one in self.attached.values():
+            endpoint = one.endpoint
+            yield from metrics.of_endpoint(endpoint, is_connected=self.networks.is_connected(endpoint))
+            yield "express_waiting", (endpoint.name,), len(self.express.queues[endpoint.name])
+            for pump in one.pumps:
+                yield from metrics.of_pump(pump, self.claims.absent_ms(pump))
+
+    def _interest_conditions(self) -> Iterator[Condition]:
         for authority in self.interest.unhealthy if self.ready.is_set() else ():
             owner, what = self.endpoints.owner(authority), f"uSubscription of {authority} does not answer"
             yield Condition(f"{what}: its last known subscriptions serve", owner.name if owner else STREAMER)
@@ -305,7 +346,23 @@ class Assembly:
 
     def samples(self) -> Iterator[Sample]:
         self.states.look()
-        return (sample for part in self.parts for sample in part.samples())
+        for one in self.logs:
+            yield from metrics.of_log(one)
+        yield from metrics.of_dead_letters(self.dead_letters)
+        yield from metrics.of_gaps(self.gaps)
+        yield from metrics.of_epochs(self.keeper)
+        yield from self.states.samples()
+        yield from self.ledger.samples(self.topics_of)
+        yield from self.paused.samples()
+        yield from self._endpoint_samples()
+        yield from metrics.of_history(self.history)
+        if self.usubscription is not None:
+            yield from metrics.of_usubscription(self.usubscription)
+        yield "interest_version", (), self.interest.version
+        yield from self.claims.samples()
+        yield from self.handovers.samples()
+        yield from self.follows.samples()
+        yield from metrics.of_certificates(self.certificates)
 
     def look(self) -> dict[str, Any]:
         """Returns the current states with reasons: of the endpoints, of the streamer itself, and the worst."""
@@ -314,13 +371,16 @@ class Assembly:
 
     def notes(self) -> list[str]:
         """Returns facts for the operator that are no problems."""
-        return [note for part in self.parts for note in part.notes()]
-
-    def configuration_notes(self) -> Iterator[str]:
-        yield from self.endpoints.notes()
-        yield from parts.too_small_note(self.config, self.logs.durable.disk_limit_bytes)
-        yield from parts.given_up_note(self.config, self.runtime.disk.reserve)
-        yield from parts.notes_of(self.config, self.endpoints, self.rules)
+        return [
+            *self.endpoints.notes(),
+            *parts.too_small_note(self.config, self.logs.durable.disk_limit_bytes),
+            *parts.given_up_note(self.config, self.runtime.disk.reserve),
+            *parts.notes_of(self.config, self.endpoints, self.rules),
+            *self.ledger.notes(),
+            *self.paused.notes(),
+            *(one.problem for one in self._held("unheard")),
+            *self.certificates.notes(),
+        ]
 
     def topics_of(self, authority: str) -> int:
         """Returns the number of its topics in the logs."""

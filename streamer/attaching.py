@@ -1,4 +1,4 @@
-"""Adds and removes endpoints and rules of a running streamer; starts, closes and reports on the endpoints.
+"""Adds and removes endpoints and rules of a running streamer; starts and closes the endpoints.
 
 section -> Endpoint -> ingress, a pump for each log, clocks -> registered with every part that serves all endpoints
                        '-> tasks: network, express queue, pumps        (express, networks, states, follows, ...)
@@ -8,7 +8,7 @@ remove: tasks end -> network is closed -> removed from every part; its cursors s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import structlog
@@ -16,10 +16,7 @@ import structlog
 from streamer import parts
 from streamer.assembly import Assembly, Attached
 from streamer.config import EndpointSection, FollowSection, RuleSection
-from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.lifecycle import NETWORKS_CLOSE_S, within
-from streamer.operating import metrics
-from streamer.operating.states import Condition, Sample
 from streamer.walk.view import Rule
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -187,33 +184,3 @@ class ChangeableAssembly(Assembly):
         self.states.remove_endpoint(name)
         self.ledger.remove_endpoint(name)
         self.claims.find_unclaimed()
-
-    # Reports
-
-    def endpoint_conditions(self) -> Iterator[Condition]:
-        for pump in self.pumps:
-            if pump.trouble:
-                yield Condition(pump.trouble, pump.peer.name, is_fatal=True)
-        for name, attached in self.attached.items():
-            if attached.clocks.trouble:
-                yield Condition(attached.clocks.trouble, name)
-        yield from self._held("refused", "left")
-
-    def _held(self, *labels: Label) -> Iterator[Condition]:
-        """Yields holds with these labels that have lasted long enough to be reported."""
-        now_ms = self.runtime.now_ms()
-        for pump in self.pumps:
-            for held in pump.address_holds.states():
-                if held.label in labels and held.waited_s >= SHOWN_AFTER_S:
-                    yield Condition(held.sentence(now_ms), pump.peer.name)
-
-    def endpoint_samples(self) -> Iterator[Sample]:
-        for one in self.attached.values():
-            endpoint = one.endpoint
-            yield from metrics.of_endpoint(endpoint, is_connected=self.networks.is_connected(endpoint))
-            yield "express_waiting", (endpoint.name,), len(self.express.queues[endpoint.name])
-            for pump in one.pumps:
-                yield from metrics.of_pump(pump, self.claims.absent_ms(pump))
-
-    def endpoint_notes(self) -> Iterator[str]:
-        return (one.problem for one in self._held("unheard"))

@@ -1,4 +1,4 @@
-"""Starts parts in order, and stops them in reverse.
+"""How parts start and stop; the embedded uSubscription, which starts as soon as the disk allows it.
 
 Part.start, then Part.run as a task -> the next part -> ... -> ready
 stop: services, last first, SERVICES_CLOSE_S in total -> networks -> files, concurrently, FILES_CLOSE_S each
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal
 
 import structlog
 
 from storage.runtime import Runtime
-from streamer.operating.states import Condition, Sample
+from streamer.operating.states import Condition
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -31,28 +31,16 @@ REOPEN_MS_MAX: Final = 30_000  # between attempts to open a file on a full disk
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
-    """One part: how it starts and stops, and its reports. `run` becomes a task after `start`; `stop` is called even if
-    the part was never started."""
+    """How a part starts and stops. `run` becomes a task after `start`; `stop` is called even if it never started."""
 
     name: str
+    _: KW_ONLY
     stage: Stage = "service"  # in which it stops
     start: Callable[[], Awaitable[Any]] | None = None
     run: Callable[[], Coroutine[Any, Any, None]] | None = None
     stop: Callable[[], Awaitable[Any]] | None = None
-    conditions: Callable[[], Iterable[Condition]] = tuple
-    samples: Callable[[], Iterable[Sample]] = tuple
-    notes: Callable[[], Iterable[str]] = tuple
-
-
-async def start(parts: Iterable[Part], start_task: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
-    """Starts every part. Raises the error of a part's `start`."""
-    for part in parts:
-        if part.start is not None:
-            await part.start()
-        if part.run is not None:
-            start_task(part.run(), part.name)
 
 
 async def stop(parts: Sequence[Part]) -> None:

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -65,7 +65,7 @@ class Config(Section):
     @model_validator(mode="after")
     def check_coherence(self) -> Self:
         """Raises mistakes that involve several keys or sections, with the key of each."""
-        if mistakes := list(mistakes_of(self)):
+        if mistakes := [mistake for check in CHECKS for mistake in check(self)]:
             text = "; ".join(what for what, _ in mistakes)
             raise PydanticCustomError("incoherent", "{text}", {"text": text, "mistakes": mistakes})
         return self
@@ -131,16 +131,7 @@ class Config(Section):
         return [RuleSection.model_validate({"from": a, "to": b}) for a in names for b in names if a != b]
 
 
-# Coherence
-
-
-def mistakes_of(config: Config) -> Iterator[tuple[str, Location]]:
-    """Yields each mistake with the key to change."""
-    yield from _mistakes_of_admin(config)
-    yield from _mistakes_of_endpoints(config)
-    yield from _mistakes_of_rules(config)
-    yield from _mistakes_of_following(config)
-    yield from _mistakes_of_epochs(config)
+# Coherence: each check yields mistakes with the key to change
 
 
 def _mistakes_of_admin(config: Config) -> Iterator[tuple[str, Location]]:
@@ -276,6 +267,15 @@ def _mistakes_of_epochs(config: Config) -> Iterator[tuple[str, Location]]:
             elif pairs := [(a, b) for a in one.topics for b in other.topics if _meet(a, b)]:
                 what = f"{at}: {pairs[0][0]} has topics of {other.name!r} ({pairs[0][1]}), too: each is in one group"
                 yield what, ("epochs", index, "topics")
+
+
+CHECKS: Final = (
+    _mistakes_of_admin,
+    _mistakes_of_endpoints,
+    _mistakes_of_rules,
+    _mistakes_of_following,
+    _mistakes_of_epochs,
+)
 
 
 def _owner(config: Config, authority: str) -> EndpointSection | None:

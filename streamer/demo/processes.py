@@ -32,8 +32,8 @@ class Child:
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self._process = name, process
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
-        self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._readers = [asyncio.create_task(self._read(stream)) for stream in (process.stdout, process.stderr)]
+        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None: it says nothing more
+        self._reading = asyncio.create_task(self._read_all())
 
     @classmethod
     async def start(cls, name: str, *command: str) -> Child:
@@ -49,6 +49,10 @@ class Child:
         )
         return cls(name, process)
 
+    async def _read_all(self) -> None:
+        await asyncio.gather(self._read(self._process.stdout), self._read(self._process.stderr))
+        self._said.put_nowait(None)
+
     async def _read(self, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
         async for raw in stream:
@@ -56,34 +60,29 @@ class Child:
             self._lines.append(line)
             if line.startswith("{"):
                 with contextlib.suppress(json.JSONDecodeError):
-                    self.said.put_nowait(json.loads(line))
+                    self._said.put_nowait(json.loads(line))
 
     async def say(self, key: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
         """Returns the next JSON line with `key`. Raises UStatusError if the process ends or takes too long."""
-        ended = asyncio.create_task(self._process.wait())
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    saying = asyncio.create_task(self.said.get())
-                    await asyncio.wait({saying, ended}, return_when=asyncio.FIRST_COMPLETED)
-                    if not saying.done() and self._readers:  # it has ended; its last lines may be unread
-                        await asyncio.gather(*self._readers)
-                        await asyncio.sleep(0)
-                    if not saying.done():
-                        saying.cancel()
-                        self.require_running()
-                    if key in saying.result():
-                        return saying.result()
+                while (said := await self._said.get()) is not None:
+                    if key in said:
+                        return said
+                self._said.put_nowait(None)  # for the next call
+                await self._process.wait()
+                raise self._ending()
         except TimeoutError:
             why = f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}"
             raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
-        finally:
-            ended.cancel()
 
     def require_running(self) -> None:
         """Raises UStatusError(ABORTED) with the last output if it has ended."""
         if self._process.returncode is not None:
-            raise UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
+            raise self._ending()
+
+    def _ending(self) -> UStatusError:
+        return UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
 
     @property
     def pid(self) -> int:
@@ -117,7 +116,7 @@ class Child:
                 await self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.gather(*self._readers)
+        await self._reading
         return self._process.returncode
 
 

@@ -140,10 +140,6 @@ ASKED_OF_HISTORY: Final = ("polls", "describes", "records", "gaps", "refused", "
 ASKED_BY_FOLLOWERS: Final = ("commands", "frames", "expired")
 
 
-def log_label(log: Log) -> str:
-    return "durable" if log.durable else "volatile"
-
-
 def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
     label = (endpoint.name,)
     yield "received", label, endpoint.received
@@ -164,7 +160,7 @@ def dropped(endpoint: Endpoint) -> Counter[str]:
 
 
 def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:
-    label = (pump.peer.name, log_label(pump.log))
+    label = (pump.peer.name, pump.log.name)
     yield "backlog", label, pump.backlog
     yield "retries", label, pump.retries
     yield "gap_records", label, pump.reading.gaps
@@ -181,7 +177,7 @@ def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:
 
 
 def of_log(log: Log) -> Iterator[Sample]:
-    label = (log_label(log),)
+    label = (log.name,)
     yield "log_newest_seq", label, log.newest_seq
     yield "log_oldest_seq", label, log.oldest_seq
     yield "log_bytes", label, log.stored_bytes

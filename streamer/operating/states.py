@@ -109,7 +109,6 @@ class States:
 
     @property
     def worst(self) -> str:
-        """Returns the worst state of all."""
         return max((state.name for state in self._states.values()), key=STATES.index)
 
     def look(self) -> Sequence[Condition]:
@@ -117,12 +116,10 @@ class States:
         found = self._conditions()
         now = self._now_ms()
         for name, state in self._states.items():
-            ours = [one for one in found if one.endpoint == name or (name == STREAMER and one.endpoint not in self)]
+            is_rest = name == STREAMER
+            ours = [one for one in found if one.endpoint == name or (is_rest and one.endpoint not in self._states)]
             self._enter(name, state, ours, now)
         return found
-
-    def __contains__(self, endpoint: str) -> bool:
-        return endpoint in self._states
 
     def _enter(self, name: str, state: EndpointState, conditions: Sequence[Condition], now_ms: int) -> None:
         fatal = [one.text for one in conditions if one.is_fatal]
@@ -219,7 +216,6 @@ class LossReports:
         self._gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
 
     def followed_gap(self, service: UUri, gap: Gap) -> None:
-        """Reports that records of a followed history are lost."""
         what = f"of the history of {uris.format(service)}, which is followed"
         log.error("records that were followed are lost", service=uris.format(service), gap=str(gap).replace("\n", " "))
         self._gaps.add(gap, "", what)
@@ -232,45 +228,29 @@ class LossReports:
         """Reports that a network lost messages before they arrived; which ones is unknown."""
         endpoint.dropped["lost_by_network"] += messages or 1
         log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
-        self._durable.losses.report(damages.NETWORK, loss_detail(endpoint.name, what))
+        self._durable.losses.report(damages.NETWORK, f"endpoint {endpoint.name}: {what}")  # see conditions_of_log
 
 
 def conditions_of_log(kept: Log, hours: float) -> Iterator[Condition]:
     """Yields what is wrong with a log. `hours`: time until a network's loss counts as acknowledged; 0: never."""
     if not kept.healthy:
         yield Condition(f"the {kept.name} log refuses messages: {kept.trouble}", is_fatal=True)
-    losses: dict[str, list[Damage]] = {}  # by endpoint
+    losses: dict[str, list[str]] = {}  # by endpoint
     damage: list[Damage] = []
     for found in kept.damage:
-        (losses.setdefault(_endpoint_of(found), []) if found.kind == damages.NETWORK else damage).append(found)
+        if found.kind == damages.NETWORK:
+            endpoint, _, what = found.detail.removeprefix("endpoint ").partition(": ")
+            losses.setdefault(endpoint, []).append(what or found.detail)
+        else:
+            damage.append(found)
     if damage:
-        yield Condition(_damage_problem(kept.name, damage))
-    for endpoint, lost in losses.items():
-        yield Condition(_loss_problem(lost, hours), endpoint)
-
-
-def loss_detail(endpoint: str, what: str) -> str:
-    """Returns the text that a log stores for a loss of a network."""
-    return f"endpoint {endpoint}: {what}"
-
-
-def _endpoint_of(loss: Damage) -> str:
-    """Returns the name in a text of `loss_detail`."""
-    return loss.detail.removeprefix("endpoint ").partition(": ")[0]
-
-
-def _damage_problem(name: str, damage: Sequence[Damage]) -> str:
-    newest = damage[-1]
-    return (
-        f"the {name} log has {len(damage)} damages that nobody has acknowledged, at the last {newest.kind}"
-        f"{f' ({newest.detail})' if newest.detail else ''}; see 'up-streamer history verify', then 'up-streamer "
-        "history acknowledge'"
-    )
-
-
-def _loss_problem(losses: Sequence[Damage], hours: float) -> str:
-    newest = losses[-1]
-    times = f" (and {len(losses) - 1} other losses)" if len(losses) > 1 else ""
+        detail = f" ({damage[-1].detail})" if damage[-1].detail else ""
+        yield Condition(
+            f"the {kept.name} log has {len(damage)} damages that nobody has acknowledged, at the last "
+            f"{damage[-1].kind}{detail}; see 'up-streamer history verify', then 'up-streamer history acknowledge'"
+        )
     ends = f"it ends {hours:g} h after it was found, or" if hours else "it ends"
-    what = newest.detail.partition(": ")[2] or newest.detail
-    return f"{what}{times}; nobody has acknowledged that: {ends} with 'up-streamer history acknowledge'"
+    for endpoint, lost in losses.items():
+        times = f" (and {len(lost) - 1} other losses)" if len(lost) > 1 else ""
+        what = f"{lost[-1]}{times}; nobody has acknowledged that: {ends} with 'up-streamer history acknowledge'"
+        yield Condition(what, endpoint)
