@@ -62,15 +62,16 @@ class Streamer(ChangeableAssembly):
 
     # Start and stop
 
-    async def run(self) -> None:
+    async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Runs until `stop` is called or the task is cancelled; then drains and closes everything."""
         running = [*self._parts()]
         try:
             if self.admin is not None:
                 await self.admin.open()
             async with self.group:
-                self.start_task(self._start_parts(running), "start")
+                self.start_task(self._start_parts(running, on_ready), "start")
                 await self.stopping.wait()
+                self.networks.stop_waiting()
                 for task in list(self.tasks):
                     task.cancel()
         finally:
@@ -80,9 +81,8 @@ class Streamer(ChangeableAssembly):
 
     def stop(self) -> None:
         self.stopping.set()
-        self.networks.stop_waiting()
 
-    async def _start_parts(self, running: Sequence[Part]) -> None:
+    async def _start_parts(self, running: Sequence[Part], on_ready: Callable[[], None]) -> None:
         for part in running:
             if part.start is not None:
                 await part.start()
@@ -93,6 +93,7 @@ class Streamer(ChangeableAssembly):
         for note in self.notes():
             log.warning("a note", note=note)
         log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
+        on_ready()
 
     def release(self, consumer: str) -> str:
         """Frees a consumer's name for the next uEntity that uses it; returns its owner. Raises NOT_FOUND."""
@@ -199,21 +200,13 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
     streamer = await _create(config, stopping)
     if streamer is None:
         return
-
-    async def announce() -> None:
-        await streamer.ready.wait()
-        on_ready(streamer)
-
-    async def stop() -> None:
-        await stopping.wait()
-        streamer.stop()
-
-    helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
+    streamer.stopping = stopping
+    control = ControlSocket(
+        config.streamer.data_dir, streamer.paused, streamer.release, streamer.vehicles, streamer.cursors
+    )
     try:
-        async with ControlSocket(
-            config.streamer.data_dir, streamer.paused, streamer.release, streamer.vehicles, streamer.cursors
-        ):
-            await streamer.run()
+        async with control:
+            await streamer.run(partial(on_ready, streamer))
     except BaseExceptionGroup as group:
         ours, others = group.split(UStatusError)
         if ours is None or others is not None:
@@ -222,10 +215,6 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from None
-    finally:
-        for helper in helpers:
-            helper.cancel()
-        await asyncio.gather(*helpers, return_exceptions=True)
 
 
 async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
@@ -243,16 +232,12 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
         if trouble != trouble_logged:
             trouble_logged, since_ms = trouble, REAL.now_ms()
             log.error("the streamer can't start; trying again", error=trouble)
-        async with contextlib.AsyncExitStack() as stack:
-            if config.streamer.admin is not None:
-                problems: Callable[[], list[str]] = partial(list, (trouble_logged,))
-                states = partial(
-                    of_one_that_cant_start, [one.name for one in config.endpoint], trouble_logged, since_ms
-                )
-                await stack.enter_async_context(
-                    Admin(config.streamer.admin, problems, states=states, guard=config.admin)
-                )
-            waiting = asyncio.ensure_future(stopping.wait())
-            await asyncio.wait({waiting}, timeout=backoff.next_ms() / 1000)
-            waiting.cancel()
+        admin: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        if config.streamer.admin is not None:
+            names = [one.name for one in config.endpoint]
+            states = partial(of_one_that_cant_start, names, trouble, since_ms)
+            admin = Admin(config.streamer.admin, [trouble].copy, states=states, guard=config.admin)
+        with contextlib.suppress(TimeoutError):
+            async with admin, asyncio.timeout(backoff.next_ms() / 1000):
+                await stopping.wait()
     return None

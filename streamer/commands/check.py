@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,22 +54,10 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(_as_dict(loaded, notes, paused)))
         return
-    homes = {loaded.home.name: " (home)"}
-    rows = [
-        (one.name + homes.get(one.name, ""), one.transport, ", ".join(one.authorities), loaded.usubscription_of(one))
-        for one in loaded.endpoint
-    ]
-    columns = ("endpoint", "transport", "authorities", "uSubscription")
-    terminal.show(f"{config}: authority {loaded.authority}", columns, rows)
-    _show_following(loaded)
-    _show_epochs(loaded)
-    for rule in loaded.rules:
-        limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
-        terminal.out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
-    for line in _summary(loaded):
+    for title, columns, rows in _tables(loaded, config):
+        terminal.show(title, columns, rows)
+    for line in [*_summary(loaded), *(f"note: {note}" for note in notes)]:
         terminal.out.print(line, markup=False)
-    for note in notes:
-        terminal.out.print(f"note: {note}", markup=False)
     for name, records in _unclaimed(loaded).items():
         waits = f"[bold red]{records} records wait for endpoint {name!r}[/]"
         terminal.out.print(f"{waits}, which this file does not have")
@@ -78,9 +66,33 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     terminal.out.print(f"{config} has no mistakes", markup=False)
 
 
+def _tables(config: Config, file: Path) -> Iterator[tuple[str, Sequence[str], Iterable[Sequence[object]]]]:
+    """Yields title, columns and rows: endpoints, whom we follow and who follows us, epochs."""
+    named = [one.name + (" (home)" if one is config.home else "") for one in config.endpoint]
+    lives = [
+        (name, one.transport, ", ".join(one.authorities), config.usubscription_of(one))
+        for name, one in zip(named, config.endpoint, strict=True)
+    ]
+    yield f"{file}: authority {config.authority}", ("endpoint", "transport", "authorities", "uSubscription"), lives
+    if config.follow:
+        taken = [", ".join(["what is wanted here", *one.topics]) for one in config.follow]
+        rows = [(one.endpoint, one.service, one.mode, topics) for one, topics in zip(config.follow, taken, strict=True)]
+        yield "followed here", ("endpoint", "service", "mode", "topics"), rows
+    if by := [one for one in config.endpoint if one.followed_by]:
+        ends = "any more, once it has taken over"
+        report = [(one.name, one.followed_by, f"not to {', '.join(one.authorities)} {ends}") for one in by]
+        yield "followed by", ("endpoint", "service", "publishes are pushed"), report
+    if config.epochs:
+        groups = [(one.name, ", ".join(one.topics), one.by, one.ends) for one in config.epochs]
+        yield "epochs", ("group", "topics", "by", "one ends"), groups
+
+
 def _summary(config: Config) -> Iterator[str]:
-    """Yields lines on what is stored, where, and who has access."""
+    """Yields lines on what goes where, what is stored, and who has access."""
     history, admin = config.history, config.admin
+    for rule in config.rules:
+        limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
+        yield f"{rule.from_} -> {rule.to}{limits}"
     yield f"data_dir: {config.streamer.data_dir.absolute()}"
     yield f"recorded: {', '.join(history.record) or 'nothing but what somebody has subscribed to'}"
     yield f"in memory only: {', '.join(history.volatile) or 'nothing'}"
@@ -95,28 +107,6 @@ def _summary(config: Config) -> Iterator[str]:
     for location, file in _certificate_files(config):
         ends = datetime.fromtimestamp(certificates.expires_s(file), UTC)
         yield f"certificate: {'.'.join(map(str, location))} {file.path} until {ends:%Y-%m-%d}"
-
-
-def _show_following(config: Config) -> None:
-    """Print whom we follow and who follows us."""
-    if config.follow:
-        rows = [
-            (one.endpoint, one.service, one.mode, ", ".join(["what is wanted here", *one.topics]))
-            for one in config.follow
-        ]
-        terminal.show("followed here", ("endpoint", "service", "mode", "topics"), rows)
-    if by := [one for one in config.endpoint if one.followed_by]:
-        report = [
-            (one.name, one.followed_by, f"not to {', '.join(one.authorities)} any more, once it has taken over")
-            for one in by
-        ]
-        terminal.show("followed by", ("endpoint", "service", "publishes are pushed"), report)
-
-
-def _show_epochs(config: Config) -> None:
-    if config.epochs:
-        rows = [(one.name, ", ".join(one.topics), one.by, one.ends) for one in config.epochs]
-        terminal.show("epochs", ("group", "topics", "by", "one ends"), rows)
 
 
 def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> dict[str, object]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -47,16 +48,9 @@ def subscribe(
     """
     logs.configure()
     network, filters = where.network(), [uris.parse(topic) for topic in topics]
-
-    def on_listening() -> None:  # on standard error: standard output has only messages
-        heard = [uris.format(topic) for topic in filters]
-        said = json.dumps({"listening": heard}) if as_json else f"listening to {', '.join(topics)}"
-        print(said, file=sys.stderr, flush=True)
-
-    def each(message: UMessage) -> None:
-        show(message, as_json)
-
-    terminal.finish(_listen(network, filters, each, on_listening, count=count, subscribe=usubscription))
+    heard = [uris.format(topic) for topic in filters]
+    listening = json.dumps({"listening": heard}) if as_json else f"listening to {', '.join(topics)}"
+    terminal.finish(_listen(network, filters, listening, count=count, subscribe=usubscription, as_json=as_json))
 
 
 def publish(
@@ -200,7 +194,6 @@ def demo(options: DemoOptions) -> None:
 
 
 def show(message: UMessage, as_json: bool) -> None:
-    """Print `message`."""
     terminal.tell(as_json, as_dict(message) if as_json else {}, "" if as_json else as_line(message))
 
 
@@ -277,19 +270,13 @@ class Collector:
 
 
 async def _listen(
-    network: Network,
-    topics: Sequence[UUri],
-    each: Callable[[UMessage], None],
-    on_listening: Callable[[], None],
-    *,
-    count: int | None,
-    subscribe: bool,
+    network: Network, topics: Sequence[UUri], listening: str, *, count: int | None, subscribe: bool, as_json: bool
 ) -> None:
-    """Pass messages on `topics` to `each`, at most `count`. `subscribe`: subscribe at the uSubscription, too."""
+    """Prints `listening`, then the messages on `topics`, at most `count`. `subscribe`: subscribe at the uSubscription,
+    too."""
     from usubscription_client.client import USubscriptionClient
 
     collector = Collector()
-    received = 0
     async with network.open() as transport:
         for topic in topics:
             await transport.register_listener(topic, collector)
@@ -299,10 +286,9 @@ async def _listen(
                 await client.open()
                 for topic in topics:
                     await client.subscribe(topic)
-            on_listening()
-            while count is None or received < count:
-                each(await collector.queue.get())
-                received += 1
+            print(listening, file=sys.stderr, flush=True)  # standard output has only messages
+            for _ in itertools.count() if count is None else range(count):
+                show(await collector.queue.get(), as_json)
         finally:
             if client is not None:
                 for topic in topics:
@@ -311,7 +297,6 @@ async def _listen(
 
 
 async def _send(network: Network, sent: list[UMessage]) -> None:
-    """Send all messages. Raises the first UStatusError."""
     async with network.open() as transport:
         for status in await transport.send_batch(sent):
             if status.code:
@@ -319,6 +304,5 @@ async def _send(network: Network, sent: list[UMessage]) -> None:
 
 
 async def _call(network: Network, method: UUri, payload: UPayload, options: CallOptions) -> UPayload:
-    """Invoke a method and return its answer. Raises UStatusError."""
     async with network.open() as transport, InMemoryRpcClient(transport, network.local) as rpc:
         return await rpc.invoke_method(method, payload, options)

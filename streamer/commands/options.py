@@ -1,6 +1,6 @@
 """Options that several commands share, and the network that they describe.
 
-If a parameter of a command has the type of an OptionGroup, `add` makes an option of each field of the group.
+If the type of a command's parameter is a dataclass, `add` makes an option of each of its fields.
 """
 
 from __future__ import annotations
@@ -40,12 +40,8 @@ Data = Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without
 Seed = Annotated[int, typer.Option(help="Seed of the simulated drive.")]
 
 
-class OptionGroup:
-    """Options that belong together: a dataclass whose fields have defaults."""
-
-
 @dataclass(frozen=True)
-class Where(OptionGroup):
+class Where:
     """A network, and our address on it."""
 
     transport: Annotated[str | None, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")] = None
@@ -79,7 +75,7 @@ class Where(OptionGroup):
 
 
 @dataclass(frozen=True)
-class Payload(OptionGroup):
+class Payload:
     """A payload, given by one of four options, or none."""
 
     text: Annotated[str | None, typer.Option(help="Payload: text.")] = None
@@ -110,7 +106,7 @@ class Payload(OptionGroup):
 
 
 @dataclass(frozen=True)
-class DataDir(OptionGroup):
+class DataDir:
     """The folder in which a streamer keeps its files."""
 
     data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None
@@ -130,7 +126,7 @@ class DataDir(OptionGroup):
 
 
 @dataclass(frozen=True)
-class DemoOptions(OptionGroup):
+class DemoOptions:
     """Options of the demo."""
 
     data: Data = None
@@ -152,12 +148,17 @@ def add(app: typer.Typer, name: str, function: Callable[..., None]) -> None:
 
 def _spelled_out(function: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, Any] = {
-        name: hint for name, hint in hints.items() if inspect.isclass(hint) and issubclass(hint, OptionGroup)
-    }
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters = []
     for name, parameter in inspect.signature(function).parameters.items():
-        parameters += _fields(groups[name]) if name in groups else [parameter.replace(annotation=hints[name])]
+        if name in groups:
+            kinds = get_type_hints(groups[name], include_extras=True)
+            fields = dataclasses.fields(groups[name])
+            parameters += [
+                parameter.replace(name=one.name, default=one.default, annotation=kinds[one.name]) for one in fields
+            ]
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
@@ -170,14 +171,6 @@ def _spelled_out(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(order)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
-
-
-def _fields(group: Any) -> list[inspect.Parameter]:
-    kinds = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kinds[one.name])
-        for one in dataclasses.fields(group)
-    ]
 
 
 # Networks

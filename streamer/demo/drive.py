@@ -75,10 +75,6 @@ class SignalSample(NamedTuple):
     time_ms: int
     value: SignalValue
 
-    @property
-    def path(self) -> str:
-        return self.signal.path
-
 
 class Problem(NamedTuple):
     """An unreadable part of the file; the rest is kept. `row` is the line number; the header has 1."""

@@ -30,7 +30,7 @@ class Child:
     """A process that prints its state as JSON lines, and ends with ours."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name, self._process = name, process
+        self.name, self.process = name, process
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None: it says nothing more
         self._reading = asyncio.create_task(self._read_all())
@@ -50,7 +50,7 @@ class Child:
         return cls(name, process)
 
     async def _read_all(self) -> None:
-        await asyncio.gather(self._read(self._process.stdout), self._read(self._process.stderr))
+        await asyncio.gather(self._read(self.process.stdout), self._read(self.process.stderr))
         self._said.put_nowait(None)
 
     async def _read(self, stream: asyncio.StreamReader | None) -> None:
@@ -70,7 +70,7 @@ class Child:
                     if key in said:
                         return said
                 self._said.put_nowait(None)  # for the next call
-                await self._process.wait()
+                await self.process.wait()
                 raise self._ending()
         except TimeoutError:
             why = f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}"
@@ -78,46 +78,35 @@ class Child:
 
     def require_running(self) -> None:
         """Raises UStatusError(ABORTED) with the last output if it has ended."""
-        if self._process.returncode is not None:
+        if self.process.returncode is not None:
             raise self._ending()
 
     def _ending(self) -> UStatusError:
-        return UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        return UStatusError(UCode.ABORTED, f"{self.name} ended with code {self.process.returncode}:\n{self.tail}")
 
     @property
     def tail(self) -> str:
         return "\n".join(f"    {line}" for line in list(self._lines)[-15:]) or "    (it said nothing)"
 
-    def interrupt(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    async def ended(self) -> int:
-        """Wait; returns the exit code."""
-        return await self._process.wait()
-
     async def kill(self) -> None:
         """Send SIGKILL, and wait."""
-        self._process.kill()
-        await self._process.wait()
+        self.process.kill()
+        await self.process.wait()
 
     async def stop(self) -> int | None:
         """Send SIGTERM, then SIGKILL if needed. Also kills what the process started."""
-        if self._process.returncode is None:
-            self._process.terminate()
+        if self.process.returncode is None:
+            self.process.terminate()
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await self._process.wait()
+                    await self.process.wait()
             except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+                self.process.kill()
+                await self.process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         await self._reading
-        return self._process.returncode
+        return self.process.returncode
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int | None = None) -> None:

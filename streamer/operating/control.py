@@ -53,9 +53,6 @@ class Control:
         self._allowed = [uris.with_authority(pattern, own) for pattern in allowed]
         self._server = InMemoryRpcServer(transport, local, check=self._check, drain_ms_max=drain_ms_max)
 
-    def __repr__(self) -> str:
-        return f"Control({self._paused!r}, allowed={[uris.format(pattern) for pattern in self._allowed]})"
-
     async def start(self) -> None:
         """Registers the methods. Raises the errors of the transport."""
         await self._server.register_request_handler(PAUSE, self._pause)
@@ -140,7 +137,11 @@ class ControlSocket:
         try:
             async with asyncio.timeout(ANSWER_S):
                 line = await reader.readline()
-                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+                try:
+                    answer = await self._do(line)
+                except UStatusError as error:
+                    answer = {"code": int(error.code), "message": error.message}
+                writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, ConnectionError, ValueError):  # ValueError: a line that is too long
             pass
@@ -148,12 +149,6 @@ class ControlSocket:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-
-    async def _answer(self, line: bytes) -> dict[str, Any]:
-        try:
-            return await self._do(line)
-        except UStatusError as error:
-            return {"code": int(error.code), "message": error.message}
 
     async def _do(self, line: bytes) -> dict[str, Any]:
         try:

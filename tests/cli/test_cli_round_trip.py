@@ -127,7 +127,7 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     assert [message["id"] for message in heard] == [message["id"] for message in published]
     assert {message["payload"] for message in heard} == {"hello"}
     assert {message["source"] for message in heard} == {TOPIC}
-    assert await asyncio.wait_for(subscriber.ended(), WAIT_S) == 0  # --count
+    assert await asyncio.wait_for(subscriber.process.wait(), WAIT_S) == 0  # --count
 
     # a topic with wildcards is none that the service takes; without it, it is a filter like any other
     _, reported = await terminal.run("subscribe", "up://vehicle1/8001/1/FFFF", *terminal.cloud, code=1)
@@ -182,8 +182,8 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
 
 
 async def _interrupted(child: Child) -> int:
-    child.interrupt(signal.SIGINT)
-    return await asyncio.wait_for(child.ended(), WAIT_S)
+    child.process.send_signal(signal.SIGINT)
+    return await asyncio.wait_for(child.process.wait(), WAIT_S)
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=full), signal.SIGTERM])
@@ -193,8 +193,8 @@ async def test_a_streamer_ends_in_order(terminal: Terminal, number: signal.Signa
     )
     second = await terminal.background("run", "-c", str(terminal.folder / "second.toml"))
     await second.say("ready")
-    second.interrupt(number)
-    assert await asyncio.wait_for(second.ended(), WAIT_S) == 0
+    second.process.send_signal(number)
+    assert await asyncio.wait_for(second.process.wait(), WAIT_S) == 0
     # beside one that has the same data
     _, reported = await terminal.run("run", "-c", str(terminal.folder / "gateway.toml"), code=1)
     assert "in use by process" in reported

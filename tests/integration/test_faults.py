@@ -137,7 +137,7 @@ async def test_a_full_disk_refuses_tells_and_recovers(make_gateway: MakeGateway,
     heard = await gateway.hear(vehicle, ALARM)
     await send_all(cloud, numbered(ALARM, 0, 100))
     await heard.expect(100)
-    pid = gateway.child.pid
+    pid = gateway.child.process.pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (4_096, resource.RLIM_INFINITY))
     await send_all(cloud, numbered(ALARM, 100, 200))  # the broker accepts and keeps them
     await gateway.until_problems(lambda problems: any("log refuses messages" in problem for problem in problems))

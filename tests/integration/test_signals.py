@@ -53,6 +53,6 @@ async def test_two_hung_brokers_hold_up_neither_the_start_nor_the_end(
 
 async def test_a_hangup_ends_nothing(make_gateway: MakeGateway, broker: Broker) -> None:
     gateway = await make_gateway(broker, "vehicle cloud", {})
-    gateway.child.interrupt(signal.SIGHUP)
+    gateway.child.process.send_signal(signal.SIGHUP)
     await gateway.until_ready()
     gateway.child.require_running()

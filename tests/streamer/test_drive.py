@@ -31,7 +31,7 @@ def test_reads_a_recording_with_brackets_blanks_and_trailing_commas() -> None:
     assert made.rows == [(0.0, 850.5, 12.0), (1.0, 900.0, 13.0)]
     assert made.problems == ()
     samples = list(made.samples(5_000))
-    assert [(sample.path, sample.time_ms, sample.value) for sample in samples[2:4]] == [
+    assert [(sample.signal.path, sample.time_ms, sample.value) for sample in samples[2:4]] == [
         ("Vehicle.OBD.Speed", 5_000, 12.0),
         ("Vehicle.OBD.RunTime", 6_000, 1.0),
     ]
