@@ -142,17 +142,13 @@ class ChangeableAssembly(Assembly):
         self.follows.add_endpoint(endpoint, [parts.follow_of(one, self.endpoints) for one in follow])
         self.rules.changed()
         try:
-            await self._ask_services(made, section)
+            for source in parts.remote_sources_of(self.config, section, self.hosted, self.endpoints, self.runtime):
+                await self.interest.add_source(source)
+                made.tasks.append(self.start_task(source.start(), f"learn the interest {endpoint.name}"))
         except BaseException:
             await self._detach(endpoint.name)
             raise
         self._start(made)
-
-    async def _ask_services(self, made: Attached, section: EndpointSection) -> None:
-        sources = parts.remote_sources_of(self.config, section, self.hosted, self.endpoints, self.runtime)
-        for source in sources:
-            await self.interest.add_source(source)
-            made.tasks.append(self.start_task(source.start(), f"learn the interest {made.endpoint.name}"))
 
     async def _detach(self, name: str) -> None:
         """Removes an endpoint from all parts. Closes its network within NETWORKS_CLOSE_S."""

@@ -82,9 +82,6 @@ class EmbeddedUSubscription:
         self._trouble = ""  # why it can't start
         self.is_started = False
 
-    def __repr__(self) -> str:
-        return f"EmbeddedUSubscription(is_started={self.is_started}, trouble={self._trouble!r})"
-
     async def open(self) -> None:
         """Opens the file if the disk allows it; otherwise `run` tries again."""
         await self._attempt(self.service.open)

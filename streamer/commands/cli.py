@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import metadata
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -30,34 +29,14 @@ cursors_app = typer.Typer(
 )
 app.add_typer(cursors_app)
 
-COMMANDS: Final[dict[str, Callable[..., None]]] = {
-    "run": run.run,
-    "check": check.check,
-    "usubscription": run.usubscription,
-    "subscribe": client.subscribe,
-    "publish": client.publish,
-    "call": client.call,
-    "replay": client.replay,
-    "history": history.history_,
-    "pause": operating.pause,
-    "resume": operating.resume,
-    "paused": operating.paused,
-    "vehicles": operating.vehicles,
-    "subscriptions": operating.subscriptions,
-    "dead-letters": operating.dead_letters,
-    "demo": client.demo,
-}
-ON_CURSORS: Final[dict[str, Callable[..., None]]] = {
-    "list": cursors.list_,
-    "adopt": cursors.adopt,
-    "forget": cursors.forget,
-    "consumers": cursors.consumers,
-    "release": cursors.release,
-}
-for name, function in COMMANDS.items():
-    options.add(app, name, function)
-for name, function in ON_CURSORS.items():
-    options.add(cursors_app, name, function)
+serving = (run.run, check.check, run.usubscription)
+on_a_network = (client.subscribe, client.publish, client.call, client.replay, history.history_)
+on_a_streamer = (operating.pause, operating.resume, operating.paused, operating.vehicles)
+on_stores = (operating.subscriptions, operating.dead_letters)
+for command in (*serving, *on_a_network, *on_a_streamer, *on_stores, client.demo):
+    options.add(app, command)
+for on_cursors in (cursors.list_, cursors.adopt, cursors.forget, cursors.consumers, cursors.release):
+    options.add(cursors_app, on_cursors)
 
 
 def _tell_version(asked: bool) -> None:

@@ -141,12 +141,8 @@ class DemoOptions:
     keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False
 
 
-def add(app: typer.Typer, name: str, function: Callable[..., None]) -> None:
+def add(app: typer.Typer, function: Callable[..., None]) -> None:
     """Make `function` a command of `app`. A UStatusError is printed and ends the process with EXIT_FAILED."""
-    app.command(name)(_spelled_out(function))
-
-
-def _spelled_out(function: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters = []
@@ -170,7 +166,7 @@ def _spelled_out(function: Callable[..., None]) -> Callable[..., None]:
     order = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
     run.__signature__ = inspect.Signature(order)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {one.name: one.annotation for one in parameters}
-    return run
+    app.command(function.__name__.rstrip("_").replace("_", "-"))(run)
 
 
 # Networks

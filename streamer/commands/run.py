@@ -127,19 +127,13 @@ class ServiceManager:
         watched = environment.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._interval_s = interval_us / 1_000_000 / BEATS_TO_BE_LATE if watched and interval_us else 0.0
-        self._socket: socket.socket | None = None
         self._beats: asyncio.Task[None] | None = None
         self._state = STARTING
         self._hurry = asyncio.Event()  # set to send the next beat at once
         self._status: Callable[[], str] = lambda: "starting"
 
-    def __repr__(self) -> str:
-        return f"ServiceManager({self._address or None!r}, beat={self._interval_s or None} s, {self._state})"
-
     async def __aenter__(self) -> Self:
         if self._address.startswith(("/", "\0")):  # others (vsock) are not for services on the same machine
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-            self._socket.setblocking(False)
             self._beats = asyncio.create_task(self._beat(), name="service manager")
         return self
 
@@ -147,9 +141,6 @@ class ServiceManager:
         if self._beats is not None:
             self._beats.cancel()
             await asyncio.gather(self._beats, return_exceptions=True)
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
 
     def ready(self, status: Callable[[], str]) -> None:
         """Reports that the service is ready; each beat sends the current `status()`."""
@@ -163,16 +154,15 @@ class ServiceManager:
 
     async def _beat(self) -> None:
         """Sends everything in each beat, so that one lost to a full queue does not matter."""
-        while True:
-            self._hurry.clear()
-            status = " ".join(self._status().split())[:STATUS_CHARACTERS_MAX]
-            self._tell(self._state, f"STATUS={status}", *(["WATCHDOG=1"] if self._interval_s else []))
-            pause_s = START_BEAT_S if self._state == STARTING or not self._interval_s else self._interval_s
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._hurry.wait()
-
-    def _tell(self, *lines: str) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # the manager is not there, or its queue is full
-                self._socket.sendto("\n".join(lines).encode(), self._address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+            manager.setblocking(False)
+            while True:
+                self._hurry.clear()
+                status = " ".join(self._status().split())[:STATUS_CHARACTERS_MAX]
+                lines = [self._state, f"STATUS={status}", *(["WATCHDOG=1"] if self._interval_s else [])]
+                with contextlib.suppress(OSError):  # the manager is not there, or its queue is full
+                    manager.sendto("\n".join(lines).encode(), self._address)
+                pause_s = START_BEAT_S if self._state == STARTING or not self._interval_s else self._interval_s
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._hurry.wait()

@@ -15,9 +15,9 @@ import functools
 import hmac
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Generic, Self, TypeVar
+from typing import Final, Generic, TypeVar
 
 import structlog
 from aiohttp import web
@@ -57,7 +57,9 @@ class HttpPort:
 
     async def open(self, host: str, port: int) -> int:
         """Returns the port, which the system chooses for 0. Raises as `Admin.open`."""
-        self._token, tls = await _token(self._guard), await _tls(self._guard)
+        guard = self._guard
+        self._token = await _latest([guard.token_file], functools.partial(_read_token, guard))
+        tls = await _latest([guard.cert_file, guard.key_file], functools.partial(_context, guard))
         http, loop = await self.serve(), asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: Line(http(), tls, self._lines), host, port)
@@ -149,11 +151,6 @@ class Latest(Generic[T]):
         self._files, self._found = files, found
         self._looking: asyncio.Future[T] | None = None
 
-    @classmethod
-    async def of(cls, files: KeptFiles[T]) -> Self:
-        """Raises as `files.current`."""
-        return cls(files, await asyncio.to_thread(files.current))
-
     async def get(self) -> T:
         """Returns the current content. During a read, other callers get the last content."""
         if self._looking is None or self._looking.done():
@@ -162,36 +159,33 @@ class Latest(Generic[T]):
         return self._found
 
 
-async def _tls(guard: AdminSection) -> Latest[ssl.SSLContext] | None:
-    if guard.cert_file is None:
+async def _latest(files: Sequence[Path | None], make: Callable[[], T]) -> Latest[T] | None:
+    """Returns None if the files are not configured. Raises as `make`."""
+    if files[0] is None:
         return None
-    make = functools.partial(_context, guard.cert_file, guard.key_file)
-    return await Latest.of(KeptFiles((guard.cert_file, guard.key_file), make))
+    kept = KeptFiles(files, make)
+    return Latest(kept, await asyncio.to_thread(kept.current))
 
 
-def _context(cert_file: Path, key_file: Path | None) -> ssl.SSLContext:
+def _context(guard: AdminSection) -> ssl.SSLContext:
+    assert guard.cert_file is not None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        load_pair(context, cert_file, key_file)
+        load_pair(context, guard.cert_file, guard.key_file)
     except (OSError, ValueError) as error:
-        why = f"admin.cert_file {cert_file} and admin.key_file {key_file} can't be used: {error}"
+        why = f"admin.cert_file {guard.cert_file} and admin.key_file {guard.key_file} can't be used: {error}"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     return context
 
 
-async def _token(guard: AdminSection) -> Latest[bytes] | None:
-    if guard.token_file is None:
-        return None
-    return await Latest.of(KeptFiles([guard.token_file], functools.partial(_read_token, guard.token_file)))
-
-
-def _read_token(file: Path) -> bytes:
+def _read_token(guard: AdminSection) -> bytes:
+    assert guard.token_file is not None
     try:
-        token, why = file.read_bytes().removeprefix(codecs.BOM_UTF8).strip(), "it is empty"
+        token, why = guard.token_file.read_bytes().removeprefix(codecs.BOM_UTF8).strip(), "it is empty"
     except OSError as error:
         token, why = b"", str(error.strerror)
     if not token:
-        raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {file} can't be used: {why}")
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {guard.token_file} can't be used: {why}")
     return token
 
 

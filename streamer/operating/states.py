@@ -93,9 +93,6 @@ class States:
         for name in names:
             self.add_endpoint(name)
 
-    def __repr__(self) -> str:
-        return f"States({ {name: state.name for name, state in self._states.items()} })"
-
     def add_endpoint(self, name: str) -> None:
         now = self._now_ms()
         self._states[name] = EndpointState(NOT_READY, now, OPENING, now)
