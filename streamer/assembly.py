@@ -42,6 +42,7 @@ from streamer.operating.states import (
     Sample,
     States,
     conditions_of_log,
+    each,
 )
 from streamer.quotas.ledger import AuthorityLedger, Pressure
 from streamer.quotas.limits import CALLERS_SHARE
@@ -127,11 +128,9 @@ class Assembly:
             message_bytes_max=self.limits.message_bytes_max,
         )
         self.usubscription = parts.usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
-        self.embedded = (
-            EmbeddedUSubscription(self.usubscription, runtime, self.losses.subscriptions_lost)
-            if self.usubscription
-            else None
-        )
+        self.embedded: EmbeddedUSubscription | None = None
+        if self.usubscription is not None:
+            self.embedded = EmbeddedUSubscription(self.usubscription, runtime, self.losses.subscriptions_lost)
         self.interest = Interest(
             parts.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
             lambda: tuple(one.newest_seq for one in self.logs),
@@ -256,7 +255,6 @@ class Assembly:
         )
 
     def _make_reports(self) -> None:
-        """Creates the reports for operators."""
         config = self.config
         used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
         self.certificates = Expiries(used, self.runtime.now_ms)
@@ -349,7 +347,7 @@ class Assembly:
         for one in self.logs:
             yield from metrics.of_log(one)
         yield from metrics.of_dead_letters(self.dead_letters)
-        yield from metrics.of_gaps(self.gaps)
+        yield "gaps", (), self.gaps.total
         yield from metrics.of_epochs(self.keeper)
         yield from self.states.samples()
         yield from self.ledger.samples(self.topics_of)
@@ -357,12 +355,14 @@ class Assembly:
         yield from self._endpoint_samples()
         yield from metrics.of_history(self.history)
         if self.usubscription is not None:
-            yield from metrics.of_usubscription(self.usubscription)
+            yield from each("usubscription_requests", (), self.usubscription.requests)
+            yield from each("usubscription_refused", (), self.usubscription.refused)
         yield "interest_version", (), self.interest.version
         yield from self.claims.samples()
         yield from self.handovers.samples()
         yield from self.follows.samples()
-        yield from metrics.of_certificates(self.certificates)
+        for endpoint, setting, expires_s in self.certificates:
+            yield "certificate_expires_seconds", (endpoint, setting), expires_s
 
     def look(self) -> dict[str, Any]:
         """Returns the current states with reasons: of the endpoints, of the streamer itself, and the worst."""

@@ -20,8 +20,6 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.service import USubscriptionService
 
-Stage = Literal["service", "network", "file"]
-
 # less than 5 s in total: containers are killed after 10 s
 SERVICES_CLOSE_S: Final = 1.0  # for all together, one after the other
 NETWORKS_CLOSE_S: Final = 3.0  # for each, concurrently
@@ -37,7 +35,7 @@ class Part:
 
     name: str
     _: KW_ONLY
-    stage: Stage = "service"  # in which it stops
+    stage: Literal["service", "network", "file"] = "service"  # in which it stops
     start: Callable[[], Awaitable[Any]] | None = None
     run: Callable[[], Coroutine[Any, Any, None]] | None = None
     stop: Callable[[], Awaitable[Any]] | None = None

@@ -61,7 +61,6 @@ def before_any_command(
 
 
 def main() -> None:
-    """The console script."""
     try:
         app()
     except SystemExit as end:

@@ -205,7 +205,7 @@ def _verify(log: Path, as_json: bool) -> None:
     from history.file.verify import verify
 
     report = verify(log)
-    found, frontiers = ([_as_dict(one) for one in those] for those in (report.found, report.reported))
+    found, earlier = ([_as_dict(one) for one in those] for those in (report.found, report.reported))
     if as_json:
         data = {
             "log": str(report.path),
@@ -217,14 +217,14 @@ def _verify(log: Path, as_json: bool) -> None:
             "newest_seq": report.newest_seq,
             "found": found,
             "found_total": report.found_total,
-            "not_acknowledged": frontiers,
+            "not_acknowledged": earlier,
         }
         print(json.dumps(data))
     else:
         seqs = f"{report.oldest_seq} to {report.newest_seq}"
         head = f"{report.path}: {report.records} records, {seqs}, format {report.version}"
         lines = [head, *(f"damaged: {_as_line(row)}" for row in found)]
-        lines += [f"frontiers earlier, not acknowledged: {_as_line(row)}" for row in frontiers]
+        lines += [f"reported earlier, not acknowledged: {_as_line(row)}" for row in earlier]
         if report.found_total > len(found):
             lines.append(f"and {report.found_total - len(found)} more")
         for line in lines:
@@ -245,7 +245,6 @@ def _acknowledge(log: Path, as_json: bool) -> None:
 
 
 def _as_dict(damage: Damage) -> dict[str, Any]:
-    """Returns a loss as plain data."""
     return {
         "time_ms": damage.when_ms,
         "kind": damage.kind,

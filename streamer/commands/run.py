@@ -65,7 +65,8 @@ async def _serve(config: configs.Config, as_json: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    loop.add_signal_handler(signal.SIGHUP, _note_hangup)
+    what = "SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again"
+    loop.add_signal_handler(signal.SIGHUP, structlog.get_logger().warning, what)
     async with manager:
         await serve(config, on_ready, stopping)
 
@@ -73,12 +74,6 @@ async def _serve(config: configs.Config, as_json: bool) -> None:
 def _status(streamer: Streamer) -> str:
     problems = [one.problem for one in streamer.states.look()]
     return f"{streamer.states.worst}: {'; '.join(problems)}" if problems else streamer.states.worst
-
-
-def _note_hangup() -> None:
-    structlog.get_logger().warning(
-        "SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again"
-    )
 
 
 def usubscription(

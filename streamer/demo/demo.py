@@ -32,6 +32,7 @@ from rich.table import Table
 
 from streamer.commands.options import DemoOptions, Network
 from streamer.demo import drive as drives
+from streamer.demo.mosquitto import Broker
 from streamer.demo.processes import START_TIMEOUT_S, Child
 from transports.ports import free_port
 from uprotocol import uri as uris
@@ -191,8 +192,6 @@ class Demo:
         await asyncio.to_thread(plot, self._parquet, self._outcome.plot)
 
     async def _start_broker(self) -> None:
-        from streamer.demo.mosquitto import Broker
-
         try:
             broker = await self._stack.enter_async_context(Broker(self._folder))
         except UStatusError as error:
@@ -292,7 +291,6 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
         return client
 
     def on_receive(self, message: UMessage) -> None:
-        """Count a message in the cloud."""
         topic, id = uris.format(message.attributes.source), (message.attributes.id.msb, message.attributes.id.lsb)
         self._outcome.forwarded[topic] += 1
         seen = self._ids.setdefault(topic, set())

@@ -39,7 +39,6 @@ MISSING: Final = (
 
 
 def find() -> str | None:
-    """Returns the path of mosquitto, or None."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
 
 

@@ -89,7 +89,6 @@ class Child:
         return "\n".join(f"    {line}" for line in list(self._lines)[-15:]) or "    (it said nothing)"
 
     async def kill(self) -> None:
-        """Send SIGKILL, and wait."""
         self.process.kill()
         await self.process.wait()
 

@@ -122,9 +122,8 @@ class ControlSocket:
     def _socket(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                # of a killed process: the lock of the log proves that no other runs
-                (self._folder / SOCKET).unlink()
+            # of a killed process: the lock of the log proves that no other runs
+            (self._folder / SOCKET).unlink(missing_ok=True)
             with _address(self._folder) as address:
                 made.bind(address)
             (self._folder / SOCKET).chmod(0o600)  # before it listens, so that no other user can connect first
@@ -137,11 +136,7 @@ class ControlSocket:
         try:
             async with asyncio.timeout(ANSWER_S):
                 line = await reader.readline()
-                try:
-                    answer = await self._do(line)
-                except UStatusError as error:
-                    answer = {"code": int(error.code), "message": error.message}
-                writer.write(json.dumps(answer).encode() + b"\n")
+                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, ConnectionError, ValueError):  # ValueError: a line that is too long
             pass
@@ -150,6 +145,12 @@ class ControlSocket:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            return await self._do(line)
+        except UStatusError as error:
+            return {"code": int(error.code), "message": error.message}
+
     async def _do(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
@@ -157,12 +158,11 @@ class ControlSocket:
             what, count = asked["do"], int(asked.get("count", 0))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             raise invalid("expected one line of JSON with do, and topic and peer, or consumer, or count") from None
-        ended = 0
         match what:
             case "pause":
                 await self._paused.pause(uris.parse(topic), peer)
             case "resume":
-                ended = await self._paused.resume(uris.parse(topic), peer)
+                await self._paused.resume(uris.parse(topic), peer)
             case "paused":
                 pass
             case "release":
@@ -173,7 +173,7 @@ class ControlSocket:
                 return {"cursors": self._cursors()[:CURSORS_MAX]}
             case _:
                 raise invalid(f"do is pause, resume, paused, release, vehicles or cursors, got {what!r}")
-        return {"ended": ended, "paused": sorted(self._paused)}
+        return {"paused": sorted(self._paused)}
 
 
 @contextlib.contextmanager

@@ -269,7 +269,6 @@ class Line(asyncio.Protocol):
             self._http.connection_lost(error)
 
     def abort(self) -> None:
-        """Closes the connection at once."""
         self._others.pop(self, None)
         if self._transport is not None:
             self._transport.abort()

@@ -17,15 +17,12 @@ from prometheus_client.registry import Collector
 
 from history.epochs.keeper import Keeper
 from history.log.log import Log
-from history.service.gaps import Gaps
 from history.service.service import HistoryService
 from streamer.egress.holds import LABELS
 from streamer.egress.pump import Pump
 from streamer.letters.dead_letter import DeadLetters
 from streamer.operating.states import Sample, each
 from streamer.walk.endpoint import Endpoint
-from transports.certificates import Expiries
-from usubscription.service import USubscriptionService
 
 # up_streamer_NAME (counters end with _total) -> kind, labels, help text
 COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
@@ -199,16 +196,6 @@ def of_epochs(keeper: Keeper) -> Iterator[Sample]:
         yield "epochs_open", (kept.group.name,), len(kept.frontier.seen)
 
 
-def of_certificates(certificates: Expiries) -> Iterator[Sample]:
-    for endpoint, setting, expires_s in certificates:
-        yield "certificate_expires_seconds", (endpoint, setting), expires_s
-
-
-def of_usubscription(service: USubscriptionService) -> Iterator[Sample]:
-    yield from each("usubscription_requests", (), service.requests)
-    yield from each("usubscription_refused", (), service.refused)
-
-
 def of_dead_letters(letters: DeadLetters) -> Iterator[Sample]:
     yield from each("dead_letters", (), letters.by_code)
     yield "dead_letters_lost", (), letters.lost
@@ -224,7 +211,3 @@ def of_history(history: HistoryService) -> Iterator[Sample]:
     yield "followers_topics", (), followers.topic_count
     yield "pushes", (), followers.push_count
     yield "consumers", (), len(history.consumers)
-
-
-def of_gaps(gaps: Gaps) -> Iterator[Sample]:
-    yield "gaps", (), gaps.total
