@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple, Self
 
 from storage import faults
-from storage.reserve import NO_RESERVE, Reserve, with_room
+from storage.faults import NO_RESERVE, Reserve, with_room
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that this process owns is still shared with its readers, and with a backup
 STATEMENTS_CACHED: Final = 256

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from history.epochs.groups import Group
 from history.epochs.keeper import Keeper
 from history.log.log import Log
-from storage import reserve as reserves
-from storage.reserve import Reserve
+from storage import faults
+from storage.faults import Reserve
 from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.following.followed import Follow
@@ -175,7 +175,7 @@ def reserve_of(config: Config) -> Reserve:
     """Returns the reserve on the disk of `data_dir`. Raises FAILED_PRECONDITION if it can't be used."""
     asked = config.history.reserve_mib
     try:
-        return reserves.reserve_of(config.streamer.data_dir / RESERVE_NAME, None if asked is None else asked << 20)
+        return faults.reserve_of(config.streamer.data_dir / RESERVE_NAME, None if asked is None else asked << 20)
     except OSError as error:
         why = f"streamer.data_dir {config.streamer.data_dir} can't be used ({error.strerror}): choose a folder that can"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from storage.disk import Disk, InUseError, Lock, Mark
-from storage.reserve import Reserve
+from storage.faults import Reserve
 
 FREE_BYTES: Final = 1 << 40
 WRITES: Final = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")

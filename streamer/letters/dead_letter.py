@@ -24,9 +24,8 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from storage.disk import REAL_DISK, Disk
-from storage.faults import DamagedError, is_damage, move_aside
+from storage.faults import DamagedError, is_damage, move_aside, with_room
 from storage.file import FileKind, SqliteFile, delete_rows, insert_rows, pragma, transaction
-from storage.reserve import with_room
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
 from streamer.letters.rate import PERIOD_S, PerMinute

@@ -16,8 +16,7 @@ import pytest
 from history.file import verify as verify_module
 from history.file.verify import verify
 from history.log.log import Log, RetentionLoss
-from storage.faults import disk_bytes
-from storage.reserve import Reserve
+from storage.faults import Reserve, disk_bytes
 from storage.runtime import REAL, Runtime
 from streamer.letters import dead_letter
 from tests.history.small_disk import RealSmallDisk, SmallDisk, mount, unmount

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.log_output import WAITING_BYTES_MAX, LogOutput
+from storage.logs import WAITING_BYTES_MAX, LogOutput
 
 LINE = "x" * 999 + "\n"
 
@@ -98,7 +98,7 @@ def test_a_line_that_was_written_in_part_is_ended_before_the_next_one(monkeypatc
             done.set()
         return size
 
-    monkeypatch.setattr("storage.log_output.os.write", write)
+    monkeypatch.setattr("storage.logs.os.write", write)
     output = LogOutput(-1)
     output.write("first\n")
     output.close()

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from storage import reserve as reserve_module
+from storage import faults as faults_module
 from storage.disk import REAL_DISK, Disk
-from storage.faults import disk_bytes
-from storage.reserve import DEFAULT_BYTES_MAX, NO_RESERVE, Reserve, reserve_of, with_room
+from storage.faults import DEFAULT_BYTES_MAX, NO_RESERVE, Reserve, disk_bytes, reserve_of, with_room
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -51,7 +50,7 @@ def test_it_is_written_where_blocks_can_not_be_allocated(tmp_path: Path, monkeyp
 
 
 def test_a_file_system_that_does_not_count_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserve_module, "disk_bytes", lambda path: 0)
+    monkeypatch.setattr(faults_module, "disk_bytes", lambda path: 0)
     reserve = Reserve(tmp_path / "reserve", MIB)
     assert reserve.restore(PLENTY)
     assert reserve.is_whole
@@ -103,7 +102,7 @@ def test_another_size_is_brought_about(reserve: Reserve) -> None:
 def test_it_fits_its_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_mib: int, asked: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(reserve_module, "_whole_bytes", lambda path: disk_mib * MIB)
+    monkeypatch.setattr(faults_module, "_whole_bytes", lambda path: disk_mib * MIB)
     assert reserve_of(tmp_path / "not there yet" / "reserve", asked).bytes == expected
 
 

@@ -22,9 +22,8 @@ from typing import Any, Final
 import structlog
 
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
-from storage.faults import DamagedError, is_full
+from storage.faults import DamagedError, is_full, with_room
 from storage.file import SqliteFile, transaction
-from storage.reserve import with_room
 from uprotocol import uri as uris
 from uprotocol.communication.shares import UNIT_BYTES, Quota, UEntity, weight
 from uprotocol.status import UStatusError
