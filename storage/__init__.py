@@ -1,8 +1,7 @@
 """Files, threads, clocks and random numbers. The core gets them as arguments, so that a simulation can replace them.
 
 runtime.py  Runtime: all of them
-disk.py     SQLite connections, locks, marks, small files that are replaced atomically
-file.py     SqliteFile: a file with one owner; FileKind: its checks, versions and errors
+disk.py     Disk: connections, locks, marks, small files that are replaced atomically; SqliteFile: one with an owner
 faults.py   kinds of errors of files, and the disk space that is reserved for a full disk
 worker.py   a thread that takes batches; one that answers
 logs.py     the log of a process, and the thread that writes it

@@ -7,6 +7,7 @@ octets -> a file in a folder of this process -> its reader -> a value | the docu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import sqlite3
@@ -170,12 +171,15 @@ async def _read_log(path: Path) -> None:
 
 @target
 def mark(data: bytes) -> None:
+    path = file_of(data, "l.mark")
     try:
-        found = disks.unpack_mark(data)
+        found = disks.read_mark(path.with_suffix(""))
     except disks.BadMarkError:
         return
     if found is not None:
-        assert disks.unpack_mark(disks.pack_mark(*found)) == found
+        with contextlib.closing(disks.Mark(path)) as mark:
+            mark.write(*found)
+        assert path.read_bytes() == data
 
 
 # JSON

@@ -71,15 +71,18 @@ class _Lock(Lock):
 
 
 class _Mark(Mark):
+    """Opened for each write: a process that is killed closes nothing."""
+
     def __init__(self, disk: SimulatedDisk, path: Path) -> None:
         self._disk, self._path = disk, path
 
-    def write(self, data: bytes) -> None:
+    def write(self, incarnation: bytes, seq: int) -> None:
         if self._disk.alive:
-            self._path.write_bytes(data)
+            with contextlib.closing(Mark(self._path)) as mark:
+                mark.write(incarnation, seq)
 
-    def begin(self, data: bytes) -> None:
-        self.write(data)
+    def begin(self, incarnation: bytes, seq: int) -> None:
+        self.write(incarnation, seq)
 
     def close(self) -> None:
         pass
@@ -139,7 +142,7 @@ class SimulatedDisk(Disk):
             raise OSError("the process is dead")
         path.write_text(text)
 
-    def sync_folder(self, path: Path) -> None:
+    def sync(self, path: Path) -> None:
         pass
 
     # -- faults

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from history.file.rows import DAMAGE, LOG, StoredRow
-from storage.disk import REAL_DISK, Disk
-from storage.file import pragma, transaction
+from storage.disk import REAL_DISK, Disk, pragma, transaction
 
 DAMAGE_MAX: Final = 1_000  # noted one by one; beyond that the last note of the same kind is extended
 

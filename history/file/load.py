@@ -23,8 +23,7 @@ from history.file import rows
 from history.file.damage import Damage, Ledger
 from history.records.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.records.stream import Stream, address_of, authority_of, growth_of
-from storage.disk import Marked
-from storage.file import insert_rows, transaction
+from storage.disk import Marked, insert_rows, transaction
 
 NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta, until the log is closed: a cursor was lost

@@ -39,9 +39,8 @@ from history.file.load import (
 from history.file.reader import walk
 from history.file.retention import WAL_WAIT_MS, Sizes
 from history.file.rows import DAMAGE, LOG
-from storage.disk import BadMarkError, Disk, Marked, read_mark
+from storage.disk import BadMarkError, Disk, Marked, SqliteFile, any_text, empty_wal, read_mark
 from storage.faults import DamagedError, is_damage, move_aside, primary_code, remove
-from storage.file import SqliteFile, any_text, empty_wal
 from storage.runtime import Runtime
 
 HEADER_BYTES: Final = 100  # of an SQLite file, whose counters change; the description of the tables follows

@@ -20,9 +20,8 @@ import structlog
 
 from history.file.rows import CHUNK_COLUMNS, SPAN
 from history.records.chunk import ID_BYTES, NOBODY, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, Disk, any_text
 from storage.faults import is_damage
-from storage.file import any_text
 
 # read in one step, so that a step takes milliseconds and the next reader gets its turn
 SCAN_CHUNKS_MAX: Final = 256

@@ -16,9 +16,8 @@ from typing import Final, NamedTuple
 
 from history.file.reader import chunk_at, spans
 from history.records.chunk import Chunk, CorruptChunkError
-from storage.disk import Disk
+from storage.disk import Disk, pragma
 from storage.faults import Reserve, disk_bytes, existing_folder, free_bytes, margin_bytes
-from storage.file import pragma
 
 FILE_SUFFIXES: Final = ("", "-wal", "-shm", ".mark", ".head")  # of a log's path
 WAL_SHARE: Final = 16  # of the bytes of retention, one part in so many is for the write-ahead log ...

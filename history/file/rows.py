@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from storage.file import FileKind, any_text, insert_rows, tables_of
+from storage.disk import FileKind, any_text, insert_rows, tables_of
 from uprotocol.v1.ucode_pb2 import UCode
 
 SCHEMA_VERSION: Final = 1

@@ -46,8 +46,8 @@ from history.file.retention import (
 from history.file.rows import CURSOR, DAMAGE, META, SPAN, STREAM, StoredRow, oldest_of
 from history.records.chunk import Allowance, Chunk, RetentionLoss, encode, unpack_streams
 from history.records.stream import NO_RECORDS, Stream, StreamProgress, growth_of
+from storage.disk import delete_rows, empty_wal, insert_rows, pragma, transaction
 from storage.faults import is_full, with_room
-from storage.file import delete_rows, empty_wal, insert_rows, pragma, transaction
 from storage.runtime import REAL, Runtime
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a small gateway's flash has enough space

@@ -19,9 +19,8 @@ from history.file import rows
 from history.file.damage import Damage, Ledger
 from history.file.reader import Span, chunk_at, next_first_seq, walk
 from history.records.chunk import Chunk, Columns, CorruptChunkError, decode, message_id, unpack_streams
-from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
+from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, any_text, pragma, read_mark
 from storage.faults import free_bytes
-from storage.file import any_text, pragma
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import UStatusError

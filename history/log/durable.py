@@ -117,8 +117,11 @@ class DurableStorage(Storage):
         self.writer.flush()
 
     async def check_file(self) -> None:
-        if not self._closed and not await self._loop.run_in_executor(self._executor, self._store.file.is_in_place):
-            self.flush_soon(0)
+        if not self._closed:
+            try:
+                await self._loop.run_in_executor(self._executor, self._store.file.require_in_place)
+            except sqlite3.OperationalError:
+                self.flush_soon(0)
 
     # -- queries
 

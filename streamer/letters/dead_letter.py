@@ -23,9 +23,8 @@ from typing import Final, NamedTuple
 import structlog
 from google.protobuf.message import DecodeError
 
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, Disk, FileKind, SqliteFile, delete_rows, insert_rows, pragma, transaction
 from storage.faults import DamagedError, is_damage, move_aside, with_room
-from storage.file import FileKind, SqliteFile, delete_rows, insert_rows, pragma, transaction
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
 from streamer.letters.rate import PERIOD_S, PerMinute
@@ -186,9 +185,7 @@ class LetterStore:
         with_room(self._file.disk.reserve, self.path, lambda: self._try(letters))
 
     def _try(self, letters: Sequence[LetterRow]) -> None:
-        db = self._file.connect()
-        self._file.require_in_place()
-        self._file.require_wal_below(WAL_HELD_BYTES_MAX)
+        db = self._file.writable(WAL_HELD_BYTES_MAX)
         try:
             self._write(db, letters)
         except BaseException:

@@ -18,7 +18,7 @@ from history.file import load, retention, rows, store, writer
 from history.file.reader import Reader, ScanLimits, walk
 from history.file.verify import verify
 from history.log.log import Log
-from storage.file import pragma
+from storage.disk import pragma
 from storage.runtime import REAL
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload

@@ -16,7 +16,7 @@ from history.file import opening, rows
 from history.file.store import Store
 from history.log.log import Log
 from history.service.service import HistoryService
-from storage.file import Step, pragma
+from storage.disk import Step, pragma
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, DescribeResponse, PollRequest, PollResponse

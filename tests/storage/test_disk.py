@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.disk import REAL_DISK, InUseError
+from storage.disk import REAL_DISK, BadMarkError, InUseError, read_mark
 
 
 def test_a_lock_holds_others_off_and_says_who_has_it(tmp_path: Path) -> None:
@@ -31,11 +31,18 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_mark_is_overwritten_in_place(tmp_path: Path) -> None:
-    mark = REAL_DISK.mark(tmp_path / "mark")
-    assert (tmp_path / "mark").read_bytes() == b""
-    mark.write(b"12345678")
-    mark.write(b"abc")
-    assert (tmp_path / "mark").read_bytes() == b"abc45678"
+    mark = REAL_DISK.mark(tmp_path / "log.mark")
+    assert (tmp_path / "log.mark").read_bytes() == b""
+    assert read_mark(tmp_path / "log") is None
+    mark.begin(b"i" * 16, 1)
+    mark.write(b"i" * 16, 2)
+    assert read_mark(tmp_path / "log") == (b"i" * 16, 2)
+    (tmp_path / "log.mark").write_bytes(b"longer than a mark" * 9)
+    mark.write(b"j" * 16, 3)
+    with pytest.raises(BadMarkError):
+        read_mark(tmp_path / "log")
+    mark.begin(b"j" * 16, 4)
+    assert read_mark(tmp_path / "log") == (b"j" * 16, 4)
     mark.close()
 
 

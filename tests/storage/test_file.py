@@ -11,8 +11,8 @@ from typing import Final
 
 import pytest
 
+from storage.disk import FileKind, SqliteFile, empty_wal, tables_of, transaction
 from storage.faults import DamagedError, move_aside
-from storage.file import FileKind, SqliteFile, empty_wal, tables_of, transaction
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 

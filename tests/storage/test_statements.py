@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from storage.file import ROWS_AT_ONCE, delete_rows, insert_rows
+from storage.disk import ROWS_AT_ONCE, delete_rows, insert_rows
 
 
 @pytest.fixture

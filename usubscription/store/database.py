@@ -21,9 +21,8 @@ from typing import Any, Final
 
 import structlog
 
-from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
+from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, SqliteFile, read_mark, transaction
 from storage.faults import DamagedError, is_full, with_room
-from storage.file import SqliteFile, transaction
 from uprotocol import uri as uris
 from uprotocol.communication.shares import UNIT_BYTES, Quota, UEntity, weight
 from uprotocol.status import UStatusError
@@ -264,9 +263,7 @@ class Database:
     def _apply_all(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         tables = self._tables
         try:
-            db = self._file.connect()
-            self._file.require_in_place()
-            self._file.require_wal_below(WAL_HELD_BYTES_MAX)
+            db = self._file.writable(WAL_HELD_BYTES_MAX)
             if not self._is_loaded:
                 self._load()
             number, held = tables.number, tables.held

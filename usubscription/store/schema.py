@@ -10,8 +10,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Final
 
+from storage.disk import FileKind, SqliteFile, Step, pragma, tables_of
 from storage.faults import DamagedError, is_full
-from storage.file import FileKind, SqliteFile, Step, pragma, tables_of
 
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x75507375  # "uPsu"

@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from storage.file import SqliteFile, insert_rows
+from storage.disk import SqliteFile, insert_rows
 from uprotocol.communication.shares import UNIT_BYTES
 from usubscription.state import Change, Key, RemoteLink, Status, SubscriptionRecord
 from usubscription.store.reader import URI_IS, StoredChange, read_link, write_change
