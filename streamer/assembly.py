@@ -167,7 +167,7 @@ class Assembly:
             is_named=self._is_named,
             now=asyncio.get_running_loop().time,
             now_ms=runtime.now_ms,
-            pressure=Pressure(runtime.busy_s),
+            pressure=Pressure(lambda: runtime.used().busy_s),
         )
         flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
         self.dispatch = Dispatch(

@@ -25,7 +25,7 @@ from typing import Final
 
 import structlog
 
-from storage.worker import BATCH_MAX
+from storage.runtime import BATCH_MAX
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

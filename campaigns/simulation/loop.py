@@ -26,7 +26,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from storage.worker import Gathering
+from storage.runtime import Gathering
 
 T = TypeVar("T")
 
@@ -224,8 +224,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class SimulatedWorker:
-    """storage.worker.Worker as callbacks: a batch begins with a delay after its first job, and its callbacks run with a
-    delay after its end."""
+    """storage.runtime.Worker as callbacks: a batch begins with a delay after its first job, and its callbacks run with
+    a delay after its end."""
 
     DELAY_S: Final = 0.004  # at most; a commit takes some milliseconds
 

@@ -61,7 +61,6 @@ def runtime_of(world: Any, disk: SimulatedDisk, dice: random.Random) -> Runtime:
         disk=disk,
         worker=SimulatedWorker,  # type: ignore[arg-type]
         monotonic=world.loop.time,
-        busy_s=lambda: 0.0,
         used=lambda: Used(0.0, 0.0, 0.0),
         random_bytes=dice.randbytes,
         rng=random.Random(dice.getrandbits(64)),

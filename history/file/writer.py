@@ -24,7 +24,7 @@ from history.file.store import LogChanges, Store
 from history.records.chunk import Chunk, Origin, RetentionLoss
 from history.records.stream import Stream, StreamProgress
 from storage.faults import is_damage, is_full
-from storage.worker import Gathering, Worker
+from storage.runtime import Gathering, Worker
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -25,8 +25,7 @@ from google.protobuf.message import DecodeError
 
 from storage.disk import REAL_DISK, Disk, FileKind, SqliteFile, delete_rows, insert_rows, pragma, transaction
 from storage.faults import DamagedError, is_damage, move_aside, with_room
-from storage.runtime import REAL, Runtime
-from storage.worker import Answerer
+from storage.runtime import REAL, Answerer, Runtime
 from streamer.letters.rate import PERIOD_S, PerMinute
 from streamer.operating.states import Condition
 from uprotocol import uri as uris

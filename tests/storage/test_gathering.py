@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from storage.worker import LOOK_MAX, LOOK_MIN, Gathering
+from storage.runtime import LOOK_MAX, LOOK_MIN, Gathering
 
 WINDOW_MS = 4.0
 ENOUGH = 16

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from storage.worker import Gathering, ThreadWorker, Worker
+from storage.runtime import Gathering, Worker
 
 WAIT_S = 20
 
@@ -20,7 +20,7 @@ class Recorder:
         self.finished = False
         self.go, self.busy = threading.Event(), threading.Event()
         self.ticked = asyncio.Event()
-        self.worker: Worker[int] = ThreadWorker("test", self._work, finish=self._finish, **options)
+        self.worker: Worker[int] = Worker("test", self._work, finish=self._finish, **options)
         self.go.set()  # not before: it may tick at once
 
     def _work(self, batch: list[int]) -> None:

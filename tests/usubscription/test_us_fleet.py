@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage.worker import BATCH_MAX
+from storage.runtime import BATCH_MAX
 from uprotocol import uri as uris
 from uprotocol.attributes import NOTIFICATION, REQUEST, RESPONSE
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4

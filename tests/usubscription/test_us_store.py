@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from storage.runtime import Runtime
-from storage.worker import Answerer
+from storage import runtime as runtime_module
+from storage.runtime import Answerer, Runtime
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -351,7 +351,8 @@ async def test_a_question_that_fails_is_an_error_of_its_asker_alone(path: Path) 
         store.submit(Subscribe(FAR, APP, 4))
 
 
-async def test_a_lane_takes_no_more_than_its_limit() -> None:
+async def test_a_lane_takes_no_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_module, "WAITING_MAX", 3)
     gate = threading.Event()
 
     def work(questions: list[int]) -> list[int]:
@@ -362,7 +363,7 @@ async def test_a_lane_takes_no_more_than_its_limit() -> None:
         for (_, future), answer in zip(batch, answers, strict=True):
             future.set_result(answer)
 
-    lane: Answerer[int, int] = Answerer("test", work, answered, waiting_max=3, batch_max=2)
+    lane: Answerer[int, int] = Answerer("test", work, answered, batch_max=2)
     futures = [lane.ask(0)]
     await asyncio.sleep(0.05)  # running, and blocked
     futures += [lane.ask(number) for number in range(1, 4)]

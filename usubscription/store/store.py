@@ -17,8 +17,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from storage.faults import DamagedError
-from storage.runtime import REAL, Runtime
-from storage.worker import WAITING_MAX, Answerer, give
+from storage.runtime import REAL, WAITING_MAX, Answerer, Runtime, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status
