@@ -71,7 +71,7 @@ def log_chunk(data: bytes) -> None:
     streams, ids = dice.some(), dice.some()
     blob = dice.rest()
     crc = chunks._crc(first_seq, records, time_ms, streams, ids, blob)
-    columns = chunks.Columns(first_seq, records, time_ms, streams, ids, blob, crc)
+    columns = chunks.Columns(first_seq, records, time_ms, len(streams + ids + blob), crc, streams, ids, blob)
     try:
         read = chunks.decode(columns)
     except chunks.CorruptChunkError:

@@ -33,7 +33,7 @@ from history.epochs.groups import (
 )
 from history.file.writer import Append
 from history.log.log import Log
-from history.records.stream import is_publish
+from history.records.chunk import is_publish
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier, ProgressRequest, ProgressResponse

@@ -21,8 +21,17 @@ import structlog
 from history.file import damage as kinds
 from history.file import rows
 from history.file.damage import Damage, Ledger
-from history.records.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
-from history.records.stream import Stream, address_of, authority_of, growth_of
+from history.records.chunk import (
+    ID_BYTES,
+    Chunk,
+    Columns,
+    CorruptChunkError,
+    Stream,
+    address_of,
+    decode,
+    growth_of,
+    unpack_streams,
+)
 from storage.disk import Marked, insert_rows, transaction
 
 NOT_KNOWN: Final = -1
@@ -288,8 +297,8 @@ class Loading:
         made = self._made
         stored = made.extent.stored_bytes
         for columns, chunk in self._chunks(indexed_seq):
-            made.unindexed.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.bytes))
-            stored += columns.bytes
+            made.unindexed.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.size))
+            stored += columns.size
             made.extent.newest_seq = max(made.extent.newest_seq, columns.last_seq)
             if chunk is not None:
                 self._count(chunk, columns)
@@ -350,13 +359,13 @@ class Loading:
         index: list[tuple[int, int]] = []
         found: list[Unindexed] = []
         for columns, chunk in self._chunks(-1):
-            stored += columns.bytes
+            stored += columns.size
             if expected is not None and columns.first_seq > expected:
                 known_holes.add((expected - 1, columns.first_seq))
             expected = columns.last_seq + 1
             newest = max(newest, columns.last_seq)
             index += [(id, columns.first_seq) for id in unpack_streams(columns.streams)]
-            found.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.bytes))
+            found.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.size))
             if chunk is not None:
                 self._name_streams(chunk)
                 self._count(chunk, columns)
@@ -441,6 +450,3 @@ class Loading:
                 insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", sorted(self._index))
                 db.execute("DELETE FROM span")
                 rows.SPAN.insert(db, self._spans)
-
-
-__all__ = ["Cursor", "Extent", "Loaded", "Loading", "Stream", "address_of", "authority_of"]

@@ -320,10 +320,9 @@ def _fill(
 def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection) -> int:
     """Returns the first seq; 0 if there was no chunk."""
     first = 0
-    for first_seq, c, _ in walk(old):
-        if c is not None:
-            values = (c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data)
-            db.execute("INSERT OR IGNORE INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    for first_seq, columns, _ in walk(old):
+        if columns is not None:
+            db.execute("INSERT OR IGNORE INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", columns)
             first = first or first_seq
     return first
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from history.file.reader import chunk_at, spans
+from history.file.rows import CHUNK_BYTES
 from history.records.chunk import Chunk, CorruptChunkError
 from storage.disk import Disk, pragma
 from storage.faults import Reserve, disk_bytes, existing_folder, free_bytes, margin_bytes
@@ -128,8 +129,7 @@ def find_doomed(
         oldest = db.execute("SELECT time_ms FROM chunk ORDER BY first_seq LIMIT 1").fetchone()
         if oldest is None or not ages.is_due(oldest[0]):
             return [], 0
-    size = "length(streams) + length(ids) + length(data)"
-    query = f"SELECT first_seq, {size}, streams, time_ms FROM chunk ORDER BY first_seq LIMIT ?"
+    query = f"SELECT first_seq, {CHUNK_BYTES}, streams, time_ms FROM chunk ORDER BY first_seq LIMIT ?"
     rows: list[Doomed] = db.execute(query, (CHUNKS_PER_PASS + 1,)).fetchall()
     aged = _aged(db, rows, ages) if len(rows) > 1 and rows[1][0] - 1 <= keep_after else 0
     doomed: list[Doomed] = []

@@ -163,7 +163,8 @@ _CHUNK: Final = (
     "CREATE TABLE chunk_stream (stream INTEGER NOT NULL, first_seq INTEGER NOT NULL, PRIMARY KEY (stream, first_seq)) "
     "WITHOUT ROWID",
 )
-CHUNK_COLUMNS: Final = "first_seq, records, time_ms, streams, ids, data, crc"
+CHUNK_BYTES: Final = "length(streams) + length(ids) + length(data)"  # without a checksum, so the column is not trusted
+CHUNK_COLUMNS: Final = f"first_seq, records, time_ms, {CHUNK_BYTES}, crc, streams, ids, data"  # as in Columns
 
 
 def oldest_of(db: sqlite3.Connection) -> int:

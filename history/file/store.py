@@ -44,8 +44,17 @@ from history.file.retention import (
     vacuum,
 )
 from history.file.rows import CURSOR, DAMAGE, META, SPAN, STREAM, StoredRow, oldest_of
-from history.records.chunk import Allowance, Chunk, RetentionLoss, encode, unpack_streams
-from history.records.stream import NO_RECORDS, Stream, StreamProgress, growth_of
+from history.records.chunk import (
+    NO_RECORDS,
+    Allowance,
+    Chunk,
+    RetentionLoss,
+    Stream,
+    StreamProgress,
+    encode,
+    growth_of,
+    unpack_streams,
+)
 from storage.disk import delete_rows, empty_wal, insert_rows, pragma, transaction
 from storage.faults import is_full, with_room
 from storage.runtime import REAL, Runtime
@@ -260,10 +269,7 @@ class Store:
             if changes.distrusts_index:
                 self.loaded.is_index_trusted = False
                 META.insert(db, [("indexed_seq", NOT_KNOWN)])
-            db.executemany(
-                "INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in columns],
-            )
+            db.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", columns)
             if followed:
                 query = "SELECT * FROM meta WHERE key = ?"
                 self._replaced = {key: db.execute(query, (key,)).fetchone() for key in followed}
@@ -277,14 +283,14 @@ class Store:
             self._checkpointed()
         moved: dict[int, StreamProgress] = {}
         for chunk, c in zip(chunks, columns, strict=True):
-            unindexed.append(Unindexed(c.first_seq, c.streams, c.time_ms, c.bytes))
-            self._unindexed_bytes += c.bytes
+            unindexed.append(Unindexed(c.first_seq, c.streams, c.time_ms, c.size))
+            self._unindexed_bytes += c.size
             self._unindexed_rows += len(c.streams) // STREAM_BYTES
             extent.oldest_seq = extent.oldest_seq or c.first_seq
             extent.newest_seq = chunk.last_seq
-            extent.stored_bytes += c.bytes
-            self._added_bytes += c.bytes
-            self.used_bytes += c.bytes
+            extent.stored_bytes += c.size
+            self._added_bytes += c.size
+            self.used_bytes += c.size
             for id, growth in growth_of(c.first_seq, chunk.streams, c.ids, c.time_ms):
                 first_seq, newest_seq, records, newest_id, time_ms = growth
                 before = ahead.get(id) or self.loaded.streams[id].progress

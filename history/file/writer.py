@@ -21,8 +21,7 @@ from history.file.load import FOLLOWED_PREFIX, Cursor, Extent
 from history.file.retention import Ages
 from history.file.rows import LOG
 from history.file.store import LogChanges, Store
-from history.records.chunk import Chunk, Origin, RetentionLoss
-from history.records.stream import Stream, StreamProgress
+from history.records.chunk import Chunk, Origin, RetentionLoss, Stream, StreamProgress
 from storage.faults import is_damage, is_full
 from storage.runtime import Gathering, Worker
 from uprotocol.encoded import Carried

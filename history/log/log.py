@@ -18,7 +18,7 @@ import structlog
 
 from history.file import damage as kinds
 from history.file.damage import Damage
-from history.file.load import Cursor, Extent, Stream
+from history.file.load import Cursor, Extent
 from history.file.reader import ScanLimits
 from history.file.store import RETENTION_BYTES, LogChanges
 from history.file.writer import GATHER_MS, Append, FollowedFrom, Retention, Written
@@ -28,7 +28,7 @@ from history.log.losses import LogLosses
 from history.log.storage import Storage
 from history.log.streams import STREAMS_MAX, Streams, TopicsFullError
 from history.log.volatile import VolatileStorage
-from history.records.chunk import Chunk, RetentionLoss, Scan
+from history.records.chunk import Chunk, RetentionLoss, Scan, Stream
 from storage.runtime import REAL, Runtime
 from uprotocol import callbacks
 from uprotocol.encoded import Carried

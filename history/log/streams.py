@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import Any, Final
 
-from history.file.load import FORGOTTEN_PREFIX, NEXT_STREAM, OTHERS, Stream, address_of, authority_of
+from history.file.load import FORGOTTEN_PREFIX, NEXT_STREAM, OTHERS
 from history.file.store import LogChanges
 from history.log.storage import Storage
-from history.records.stream import is_frontier, is_publish, plain_address
+from history.records.chunk import Stream, address_of, authority_of, is_frontier, is_publish, plain_address
 from uprotocol import callbacks
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError

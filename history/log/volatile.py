@@ -25,8 +25,7 @@ from history.file.writer import (
     origins_of,
 )
 from history.log.storage import FLUSH_MS, Storage
-from history.records.chunk import Allowance, Chunk, RetentionLoss, Scan, Tail, message_id
-from history.records.stream import StreamProgress
+from history.records.chunk import Allowance, Chunk, RetentionLoss, Scan, StreamProgress, Tail, message_id
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from typing import Final
 from history.reading.acceptor import Positions
 from history.reading.poller import AGAIN, Poller
 from history.reading.pushed import PushedFrames
-from history.records.stream import plain_address
+from history.records.chunk import plain_address
 from history.service.request import PATTERNS_MAX
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, HandOver, Position
 from uprotocol.status import UStatusError

@@ -1,10 +1,13 @@
-"""A chunk: the records of one commit, as columns. The unit of storage, of reading and of retention.
+"""What a log keeps. A chunk: the records of one commit, as columns. The unit of storage, of reading and of retention.
 
 UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages, parsed on use
                         in the writer's thread                          in a reader's thread
 
-Tail: the newest chunks, in memory     Scan: what a step of reading found     RetentionLoss: owed records that retention
-deleted
+Tail           the newest chunks, in memory
+Scan           what a step of reading found
+RetentionLoss  owed records that retention deleted
+Stream         one topic, or the notifications from one topic to one sink; and its progress
+               chunk -> growth_of -> writer's thread: StreamProgress -> Written -> loop: move -> readers
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ from __future__ import annotations
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from history.epochs.frontier import LENGTH_MAX, Epoch
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.ids import ENTITY, FRONTIERS
 from uprotocol.encoded import Carried, EncodedMessage, Stamps
+from uprotocol.v1.uri_pb2 import UUri
 
 ID_BYTES: Final = 16  # a message id, big endian
 INCARNATION_BYTES: Final = 16
@@ -38,6 +45,9 @@ PASSED_BYTES_MAX = 1 << 20  # of their messages
 TAIL_SCAN_CHUNKS_MAX: Final = 1_024  # read in one step on the loop, some milliseconds
 _STAMPS = Stamps()  # a cache, so one is enough for all logs
 _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
+_AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a serialised UUri, followed by ...
+_LENGTH_MAX: Final = 0x80  # ... its length; lengths from here on take more bytes
+_FRONTIERS: Final = UUri(ue_version_major=1, resource_id=FRONTIERS).SerializeToString()  # the end of such an address
 
 
 class Origin(NamedTuple):
@@ -117,10 +127,6 @@ class Chunk:
         """Returns the records with a greater seq; there must be one."""
         return self if seq < self.first_seq else self.slice(bisect_right(self.seqs, seq), len(self))
 
-    def until(self, seq: int) -> Chunk:
-        """Returns the records up to and including `seq`; there must be one."""
-        return self if seq >= self.last_seq else self.slice(0, bisect_right(self.seqs, seq))
-
     def select(self, wanted: Set[int]) -> Chunk | None:
         """Returns the records of the streams `wanted`; None: no record."""
         if self.stream_set <= wanted:
@@ -172,22 +178,18 @@ class CorruptChunkError(Exception):
     """The bytes of a stored chunk are not those that were written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """A chunk as it is stored."""
+class Columns(NamedTuple):
+    """A chunk as it is stored: a row of the table."""
 
     first_seq: int
     records: int
     time_ms: int
+    size: int  # of the last three
+    crc: int
     streams: bytes  # the set of its streams, u32 each: for retention, which updates the index, and for scans
     ids: bytes  # 16 per record
     # u32 stream, u64 prev_seq, u32 length of each record, then the messages, then origins and epochs (see below)
     data: bytes
-    crc: int
-
-    @property
-    def bytes(self) -> int:
-        return len(self.streams) + len(self.ids) + len(self.data)
 
     @property
     def last_seq(self) -> int:
@@ -209,8 +211,10 @@ def encode(chunk: Chunk) -> Columns:
     has_notes = chunk.origins is not None or chunk.epochs is not None
     blob = b"".join((numbers, lengths, *data, pack_notes(chunk) if has_notes else b""))
     streams = struct.pack(f"<{len(chunk.stream_set)}I", *sorted(chunk.stream_set))
-    fields = (chunk.first_seq, records, chunk.time_ms, streams, b"".join(map(message_id, chunk.messages)), blob)
-    return Columns(*fields, _crc(*fields))
+    ids = b"".join(map(message_id, chunk.messages))
+    crc = _crc(chunk.first_seq, records, chunk.time_ms, streams, ids, blob)
+    size = len(streams) + len(ids) + len(blob)
+    return Columns(chunk.first_seq, records, chunk.time_ms, size, crc, streams, ids, blob)
 
 
 def decode(columns: Columns) -> Chunk:
@@ -353,12 +357,13 @@ class Scan:
         self.covered = self.after
 
     def take(self, chunk: Chunk, wanted: Set[int] | None) -> None:
-        """Add the requested records of `chunk`, which ends beyond `after`."""
-        chunk = chunk.after(self.after)
+        """Add the requested records of `chunk`, which begins beyond `after`."""
         self.covered = min(chunk.last_seq, self.until)
         if chunk.first_seq > self.until:
             return
-        part = chunk.until(self.until) if wanted is None else chunk.until(self.until).select(wanted)
+        if chunk.last_seq > self.until:
+            chunk = chunk.slice(0, bisect_right(chunk.seqs, self.until))
+        part = chunk if wanted is None else chunk.select(wanted)
         if part is None:
             return
         fits = part.count_within(self.records_left, self.bytes_left)
@@ -481,3 +486,123 @@ class Allowance:
             if not self._records:
                 break
         return taken
+
+
+# -- streams
+
+
+StreamProgress = tuple[int, int, int, bytes, int]
+"""Of a stream: its first and newest seq, the number of its records, and the id and append time (ms) of the newest
+one."""
+NO_RECORDS: Final[StreamProgress] = (0, 0, 0, b"", 0)
+
+
+class Stream:
+    """One (source, sink). It belongs to the event loop, which moves it after each commit.
+
+    Addresses are kept as bytes, because there may be very many: a UUri takes ten times the memory.
+    """
+
+    __slots__ = (
+        "first_seq",
+        "id",
+        "newest_id",
+        "newest_seq",
+        "newest_time_ms",
+        "records",
+        "sink_bytes",
+        "source_bytes",
+    )
+
+    def __init__(self, id: int, source: bytes, sink: bytes | None, progress: StreamProgress = NO_RECORDS) -> None:
+        self.id, self.source_bytes, self.sink_bytes = id, source, sink
+        self.move(progress)
+
+    def __repr__(self) -> str:
+        return f"Stream({self.id}, newest_seq={self.newest_seq}, records={self.records})"
+
+    @property
+    def source(self) -> UUri:
+        """A new object each time."""
+        return UUri.FromString(self.source_bytes)
+
+    @property
+    def sink(self) -> UUri | None:
+        """A new object each time."""
+        return None if self.sink_bytes is None else UUri.FromString(self.sink_bytes)
+
+    @property
+    def address(self) -> bytes | tuple[bytes, bytes]:
+        return self.source_bytes if self.sink_bytes is None else (self.source_bytes, self.sink_bytes)
+
+    @property
+    def progress(self) -> StreamProgress:
+        return self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms
+
+    def row(self, progress: StreamProgress) -> tuple[Any, ...]:
+        """Returns the row of the table STREAM, with that progress."""
+        return (self.id, self.source_bytes, self.sink_bytes, *progress)
+
+    def move(self, progress: StreamProgress) -> None:
+        self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms = progress
+
+    def grow(self, first_seq: int, newest_seq: int, records: int, newest_id: bytes, time_ms: int) -> None:
+        self.move((self.first_seq or first_seq, newest_seq, self.records + records, newest_id, time_ms))
+
+
+def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> Iterator[tuple[int, StreamProgress]]:
+    """Yields the id of each stream of a chunk, and its progress within the chunk alone."""
+    newest = dict(zip(streams, range(len(streams)), strict=True))
+    first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
+    counts = Counter(streams)
+    for id, index in newest.items():
+        newest_id = ids[index * ID_BYTES : (index + 1) * ID_BYTES]
+        yield id, (first_seq + first[id], first_seq + index, counts[id], newest_id, time_ms)
+
+
+def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:
+    """Returns the same for the same address, even if a sender has added unknown fields."""
+    return plain_address(source) if sink is None else (plain_address(source), plain_address(sink))
+
+
+def plain_address(uri: UUri) -> bytes:
+    """Returns the form in which a log stores this address."""
+    return UUri(
+        authority_name=uri.authority_name,
+        ue_id=uri.ue_id,
+        ue_version_major=uri.ue_version_major,
+        resource_id=uri.resource_id,
+    ).SerializeToString()
+
+
+def authority_of(address: bytes) -> str:
+    """Returns the authority of a serialised UUri."""
+    if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:  # without parsing: there may be very many
+        return address[2 : 2 + address[1]].decode()
+    return UUri.FromString(address).authority_name
+
+
+def kind_of(address: bytes) -> bytes:
+    """Returns a serialised UUri without its authority. A fleet has as many kinds of topics as one vehicle has
+    topics."""
+    if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:
+        return address[2 + address[1] :]
+    uri = UUri.FromString(address)
+    uri.authority_name = ""
+    return uri.SerializeToString()
+
+
+_ALL_OF_ONE: Final = kind_of(uris.ANY.SerializeToString())
+
+
+def is_frontier(stream: Stream) -> bool:
+    """Returns True for a topic that carries frontiers of epochs."""
+    if not stream.source_bytes.endswith(_FRONTIERS):
+        return False
+    source = stream.source
+    return stream.sink_bytes is None and source.resource_id == FRONTIERS and source.ue_id & 0xFFFF == ENTITY
+
+
+def is_publish(stream: Stream) -> bool:
+    """Returns True if there is no sink, or one that a streamer has set (an authority, everything else wildcard)."""
+    return stream.sink_bytes is None or kind_of(stream.sink_bytes) == _ALL_OF_ONE

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from history.log.log import Log
-from history.records.stream import plain_address
+from history.records.chunk import plain_address
 from history.service.matches import Match, Matches, Sight
 from history.service.poll import Poll, PollAnswer, Thinning
 from history.service.pushing import WINDOW_BYTES_MAX, Pushing, checked_push, window_bytes_of_each

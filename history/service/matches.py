@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from history.log.log import Log, Stream
-from history.records.stream import authority_of, is_publish, kind_of, plain_address
+from history.records.chunk import authority_of, is_publish, kind_of, plain_address
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication.shares import CALLERS_SHARE

@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from history.log.log import RetentionLoss
-from history.records.stream import is_publish
+from history.records.chunk import is_publish
 from streamer.egress.catch_up import CatchUp
 from streamer.egress.holds import AddressHold, Kind, OwedTopics
 from streamer.egress.paused import Pause, Paused

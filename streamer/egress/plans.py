@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
 from history.log.log import Log
-from history.records.chunk import Chunk
-from history.records.stream import is_publish
+from history.records.chunk import Chunk, is_publish
 from streamer.egress.holds import AddressHold, AddressHolds, TopicHold, TopicHolds
 from streamer.egress.sender import Item
 from streamer.walk.endpoint import Endpoint

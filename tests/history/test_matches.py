@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from history.log import log as log_module
 from history.log.log import Log, Stream
-from history.records.stream import is_publish
+from history.records.chunk import is_publish
 from history.service import matches as matches_module
 from history.service import poll as poll_module
 from history.service.matches import EVERYTHING, Match, Matches, Patterns, Sight

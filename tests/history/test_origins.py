@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def test_a_chunk_without_followed_records_is_stored_as_ever(records: Given) -> N
 
 def with_right_checksum(columns: Columns, data: bytes) -> Columns:
     fields = (columns.first_seq, columns.records, columns.time_ms, columns.streams, columns.ids, data)
-    return replace(columns, data=data, crc=chunks._crc(*fields))
+    return columns._replace(data=data, crc=chunks._crc(*fields))
 
 
 @given(RECORDS, st.data())
@@ -118,7 +117,9 @@ def test_each_part_keeps_them(records: Given, one: int, other: int, wanted: froz
     begin, end = sorted((one % len(records), other % len(records)))
     assert content(chunk.slice(begin, end + 1)) == whole[begin : end + 1]
     assert content(chunk.after(begin)) == whole[begin:]
-    assert content(chunk.until(end + 1)) == whole[: end + 1]
+    scan = Scan(0, end + 1, len(records), 1 << 30)
+    scan.take(chunk, None)
+    assert [row for part in scan.chunks for row in content(part)] == whole[: end + 1]
     selected = chunk.select(wanted)
     assert (content(selected) if selected else []) == [row for row in whole if row[1] in wanted]
 
