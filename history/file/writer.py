@@ -72,28 +72,6 @@ class Append:
     trail: int = 0  # behind
 
 
-def origins_of(batch: Sequence[Append]) -> list[Origin | None] | None:
-    """Returns the origin of each message, or None if no message was followed."""
-    origins: list[Origin | None] = []
-    for append in batch:
-        followed = append.followed
-        if followed is None:
-            origins.extend([None] * len(append.messages))
-        else:
-            origins.extend([*[None] * append.lead, *followed.origins, *[None] * append.trail])
-    return origins if any(origins) else None
-
-
-def epochs_of(batch: Sequence[Append]) -> list[Epoch | None] | None:
-    """Returns the epoch of each message, or None if no message has one."""
-    if all(append.epochs is None for append in batch):
-        return None
-    epochs: list[Epoch | None] = []
-    for append in batch:
-        epochs.extend([None] * len(append.messages) if append.epochs is None else append.epochs)
-    return epochs if any(epochs) else None
-
-
 def split(batch: list[Append], bytes_max: int) -> list[list[Append]]:
     """Split `batch` into one transaction each. A transaction has more than `bytes_max` of payload only if a single
     append has more."""
@@ -109,25 +87,49 @@ def split(batch: list[Append], bytes_max: int) -> list[list[Append]]:
     return parts
 
 
-def number(
-    after: int, ids: list[int], streams: Mapping[int, Stream], ahead: Mapping[int, StreamProgress]
-) -> tuple[range, list[int]]:
-    """Returns the seq and the prev_seq of each record, where `ids` are its streams and `after` is the last seq so far.
+def chunk_of(
+    batch: Sequence[Append],
+    after: int,
+    streams: Mapping[int, Stream],
+    ahead: Mapping[int, StreamProgress],
+    time_ms: int,
+) -> Chunk:
+    """Returns all messages of `batch` as records, where `after` is the last seq so far.
 
     `ahead`: the progress of those `streams` that have grown by a commit which the loop has not seen yet.
     """
+    ids = [id for append in batch for id in append.streams]
     newest: dict[int, int] = {}
     for id in set(ids):
         progress = ahead.get(id)
         newest[id] = streams[id].newest_seq if progress is None else progress[1]
-    first, last = after + 1, after + len(ids)
+    seqs = range(after + 1, after + 1 + len(ids))
     if len(newest) == 1:  # one topic, as in many batches
-        return range(first, last + 1), [newest[ids[0]], *range(first, last)]
-    prev_seqs = []
-    for seq, id in enumerate(ids, first):
-        prev_seqs.append(newest[id])
-        newest[id] = seq
-    return range(first, last + 1), prev_seqs
+        prev_seqs = [newest[ids[0]], *seqs[:-1]]
+    else:
+        prev_seqs = []
+        for seq, id in zip(seqs, ids, strict=True):
+            prev_seqs.append(newest[id])
+            newest[id] = seq
+    origins: list[Origin | None] = []
+    epochs: list[Epoch | None] = []
+    for append in batch:
+        none = [None] * len(append.messages)
+        if (followed := append.followed) is None:
+            origins.extend(none)
+        else:
+            origins.extend([*none[: append.lead], *followed.origins, *none[: append.trail]])
+        epochs.extend(append.epochs or none)
+    return Chunk(
+        seqs,
+        time_ms,
+        ids,
+        prev_seqs,
+        None,
+        [message for append in batch for message in append.messages],
+        origins if any(origins) else None,
+        epochs if any(epochs) else None,
+    )
 
 
 @dataclass(slots=True)
@@ -246,21 +248,6 @@ class Writer:
                 self._write(part)
             self._retain()
 
-    def _take_changes(self, followed: Mapping[str, bytes]) -> LogChanges:
-        with self._shared:  # streams that a batch names were saved before it was queued, so they are already here
-            changes, self._changes = self._changes, LogChanges()
-            lazy, now = self._lazy, self._monotonic()
-            is_due = now >= self._next_cursors or self._lazy_records >= CURSORS_RECORDS
-            if (lazy.cursors or lazy.meta) and (is_due or self._ending):
-                changes.cursors |= lazy.cursors  # newer than what a failed commit gave back
-                changes.meta |= lazy.meta
-                lazy.cursors.clear()
-                lazy.meta.clear()
-                self._next_cursors = now + CURSORS_PERIOD_S
-            for key in lazy.meta.keys() & followed.keys():  # older: afterwards it would take these back
-                changes.meta[key] = lazy.meta.pop(key)
-        return changes
-
     def _write(self, batch: list[Append]) -> None:
         try:
             try:
@@ -299,11 +286,21 @@ class Writer:
         self.worker.tell(lambda: self._on_written(written))
 
     def _commit(self, batch: list[Append]) -> Written:
-        appends = [one.followed for one in batch if one.followed is not None]
-        followed = {FOLLOWED_PREFIX + one.key: one.position for one in appends}
-        changes = self._take_changes(followed)
+        followed = {FOLLOWED_PREFIX + one.followed.key: one.followed.position for one in batch if one.followed}
+        lazy, now = self._lazy, self._monotonic()
+        with self._shared:  # streams that a batch names were saved before it was queued, so they are already here
+            changes, self._changes = self._changes, LogChanges()
+            is_due = now >= self._next_cursors or self._lazy_records >= CURSORS_RECORDS
+            if (lazy.cursors or lazy.meta) and (is_due or self._ending):
+                changes.cursors |= lazy.cursors  # newer than what a failed commit gave back
+                changes.meta |= lazy.meta
+                lazy.cursors.clear()
+                lazy.meta.clear()
+                self._next_cursors = now + CURSORS_PERIOD_S
+            for key in lazy.meta.keys() & followed.keys():  # older: afterwards it would take these back
+                changes.meta[key] = lazy.meta.pop(key)
         try:
-            chunks = self._chunks(batch, origins_of(batch) if followed else None) if batch else []
+            chunks = self._chunks(batch) if batch else []
             progress = self._store.commit(chunks, changes, followed, probe=self._failing and not batch)
         except BaseException:
             with self._shared:
@@ -314,20 +311,17 @@ class Writer:
             self._newest_seq = chunks[-1].last_seq
         return Written(replace(self._store.extent), batch, chunks, progress)
 
-    def _chunks(self, batch: list[Append], origins: list[Origin | None] | None) -> list[Chunk]:
-        ids = [id for append in batch for id in append.streams]
-        messages = [message for append in batch for message in append.messages]
-        data = [message.SerializeToString() for message in messages]
-        seqs, prev_seqs = number(self._newest_seq, ids, self._store.loaded.streams, self._store.ahead)
-        whole = Chunk(seqs, self._now_ms(), ids, prev_seqs, data, messages, origins, epochs_of(batch))
+    def _chunks(self, batch: list[Append]) -> list[Chunk]:
+        store = self._store
+        whole = chunk_of(batch, self._newest_seq, store.loaded.streams, store.ahead, self._now_ms())
         chunks = []
         begin = size = 0
-        for index, message in enumerate(data):
+        for index, message in enumerate(whole.data):
             if index > begin and (index - begin >= CHUNK_RECORDS_MAX or size + len(message) > CHUNK_BYTES_MAX):
                 chunks.append(whole.slice(begin, index))
                 begin, size = index, 0
             size += len(message)
-        return [*chunks, whole.slice(begin, len(data))] if chunks else [whole]
+        return [*chunks, whole.slice(begin, len(whole))]
 
     def _retain(self) -> None:
         store, retention, now = self._store, self._retention, self._monotonic()

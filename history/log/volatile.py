@@ -14,16 +14,7 @@ from typing import Any, TypeVar
 from history.file.load import Cursor, Loaded
 from history.file.reader import ScanLimits
 from history.file.store import LogChanges
-from history.file.writer import (
-    CHUNK_RECORDS_MAX,
-    RETENTION_PERIOD_MS,
-    Append,
-    Retention,
-    Written,
-    epochs_of,
-    number,
-    origins_of,
-)
+from history.file.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Retention, Written, chunk_of
 from history.log.storage import FLUSH_MS, Storage
 from history.records.chunk import Allowance, Chunk, RetentionLoss, Scan, StreamProgress, Tail, message_id
 
@@ -51,16 +42,15 @@ class VolatileStorage(Storage):
             self._aging.cancel()
 
     def append(self, append: Append) -> None:
-        ids, messages, time_ms, streams = append.streams, append.messages, self._now_ms(), self.loaded.streams
-        seqs, prev_seqs = number(self._extent.newest_seq, ids, streams, {})
-        origins = None if append.followed is None else origins_of([append])
-        whole = Chunk(seqs, time_ms, ids, prev_seqs, None, messages, origins, epochs_of([append]))
+        ids, messages, streams = append.streams, append.messages, self.loaded.streams
+        whole = chunk_of([append], self._extent.newest_seq, streams, {}, self._now_ms())
         newest = dict(zip(ids, range(len(whole)), strict=True))
         progress: dict[int, StreamProgress] = {}
         for id, count in Counter(ids).items():
             stream, index = streams[id], newest[id]
-            first_seq = stream.first_seq if stream.records else seqs[ids.index(id)]
-            progress[id] = first_seq, seqs[index], stream.records + count, message_id(messages[index]), time_ms
+            first_seq = stream.first_seq if stream.records else whole.seqs[ids.index(id)]
+            newest_id = message_id(messages[index])
+            progress[id] = first_seq, whole.seqs[index], stream.records + count, newest_id, whole.time_ms
         chunks = [whole.slice(begin, begin + CHUNK_RECORDS_MAX) for begin in range(0, len(whole), CHUNK_RECORDS_MAX)]
         removed: list[Chunk] = []
         for chunk in chunks:
