@@ -95,10 +95,24 @@ class Unindexed(NamedTuple):
     bytes: int
 
 
-def span_of(chunks: Sequence[Unindexed]) -> rows.StoredRow:
-    """Returns the row of SPAN for these chunks; there must be at least one."""
-    times = [chunk.time_ms for chunk in chunks]
-    return chunks[0].first_seq, chunks[-1].first_seq, min(times), max(times)
+def write_checkpoint(
+    db: sqlite3.Connection,
+    chunks: Sequence[Unindexed],
+    streams: Sequence[rows.StoredRow],
+    extent: Extent,
+    *,
+    is_index_trusted: bool,
+) -> None:
+    """Write the index and the spans of `chunks`, rows of STREAM, and META, in the caller's transaction."""
+    index = sorted((id, chunk.first_seq) for chunk in chunks for id in unpack_streams(chunk.streams))
+    insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", index)
+    for begin in range(0, len(chunks), CHECKPOINT_CHUNKS):
+        part = chunks[begin : begin + CHECKPOINT_CHUNKS]
+        times = [chunk.time_ms for chunk in part]
+        rows.SPAN.insert(db, [(part[0].first_seq, part[-1].first_seq, min(times), max(times))])
+    rows.STREAM.insert(db, streams)
+    meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
+    rows.META.insert(db, [*meta.items(), ("indexed_seq", extent.newest_seq if is_index_trusted else NOT_KNOWN)])
 
 
 @dataclass(slots=True)
@@ -140,9 +154,7 @@ class Loading:
     # (table, rows) to be written at the end
     _writes: list[tuple[rows.Table, list[rows.StoredRow]]] = field(default_factory=list)
     _deletes: list[tuple[str, Any]] = field(default_factory=list)
-    _index: list[tuple[int, int]] | None = None  # rebuilt ...
-    _spans: list[rows.StoredRow] = field(default_factory=list)  # ... together with this
-    _rebuild: bool = False
+    _rebuild: bool = False  # read all chunks, and write what follows from them
     _is_count_sure: bool = True  # the numbers of streams in meta are not damaged
     _bad_streams: list[int] = field(default_factory=list)  # their rows can't be read
     _missing_streams: int = 0  # their rows do not exist ...
@@ -167,7 +179,7 @@ class Loading:
             self._deletes.append(("DELETE FROM span WHERE last_seq <= ?", meta["floor_seq"]))
             self._deletes.append(("DELETE FROM meta WHERE key = ?", STALE_NAMES))
         if not self._rebuild:
-            self._roll_forward(meta["indexed_seq"])
+            self._read_chunks(meta["indexed_seq"])
         if self._rebuild:
             self._rebuild_all()
         self._compare_with_mark()
@@ -292,17 +304,25 @@ class Loading:
 
     # -- chunks
 
-    def _roll_forward(self, indexed_seq: int) -> None:
-        """Count the chunks that were committed after the last checkpoint."""
-        made = self._made
-        stored = made.extent.stored_bytes
-        for columns, chunk in self._chunks(indexed_seq):
+    def _read_chunks(self, after: int) -> None:
+        """Count the chunks beyond `after`; NOT_KNOWN: all of them, and name the streams and holes that are in none of
+        the tables."""
+        made, extent, is_rebuild = self._made, self._made.extent, after == NOT_KNOWN
+        made.unindexed.clear()
+        expected: int | None = None
+        holes = set(made.holes)
+        for columns, chunk in self._chunks(after):
             made.unindexed.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.size))
-            stored += columns.size
-            made.extent.newest_seq = max(made.extent.newest_seq, columns.last_seq)
+            extent.stored_bytes += columns.size
+            if is_rebuild and expected is not None and columns.first_seq > expected:
+                holes.add((expected - 1, columns.first_seq))
+            expected = columns.last_seq + 1
+            extent.newest_seq = max(extent.newest_seq, columns.last_seq)
             if chunk is not None:
+                if is_rebuild:
+                    self._name_streams(chunk)
                 self._count(chunk, columns)
-        made.extent.stored_bytes = stored
+        made.holes = sorted(holes)
 
     def _count(self, chunk: Chunk, columns: Columns) -> None:
         for id, growth in growth_of(columns.first_seq, chunk.streams, columns.ids, columns.time_ms):
@@ -351,42 +371,14 @@ class Loading:
 
     def _rebuild_all(self) -> None:
         """Rebuild streams, index, holes and meta from the chunks."""
-        made = self._made
-        made.unindexed.clear()
-        stored = newest = 0
-        known_holes = set(made.holes)
-        expected: int | None = None
-        index: list[tuple[int, int]] = []
-        found: list[Unindexed] = []
-        for columns, chunk in self._chunks(-1):
-            stored += columns.size
-            if expected is not None and columns.first_seq > expected:
-                known_holes.add((expected - 1, columns.first_seq))
-            expected = columns.last_seq + 1
-            newest = max(newest, columns.last_seq)
-            index += [(id, columns.first_seq) for id in unpack_streams(columns.streams)]
-            found.append(Unindexed(columns.first_seq, columns.streams, columns.time_ms, columns.size))
-            if chunk is not None:
-                self._name_streams(chunk)
-                self._count(chunk, columns)
+        made, extent = self._made, self._made.extent
+        extent.stored_bytes = 0
+        self._read_chunks(NOT_KNOWN)
         self._note_lost_streams()
-        step = CHECKPOINT_CHUNKS
-        self._spans = [span_of(found[begin : begin + step]) for begin in range(0, len(found), step)]
-        made.extent.stored_bytes = stored
-        made.extent.newest_seq = max(newest, made.extent.newest_seq)
-        if made.extent.floor_seq == NOT_KNOWN:
-            made.extent.floor_seq = max(0, made.extent.oldest_seq - 1)
-        made.holes = sorted(known_holes)
-        newest = made.extent.newest_seq
-        meta = {"newest_seq": newest, "floor_seq": made.extent.floor_seq, "stored_bytes": stored, "indexed_seq": newest}
-        meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._made.streams)}
-        self._writes.append((rows.META, list(meta.items())))
-        self._writes.append((rows.HOLE, list(made.holes)))
-        self._writes.append(
-            (rows.STREAM, [made.streams[id].row(made.streams[id].progress) for id in sorted(made.dirty)])
-        )
-        self._index = index
-        made.dirty.clear()
+        if extent.floor_seq == NOT_KNOWN:
+            extent.floor_seq = max(0, extent.oldest_seq - 1)
+        meta = {NEXT_STREAM: made.next_stream, STREAMS: len(made.streams)}
+        self._writes += [(rows.META, list(meta.items())), (rows.HOLE, list(made.holes))]
 
     def _note_lost_streams(self) -> None:
         """Note the streams of which neither row nor records exist. Their numbers must not be given out again."""
@@ -436,17 +428,21 @@ class Loading:
 
     def _write(self) -> None:
         """Write all repairs in one transaction."""
-        for number in self._made.ledger.forget(self._made.extent.floor_seq, self._made.incarnation):
+        made = self._made
+        for number in made.ledger.forget(made.extent.floor_seq, made.incarnation):
             self._delete(rows.DAMAGE.name, "number", number)
-        if not (self._writes or self._deletes or self._index is not None):
+        if not (self._writes or self._deletes or self._rebuild):
             return
         with transaction(db := self._db):
             for statement, key in self._deletes:
                 db.execute(statement, (key,))
             for table, right in self._writes:
                 table.insert(db, right)
-            if self._index is not None:
+            if self._rebuild:
                 db.execute("DELETE FROM chunk_stream")
-                insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", sorted(self._index))
                 db.execute("DELETE FROM span")
-                rows.SPAN.insert(db, self._spans)
+                streams = [made.streams[id].row(made.streams[id].progress) for id in sorted(made.dirty)]
+                write_checkpoint(db, made.unindexed, streams, made.extent, is_index_trusted=True)
+        if self._rebuild:
+            made.unindexed.clear()
+            made.dirty.clear()

@@ -109,10 +109,10 @@ class Reader:
     ) -> Scan:
         """`is_quick`: trust the index, and the set of streams of each chunk; otherwise read every chunk."""
         after, until = found.after, found.until
-        first_seqs, complete_to = _first_seqs(db, after, until, streams if is_quick else None)
+        candidates, complete_to = _candidates(db, after, until, streams if is_quick else None)
         expected = max(after, found.floor_seq) + 1
         read = 0
-        for first_seq in first_seqs:
+        for first_seq in candidates:
             if first_seq > expected and not is_quick:
                 self._jump(found, expected - 1, first_seq, holes)
             chunk = self._row(db, first_seq, found, is_quick=is_quick)
@@ -230,7 +230,7 @@ def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Holes) -> bool:
     return all(map(is_lost, missing))
 
 
-def _first_seqs(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
+def _candidates(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
     """Returns the first_seq of each chunk that may have wanted records, and up to which seq this list is complete."""
     start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (after + 1,)).fetchone()[0] or 0
     if wanted is None or len(wanted) > INDEXED_STREAMS_MAX:
@@ -261,7 +261,7 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
-        rows = [(one, None) for one in _indexed_first_seqs(db, start, until, SCAN_CHUNKS_MAX)]
+        rows = [(one, None) for one in first_seqs(db, start, until, SCAN_CHUNKS_MAX)]
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
     if wanted is not None:  # a chunk with a damaged set of streams may have them
         rows = [row for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))]
@@ -281,34 +281,36 @@ def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
 
 
 def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
-    """Yields in order (first_seq, columns, ""), or (first_seq, None, why) if a chunk can't be read. Damage raises no
-    error."""
-    for first_seq in _all_first_seqs(db):
-        try:
-            yield first_seq, chunk_at(db, first_seq)[0], ""
-        except (CorruptChunkError, sqlite3.DatabaseError) as error:
-            yield first_seq, None, str(error)
+    """Yields in order (first_seq, columns, ""), or (first_seq, None, why) if a chunk can't be read. Raises
+    sqlite3.Error if the disk fails."""
+    after = -1
+    while found := first_seqs(db, after + 1, NOBODY, SCAN_CHUNKS_MAX):
+        after = found[-1]
+        for first_seq in found:
+            try:
+                yield first_seq, chunk_at(db, first_seq)[0], ""
+            except (CorruptChunkError, sqlite3.DatabaseError) as error:
+                yield first_seq, None, str(error)
 
 
 def next_first_seq(db: sqlite3.Connection, after: int) -> int | None:
     """Returns the first_seq of the next chunk that can be found, or None."""
+    return next(iter(first_seqs(db, after + 1, NOBODY, 1)), None)
+
+
+def first_seqs(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
+    """Returns the first `count` chunks that begin in start..until. Where the table can't be walked: those that the
+    index of streams names, though this reads the whole index, and those of the table beyond the damage."""
+    query = "SELECT {} first_seq FROM {} WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
     try:
-        found = db.execute("SELECT min(first_seq) FROM chunk WHERE first_seq > ?", (after,)).fetchone()[0]
-        return None if found is None else int(found)
+        found = {row[0] for row in db.execute(query.format("", "chunk"), (start, until, count))}
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
-    return next(iter(_indexed_first_seqs(db, after + 1, NOBODY, 1)), None)
-
-
-def _indexed_first_seqs(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
-    """For a table that can't be walked: returns the chunks that the index of streams names, though this reads the whole
-    index, and those of the table beyond the damage."""
-    query = "SELECT DISTINCT first_seq FROM chunk_stream WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
-    found = set(_walked(db, start, until, count))
-    with contextlib.suppress(sqlite3.DatabaseError):
-        found.update(row[0] for row in db.execute(query, (start, until, count)))
-    return sorted(found)[:count]
+        found = set(_walked(db, start, until, count))
+        with contextlib.suppress(sqlite3.DatabaseError):
+            found.update(row[0] for row in db.execute(query.format("DISTINCT", "chunk_stream"), (start, until, count)))
+    return sorted(one for one in found if start <= one <= until)[:count]
 
 
 def _walked(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
@@ -343,18 +345,6 @@ def _beyond_damage(db: sqlite3.Connection, seq: int, until: int) -> int | None:
         if seq + leap > until:
             return None
     return bisect_left(range(seq + leap), True, lo=seq + leap // 2 + 1, key=is_whole)
-
-
-def _all_first_seqs(db: sqlite3.Connection) -> Iterator[int]:
-    last = -1
-    with contextlib.suppress(sqlite3.DatabaseError):
-        for (first_seq,) in db.execute("SELECT first_seq FROM chunk ORDER BY first_seq"):
-            if isinstance(first_seq, int) and first_seq > last:
-                last = first_seq
-                yield last
-        return
-    with contextlib.suppress(sqlite3.DatabaseError):
-        yield from _indexed_first_seqs(db, last + 1, NOBODY, NOBODY)
 
 
 class Span(NamedTuple):

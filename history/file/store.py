@@ -25,7 +25,7 @@ from history.file.load import (
     STREAMS,
     Cursor,
     Unindexed,
-    span_of,
+    write_checkpoint,
 )
 from history.file.opening import Opening, suspect_path
 from history.file.retention import (
@@ -43,7 +43,7 @@ from history.file.retention import (
     used_bytes,
     vacuum,
 )
-from history.file.rows import CURSOR, DAMAGE, META, SPAN, STREAM, StoredRow, oldest_of
+from history.file.rows import CURSOR, DAMAGE, META, STREAM, StoredRow, oldest_of
 from history.records.chunk import (
     NO_RECORDS,
     Allowance,
@@ -309,19 +309,12 @@ class Store:
         META.insert(db, [(STREAMS, self._stream_rows)])
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
-        unindexed, extent, streams = self.loaded.unindexed, self.extent, self.loaded.streams
-        index = sorted((id, chunk.first_seq) for chunk in unindexed for id in unpack_streams(chunk.streams))
-        insert_rows(db, "INSERT OR IGNORE INTO chunk_stream", index)
-        if unindexed:
-            SPAN.insert(db, [span_of(unindexed)])
-        STREAM.insert(db, [streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in streams])
-        meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
-        meta["indexed_seq"] = extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN
-        META.insert(db, meta.items())
+        loaded, floor = self.loaded, self.extent.floor_seq
+        grown = [loaded.streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in loaded.streams]
+        write_checkpoint(db, loaded.unindexed, grown, self.extent, is_index_trusted=loaded.is_index_trusted)
         if self._stale:
-            delete = "DELETE FROM chunk_stream WHERE first_seq <= ? AND stream"
-            delete_rows(db, delete, sorted(self._stale), extent.floor_seq)
-            db.execute("DELETE FROM span WHERE last_seq <= ?", (extent.floor_seq,))
+            delete_rows(db, "DELETE FROM chunk_stream WHERE first_seq <= ? AND stream", sorted(self._stale), floor)
+            db.execute("DELETE FROM span WHERE last_seq <= ?", (floor,))
             db.execute("DELETE FROM meta WHERE key = ?", (STALE_NAMES,))
 
     def _checkpointed(self) -> None:
