@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -45,7 +45,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 J = TypeVar("J")
 Q = TypeVar("Q")
 A = TypeVar("A")
-A_contra = TypeVar("A_contra", contravariant=True)
 
 BATCH_MAX: Final = 256
 WAITING_MAX = 20_000  # questions before a worker: some seconds of work; more are refused
@@ -67,9 +66,6 @@ class Gathering:
         self._expected = 1  # jobs after a wait, including those that were there before; 1: do not wait
         self._every = self._left = LOOK_MIN  # turns: between two probes, and until the next one
         self._is_look = False
-
-    def __repr__(self) -> str:
-        return f"Gathering(expected={self._expected}, looks every {self._every})"
 
     def wanted(self, *, is_first: bool) -> int:
         """Returns the number of jobs to wait for. `is_first`: the worker was idle when the first of them came. A probe
@@ -132,9 +128,6 @@ class Worker(Generic[J]):
         self._goal_jobs = self._goal_weight = 0
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def __repr__(self) -> str:
-        return f"Worker({self._name}, waiting={self.waiting})"
 
     @property
     def waiting(self) -> int:
@@ -230,13 +223,8 @@ class Worker(Generic[J]):
 WorkerFactory = type[Worker[Any]]
 
 
-class Reply(Protocol[A_contra]):
-    """Receives an answer without a future: on the loop, in the order of the questions."""
-
-    def answered(self, answer: A_contra | BaseException) -> None: ...
-
-
-Waiting = asyncio.Future[A] | Reply[A]
+Receive = Callable[[A | BaseException], object]
+"""Receives one answer, on the loop, in the order of the questions."""
 
 
 class Answerer(Generic[Q, A]):
@@ -246,7 +234,7 @@ class Answerer(Generic[Q, A]):
         self,
         name: str,
         work: Callable[[list[Q]], Sequence[A | BaseException]],
-        answered: Callable[[list[tuple[Q, Waiting[A]]], Sequence[A | BaseException]], None] | None = None,
+        answered: Callable[[list[tuple[Q, Receive[A]]], Sequence[A | BaseException]], None] | None = None,
         *,
         worker: WorkerFactory = Worker,
         **options: Any,
@@ -256,27 +244,24 @@ class Answerer(Generic[Q, A]):
         self._loop = asyncio.get_running_loop()
         self._name, self._work, self._answered = name, work, answered or give
         self._closing = False
-        self._worker: Worker[tuple[Q, Waiting[A]]] = worker(name, self._turn, **options)
-
-    def __repr__(self) -> str:
-        return f"Answerer({self._name}, waiting={self._worker.waiting})"
+        self._worker: Worker[tuple[Q, Receive[A]]] = worker(name, self._turn, **options)
 
     def ask(self, question: Q) -> asyncio.Future[A]:
         """Same as `put`; returns a future for the answer."""
         future: asyncio.Future[A] = self._loop.create_future()
-        self.put(question, future)
+        self.put(question, functools.partial(_settle, future))
         return future
 
-    def put(self, question: Q, waiting: Waiting[A]) -> None:
+    def put(self, question: Q, receive: Receive[A]) -> None:
         """Raises RESOURCE_EXHAUSTED at the limit, UNAVAILABLE once it is closed."""
         if self._closing:
             raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
         if self._worker.waiting >= WAITING_MAX:
             why = f"{WAITING_MAX} requests wait for the store, which is the limit: try later"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, why)
-        self._worker.put((question, waiting))
+        self._worker.put((question, receive))
 
-    def _turn(self, batch: list[tuple[Q, Waiting[A]]]) -> None:
+    def _turn(self, batch: list[tuple[Q, Receive[A]]]) -> None:
         """Beside the loop."""
         try:
             answers: Sequence[A | BaseException] = self._work([question for question, _ in batch])
@@ -292,18 +277,20 @@ class Answerer(Generic[Q, A]):
         await self._worker.close()
 
 
-def give(batch: Sequence[tuple[Any, Waiting[A]]], answers: Sequence[A | BaseException]) -> None:
+def give(batch: Sequence[tuple[Any, Receive[A]]], answers: Sequence[A | BaseException]) -> None:
     """Deliver the answers of a batch."""
-    for (_, waiting), answer in zip(batch, answers, strict=True):
-        if not isinstance(waiting, asyncio.Future):
-            waiting.answered(answer)
-        elif waiting.done():
-            continue
-        elif isinstance(answer, BaseException):
-            waiting.set_exception(answer)
-            waiting.exception()  # marks it as retrieved, even if nobody waits
-        else:
-            waiting.set_result(answer)
+    for (_, receive), answer in zip(batch, answers, strict=True):
+        receive(answer)
+
+
+def _settle(future: asyncio.Future[A], answer: A | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+        future.exception()  # marks it as retrieved, even if nobody waits
+    else:
+        future.set_result(answer)
 
 
 # -- all of them

@@ -297,7 +297,7 @@ class CommandEntry:
             event = codec.read_unsubscribe(request, host)
         pending = PendingRequest(self, codec, attributes, topic, who, size, (id.msb, id.lsb))
         command = Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big"))
-        self._store.writer().put((command, pending.tag), pending)
+        self._store.writer().put((command, pending.tag), pending.answered)
         self.is_waiting(who, size)
 
     def is_waiting(self, who: UEntity, more: int) -> None:

@@ -360,8 +360,8 @@ async def test_a_lane_takes_no_more_than_its_limit(monkeypatch: pytest.MonkeyPat
         return questions
 
     def answered(batch: Any, answers: Any) -> None:
-        for (_, future), answer in zip(batch, answers, strict=True):
-            future.set_result(answer)
+        for (_, receive), answer in zip(batch, answers, strict=True):
+            receive(answer)
 
     lane: Answerer[int, int] = Answerer("test", work, answered, batch_max=2)
     futures = [lane.ask(0)]
