@@ -278,9 +278,6 @@ class SqliteFile:
         self._marked = b""  # the incarnation in the mark
         self._identity: tuple[int, int] | None = None  # of the file that `connect` has opened: device and inode
 
-    def __repr__(self) -> str:
-        return f"SqliteFile({self.kind.what}, {self.path}, {'open' if self.db is not None else 'not open'})"
-
     # -- who may open it
 
     def take(self) -> None:

@@ -127,9 +127,6 @@ class Reserve:
         self._trouble = ""  # why it could not be allocated; the last reason that was logged
         self._counts_blocks = True  # the file system reports how many blocks a file has
 
-    def __repr__(self) -> str:
-        return f"Reserve({self.path}, {self.held} of {self.bytes} bytes)"
-
     @property
     def held(self) -> int:
         """The bytes that are allocated now."""

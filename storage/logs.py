@@ -248,9 +248,6 @@ class Repeats:
         self._timer: threading.Timer | None = None
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"Repeats({len(self._kinds)} kinds, {sum(kind.held for kind in self._kinds.values())} lines held)"
-
     def __call__(self, _: Any, method: str, event: Event) -> Event:
         text = event.pop("_kind", event.get("event"))
         if method == "debug" or self._closed:
@@ -385,9 +382,6 @@ class LogOutput:
         self.lost_lines = 0
         self._unreported_lines = 0  # lost lines that the log does not report yet
         self._is_cut = False  # the last line was written in part
-
-    def __repr__(self) -> str:
-        return f"LogOutput(descriptor={self._descriptor}, waiting={len(self._waiting)}, lost_lines={self.lost_lines})"
 
     def write(self, text: str) -> int:
         data = text.encode(errors="backslashreplace")

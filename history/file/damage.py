@@ -64,9 +64,6 @@ class Ledger:
     def __init__(self, rows: Iterable[StoredRow] = ()) -> None:
         self._rows: dict[int, tuple[Damage, bool]] = {row[0]: (Damage(*row[1:8]), bool(row[8])) for row in rows}
 
-    def __repr__(self) -> str:
-        return f"Ledger({len(self._rows)} known, {len(self.open)} not acknowledged)"
-
     @property
     def open(self) -> list[Damage]:
         """Returns the damage that nobody has acknowledged, in the order in which it was found."""

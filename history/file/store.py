@@ -117,7 +117,7 @@ class Store:
         self.room = DiskRoom(path, self.reserve)
         self.sizes = Sizes(bytes_max, self._wal_max)
         self._is_choked = False  # a reader is active, and the disk has no space for a longer write-ahead log
-        opening = with_room(self.reserve, path, lambda: self._opened(now_ms or runtime.now_ms))
+        opening = with_room(self.reserve, path, Opening(path, runtime, now_ms or runtime.now_ms, self.sizes).run)
         self.file, self.loaded, self.extent = opening.file, opening.loaded, opening.loaded.extent
         self.allowance = Allowance()
         self.heard_seq = self.loaded.start_seq  # the loop has applied all progress up to here; set on the loop
@@ -140,14 +140,6 @@ class Store:
         self._replaced: dict[str, StoredRow | None] = {}
         self._connected(self.file.connect())
         self.sample()
-
-    def _opened(self, now_ms: Callable[[], int]) -> Opening:
-        opening = Opening(self.path, self.runtime, now_ms, self.sizes)
-        opening.run()
-        return opening
-
-    def __repr__(self) -> str:
-        return f"Store({self.path}, {self.extent})"
 
     def close(self) -> None:
         """Close the file. Everything committed is kept in any case; a clean close makes the next open faster."""

@@ -51,6 +51,11 @@ class VerifyReport:
     def is_sound(self) -> bool:
         return not self.found_total and not self.reported
 
+    def note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
+        self.found_total += 1
+        if len(self.found) < FINDINGS_MAX:
+            self.found.append(Damage(0, kind, after, before, self.incarnation, detail=detail))
+
 
 def verify(path: Path, disk: Disk = REAL_DISK) -> VerifyReport:
     """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or not a log),
@@ -74,7 +79,7 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> VerifyReport:
         watch.check()
         if isinstance(error, sqlite3.OperationalError):
             raise rows.LOG.fault(error, path, "read") from error
-        _note(report, kinds.STRUCTURE, f"nothing of it can be read: {error}")
+        report.note(kinds.STRUCTURE, f"nothing of it can be read: {error}")
     return report
 
 
@@ -99,15 +104,9 @@ class _Watch:
             raise UStatusError(UCode.UNAVAILABLE, f"{why}: try again when less comes")
 
 
-def _note(report: VerifyReport, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
-    report.found_total += 1
-    if len(report.found) < FINDINGS_MAX:
-        report.found.append(Damage(0, kind, after, before, report.incarnation, detail=detail))
-
-
 class _Verifier:
     def __init__(self, db: sqlite3.Connection, report: VerifyReport, marked: Marked | str | None) -> None:
-        self._db, self._report, self._marked = db, report, marked
+        self._db, self._report, self._marked, self._note = db, report, marked, report.note
         self._addresses: dict[int, tuple[Any, Any]] = {}
         self._newest: dict[int, int] = {}  # of each stream, as far as it was read
         self._named = 0  # pairs of stream and chunk in the index
@@ -129,9 +128,6 @@ class _Verifier:
         self._index()
         newest = int(self._meta.get("newest_seq", 0))
         self._ends(max(self._report.newest_seq, newest, *(before - 1 for _, before in holes)), found[rows.CURSOR])
-
-    def _note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
-        _note(self._report, kind, detail, after, before)
 
     def _note_records(self, after: int, before: int, detail: str) -> None:
         """Note lost records, unless a person has acknowledged them."""

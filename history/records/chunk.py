@@ -463,9 +463,6 @@ class Allowance:
     def __init__(self) -> None:
         self.refill()
 
-    def __repr__(self) -> str:
-        return f"Allowance({self._records} records, {self._bytes} bytes)"
-
     def refill(self) -> None:
         self._records, self._bytes = PASSED_RECORDS_MAX, PASSED_BYTES_MAX
 
