@@ -102,7 +102,6 @@ class Worker(Generic[J]):
         *,
         batch_max: int = BATCH_MAX,
         weigh: Callable[[J], int] | None = None,
-        gather_ms: int = 0,
         gathering: Gathering | None = None,
         tick_s: float | None = None,
         finish: Callable[[], None] | None = None,
@@ -110,14 +109,12 @@ class Worker(Generic[J]):
         """`work(batch)` is called with the jobs that have come, up to `batch_max` as measured by `weigh` (by default
         the number of jobs); it must not raise.
 
-        `gather_ms`: a batch follows the one before it that late, unless it is full: the more share a commit, the less
-        each costs.
         `gathering`: says for how many more a batch waits, and for how long.
         `tick_s`: after so long without a job `work([])` is called. `finish()` is called in the worker's turn after the
         last batch.
         """
         self._name, self._work, self._batch_max, self._weigh = name, work, batch_max, weigh
-        self._gather_s, self._gathering, self._tick_s, self._finish = gather_ms / 1000, gathering, tick_s, finish
+        self._gathering, self._tick_s, self._finish = gathering, tick_s, finish
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -168,20 +165,17 @@ class Worker(Generic[J]):
     # -- on the thread
 
     def _run(self) -> None:
-        last = 0.0
         more = True
         gathering = self._gathering
         try:
             while more:
                 is_first = not self._jobs
-                if self._sleep(1, 1 << 62, None if self._tick_s is None else time.monotonic() + self._tick_s):
-                    if last + self._gather_s > time.monotonic():
-                        self._sleep(self._batch_max, self._batch_max, last + self._gather_s)
-                    if gathering is not None and not self._closing:
-                        goal = gathering.wanted(is_first=is_first), gathering.enough
-                        is_enough = self._is_enough(*goal)
-                        in_vain = not is_enough and not self._sleep(*goal, self._since + gathering.window_s)
-                        gathering.took(len(self._jobs), waited=not is_enough, in_vain=in_vain)
+                has_jobs = self._sleep(1, 1 << 62, None if self._tick_s is None else time.monotonic() + self._tick_s)
+                if has_jobs and gathering is not None and not self._closing:
+                    goal = gathering.wanted(is_first=is_first), gathering.enough
+                    is_enough = self._is_enough(*goal)
+                    in_vain = not is_enough and not self._sleep(*goal, self._since + gathering.window_s)
+                    gathering.took(len(self._jobs), waited=not is_enough, in_vain=in_vain)
                 batch: list[J] = []
                 weight = 0
                 while self._jobs and weight < self._batch_max:
@@ -193,7 +187,6 @@ class Worker(Generic[J]):
                     one = 1 if self._weigh is None else self._weigh(job)
                     weight += one
                     self._weight_taken += one
-                last = time.monotonic()
                 if batch or (more and self._tick_s is not None):
                     self._work(batch)
         finally:

@@ -236,7 +236,6 @@ class SimulatedWorker:
         *,
         batch_max: int = 256,
         weigh: Callable[[Any], int] | None = None,
-        gather_ms: int = 0,
         gathering: Gathering | None = None,
         tick_s: float | None = None,
         finish: Callable[[], None] | None = None,
@@ -244,7 +243,7 @@ class SimulatedWorker:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop, self._work, self._finish, self._name = loop, work, finish, name
-        self._batch_max, self._weigh, self._gather_s, self._tick_s = batch_max, weigh, gather_ms / 1000, tick_s
+        self._batch_max, self._weigh, self._tick_s = batch_max, weigh, tick_s
         self._gathering = gathering
         self._is_first = False
         self._wanted = 0  # jobs that are waited for; 0: none
@@ -252,7 +251,6 @@ class SimulatedWorker:
         self._jobs: list[Any] = []
         self._callbacks: list[Callable[[], object]] = []
         self._busy = self._closing = self._working = False
-        self._last = 0.0
         self._ended: asyncio.Future[None] = loop.create_future()
         self._ticking: asyncio.TimerHandle | None = None
         self._tick_later()
@@ -280,8 +278,7 @@ class SimulatedWorker:
     def _wake(self) -> None:
         if not self._busy and not self._ended.done():
             self._busy, self._is_first = True, len(self._jobs) <= 1
-            early = max(0.0, self._gather_s - (self._loop.now - self._last))
-            self._loop.call_later(early + self._loop.random.random() * self.DELAY_S, self._gather)
+            self._loop.call_later(self._loop.random.random() * self.DELAY_S, self._gather)
 
     def _tick_later(self) -> None:
         if self._tick_s is not None:
@@ -320,7 +317,6 @@ class SimulatedWorker:
         while self._jobs and weight < self._batch_max:
             batch.append(self._jobs.pop(0))
             weight += 1 if self._weigh is None else self._weigh(batch[-1])
-        self._last = self._loop.now
         if batch or (self._tick_s is not None and not self._closing):
             self._work(batch)
         ending = self._closing and not self._jobs

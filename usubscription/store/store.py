@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from storage.faults import DamagedError
-from storage.runtime import REAL, WAITING_MAX, Answerer, Runtime, give
+from storage.runtime import BATCH_MAX, REAL, WAITING_MAX, Answerer, Gathering, Runtime, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status
@@ -26,8 +26,7 @@ from usubscription.store.reader import StoreReader
 from usubscription.store.schema import STORE
 
 READ_BATCH_MAX: Final = 8  # queries: each answer may be a page of 768 KiB, and all are in memory together
-# between two commits while requests keep coming: a commit of more requests costs less for each
-GATHER_MS: Final = 4
+GATHER_MS: Final = 4  # a request waits at most so long for others: a commit of more requests costs less for each
 # answers in one turn of the event loop: a request that needs 0.1 ms must not wait for 256 answers
 ANSWERS_AT_ONCE: Final = 8
 
@@ -127,7 +126,11 @@ class SubscriptionStore:
             self._damaged(error)
             return
         self._writer = Answerer(
-            "usubscription-writer", self._write, self._written, gather_ms=GATHER_MS, worker=self._start_worker
+            "usubscription-writer",
+            self._write,
+            self._written,
+            gathering=Gathering(GATHER_MS, BATCH_MAX),
+            worker=self._start_worker,
         )
         for name, reader in self._reading.items():
             answer = functools.partial(_answer_reads, reader)
