@@ -1,32 +1,28 @@
-"""The in-process reference transport: ordered, acknowledged last, with faults on demand from a seed.
+"""The in-process reference transport: ordered, and acknowledged last.
 
-send_batch -> checks (valid?) -> its address    -> LocalNetwork (Faults) -> every other member: Arrivals -> listeners
-              waits while         refused?                     |                            taken, or redelivered, in
-              order a member is full    nobody listens?              |-> wanted by no listener: kept for `receive` '-> a
-              named member that is away: its session keeps it
+send_batch -> checks -> nobody listens?  -> LocalNetwork -> every other member: Arrivals -> listeners: taken, or again
+              waits while a member is full       |                  '-> wanted by no listener: kept for `receive`
+                                                 '-> a named member that is away: its session keeps it
 
 The objects that were sent are delivered without a copy: treat them as immutable, like every message. A network lives on
-one event loop.
+one event loop. campaigns/simulation/network.py has one with faults on demand.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
-import random
-import re
 from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Self
 from weakref import WeakValueDictionary
 
 import structlog
 from pydantic import Field
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, NOT_TRIED, OK, TransportBase, TransportSettings, stopped, tell, too_large
+from transports.base import NOT_OPEN, OK, TransportBase, TransportSettings, stopped, tell, too_large
 from transports.listeners import Filter
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
@@ -46,41 +42,13 @@ SESSION_MESSAGES_MAX: Final = 100_000
 SESSION_BYTES_MAX: Final = 64 << 20  # the same in bytes
 PULL_MESSAGES_MAX: Final = 1_024  # the newest messages that no listener wanted, kept for `receive`
 PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
-IN_FLIGHT_MESSAGES: Final = 1_024  # unanswered at once, if `answer_s` is set
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
 # how long kept messages of a session wait until the listener that wants them is registered
 UNCLAIMED_MS_MAX: Final = 30_000
 
 log = structlog.get_logger()
 
-
-@dataclass(frozen=True)
-class Faults:
-    """Faults, each with a probability from 0 to 1, all drawn from one seed: the same sends get the same faults.
-
-    No fault reorders a stream: messages of one (source, sink) stay in order.
-    """
-
-    seed: int = 0
-    fail_send: float = 0.0  # per message: UNAVAILABLE, and it was not sent
-    unsure_send: float = 0.0  # per message: UNAVAILABLE, though it was sent (a retry makes a duplicate)
-    refuse: float = 0.0  # per message: PERMISSION_DENIED, no retry
-    drop_connection: float = 0.0  # per batch: the sender loses the network for `away_ms` before the batch leaves
-    away_ms: int = 20
-    duplicate: float = 0.0  # per message and member: delivered twice in a row
-    delay_ms_max: int = 0  # each message is delayed by a random time up to this; streams overtake one another
-
-
-NO_FAULTS: Final = Faults()
-REFUSED: Final = UStatus(
-    code=UCode.PERMISSION_DENIED, message="the network refuses this message (a fault was asked for)"
-)
-NOT_SENT: Final = UStatus(code=UCode.UNAVAILABLE, message="the message was not sent (a fault was asked for): try again")
-UNSURE: Final = UStatus(
-    code=UCode.UNAVAILABLE, message="whether the message was sent is unknown (a fault was asked for): try again"
-)
 LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection is lost: try again when it is back")
-BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
 NOBODY: Final = nobody_listens("no member of the network listens at this address: send it again when one does")
 
 
@@ -138,87 +106,83 @@ def matches(filter: Filter, message: UMessage) -> bool:
 
 
 class LocalNetwork:
-    """Every member receives the messages of all others, but not its own."""
+    """Every member receives the messages of all others, but not its own. `freed` is set whenever a member may have free
+    capacity again."""
 
-    _named: ClassVar[WeakValueDictionary[str, LocalNetwork]] = WeakValueDictionary()
+    _named: ClassVar[WeakValueDictionary[str, Any]] = WeakValueDictionary()
 
-    def __init__(self, faults: Faults | None = None, name: str = "") -> None:
+    def __init__(self, name: str = "") -> None:
         self.name = name
         self.members: list[LocalTransport] = []
         self.sessions: dict[str, MemberSession] = {}  # of named members that have left
-        self.freed = asyncio.Event()  # set whenever a member may have free capacity again
+        self.freed = asyncio.Event()
         self.cut_off: set[str] = set()  # authorities without network
-        self._refused: dict[tuple[str, str], re.Pattern[str]] = {}  # (address, sender), as given to `refuse`
-        self.answer_s = 0.0  # delay of the statuses of a batch, as on a network far away
-        self._delayed: list[tuple[float, int, LocalTransport, UMessage]] = []  # due, order, receiver, message
-        self._count = 0
-        self._release_at: dict[Any, float] = {}  # stream -> when its last delayed message is due
-        self.set_faults(faults)
 
     @classmethod
-    def named(cls, name: str) -> LocalNetwork:
+    def named(cls, name: str) -> Self:
         """The network of that name in this process; it exists as long as it is referenced."""
-        network = cls._named.get(name)
+        network: Self | None = cls._named.get(name)
         if network is None:
-            network = cls._named[name] = cls(name=name)
+            network = cls._named[name] = cls(name)
         return network
 
     def __repr__(self) -> str:
-        return f"LocalNetwork({self.name!r}, members={len(self.members)}, faults={self.faults})"
+        return f"{type(self).__name__}({self.name!r}, members={len(self.members)})"
 
-    def set_faults(self, faults: Faults | None) -> None:
-        """Use these faults from now on; None: none. Delayed messages stay delayed, and later ones of their stream stay
-        behind them."""
-        self.faults = faults
-        self._random = random.Random(faults.seed if faults is not None else 0)
+    async def send(
+        self, sender: LocalTransport, messages: Sequence[UMessage], absent: set[str] | None = None
+    ) -> list[UStatus]:
+        """See UTransport.send_batch. `absent`: addresses where nobody has listened yet; later messages to them must not
+        overtake earlier ones, even if somebody listens now."""
+        absent = set() if absent is None else absent
+        statuses: list[UStatus] = []
+        now = sender.checks.now_ms()
+        for message in messages:
+            refusal = sender.checks.refusal(message, now)
+            if refusal is not None:
+                statuses.append(refusal)
+                continue
+            octets = size(message)
+            if octets > sender.wire_bytes_max:
+                statuses.append(too_large(octets, sender.wire_bytes_max))
+                continue
+            # there is no key or topic from which the receiver could complete it
+            message = attrs.completed(message, sender.authority)
+            if sender.connected and sender.tells_absence and self._is_unheard(sender, message, absent):
+                statuses.append(NOBODY)
+                continue
+            while sender.connected and self.full(sender):
+                self.freed.clear()
+                await self.freed.wait()
+                now = sender.checks.now_ms()
+            status = self.carry(sender, message) if sender.connected else LOST if sender.is_open else NOT_OPEN
+            if is_of_the_network(status):
+                return stopped(statuses, len(messages), status)
+            statuses.append(status)
+        return statuses
 
-    def break_(self) -> None:
-        """Disconnect every member, until `heal`."""
-        for member in self.members:
-            member.disconnect()
+    def _is_unheard(self, sender: LocalTransport, message: UMessage, absent: set[str]) -> bool:
+        attributes = message.attributes
+        if attributes.type != attrs.PUBLISH:
+            return False
+        address = sender.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+        if address not in absent and self.is_heard(sender, message, address):
+            return False
+        absent.add(address)
+        sender.was_unheard = True
+        return True
 
-    def heal(self) -> None:
-        for member in self.members:
-            member.reconnect()
+    def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
+        """Deliver `message` to every other member."""
+        for session in self.sessions.values():
+            session.keep(message)
+        for member in [member for member in self.members if member is not sender]:
+            member.arrive(message)
+        return OK
 
-    def cut(self, authority: str) -> None:
-        """The member of that authority is disconnected, now or when it joins, until `mend`."""
-        self.cut_off.add(authority)
-        for member in self._of(authority):
-            member.disconnect()
-
-    def mend(self, authority: str) -> None:
-        self.cut_off.discard(authority)
-        for member in self._of(authority):
-            member.reconnect()
-
-    def refuse(self, address: str, sender: str = "") -> None:
-        """From now on, messages from the authority `sender` ("": any) to `address` are answered PERMISSION_DENIED and
-        delivered to nobody. `address`: as LocalTransport.address_of makes it; `*` in it matches any text."""
-        self._refused[address, sender] = re.compile(".*".join(map(re.escape, address.split("*"))))
-
-    def allow(self, address: str | None = None, sender: str = "") -> None:
-        """Undo `refuse` with the same arguments; None: all of `sender`."""
-        for rule in [one for one in self._refused if one[1] == sender and address in (None, one[0])]:
-            del self._refused[rule]
-
-    @property
-    def has_late(self) -> bool:
-        """True if messages are delayed."""
-        return bool(self._delayed)
-
-    def refuses(self, address: str, sender: str) -> bool:
-        return any(
-            of in ("", sender) and pattern.fullmatch(address) is not None for (_, of), pattern in self._refused.items()
-        )
-
-    @property
-    def refuses_some(self) -> bool:
-        return bool(self._refused)
-
-    def is_heard(self, sender: LocalTransport, message: UMessage) -> bool:
-        """True if a member other than `sender`, or the session of one that is away, listens to it. To be kept for
-        `receive` does not count: nobody may ever ask for it."""
+    def is_heard(self, sender: LocalTransport, message: UMessage, address: str) -> bool:
+        """True if a member other than `sender`, or the session of one that is away, listens to `message`, which has
+        this address. To be kept for `receive` does not count: nobody may ever ask for it."""
         if any(member.hears(message) for member in self.members if member is not sender):
             return True
         return any(session.wants(message) for session in self.sessions.values())
@@ -229,80 +193,16 @@ class LocalNetwork:
             if member is not by:
                 member.somebody_listens()
 
-    def inject(self, message: UMessage) -> None:
-        """Deliver `message` unchecked, as if a misbehaving member had sent it."""
-        for member in self.members:
-            member.arrive(message)
+    def join(self, member: LocalTransport) -> None:
+        self.members.append(member)
 
-    def _of(self, authority: str) -> list[LocalTransport]:
-        return [member for member in self.members if member.authority == authority]
+    def lose(self, member: LocalTransport) -> None:
+        """`member` has lost the network."""
+        self.freed.set()
 
     def full(self, sender: LocalTransport) -> bool:
         """True if a member other than `sender` is full."""
         return any(one.arrivals.is_full and one.connected and one is not sender for one in self.members)
-
-    def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
-        """Deliver `message` to every other member, unless a fault strikes."""
-        for session in self.sessions.values():
-            session.keep(message)
-        others = [member for member in self.members if member is not sender]
-        if self.faults is None and not self._delayed:
-            for member in others:
-                member.arrive(message)
-            return OK
-        faults = self.faults or NO_FAULTS
-        if self._strikes(faults.refuse):
-            return REFUSED
-        if self._strikes(faults.fail_send):
-            return NOT_SENT
-        for member in others:
-            for _ in range(2 if self._strikes(faults.duplicate) else 1):
-                self._late(faults, member, message) if faults.delay_ms_max or self._delayed else member.arrive(message)
-        return UNSURE if self._strikes(faults.unsure_send) else OK
-
-    def drops(self, sender: LocalTransport) -> bool:
-        """True if a fault disconnects `sender` now; it is reconnected after `away_ms`."""
-        if self.faults is None or not self._strikes(self.faults.drop_connection):
-            return False
-        sender.disconnect()
-        asyncio.get_running_loop().call_later(self.faults.away_ms / 1000, sender.reconnect)
-        return True
-
-    def _strikes(self, chance: float) -> bool:
-        return chance > 0 and self._random.random() < chance
-
-    def _late(self, faults: Faults, member: LocalTransport, message: UMessage) -> None:
-        """Deliver later, but not before an earlier message of the same stream."""
-        loop = asyncio.get_running_loop()
-        attributes = message.attributes
-        sink = uris.key(attributes.sink) if attributes.HasField("sink") else None
-        stream = (id(member), uris.key(attributes.source), sink)
-        due = loop.time() + self._random.random() * faults.delay_ms_max / 1000
-        self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
-        self._count += 1
-        member.arrivals.count(size(message), 1)
-        heapq.heappush(self._delayed, (due, self._count, member, message))
-        loop.call_at(due, self._release)
-
-    def _release(self) -> None:
-        """Deliver one due message. There is one call for each message; the heap chooses, which keeps the order of equal
-        times."""
-        _, _, member, message = heapq.heappop(self._delayed)
-        member.arrivals.count(-size(message), -1)
-        self._deliver(member, message)
-        if not self._delayed:
-            self._release_at.clear()
-
-    def _deliver(self, member: LocalTransport, message: UMessage) -> None:
-        """Deliver to `member`, or to the member that has its session now."""
-        if member.is_open or member.session is None:
-            member.arrive(message)
-        elif (session := self.sessions.get(member.session)) is not None:
-            session.keep(message)
-        else:
-            for successor in self.members:
-                if successor.session == member.session:
-                    successor.arrive(message)
 
 
 class LocalConfig(TransportSettings):
@@ -310,16 +210,6 @@ class LocalConfig(TransportSettings):
     """members with the same network name, in this process, receive each other's messages"""
     session: str | None = Field(default=None, min_length=1)
     """a name; while the member is away, the network keeps the messages that its listeners want"""
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """One `send_batch`, if `answer_s` is set."""
-
-    failed: bool = False  # some status will be a failure of the network
-    lost: bool = False  # the connection was lost meanwhile: it is unknown whether the messages have arrived
-    # addresses that it answers `nobody_listens` for: later messages must not overtake, even if somebody listens now
-    absent: set[str] = field(default_factory=set)
 
 
 class LocalTransport(TransportBase):
@@ -351,11 +241,8 @@ class LocalTransport(TransportBase):
             gathers=False,
         )
         self._for_pull = Kept()
-        self._turn, self._calls = asyncio.Lock(), set[_Call]()
         self._on_heard: list[HeardCallback] = []
-        self._was_unheard = False  # answered `nobody_listens`, and not yet notified that somebody listens
-        self.hangs: Literal["", "before", "after"] = ""
-        """`send_batch` does not return, before or after sending: a fault that `close` and `open` end."""
+        self.was_unheard = False  # answered `nobody_listens`, and not yet notified that somebody listens
         # callbacks run in the owner's context, not in that of the caller that breaks the network
         self._context = contextvars.copy_context()
 
@@ -369,11 +256,11 @@ class LocalTransport(TransportBase):
 
     async def open(self) -> None:
         if not self.is_open:
-            self.is_open, self.hangs = True, ""
+            self.is_open = True
             self._context = contextvars.copy_context()
             self.arrivals.open()
             self.arrivals.pause()  # until we are connected
-            self.network.members.append(self)
+            self.network.join(self)
             if self.session is not None and self.session in self.network.sessions:
                 self._resumed = self.network.sessions.pop(self.session)
                 self._resumed_until = asyncio.get_running_loop().time() + UNCLAIMED_MS_MAX / 1000
@@ -420,9 +307,7 @@ class LocalTransport(TransportBase):
         missed, or kept by the session."""
         if self.connected:
             self.arrivals.pause()
-            self.network.freed.set()
-            for call in self._calls:
-                call.failed = call.lost = True
+            self.network.lose(self)
             self._change(False)
 
     def reconnect(self) -> None:
@@ -435,94 +320,16 @@ class LocalTransport(TransportBase):
         """Set `connected` in the owner's context, whoever changes the network."""
         self._context.copy().run(self.set_connected, connected)
 
-    @property
-    def in_flight_messages(self) -> int:  # type: ignore[override]  # read only
-        return IN_FLIGHT_MESSAGES if self.network.answer_s else 0
-
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        if self.hangs == "before":
-            await asyncio.get_running_loop().create_future()
-        statuses = await self._send_batch(messages)
-        if self.hangs == "after":
-            await asyncio.get_running_loop().create_future()
-        return statuses
-
-    async def _send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        call = _Call()
-        if not self.network.answer_s:
-            return await self._send(messages, call)
-        if any(other.failed for other in self._calls):
-            return stopped([], len(messages), BEHIND)
-        self._calls.add(call)
-        try:
-            return await self._send_far(messages, call)
-        finally:
-            self._calls.discard(call)
-
-    async def _send_far(self, messages: Sequence[UMessage], call: _Call) -> list[UStatus]:
-        async with self._turn:
-            if any(other.failed for other in self._calls):
-                return stopped([], len(messages), BEHIND)
-            statuses = await self._send(messages, call)
-            call.failed = call.failed or any(map(_is_of_the_network, statuses))
-        await asyncio.sleep(self.network.answer_s)
-        return [UNSURE if call.lost and not status.code else status for status in statuses]
-
-    async def _send(self, messages: Sequence[UMessage], call: _Call) -> list[UStatus]:
-        statuses: list[UStatus] = []
-        if self.connected:
-            self.network.drops(self)
-        now = self.checks.now_ms()
-        for message in messages:
-            refusal = self.checks.refusal(message, now)
-            if refusal is not None:
-                statuses.append(refusal)
-                continue
-            octets = size(message)
-            if octets > self.wire_bytes_max:
-                statuses.append(too_large(octets, self.wire_bytes_max))
-                continue
-            # there is no key or topic from which the receiver could complete it
-            message = attrs.completed(message, self.authority)
-            if (status := self._answer_of_address(message, call)) is not None:
-                statuses.append(status)
-                continue
-            while self.connected and self.network.full(self):
-                self.network.freed.clear()
-                await self.network.freed.wait()
-                now = self.checks.now_ms()
-            status = self.network.carry(self, message) if self.connected else LOST if self.is_open else NOT_OPEN
-            if _is_of_the_network(status):
-                return stopped(statuses, len(messages), status)
-            statuses.append(status)
-        return statuses
-
-    def _answer_of_address(self, message: UMessage, call: _Call) -> UStatus | None:
-        """Returns why the network does not carry messages to this address; None if it does, or is away."""
-        attributes = message.attributes
-        may_be_unheard = self.tells_absence and attributes.type == attrs.PUBLISH
-        if not self.connected or not (may_be_unheard or self.network.refuses_some):
-            return None
-        address = self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
-        if self.network.refuses(address, self.authority):
-            why = f"Not authorized: {self.authority} may not send to {address} on this network"
-            return UStatus(code=UCode.PERMISSION_DENIED, message=why)
-        if not may_be_unheard:
-            return None
-        was_unheard = address in call.absent or any(address in other.absent for other in self._calls)
-        if not was_unheard and self.network.is_heard(self, message):
-            return None
-        call.absent.add(address)
-        self._was_unheard = True
-        return NOBODY
+        return await self.network.send(self, messages)
 
     def on_heard(self, callback: HeardCallback) -> None:
         self._on_heard.append(callback)
 
     def somebody_listens(self) -> None:
         """Notify that somebody may listen where nobody did before."""
-        if self._was_unheard:
-            self._was_unheard = False
+        if self.was_unheard:
+            self.was_unheard = False
             self._context.copy().run(tell, self._on_heard, None)
 
     def hears(self, message: UMessage) -> bool:
@@ -599,7 +406,7 @@ class LocalTransport(TransportBase):
             self.network.freed.set()
 
 
-def _is_of_the_network(status: UStatus) -> bool:
+def is_of_the_network(status: UStatus) -> bool:
     """True if the network has failed; False if only the receiver of this message is missing."""
     return status.code == UCode.UNAVAILABLE and not is_nobody_listening(status)
 

@@ -25,10 +25,11 @@ from typing import Final
 import structlog
 
 from campaigns.chaos.ledger import Verdict
+from campaigns.simulation.network import FaultyNetwork
 from history.reading.subscriber import HistoryClient
 from streamer.app import Streamer
 from streamer.config import Config, loads
-from transports.local import LocalNetwork, LocalTransport
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcClient
@@ -154,11 +155,11 @@ class Stage:
 _numbers = itertools.count()
 
 
-def _config(data_dir: Path) -> tuple[Config, dict[str, LocalNetwork]]:
+def _config(data_dir: Path) -> tuple[Config, dict[str, FaultyNetwork]]:
     number = next(_numbers)
     names = {side: f"damage{number}-{side}" for side in ("vehicle", "cloud")}
     config = loads(CONFIG.format(data_dir=data_dir, **names))
-    return config, {side: LocalNetwork.named(name) for side, name in names.items()}
+    return config, {side: FaultyNetwork.named(name) for side, name in names.items()}
 
 
 @asynccontextmanager

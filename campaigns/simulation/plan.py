@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from campaigns.simulation.disk import DiskFaults
 from campaigns.simulation.epochs import SIGNALS
-from campaigns.simulation.network import CALM, Weather
-from transports.local import Faults
+from campaigns.simulation.network import CALM, Faults, Weather
 from uprotocol import uri as uris
 from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -238,9 +237,10 @@ class Plan:
         transport: Any = endpoint.transport
         why = f"hang {machine.name} {endpoint.name}"
         self._world.checker.disturbed_from(why)
-        transport.hangs = self._dice.choice(("before", "after"))
-        await self._world.until(lambda: not (machine.ready and transport.hangs), HANG_S_MAX)
-        transport.hangs = ""  # nothing was sent
+        hangs = transport.network.hangs
+        hangs[transport] = self._dice.choice(("before", "after"))
+        await self._world.until(lambda: not (machine.ready and transport in hangs), HANG_S_MAX)
+        hangs.pop(transport, None)  # nothing was sent
         await self._world.until(lambda: not machine.ready or endpoint.sends.is_idle, HANG_S_MAX)
         self._world.checker.disturbed_until(why)
 

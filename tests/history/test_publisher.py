@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from campaigns.simulation.network import FaultyNetwork
 from history import publisher as publisher_module
 from history.epochs.assembling import Assembler
 from history.epochs.frontier import Epoch
@@ -23,7 +24,7 @@ from history.file.store import Store
 from history.publisher import HistoryPublisher
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from tests.test_docs_snippets import DOCS, run
-from transports.local import LocalNetwork, LocalTransport
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
@@ -97,7 +98,7 @@ class World:
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
-        self.network = LocalNetwork()
+        self.network = FaultyNetwork()
         self.transport = await self._stack.enter_async_context(Gated.on(self.network, DOOR))
         self.app = await self._stack.enter_async_context(LocalTransport.on(self.network, APP))
         self.rpc = await self._stack.enter_async_context(InMemoryRpcClient(self.app, APP))

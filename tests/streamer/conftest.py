@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from campaigns.simulation.network import FaultyNetwork
 from streamer.app import Streamer
 from streamer.config import Config, loads
 from transports.conformance import Sink
-from transports.local import LocalNetwork, LocalTransport
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -59,7 +60,7 @@ class World:
     config: Config
     streamer: Streamer
     stack: AsyncExitStack
-    networks: dict[str, LocalNetwork] = field(default_factory=dict)
+    networks: dict[str, FaultyNetwork] = field(default_factory=dict)
     running: asyncio.Task[None] | None = None
 
     async def node(self, network: str, authority: str, entity: int = 0x8001) -> LocalTransport:
@@ -136,7 +137,7 @@ async def make_world(tmp_path: Path) -> AsyncIterator[MakeWorld]:
         config = loads(head + more + toml.format(n=number))
         world = World(number, config, None, AsyncExitStack())  # type: ignore[arg-type]
         for endpoint in config.endpoint:
-            world.networks[endpoint.name] = LocalNetwork.named(endpoint.settings["network"])
+            world.networks[endpoint.name] = FaultyNetwork.named(endpoint.settings["network"])
         worlds.append(world)
         if start:
             await world.start()

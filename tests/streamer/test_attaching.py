@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from campaigns.simulation.network import FaultyNetwork
 from streamer.config import EndpointSection, FollowSection, RuleSection
 from tests.streamer.conftest import MakeWorld, World, endpoints, publication
-from transports.local import LocalNetwork, LocalTransport
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -46,7 +47,7 @@ def rules() -> list[RuleSection]:
 
 async def make(make_world: MakeWorld) -> World:
     world = await make_world(endpoints(TWO), {DOOR: ["//dock1/8001/1/0", "//cloud/8001/1/0"]})
-    world.networks["dock"] = LocalNetwork.named("attached-dock")
+    world.networks["dock"] = FaultyNetwork.named("attached-dock")
     return world
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from campaigns.simulation.network import Faults
 from history.publisher import HistoryPublisher
 from streamer.config import FollowSection
 from streamer.following.followed import Followed
 from streamer.operating.metrics import expose
 from tests.streamer.conftest import Hearer, MakeWorld, World, endpoints, text
 from tests.tiers import seeds
-from transports.local import Faults
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import FollowedPlaces, HandOver

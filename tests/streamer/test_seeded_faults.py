@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from campaigns.simulation.network import Faults
 from tests.tiers import seeds
-from transports.local import Faults, LocalTransport
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage

@@ -178,6 +178,11 @@ def transport_of(world: World, endpoint: str = "cloud") -> LocalTransport:
     return transport
 
 
+def hang(world: World, when: Any) -> None:
+    """The cloud's transport does not return from sending until it is opened again."""
+    world.networks["cloud"].hangs[transport_of(world)] = when
+
+
 def is_stalled(world: World) -> bool:
     return any("does not return from sending" in problem for problem in world.streamer.problems())
 
@@ -185,7 +190,7 @@ def is_stalled(world: World) -> bool:
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_stalled_transport_is_reopened_and_nothing_is_lost(make_world: MakeWorld, when: Any) -> None:
     world, hearer, publish = await _world(make_world)
-    transport_of(world).hangs = when  # prose: ok - a switch of LocalTransport
+    hang(world, when)
     await publish("1", "2", "3")
     await world.until(lambda: world.streamer.endpoints["cloud"].sends.hangs)
     await publish("4")
@@ -209,7 +214,7 @@ async def test_its_listeners_hear_again(make_world: MakeWorld) -> None:
         cloud.listeners = LocalTransport.on(cloud.network, cloud.local).listeners
 
     cloud.close = forget  # type: ignore[method-assign]
-    cloud.hangs = "before"  # prose: ok - a switch of LocalTransport
+    hang(world, "before")
     await publish("1")
     await world.until(lambda: "1" in hearer.texts and not world.streamer.problems())
     notice = UMessageBuilder.notification(uris.parse("//cloud/9001/1/8001"), uris.parse("//mcu1/8001/1/0")).build()
@@ -255,7 +260,7 @@ async def test_a_request_that_hung_is_sent_again(make_world: MakeWorld) -> None:
     cloud = await world.node("cloud", "cloud", 0x9001)
     await cloud.register_listener(uris.parse("//vehicle1/8001/1/0"), service, METHOD)
     vehicle = await world.node("vehicle", "vehicle1")
-    transport_of(world).hangs = "before"  # prose: ok - a switch of LocalTransport
+    hang(world, "before")
     await vehicle.send(
         UMessageBuilder.request(uris.parse("//vehicle1/8001/1/0"), METHOD, 20_000).build_from_upayload(text("?"))
     )

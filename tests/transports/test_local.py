@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
+from campaigns.simulation.network import Faults, FaultyNetwork
 from transports import plugin
 from transports.arrivals import BATCH_MAX
 from transports.conformance import ALPHA, BETA, Sink, TransportConformance
 from transports.conformance.connection import ConnectionConformance
 from transports.conformance.messages import notification, publish, reply, topic
-from transports.local import PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
+from transports.local import PULL_MESSAGES_MAX, LocalConfig, LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, is_nobody_listening
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
@@ -32,7 +33,7 @@ class TestLocal(TransportConformance):
 
     @pytest.fixture(autouse=True)
     def _network(self) -> None:
-        self.network = LocalNetwork()
+        self.network = FaultyNetwork()
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
         return LocalTransport(LocalConfig(**limits), LocalUriProvider(authority, 0x10AB, 3), self.network)
@@ -67,7 +68,7 @@ class TestLocalSession(ConnectionConformance):
     """A member with a name."""
 
     capabilities = TestLocal.capabilities | Capability.PERSISTENT_SESSION
-    network: LocalNetwork
+    network: FaultyNetwork
 
     _network = TestLocal._network
 
@@ -95,7 +96,7 @@ def pair_on(network: LocalNetwork) -> tuple[LocalTransport, LocalTransport]:
 
 async def sent_with(faults: Faults | None, count: int = 300) -> tuple[list[int], list[bytes]]:
     """The codes of `count` single sends over two streams, and what arrived."""
-    network = LocalNetwork(faults)
+    network = FaultyNetwork(faults=faults)
     alpha, beta = pair_on(network)
     heard = Sink(10)
     async with alpha, beta:
@@ -129,7 +130,7 @@ async def test_what_was_said_to_be_sent_arrives_whatever_goes_wrong() -> None:
 
 @pytest.mark.spec("dsn~utransport-receive-error-notfound~2")
 async def test_receive_passes_over_what_is_no_valid_message() -> None:
-    network = LocalNetwork()
+    network = FaultyNetwork()
     alpha, beta = pair_on(network)
     invalid = notification(b"no id")
     invalid.attributes.ClearField("id")
@@ -164,7 +165,7 @@ async def test_delays_let_streams_overtake_but_keep_each_in_order() -> None:
 
 
 async def test_a_dropped_connection_comes_back_by_itself() -> None:
-    network = LocalNetwork(Faults(seed=1, drop_connection=1.0, away_ms=1))
+    network = FaultyNetwork(faults=Faults(seed=1, drop_connection=1.0, away_ms=1))
     alpha, beta = pair_on(network)
     back = asyncio.Event()
     async with alpha, beta:
@@ -319,7 +320,7 @@ async def absent(sender: LocalTransport, *payloads: bytes) -> list[bool]:
 
 
 async def test_a_sender_that_nobody_heard_is_notified_once_when_a_listener_comes() -> None:
-    network = LocalNetwork()
+    network = FaultyNetwork()
     alpha, beta = pair_on(network)
     notified: list[object] = []
     alpha.on_heard(notified.append)
@@ -390,7 +391,7 @@ async def test_what_nobody_hears_is_not_kept_for_receive_either() -> None:
 
 async def test_a_call_that_is_behind_an_unheard_one_does_not_overtake_it() -> None:
     """In a network that is far away: the second leaves before the first has its answer."""
-    network = LocalNetwork()
+    network = FaultyNetwork()
     network.answer_s = 0.01
     alpha, beta = pair_on(network)
     alpha.tells_absence = True
@@ -407,7 +408,7 @@ async def test_a_call_that_is_behind_an_unheard_one_does_not_overtake_it() -> No
 
 
 async def test_addresses_are_refused_by_pattern_and_by_sender() -> None:
-    network = LocalNetwork()
+    network = FaultyNetwork()
     alpha, beta = pair_on(network)
     every_kind = [publish(), notification(), notification(source=topic(resource=0x8001))]
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import uprotocol.communication as communication
-from transports.local import LocalNetwork, LocalTransport
+from campaigns.simulation.network import FaultyNetwork
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import (
     CallOptions,
@@ -78,14 +79,14 @@ class Service:
 
 @dataclass
 class Pair:
-    network: LocalNetwork
+    network: FaultyNetwork
     car: LocalTransport
     app: LocalTransport
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    network = LocalNetwork()
+    network = FaultyNetwork()
     async with LocalTransport.on(network, CAR) as car, LocalTransport.on(network, APP) as app:
         yield Pair(network, car, app)
 

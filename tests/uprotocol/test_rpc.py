@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from campaigns.simulation.network import FaultyNetwork
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -35,7 +36,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass
 class Bench:
-    network: LocalNetwork
+    network: FaultyNetwork
     server_transport: LocalTransport
     client_transport: LocalTransport
     server: InMemoryRpcServer
@@ -44,7 +45,7 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    network = LocalNetwork()
+    network = FaultyNetwork()
     async with LocalTransport.on(network, SERVICE) as serving, LocalTransport.on(network, APP) as calling:
         server = InMemoryRpcServer(serving, SERVICE)
         async with InMemoryRpcClient(calling, APP) as client:
