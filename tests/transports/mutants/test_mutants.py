@@ -13,8 +13,7 @@ from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.faults import MUTANTS
 from tests.transports.mutants.harness import HubConformance, OnFullHub
 from tests.transports.mutants.matrix import IN_TIME_S, SOON_S, cases, verdict
-from transports.conformance.delivery import DeliveryConformance
-from transports.conformance.pressure import PressureConformance
+from transports.conformance.delivery import DeliveryConformance, PressureConformance
 
 CAUGHT_OF_50_MIN = 45
 DOCS = Path(__file__).parents[3] / "docs" / "conformance.md"
