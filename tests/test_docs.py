@@ -137,13 +137,13 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.assembly:PACE_OUTSIDE_PER_S"]),
     ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
-        "history.reading.pushed:REST_S_MIN", "history.reading.pushed:REST_S_MAX",
+        "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
     ]),
     ("following", "(# to # s, # s at first)", 1, [
-        "history.reading.pushed:QUIET_S_MIN", "history.reading.pushed:QUIET_S_MAX",
-        "history.reading.pushed:QUIET_S_FIRST",
+        "history.reading.following:QUIET_S_MIN", "history.reading.following:QUIET_S_MAX",
+        "history.reading.following:QUIET_S_FIRST",
     ]),
-    ("following", "long poll outstanding for up to # topics", 1, ["history.reading.feed:TOPICS_MAX"]),
+    ("following", "long poll outstanding for up to # topics", 1, ["history.reading.feed:FEEDS_MAX"]),
     ("following", "at most # of them and some # MiB", 1, [
         "history.publisher:QUEUE_MESSAGES_MAX", "history.publisher:TAIL_BYTES_MAX/2097152",
     ]),
@@ -198,7 +198,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "at most # wait to be sent", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
     ("history", "one per # topics, of which # may have wildcards", 1, [
-        "history.reading.feed:TOPICS_MAX", "history.service.request:WILDCARD_PATTERNS_MAX",
+        "history.reading.feed:FEEDS_MAX", "history.service.request:WILDCARD_PATTERNS_MAX",
     ]),
     ("history", "# KiB of messages wait for it", KIB, ["history.reading.feed:FEED_BYTES_MAX"]),
     ("history", "a file above # MiB is not checked whole", MIB, ["history.file.rows:CHECK_BYTES_MAX"]),

@@ -118,7 +118,7 @@ class Acceptor:
         self._read = read
         self.state = state.copy() if state is not None else ReaderState(dict(positions or {}))
         self.dropped: Counter[str] = Counter()
-        self._base: Positions = dict(self.positions)  # for topics that are not in `_newest`: the last seq taken
+        self._base: Positions = dict(self.state.positions)  # for topics that are not in `_newest`: the last seq taken
         self._newest: OrderedDict[tuple[bytes, bytes, bytes], int] = OrderedDict()  # (incarnation, source, sink) -> seq
         self._lost_to: Positions = {}  # what is missing up to here has been reported as a gap
         self._refused_in_a_row = 0
@@ -128,12 +128,12 @@ class Acceptor:
         return self.state.positions
 
     def accept(self, response: PollResponse) -> Accepted:
-        accepted = Accepted()
-        had = {gap.incarnation: self.positions.get(gap.incarnation, 0) for gap in response.gaps}
+        accepted, positions = Accepted(), self.state.positions
+        had = {gap.incarnation: positions.get(gap.incarnation, 0) for gap in response.gaps}
         following = witness.seqs_of(response.next)
         for begin in response.begin:
-            if begin.incarnation not in self.positions:
-                self.positions[begin.incarnation] = self._base[begin.incarnation] = begin.seq
+            if begin.incarnation not in positions:
+                positions[begin.incarnation] = self._base[begin.incarnation] = begin.seq
                 if begin.in_memory:
                     self.state.idle.add(begin.incarnation)
         if response.has_frontiers:
@@ -141,16 +141,15 @@ class Acceptor:
             accepted.frontiers = [record for records in decoded for record in records if isinstance(record, Record)]
         for gap in response.gaps:
             self._note(gap, had[gap.incarnation], accepted)
-        for incarnation in [one for one in self.positions if one not in following] if following else []:
+        for incarnation in [one for one in positions if one not in following] if following else []:
             self._lose(incarnation, accepted)  # the service lists all its logs there
         for batch in response.batches:
             records = decode(batch, self._read)
             if records is None or not self._take(batch.incarnation, records, accepted):
                 following.pop(batch.incarnation, None)
         for incarnation, seq in following.items():
-            self.positions[incarnation] = max(seq, self.positions.get(incarnation, 0))
-        self.state.learn(response.begin)
-        self.state.learn(response.next)
+            positions[incarnation] = max(seq, positions.get(incarnation, 0))
+        self.state.learn([*response.begin, *response.next])
         accepted.state = self.state.copy()
         return accepted
 
@@ -220,7 +219,8 @@ class Acceptor:
         """Returns False if a record was refused; then the position is before the one that is missing."""
         seqs = (record if isinstance(record, int) else record.seq for record in records)
         base = self._base.setdefault(incarnation, min(seqs, default=1) - 1)
-        position = self.positions.setdefault(incarnation, base)
+        positions = self.state.positions
+        position = positions.setdefault(incarnation, base)
         for index, record in enumerate(records):
             if isinstance(record, int):
                 self.dropped["unreadable"] += 1
@@ -234,7 +234,7 @@ class Acceptor:
                 self._go_back(record, position, accepted)
                 return False
             if verdict is Verdict.TAKEN:
-                position = self.positions[incarnation] = max(position, record.seq)
+                position = positions[incarnation] = max(position, record.seq)
                 accepted.records.append(record)
         return True
 

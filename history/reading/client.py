@@ -1,12 +1,20 @@
-"""The client side of the history: its methods as calls, and the frames of its pushes."""
+"""The client side of the history: its methods as calls, and the frames of its pushes.
+
+HistoryClient   one call, one answer
+Poller          over a network that loses calls: waits as long as answers take there, and pauses while nothing answers
+Frames          receives the frames of all pushes to one address
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final
 
+import structlog
 from google.protobuf.message import Message
 
 from history.records.chunk import INCARNATION_BYTES
@@ -27,6 +35,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     TopicState,
 )
 from uprotocol.message import M, UPayload
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -35,13 +44,27 @@ from uprotocol.v1.uri_pb2 import UUri
 
 TIMEOUT_MS: Final = 10_000  # of a call, in addition to what the service may wait
 FRONTIERS_BYTES_MAX: Final = 64 << 20  # of all pages of frontiers together: some 200,000 gateways
+WAIT_MS_MIN: Final = 500  # of a long poll, on a network that loses or cuts long calls
+WAIT_MS_MAX: Final = 30_000  # on a quiet and reliable network: two calls a minute show that both sides are alive
+# for an answer that may be lost; over a satellite it takes a second
+PATIENCE_MS_MIN: Final = 2_000
+PATIENCE_MS_MAX: Final = 60_000
+PATIENCE_TIMES: Final = 8
+BACKOFF_MS_MIN: Final = 100
+BACKOFF_MS_MAX: Final = 10_000  # within this time a service that is back is found
+PAUSE_MS: Final = 100  # between polls, if a service answers at once with nothing though it was asked to wait
+STUCK_MAX: Final = 8  # an answer without progress counts 2, one with progress -1; a pause begins above half of this
+AGAIN: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED})
+
+log = structlog.get_logger()
 
 
 class HistoryClient:
     """Calls core.ustreamer at `service`, whose resource is ignored. Used on the loop of `rpc_client`.
 
-    Pushes need `frames`, made for the address of `rpc_client`. All methods raise UStatusError: what the service
-    answered, DEADLINE_EXCEEDED after `timeout_ms` (plus what a poll may wait), or DATA_LOSS for an invalid answer.
+    Pushes need `frames`, made for the address of `rpc_client`; they come from `frames_topic`. All methods raise
+    UStatusError: what the service answered, DEADLINE_EXCEEDED after `timeout_ms` (plus what a poll may wait), or
+    DATA_LOSS for an invalid answer.
     """
 
     def __init__(
@@ -55,10 +78,10 @@ class HistoryClient:
         self._rpc, self._timeout_ms = rpc_client, timeout_ms
         self.authority = service.authority_name
         address = (service.authority_name, service.ue_id, service.ue_version_major)
-        self._describe, self._poll, self._command, self._topic = (
+        self._describe, self._poll, self._command, self.frames_topic = (
             uris.uri(*address, resource) for resource in (DESCRIBE, POLL, COMMAND, FRAMES)
         )
-        self._frames = frames
+        self.frames = frames
 
     async def logs(self, topics: Iterable[UUri] = ()) -> list[LogState]:
         """Returns the logs, each with the newest record of `topics`, which are patterns (none: all topics). The cost
@@ -123,82 +146,10 @@ class HistoryClient:
             what = f"expected {response.DESCRIPTOR.name} from {uris.format(method)}"
             raise UStatusError(UCode.DATA_LOSS, f"{what}, got an answer that can't be read: {error.message}") from None
 
-    # -- frames
-
-    @property
-    def can_be_pushed(self) -> bool:
-        return self._frames is not None
-
-    @property
-    def frames(self) -> Frames:
-        assert self._frames is not None, "made with `frames`"
-        return self._frames
-
-    async def listen(self) -> None:
-        """Listen for frames. Called before a push begins. Raises UStatusError as the transport does."""
-        await self.frames.listen(self._topic)
-
-    def expect(self, subscription: int, callback: Callable[[Frame, int], None]) -> None:
-        """See Frames.expect."""
-        self.frames.expect(self._topic, subscription, callback)
-
-    def forget(self, subscription: int) -> None:
-        self.frames.forget(self._topic, subscription)
-
     async def close(self) -> None:
         """Stop listening for frames. May be called twice."""
-        if self._frames is not None:
-            await self._frames.leave(self._topic)
-
-
-class Frames(UListener):
-    """Receives the frames that any service pushes to one address, and passes each to the reader of its push.
-
-    `dropped`: frames that are unreadable, or stale: of a push that is not expected.
-    """
-
-    def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
-        self._transport, self.to = transport, local.get_source()
-        self._pushes: dict[tuple[int, bytes], Callable[[Frame, int], None]] = {}
-        self._topics: Counter[bytes] = Counter()
-        self.dropped: Counter[str] = Counter()
-
-    async def listen(self, topic: UUri) -> None:
-        """Listen for the frames of one service. Raises UStatusError as the transport does."""
-        key = topic.SerializeToString()
-        if not self._topics[key]:
-            await self._transport.register_listener(topic, self, self.to)
-        self._topics[key] = 1
-
-    async def leave(self, topic: UUri) -> None:
-        if self._topics.pop(topic.SerializeToString(), 0):
-            with contextlib.suppress(UStatusError):  # the transport may be closed already
-                await self._transport.unregister_listener(topic, self, self.to)
-
-    async def close(self) -> None:
-        for key in list(self._topics):
-            await self.leave(UUri.FromString(key))
-
-    def expect(self, topic: UUri, subscription: int, callback: Callable[[Frame, int], None]) -> None:
-        """`callback(frame, bytes)` is called on the loop for each frame of that push."""
-        self._pushes[subscription, topic.SerializeToString()] = callback
-
-    def forget(self, topic: UUri, subscription: int) -> None:
-        self._pushes.pop((subscription, topic.SerializeToString()), None)
-
-    def on_receive(self, message: UMessage) -> None:
-        try:
-            frame = UPayload.of(message).unpack(Frame)
-        except UStatusError:
-            frame = None
-        if frame is None or not is_sound(frame.answer):
-            self.dropped["unreadable"] += 1
-            return
-        callback = self._pushes.get((frame.subscription, message.attributes.source.SerializeToString()))
-        if callback is None:
-            self.dropped["stale"] += 1
-        else:
-            callback(frame, len(message.payload))
+        if self.frames is not None:
+            await self.frames.leave(self.frames_topic)
 
 
 class FrontierPages:
@@ -245,3 +196,171 @@ def is_sound(answer: PollResponse) -> bool:
     """Returns whether every incarnation has 16 bytes."""
     lists = (answer.begin, answer.next, answer.gaps, answer.batches, answer.frontiers)
     return all(len(one.incarnation) == INCARNATION_BYTES for each in lists for one in each)
+
+
+class AnswerTimeout:
+    """How long to wait for an answer that may be lost: a few times as long as answers take, and twice as long after
+    each one that did not come. Milliseconds."""
+
+    def __init__(self) -> None:
+        self.ms = PATIENCE_MS_MIN
+        self.usual_ms = 0.0  # what answers take
+
+    def answered(self, ms: float) -> None:
+        """An answer took so long."""
+        self.usual_ms += (ms - self.usual_ms) / 4
+        self.ms = max(PATIENCE_MS_MIN, self.ms // 2 if ms * PATIENCE_TIMES < self.ms else self.ms)
+
+    def lost(self) -> None:
+        self.ms = min(2 * self.ms, PATIENCE_MS_MAX)
+
+
+class NoProgressPause:
+    """Pauses one reader whose polls are answered at once and bring it no further."""
+
+    def __init__(self) -> None:
+        self._before: dict[bytes, int] = {}  # its positions at the poll before, and ...
+        self._asked_at, self._stuck = 0.0, 0  # ... when that was; see STUCK_MAX
+
+    async def before_poll(self, positions: dict[bytes, int]) -> None:
+        """Called before each poll, with the positions from which it asks."""
+        loop = asyncio.get_running_loop()
+        before, self._before = self._before, positions
+        steps = [seq - before[one] for one, seq in positions.items() if one in before]
+        if max(steps, default=0) > 0 and min(steps) >= 0:
+            self._stuck = max(0, self._stuck - 1)
+        elif loop.time() - self._asked_at > 2 * PAUSE_MS / 1000:
+            self._stuck = 0
+        else:
+            self._stuck = min(self._stuck + 2, STUCK_MAX)
+        if self._stuck > STUCK_MAX // 2:
+            await asyncio.sleep(PAUSE_MS / 1000)
+        self._asked_at = loop.time()
+
+
+class Poller:
+    """Makes long polls as long as the network allows. While the service does not answer, it is asked again after
+    pauses of `backoff`, growing and random."""
+
+    def __init__(
+        self,
+        client: HistoryClient,
+        *,
+        wait_ms_max: int = WAIT_MS_MAX,
+        on_connected: Callable[[bool], None] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._client, self._on_connected = client, on_connected
+        self._wait_ms_max = wait_ms_max
+        self.backoff = Backoff(BACKOFF_MS_MIN, BACKOFF_MS_MAX, rng if rng is not None else random.Random())
+        self.wait_ms = min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
+        self.connected = False
+        self.timeout = AnswerTimeout()
+        self._no_progress = NoProgressPause()
+
+    async def command(self, request: CommandRequest) -> CommandResponse:
+        """As HistoryClient.command, but waits for the answer as long as other answers take."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            answer = await self._client.command(request, patience_ms=self.timeout.ms)
+        except UStatusError as error:
+            if error.code == UCode.DEADLINE_EXCEEDED:
+                self.timeout.lost()
+            raise
+        self.timeout.answered((loop.time() - began) * 1000)
+        return answer
+
+    async def poll(
+        self, request: PollRequest, *, at_once: bool = False, no_progress: NoProgressPause | None = None
+    ) -> PollResponse | None:
+        """Returns the answer, or None after a pause if there was none. `at_once`: the service does not wait for
+        records. `no_progress`: of the reader, where several share this. Raises UStatusError if the service refuses."""
+        loop = asyncio.get_running_loop()
+        await (no_progress or self._no_progress).before_poll(seqs_of(request.positions))
+        began = loop.time()
+        request.wait_ms = 0 if at_once else self.wait_ms
+        try:
+            response = await self._client.poll(request, patience_ms=self.timeout.ms)
+        except UStatusError as error:
+            if error.code not in AGAIN:
+                raise
+            if error.code == UCode.DEADLINE_EXCEEDED:
+                self.timeout.lost()
+            self.wait_ms = max(min(WAIT_MS_MIN, self._wait_ms_max), self.wait_ms // 2)
+            if self.connected:
+                log.warning("the history does not answer; asking again", error=str(error))
+                self._set_connected(False)
+            await self.backoff.wait()
+            return None
+        if at_once:
+            self.timeout.answered((loop.time() - began) * 1000)
+        if not is_sound(response):
+            log.warning("the history gave an invalid answer; asking again")
+            await self.backoff.wait()
+            return None
+        self.backoff.reset()
+        if not self.connected:
+            self._set_connected(True)
+        if not response.batches and not response.gaps and not response.more and request.wait_ms:
+            if (loop.time() - began) * 1000 < request.wait_ms / 4:
+                await asyncio.sleep(PAUSE_MS / 1000)
+            self.wait_ms = min(request.wait_ms * 2, self._wait_ms_max)
+        return response
+
+    def _set_connected(self, connected: bool) -> None:
+        self.connected = connected
+        if self._on_connected is not None:
+            self._on_connected(connected)
+
+
+class Frames(UListener):
+    """Receives the frames that any service pushes to one address, and passes each to the reader of its push.
+
+    `dropped`: frames that are unreadable, or stale: of a push that is not expected.
+    """
+
+    def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
+        self._transport, self.to = transport, local.get_source()
+        self._pushes: dict[tuple[int, bytes], Callable[[Frame, int], None]] = {}
+        self._topics: set[bytes] = set()
+        self.dropped: Counter[str] = Counter()
+
+    async def listen(self, topic: UUri) -> None:
+        """Listen for the frames of one service. Raises UStatusError as the transport does."""
+        key = topic.SerializeToString()
+        if key not in self._topics:
+            await self._transport.register_listener(topic, self, self.to)
+        self._topics.add(key)
+
+    async def leave(self, topic: UUri) -> None:
+        key = topic.SerializeToString()
+        if key in self._topics:
+            self._topics.remove(key)
+            with contextlib.suppress(UStatusError):  # the transport may be closed already
+                await self._transport.unregister_listener(topic, self, self.to)
+
+    async def close(self) -> None:
+        for key in list(self._topics):
+            await self.leave(UUri.FromString(key))
+
+    def expect(self, topic: UUri, subscription: int, callback: Callable[[Frame, int], None]) -> None:
+        """`callback(frame, bytes)` is called on the loop for each frame of that push."""
+        self._pushes[subscription, topic.SerializeToString()] = callback
+
+    def forget(self, topic: UUri, subscription: int) -> None:
+        self._pushes.pop((subscription, topic.SerializeToString()), None)
+
+    def on_receive(self, message: UMessage) -> None:
+        try:
+            frame = UPayload.of(message).unpack(Frame)
+        except UStatusError:
+            frame = None
+        if frame is None or not is_sound(frame.answer):
+            self.dropped["unreadable"] += 1
+            return
+        callback = self._pushes.get((frame.subscription, message.attributes.source.SerializeToString()))
+        if callback is None:
+            self.dropped["stale"] += 1
+        else:
+            callback(frame, len(message.payload))

@@ -15,17 +15,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from itertools import chain
 from typing import Any, Final, Self
 
 import structlog
 
 from history.reading.acceptor import Acceptor, Positions, ReaderState, Record, Verdict, decode
-from history.reading.client import HistoryClient
+from history.reading.client import HistoryClient, NoProgressPause, Poller
 from history.reading.following import Following, FollowingOptions
-from history.reading.poller import NoProgressPause, Poller
 from history.records.witness import seqs_of
 from history.service.request import WILDCARD_PATTERNS_MAX
 from uprotocol import uri as uris
@@ -38,8 +36,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
-FEEDS_MAX: Final = 16_384  # for more topics, use a pattern with a GaplessSubscriber
-TOPICS_MAX: Final = 16_384  # of one follower: what a service keeps for one authority
+# what a service keeps for one authority; for more topics, use a pattern with a GaplessSubscriber
+FEEDS_MAX: Final = 16_384
 # of messages that wait for one listener, and of an answer; a listener with more catches up by itself
 FEED_BYTES_MAX: Final = 256 << 10
 FEEDS_BYTES_MAX: Final = 64 << 20  # of messages that wait for all listeners together, if many are stuck
@@ -134,26 +132,25 @@ class _SharedFollowing:
         self._state = ReaderState()
         self._feeds: dict[_Feed, None] = {}
         self._joining: dict[_Feed, None] = {}
-        self._topics: Counter[Any] = Counter()  # number of feeds of each
-        self._wildcards = 0
-        self._exact: dict[Any, dict[_Feed, None]] = {}  # by topic, and those with wildcards ...
-        self._wild: dict[_Feed, None] = {}
-        self._wild_of = Cache[Any, list[_Feed]](SOURCES_MAX)  # ... by source, as they come
+        self._topics: dict[Any, dict[_Feed, None]] = {}  # all, by topic
+        self._wild: dict[Any, UUri] = {}  # the topics with wildcards
+        self._topics_of = Cache[Any, list[Any]](SOURCES_MAX)  # by source: what of these matches it
         self._task: asyncio.Task[None] | None = None
 
     def has_capacity(self, feed: _Feed) -> bool:
-        if self._topics[feed.key]:
-            return True
-        return len(self._topics) < TOPICS_MAX and self._wildcards + feed.is_wildcard <= WILDCARD_PATTERNS_MAX
+        return feed.key in self._topics or len(self._wild) + feed.is_wildcard <= WILDCARD_PATTERNS_MAX
 
     def join(self, feed: _Feed) -> None:
         """The feed joins with the first poll after its topic is followed; the poll that is running is answered then."""
         feed.is_out = False
         self._joining[feed] = None
-        self._topics[feed.key] += 1
-        if self._topics[feed.key] == 1:
-            self._wildcards += feed.is_wildcard
+        if feed.key not in self._topics:
+            self._topics[feed.key] = {}
+            if feed.is_wildcard:
+                self._wild[feed.key] = feed.topic
+                self._topics_of.clear()
             self._following.follow(feed.topic)
+        self._topics[feed.key][feed] = None
         self._start()
 
     def _start(self) -> None:
@@ -161,16 +158,17 @@ class _SharedFollowing:
             self._task = asyncio.create_task(self._run(), name="feeds")
 
     def leave(self, feed: _Feed) -> None:
-        if feed not in self._feeds and feed not in self._joining:
+        if feed not in self._topics.get(feed.key, ()):
             return
         self._joining.pop(feed, None)
-        if feed in self._feeds:
-            self._expel(feed)
+        self._feeds.pop(feed, None)
         feed.leave()
-        self._topics[feed.key] -= 1
+        del self._topics[feed.key][feed]
         if not self._topics[feed.key]:
             del self._topics[feed.key]
-            self._wildcards -= feed.is_wildcard
+            if feed.is_wildcard:
+                del self._wild[feed.key]
+                self._topics_of.clear()
             self._following.unfollow(feed.topic)  # the poll that waits is answered
 
     async def close(self) -> None:
@@ -200,8 +198,7 @@ class _SharedFollowing:
 
     def _denied(self, topic: UUri) -> None:
         """Its feeds leave: each is refused at a poll of its own."""
-        key = uris.key(topic)
-        for feed in [*self._exact.get(key, ()), *(one for one in (*self._wild, *self._joining) if one.key == key)]:
+        for feed in list(self._topics.get(uris.key(topic), ())):
             self.leave(feed)
 
     def _admit(self) -> None:
@@ -221,22 +218,6 @@ class _SharedFollowing:
                 mine.update({incarnation: min(seq, theirs[incarnation]) for incarnation, seq in mine.items()})
             del self._joining[feed]
             self._feeds[feed] = None
-            if feed.is_wildcard:
-                self._wild[feed] = None
-                self._wild_of.clear()
-            else:
-                self._exact.setdefault(feed.key, {})[feed] = None
-
-    def _expel(self, feed: _Feed) -> None:
-        del self._feeds[feed]
-        if feed.is_wildcard:
-            del self._wild[feed]
-            self._wild_of.clear()
-            return
-        others = self._exact[feed.key]
-        del others[feed]
-        if not others:
-            del self._exact[feed.key]
 
     def _deliver(self, response: PollResponse) -> None:
         """An answer with gaps or other logs is not delivered: each feed polls alone, for its own topic."""
@@ -259,15 +240,13 @@ class _SharedFollowing:
         self._state.positions.update(following)
         self._state.learn(response.next)
 
-    def _wanted_by(self, source: UUri) -> Iterable[_Feed]:
+    def _wanted_by(self, source: UUri) -> Iterator[_Feed]:
         key = uris.key(source)
-        exact = self._exact.get(key, ())
-        if not self._wild:
-            return exact
-        found = self._wild_of.get(key)
-        if found is None:
-            found = self._wild_of[key] = [feed for feed in self._wild if uris.matches(feed.topic, source)]
-        return chain(exact, found)
+        topics = self._topics_of.get(key)
+        if topics is None:
+            topics = [key, *(one for one, pattern in self._wild.items() if uris.matches(pattern, source))]
+            self._topics_of[key] = topics
+        return (feed for topic in topics for feed in self._topics.get(topic, ()) if feed in self._feeds)
 
     def _scatter(self) -> None:
         for feed in list(self._feeds):

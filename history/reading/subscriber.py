@@ -24,9 +24,8 @@ import structlog
 
 from history.epochs.assembling import Assembled, Assembler
 from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState, Record
-from history.reading.client import HistoryClient
+from history.reading.client import WAIT_MS_MAX, HistoryClient
 from history.reading.following import Following, FollowingOptions, FollowMode
-from history.reading.poller import WAIT_MS_MAX
 from history.service.matches import HIDDEN
 from history.service.request import PATTERNS_MAX
 from storage.disk import REAL_DISK
@@ -248,9 +247,8 @@ class GaplessSubscriber:
             await puller
         while not self._queue.empty():
             self._queue.get_nowait()
-        self._queue.put_nowait(
-            UStatusError(UCode.CANCELLED, "the subscriber was closed")
-        )  # for a call that waits for a batch
+        # for a call that waits for a batch
+        self._queue.put_nowait(UStatusError(UCode.CANCELLED, "the subscriber was closed"))
         await self._save()
 
     # -- for the application
@@ -265,17 +263,17 @@ class GaplessSubscriber:
         while True:
             item = await self._next_item()
             assert item is not None, "it waits without a time limit"
-            self._report_gaps(item)
+            for gap in item.gaps:
+                self._report(gap)
             self._delivered = item
             if item.records:
                 return item.records
             self._take_delivered()
 
-    def _report_gaps(self, item: Accepted) -> None:
-        for gap in item.gaps:
-            self.gaps += 1
-            if self._on_gap is not None:
-                self._on_gap(gap)
+    def _report(self, gap: Gap) -> None:
+        self.gaps += 1
+        if self._on_gap is not None:
+            self._on_gap(gap)
 
     async def epochs(self) -> AsyncIterator[Assembled]:
         """Yields epochs as they end, without end. One counts as taken when the next is asked for. With a cursor file,
@@ -287,10 +285,11 @@ class GaplessSubscriber:
             while self._in_hand:
                 yield self._in_hand[0]
                 self._in_hand.popleft()
-                self._take_epochs()
+                self._has_taken = self._is_stale = True
             item = await self._next_item(assembler.due)
             if item is not None:
-                self._report_gaps(item)
+                for gap in item.gaps:
+                    self._report(gap)
                 if item.gaps:
                     assembler.lose({gap.incarnation for gap in item.gaps if gap.reason == Gap.REASON_CORRUPTION})
                 if item.frontiers is not None:
@@ -298,11 +297,7 @@ class GaplessSubscriber:
                 self._in_hand += assembler.take(item.records, time())
                 self._read = item.state.copy()
             self._in_hand += assembler.overdue(time())
-            self._take_epochs(is_news=False)
-
-    def _take_epochs(self, *, is_news: bool = True) -> None:
-        self._has_taken = self._has_taken or is_news
-        self._is_stale = True
+            self._is_stale = True
 
     @property
     def _taken(self) -> ReaderState:
@@ -332,7 +327,7 @@ class GaplessSubscriber:
         if self._assembler is not None:
             assert self._in_hand, "called within the loop over `epochs`"
             self._in_hand[0] = Assembled(None, [])
-            self._take_epochs()
+            self._has_taken = self._is_stale = True
         self._take_delivered()
         await self._save()
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
+from history.reading import client as client_module
 from history.reading import feed as feeds
-from history.reading import poller as poller_module
 from history.reading.feed import HistoryFeed
 from history.reading.subscriber import HistoryClient
 from history.service.request import POLL_BYTES_MAX
@@ -117,7 +117,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
     made = World()
     await made.begin(tmp_path / "l.db")
     yield made

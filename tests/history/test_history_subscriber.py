@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from history.log.log import Log
 from history.reading import acceptor as acceptor_module
-from history.reading import poller as poller_module
+from history.reading import client as client_module
 from history.reading import subscriber as subscriber_module
 from history.reading.acceptor import Acceptor, ReaderState, Record
 from history.reading.subscriber import CursorFile, GaplessSubscriber, HistoryClient
@@ -223,7 +223,7 @@ async def test_the_consumers_cursor_follows(world: World) -> None:
 async def test_an_absent_service_is_asked_again_and_its_absence_reported(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
     connected: asyncio.Queue[bool] = asyncio.Queue()
     await world.append(0, 3)
     client = HistoryClient(world.rpc, SERVICE, timeout_ms=200)
@@ -312,7 +312,7 @@ async def test_a_log_that_went_back_is_noticed_whatever_came_since(
     copied: tuple[World, Path, Path], tmp_path: Path, grown: int, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, path, copy = copied
-    monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
     gaps: list[Gap] = []
 
     def reading() -> GaplessSubscriber:
@@ -454,8 +454,8 @@ class Faulty(HistoryClient):
 async def test_under_faults_every_record_comes_once_and_in_order(
     world: World, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller_module, "BACKOFF_MS_MIN", 1)
-    monkeypatch.setattr(poller_module, "PAUSE_MS", 1)
+    monkeypatch.setattr(client_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(client_module, "PAUSE_MS", 1)
     monkeypatch.setattr(acceptor_module, "REFUSED_MAX", 1_000)
     client = Faulty(world.client, seed)
     async with GaplessSubscriber(client, max_records=23, wait_ms_max=50, rng=random.Random(seed)) as subscriber:

@@ -42,8 +42,9 @@ class World(HistoryWorld):
         self.frames = Frames(self.there, THERE)
         self.client = HistoryClient(self.rpc, SERVICE, frames=self.frames)
         self.came: deque[tuple[Frame, int]] = deque()
-        await self.client.listen()
-        self.client.expect(7, lambda frame, size: self.came.append((frame, size)))
+        topic = self.client.frames_topic
+        await self.frames.listen(topic)
+        self.frames.expect(topic, 7, lambda frame, size: self.came.append((frame, size)))
         self.number = 0
 
     async def say(self, **fields: object) -> None:

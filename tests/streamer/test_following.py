@@ -539,7 +539,7 @@ async def test_a_publisher_with_a_history_is_found_and_followed(
 ) -> None:
     """Its network refuses some messages and is cut; both gateways are restarted."""
     monkeypatch.setattr(
-        "history.reading.poller.PATIENCE_MS_MIN", 500
+        "history.reading.client.PATIENCE_MS_MIN", 500
     )  # it doubles with each answer that is lost in a row
     world: World = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
     cloud = await world.node("cloud", "cloud", 0x9001)
