@@ -39,10 +39,10 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 OWN_UE_TYPE: Final = 0x8004  # free for applications; each task has its own instance and so gets only its own replies
-CONNECT_TIMEOUT_MS: Final = 30_000  # enough for a distant broker with TLS
-GRACE_MS: Final = 2_000  # added to the timeout of a call before its thread is given up
-AWAY_MAX_MS: Final = 120_000  # enough for a restart with a large log; then the task fails
-RETRY_MS: Final = 200
+CONNECT_TIMEOUT_S: Final = 30  # enough for a distant broker with TLS
+GRACE_S: Final = 2  # added to the timeout of a call before its thread is given up
+AWAY_MAX_S: Final = 120  # enough for a restart with a large log; then the task fails
+RETRY_S: Final = 0.2
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
 
 T = TypeVar("T")
@@ -144,12 +144,6 @@ class History:
         self._client: HistoryClient | None = None
         self._renewal: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def describe(self) -> list[DescribedLog]:
         """The present logs. Raises UStatusError, retryable if the streamer is away."""
         return offsets.logs_of(self._call(lambda client: client.logs(self._wanted)))
@@ -158,8 +152,7 @@ class History:
         """Returns digests of records up to `seqs`, which identify each log, and the logs that contradict `known`."""
         if not seqs:
             return {}, {}
-        at = _positions(Offset(seqs, dict(known)))
-        asked = PollRequest(topics=self._wanted, positions=at, until=at, latest=True, max_records=1)
+        asked = _at(self._wanted, Offset(seqs, dict(known)))
         response = self._call(lambda client: client.poll(asked))
         learned = {
             begin.incarnation.hex(): witness.learn(known.get(begin.incarnation.hex(), {}), begin)
@@ -173,29 +166,27 @@ class History:
 
         `acked` must name every log, with 0 if nothing was read: the records of a log that is not named are not kept.
         """
-        positions = _positions(acked)
-        request = PollRequest(
-            topics=self._wanted,
-            positions=positions,
-            until=positions,  # so that nothing is read
-            consumer=self._options.consumer_name,
-            acked=positions,
-            max_records=1,
-        )
-        response = self._call(lambda client: client.poll(request))
-        assert self._loop is not None, "_call has created the loop"
-        asyncio.run_coroutine_threadsafe(self._renew(request, response.lease_ms), self._loop).result()
+        request = _at(self._wanted, acked)
+        request.consumer = self._options.consumer_name
+        request.acked.extend(request.positions)
+
+        async def hold(client: HistoryClient) -> None:
+            lease_ms = (await client.poll(request)).lease_ms
+            if self._renewal is not None:
+                self._renewal.cancel()
+            self._renewal = asyncio.create_task(self._renew(request, lease_ms)) if lease_ms else None
+
+        self._call(hold)
 
     def wait(self, start: Offset, wait_ms: int) -> None:
         """Wait until there are records after `start`, at most `wait_ms`."""
-        after = _positions(start)
-        asked = PollRequest(topics=self._wanted, positions=after, earliest=True, max_records=1, wait_ms=wait_ms)
+        asked = PollRequest(topics=self._wanted, earliest=True, max_records=1, wait_ms=wait_ms)
+        asked.positions.extend(_positions(start))
         self._call(lambda client: client.poll(asked))
 
     def snapshot(self, seqs: Offsets) -> list[FrontierRecord]:
         """Returns the latest frontier of each keeper at these positions."""
-        at = _positions(Offset(seqs))
-        asked = PollRequest(topics=epochs.TOPICS, positions=at, until=at, latest=True, max_records=1)
+        asked = _at(epochs.TOPICS, Offset(seqs))
         return list(epochs.frontier_records(self._call(lambda client: client.frontiers(asked))))
 
     def frontiers(self, range: Range) -> tuple[list[FrontierRecord], bool]:
@@ -203,8 +194,7 @@ class History:
         found: list[FrontierRecord] = []
         position, known, is_lossy = range.after, dict(range.known), False
         while position < range.until:
-            asked = self._range(epochs.TOPICS, range, position, known)
-            response = self._call(lambda client, asked=asked: client.poll(asked))  # type: ignore[misc]
+            response = self._wait(self._ask(epochs.TOPICS, range, position, known))
             losses = [loss for loss in _losses(response, range) if loss.after < range.until]
             is_lossy = is_lossy or bool(losses)
             found += epochs.frontier_records(
@@ -218,24 +208,23 @@ class History:
     def read(self, range: Range, on_loss: Callable[[LogLoss], None]) -> Iterator[RecordBatch]:
         """The matching records of `range`, in log order; the same ones at each call, while the history has them.
 
-        Calls `on_loss` with each loss; it may raise. If the streamer is away, tries again for AWAY_MAX_MS, then raises
+        Calls `on_loss` with each loss; it may raise. If the streamer is away, tries again for AWAY_MAX_S, then raises
         UStatusError(UNAVAILABLE). If the log went back, yields the records that it has in this range now.
         """
-        position, known, deadline = range.after, dict(range.known), _now_ms() + AWAY_MAX_MS
+        position, known, deadline = range.after, dict(range.known), time.monotonic() + AWAY_MAX_S
         is_back = False
         ahead: Future[PollResponse] | None = None
         try:
             while position < range.until:
                 try:
-                    response, ahead = self._wait(ahead or self._ask(range, position, known)), None
+                    response, ahead = self._wait(ahead or self._ask(self._topics, range, position, known)), None
                 except UStatusError as error:
                     ahead = None
-                    if not error.retryable or _now_ms() > deadline:
+                    if not error.retryable or time.monotonic() > deadline:
                         raise
                     who = self._options.authority
                     log.warning("the streamer is away; trying again", authority=who, error=str(error))
-                    self.close()
-                    time.sleep(RETRY_MS / 1000)
+                    time.sleep(RETRY_S)
                     continue
                 # `next` names every log of the streamer
                 if all(position.incarnation.hex() != range.incarnation for position in response.next):
@@ -253,14 +242,14 @@ class History:
                 if position == before:
                     if is_back:
                         return
-                    if _now_ms() > deadline:
-                        what = f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms"
+                    if time.monotonic() > deadline:
+                        what = f"expected records after {before} of {range}, got none for {AWAY_MAX_S} s"
                         raise UStatusError(UCode.UNAVAILABLE, what)
-                    time.sleep(RETRY_MS / 1000)
+                    time.sleep(RETRY_S)
                     continue
-                deadline = _now_ms() + AWAY_MAX_MS
+                deadline = time.monotonic() + AWAY_MAX_S
                 if position < range.until:
-                    ahead = self._ask(range, position, known)
+                    ahead = self._ask(self._topics, range, position, known)
                 yield from (
                     batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq
                 )
@@ -273,35 +262,27 @@ class History:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        limit_ms = self._options.poll_timeout_ms + GRACE_MS
         with contextlib.suppress(UStatusError, TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), loop).result(limit_ms / 1000)
+            closing = asyncio.run_coroutine_threadsafe(self._close(), loop)
+            closing.result(self._options.poll_timeout_ms / 1000 + GRACE_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
         self._loop = self._thread = self._client = None
 
-    def _ask(self, range: Range, after: int, known: Known) -> Future[PollResponse]:
-        request = self._range(self._topics, range, after, known)
-        return self._submit(lambda client: client.poll(request))
-
-    def _range(self, topics: Iterable[UUri], range: Range, after: int, known: Known) -> PollRequest:
+    def _ask(self, topics: Iterable[UUri], range: Range, after: int, known: Known) -> Future[PollResponse]:
         incarnation = bytes.fromhex(range.incarnation)
-        return PollRequest(
+        request = PollRequest(
             topics=topics,
             positions=[witness.position(incarnation, after, known)],
             until=[Position(incarnation=incarnation, seq=range.until)],
             latest=True,  # no records of other logs
             max_records=POLL_RECORDS_MAX,
         )
+        return self._submit(lambda client: client.poll(request))
 
     def _call(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
-        try:
-            return self._wait(self._submit(call))
-        except UStatusError as error:
-            if error.retryable:
-                self.close()  # so that the next call opens a new connection
-            raise
+        return self._wait(self._submit(call))
 
     def _submit(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> Future[T]:
         if self._loop is None:
@@ -311,40 +292,39 @@ class History:
         return asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
 
     def _wait(self, future: Future[T]) -> T:
-        limit_ms = CONNECT_TIMEOUT_MS + self._options.poll_timeout_ms + GRACE_MS
+        """Returns the answer. After a failure that may pass, the next call opens a new connection."""
+        limit_s = CONNECT_TIMEOUT_S + self._options.poll_timeout_ms / 1000 + GRACE_S
         try:
-            return future.result(limit_ms / 1000)
+            return future.result(limit_s)
         except TimeoutError:
             future.cancel()
-            why = f"no answer from {self._options.authority} within {limit_ms} ms"
+            self.close()
+            why = f"no answer from {self._options.authority} within {limit_s:g} s"
             raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
+        except UStatusError as error:
+            if error.retryable:
+                self.close()
+            raise
 
     async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         if self._client is None:
+            options = self._options
+            instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
+            local = LocalUriProvider(options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
+            transport = plugin.create(options.transport, options.transport_config, local)
+            self._opened.push_async_callback(transport.close)  # also if `open` fails halfway
             try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
-                    self._client = await self._open()
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await transport.open()
+                    rpc = await self._opened.enter_async_context(InMemoryRpcClient(transport, local))
             except TimeoutError:
-                why = f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms"
+                why = f"no connection over {options.transport} in {CONNECT_TIMEOUT_S} s"
                 raise UStatusError(UCode.UNAVAILABLE, why) from None
+            self._client = HistoryClient(rpc, self._service, timeout_ms=options.poll_timeout_ms)
         return await call(self._client)
-
-    async def _open(self) -> HistoryClient:
-        instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
-        local = LocalUriProvider(self._options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
-        transport = plugin.create(self._options.transport, self._options.transport_config, local)
-        self._opened.push_async_callback(transport.close)  # also if `open` fails halfway
-        await transport.open()
-        rpc = await self._opened.enter_async_context(InMemoryRpcClient(transport, local))
-        return HistoryClient(rpc, self._service, timeout_ms=self._options.poll_timeout_ms)
 
     async def _renew(self, request: PollRequest, lease_ms: int) -> None:
         """Renew the lease of the latest `hold`: Spark may make no call for the length of a trigger."""
-        if self._renewal is not None:
-            self._renewal.cancel()
-        self._renewal = asyncio.create_task(self._renewing(request, lease_ms)) if lease_ms else None
-
-    async def _renewing(self, request: PollRequest, lease_ms: int) -> None:
         while True:
             await asyncio.sleep(lease_ms / 3000)
             try:
@@ -383,5 +363,7 @@ def _positions(offset: Offset) -> list[Position]:
     return [witness.position(bytes.fromhex(name), seq, offset.known.get(name, {})) for name, seq in offset.seqs.items()]
 
 
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000
+def _at(topics: Iterable[UUri], offset: Offset) -> PollRequest:
+    """A poll that reads nothing: it ends where it begins."""
+    at = _positions(offset)
+    return PollRequest(topics=topics, positions=at, until=at, latest=True, max_records=1)

@@ -65,24 +65,23 @@ class Offset:
             if not _INCARNATION.fullmatch(str(incarnation)):
                 raise invalid(f"a log: expected its incarnation, 32 lower-case hex digits, got {incarnation!r}")
             entry = value if isinstance(value, dict) else {"seq": value}
-            if _seq(incarnation, entry.get("seq")):
-                made._add(incarnation, entry)
+            seq = _seq(incarnation, entry.get("seq"))
+            if not seq:
+                continue
+            made.seqs[incarnation] = seq
+            try:
+                known = {_seq(incarnation, one): bytes.fromhex(digest) for one, digest in entry.get("known", ())}
+            except (TypeError, ValueError):
+                raise invalid(
+                    f"'known' of log {incarnation}: expected a list of [seq, digest in hex], got {entry['known']!r}"
+                ) from None
+            if known:
+                made.known[incarnation] = known
+            if "after" in entry:
+                made.after[incarnation] = _seq(incarnation, entry["after"])
+            if entry.get("unread") is True:
+                made.unread |= {incarnation}
         return made
-
-    def _add(self, incarnation: str, entry: Mapping[str, Any]) -> None:
-        self.seqs[incarnation] = entry["seq"]
-        try:
-            known = {_seq(incarnation, seq): bytes.fromhex(digest) for seq, digest in entry.get("known", ())}
-        except (TypeError, ValueError):
-            raise invalid(
-                f"'known' of log {incarnation}: expected a list of [seq, digest in hex], got {entry['known']!r}"
-            ) from None
-        if known:
-            self.known[incarnation] = known
-        if "after" in entry:
-            self.after[incarnation] = _seq(incarnation, entry["after"])
-        if entry.get("unread") is True:
-            self.unread |= {incarnation}
 
     def json(self) -> dict[str, Any]:
         made = {incarnation: self.entry(incarnation) for incarnation in sorted(self.seqs)}

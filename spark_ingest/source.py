@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -34,9 +36,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FORMAT: Final = "uprotocol"
-IDLE_WAIT_MS: Final = (
-    500  # Spark asks 100 times a second, so the answer waits for new records; a stop waits for the answer
-)
+# Spark asks 100 times a second, so the answer waits for new records; a stop waits for the answer
+IDLE_WAIT_MS: Final = 500
 
 log = structlog.get_logger()
 
@@ -64,10 +65,10 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(UProtocolDataSource)
 
 
+@dataclass
 class _Partition(InputPartition):
-    def __init__(self, range: Range, choice: Choice | None) -> None:
-        super().__init__(None)
-        self.range, self.choice = range, choice
+    range: Range
+    choice: Choice | None
 
 
 class _SourceReader:
@@ -81,7 +82,7 @@ class _SourceReader:
         if not isinstance(partition, _Partition):
             return  # Spark plans an empty partition if there is nothing to read
         decoder, malformed = Decoder(), Counter[str]()
-        with History(self._options) as history:
+        with closing(History(self._options)) as history:
             for records in history.read(partition.range, self._on_loss):
                 if partition.choice is None:
                     columns = (records.seq, records.time_ms, records.message, records.epochs, records.epoch)
@@ -157,18 +158,15 @@ class _SourceReader:
         ranges = offsets.split(start, end)
         if start.gates is None and end.gates is None:
             return [_Partition(range, None) for range in ranges]
-        choices = {
-            (range.incarnation, range.seq): Choice(start.gates or {}, end.gates or {}, range.incarnation, range.seq)
-            for range in ranges
-        }
-        return [_Partition(range, choices[range.incarnation, range.seq]) for range in ranges]
+        begun, ended = start.gates or {}, end.gates or {}
+        return [_Partition(range, Choice(begun, ended, range.incarnation, range.seq)) for range in ranges]
 
 
 class BatchReader(_SourceReader, DataSourceReader):
     """All records from startingOffsets to the newest at the time of planning."""
 
     def partitions(self) -> Sequence[InputPartition]:
-        with History(self._options) as history:
+        with closing(History(self._options)) as history:
             logs = history.describe()
             start = offsets.starting(offsets.parse(self._options.starting_offsets), logs)
             if self._options.epochs == "complete" and start.gates is None:
@@ -182,17 +180,14 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._history: History | None = None
+        self._driver = History(options)
         self._target: Offsets | None = None
         self._logs: list[DescribedLog] = []  # the latest description
         self._acked: Offset | None = None  # the offset that this run has confirmed to the history
         self._heard_ms = 0  # since then the streamer has answered without a failure, Unix ms; 0: the last call failed
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["_options"])  # type: ignore[misc]  # an unpickled reader is a new one
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._options,)  # in a task it is a new one
 
     def initialOffset(self) -> dict[str, Any]:
         start = offsets.starting(offsets.parse(self._options.starting_offsets), self._describe())
@@ -231,26 +226,26 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
 
     def _end(self, start: Offset, limit_records: int | None) -> Offset:
         end = self._plan(self._driver, start, self._describe(), limit_records, self._target)
-        self._give_up(end)
+        self._heard_ms = self._heard_ms or _now_ms()
+        if end.gates:
+            self._give_up(end, end.gates)
         if self._acked is None or (end == start and self._acked != start):
             # All records before `start` are in the sink: Spark finishes a batch, also after a restart, before it asks
             # for the next one. But it calls `commit` only when the next one begins, which may never happen.
             self._hold(start)
         return end
 
-    def _give_up(self, end: Offset) -> None:
+    def _give_up(self, end: Offset, gates: Gates) -> None:
         """Deliver epochs whose keeper has sent no frontier for too long, if no wanted records are left to read."""
-        now_ms = _now_ms()
-        self._heard_ms = self._heard_ms or now_ms
         wanted = {log.incarnation: log.wanted_seq for log in self._logs}
         if self._target is not None:
             wanted = {name: min(seq, self._target.get(name, 0)) for name, seq in wanted.items()}
-        if not end.gates or any(seq > end.seqs.get(name, 0) for name, seq in wanted.items()):
+        if any(seq > end.seqs.get(name, 0) for name, seq in wanted.items()):
             return
-        timeout_ms = round(self._options.epoch_timeout * 1000)
+        now_ms, timeout_ms = _now_ms(), round(self._options.epoch_timeout * 1000)
         # a run with available_now does not wait; another one waits until the streamer has been back for the time-out
         if self._target is not None or now_ms - self._heard_ms > timeout_ms:
-            end.gates = epochs.given_up(end.gates, epochs.overdue(end.gates, now_ms, timeout_ms), timeout_ms)
+            end.gates = epochs.given_up(gates, epochs.overdue(gates, now_ms, timeout_ms), timeout_ms)
 
     def _describe(self) -> list[DescribedLog]:
         self._logs = self._driver.describe()
@@ -279,15 +274,7 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
             )
 
     def stop(self) -> None:
-        if self._history is not None:
-            self._history.close()
-            self._history = None
-
-    @property
-    def _driver(self) -> History:
-        if self._history is None:
-            self._history = History(self._options)
-        return self._history
+        self._driver.close()
 
 
 def _now_ms() -> int:

@@ -149,7 +149,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def read(options: Options, range: Range) -> list[int]:
-    with History(options) as history:
+    with contextlib.closing(History(options)) as history:
         return [seq for batch in history.read(range, _no_loss) for seq in batch.seq]
 
 
@@ -266,7 +266,7 @@ def test_topics_select_records_and_others_make_no_batch(host: Host) -> None:
 @full
 def test_reading_waits_for_a_streamer_that_restarts(host: Host) -> None:
     host.ask(samples(30_000))
-    with History(host.options(poll_timeout_ms=1_000)) as history:
+    with contextlib.closing(History(host.options(poll_timeout_ms=1_000))) as history:
         found = history.read(Range(host.incarnation, 0, 30_000), _no_loss)
         seqs = list(next(found).seq)
         host.kill()
