@@ -27,12 +27,12 @@ from history.records import witness
 from history.records.witness import Known
 from spark_ingest import epochs, offsets
 from spark_ingest.epochs import FrontierRecord
-from spark_ingest.offsets import DescribedLog, LogLoss, Offset, Offsets, Range
+from spark_ingest.offsets import LogLoss, Offset, Offsets, Range
 from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse, Position, RecordBatch
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState, PollRequest, PollResponse, Position, RecordBatch
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -144,9 +144,10 @@ class History:
         self._client: HistoryClient | None = None
         self._renewal: asyncio.Task[None] | None = None
 
-    def describe(self) -> list[DescribedLog]:
-        """The present logs. Raises UStatusError, retryable if the streamer is away."""
-        return offsets.logs_of(self._call(lambda client: client.logs(self._wanted)))
+    def describe(self) -> list[LogState]:
+        """The present logs; `newest_match_seq` is of the wanted topics. Raises UStatusError, retryable if the streamer
+        is away."""
+        return self._call(lambda client: client.logs(self._wanted))
 
     def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, LogLoss]]:
         """Returns digests of records up to `seqs`, which identify each log, and the logs that contradict `known`."""

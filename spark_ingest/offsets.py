@@ -24,7 +24,7 @@ from typing import Any, Final
 from history.records.witness import Known, up_to
 from spark_ingest import epochs
 from spark_ingest.epochs import Gates
-from uprotocol.core.ustreamer.v1 import ustreamer_pb2
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState
 from uprotocol.status import invalid
 
 EARLIEST: Final = "earliest"
@@ -106,17 +106,6 @@ class Offset:
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedLog:
-    """One log as its streamer describes it. `wanted_seq`: the newest record of the wanted topics, or 0."""
-
-    incarnation: str
-    oldest_seq: int
-    newest_seq: int
-    wanted_seq: int
-    durable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Range:
     """Records (after, until] of one log, and digests that identify the log. An earlier batch has read those up to
     `seq`, but they waited."""
@@ -152,13 +141,6 @@ class LogLoss:
         return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are lost"
 
 
-def logs_of(described: Iterable[ustreamer_pb2.LogState]) -> list[DescribedLog]:
-    return [
-        DescribedLog(log.incarnation.hex(), log.oldest_seq, log.newest_seq, log.newest_match_seq, log.durable)
-        for log in described
-    ]
-
-
 def parse(text: str) -> str | Offset:
     """`earliest`, `latest`, or offsets in JSON. Raises UStatusError(INVALID_ARGUMENT)."""
     if text.lower() in (EARLIEST, LATEST):
@@ -176,31 +158,28 @@ def _seq(incarnation: str, seq: object) -> int:
     return seq
 
 
-def starting(where: str | Offset, logs: Iterable[DescribedLog]) -> Offset:
+def starting(where: str | Offset, logs: Iterable[LogState]) -> Offset:
     """The offset to begin at, for the present logs. Logs without wanted records are left out."""
     if isinstance(where, Offset):
         return where
-    wanted = [log for log in logs if log.wanted_seq]
+    wanted = [log for log in logs if log.newest_match_seq]
     if where == EARLIEST:
-        return Offset(_compact({log.incarnation: log.oldest_seq - 1 for log in wanted if log.oldest_seq}))
+        return Offset(_compact({log.incarnation.hex(): log.oldest_seq - 1 for log in wanted if log.oldest_seq}))
     assert where == LATEST, "parse returns nothing else"
-    return Offset(
-        _compact({log.incarnation: log.newest_seq for log in wanted}),
-        unread=frozenset(log.incarnation for log in wanted if not log.durable),
-    )
+    return Offset(newest(wanted), unread=frozenset(log.incarnation.hex() for log in wanted if not log.durable))
 
 
-def newest(logs: Iterable[DescribedLog]) -> Offsets:
+def newest(logs: Iterable[LogState]) -> Offsets:
     """The offsets at which nothing is left to read."""
-    return _compact({log.incarnation: log.newest_seq for log in logs})
+    return _compact({log.incarnation.hex(): log.newest_seq for log in logs})
 
 
-def lost(start: Offset, logs: Iterable[DescribedLog]) -> list[LogLoss]:
+def lost(start: Offset, logs: Iterable[LogState]) -> list[LogLoss]:
     """The logs of `start` that no longer exist, with their records after `start`.
 
     Only the answer of Poll shows what retention has deleted: it distinguishes that from records of other topics.
     """
-    present = {log.incarnation for log in logs}
+    present = {log.incarnation.hex() for log in logs}
     return [
         LogLoss(incarnation, seq, 0)
         for incarnation, seq in sorted(start.seqs.items())
@@ -210,7 +189,7 @@ def lost(start: Offset, logs: Iterable[DescribedLog]) -> list[LogLoss]:
 
 def advance(
     start: Mapping[str, int],
-    logs: Iterable[DescribedLog],
+    logs: Iterable[LogState],
     limit_records: int | None,
     target: Mapping[str, int] | None = None,
 ) -> Offsets:
@@ -220,19 +199,19 @@ def advance(
     records of other topics stays at its seq, to avoid empty batches. A log that no longer exists is left out.
     """
     ends: Offsets = {}
-    unread: dict[str, int] = {}
+    unread: list[tuple[int, str, int]] = []  # number of records, log, seq before the first
     for log in logs:
-        after = start.get(log.incarnation, 0)
-        newest = log.newest_seq if target is None else min(log.newest_seq, target.get(log.incarnation, 0))
-        ends[log.incarnation] = after
-        if log.wanted_seq > after and newest > after:
-            unread[log.incarnation] = newest - max(after, log.oldest_seq - 1)
-    left = sum(unread.values()) if limit_records is None else limit_records
-    by_name = {log.incarnation: log for log in logs}
-    for index, (incarnation, records) in enumerate(sorted(unread.items(), key=lambda item: (item[1], item[0]))):
+        name = log.incarnation.hex()
+        after = ends[name] = start.get(name, 0)
+        newest = log.newest_seq if target is None else min(log.newest_seq, target.get(name, 0))
+        if log.newest_match_seq > after and newest > after:
+            begin = max(after, log.oldest_seq - 1)
+            unread.append((newest - begin, name, begin))
+    left = sum(records for records, _, _ in unread) if limit_records is None else limit_records
+    for index, (records, name, begin) in enumerate(sorted(unread)):
         share = min(records, max(1, left // (len(unread) - index)))
         left -= share
-        ends[incarnation] = max(ends[incarnation], by_name[incarnation].oldest_seq - 1) + share
+        ends[name] = begin + share
     return _compact(ends)
 
 

@@ -26,8 +26,9 @@ from spark_ingest import epochs, offsets
 from spark_ingest.client import History, Options
 from spark_ingest.decode import DDL, Decoder
 from spark_ingest.epochs import BatchFrontiers, Choice, FrontierRecord, Gates
-from spark_ingest.offsets import DescribedLog, LogLoss, Offset, Offsets, Range
+from spark_ingest.offsets import LogLoss, Offset, Offsets, Range
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -108,7 +109,7 @@ class _SourceReader:
         self,
         history: History,
         start: Offset,
-        logs: Sequence[DescribedLog],
+        logs: Sequence[LogState],
         limit_records: int | None,
         target: Offsets | None = None,
     ) -> Offset:
@@ -182,7 +183,7 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
         super().__init__(options)
         self._driver = History(options)
         self._target: Offsets | None = None
-        self._logs: list[DescribedLog] = []  # the latest description
+        self._logs: list[LogState] = []  # the latest description
         self._acked: Offset | None = None  # the offset that this run has confirmed to the history
         self._heard_ms = 0  # since then the streamer has answered without a failure, Unix ms; 0: the last call failed
 
@@ -237,7 +238,7 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
 
     def _give_up(self, end: Offset, gates: Gates) -> None:
         """Deliver epochs whose keeper has sent no frontier for too long, if no wanted records are left to read."""
-        wanted = {log.incarnation: log.wanted_seq for log in self._logs}
+        wanted = {log.incarnation.hex(): log.newest_match_seq for log in self._logs}
         if self._target is not None:
             wanted = {name: min(seq, self._target.get(name, 0)) for name, seq in wanted.items()}
         if any(seq > end.seqs.get(name, 0) for name, seq in wanted.items()):
@@ -247,13 +248,15 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
         if self._target is not None or now_ms - self._heard_ms > timeout_ms:
             end.gates = epochs.given_up(gates, epochs.overdue(gates, now_ms, timeout_ms), timeout_ms)
 
-    def _describe(self) -> list[DescribedLog]:
+    def _describe(self) -> list[LogState]:
         self._logs = self._driver.describe()
         return self._logs
 
     def _hold(self, acked: Offset) -> None:
         needed = offsets.needed(acked)
-        seqs = {log.incarnation: needed.seqs.get(log.incarnation, 0) for log in self._logs or self._describe()}
+        seqs = {
+            one: needed.seqs.get(one, 0) for one in (log.incarnation.hex() for log in self._logs or self._describe())
+        }
         self._driver.hold(Offset(seqs, needed.known))
         self._acked = acked
 

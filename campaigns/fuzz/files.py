@@ -218,7 +218,13 @@ def spark_offsets(data: bytes) -> None:
         if isinstance(found, offsets.Offset):
             assert offsets.parse(json.dumps(found.json())) == found
             offsets.split(offsets.Offset(), found)
-            offsets.advance(found.seqs, [offsets.DescribedLog(name, 1, 1 << 40, 1 << 40) for name in found.seqs], 1_000)
+            logs = [
+                ustreamer_pb2.LogState(
+                    incarnation=bytes.fromhex(name), oldest_seq=1, newest_seq=1 << 40, newest_match_seq=1 << 40
+                )
+                for name in found.seqs
+            ]
+            offsets.advance(found.seqs, logs, 1_000)
 
 
 @target

@@ -247,7 +247,7 @@ def history_answers(data: bytes) -> None:
             accepted.state.request()
     with refusing(UCode.INVALID_ARGUMENT):
         described = payload.unpack(ustreamer.DescribeResponse)
-        logs = offsets.logs_of(described.logs)
+        logs = list(described.logs)
         for where in (offsets.EARLIEST, offsets.LATEST):
             start = offsets.starting(where, logs)
             offsets.advance(start.seqs, logs, 1_000)

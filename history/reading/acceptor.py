@@ -89,10 +89,6 @@ class Accepted:
     gaps: list[Gap] = field(default_factory=list)
     state: ReaderState = field(default_factory=ReaderState)
 
-    @property
-    def positions(self) -> Positions:
-        return self.state.positions
-
 
 class Verdict(enum.Enum):
     TAKEN = enum.auto()
@@ -122,10 +118,6 @@ class Acceptor:
         self._newest: OrderedDict[tuple[bytes, bytes, bytes], int] = OrderedDict()  # (incarnation, source, sink) -> seq
         self._lost_to: Positions = {}  # what is missing up to here has been reported as a gap
         self._refused_in_a_row = 0
-
-    @property
-    def positions(self) -> Positions:
-        return self.state.positions
 
     def accept(self, response: PollResponse) -> Accepted:
         accepted, positions = Accepted(), self.state.positions
@@ -175,7 +167,7 @@ class Acceptor:
     def begin_here(self) -> None:
         """More topics are followed from here on: the first record of each may name a predecessor that was not asked
         for."""
-        self._base = dict(self.positions)
+        self._base = dict(self.state.positions)
 
     def resume(self, state: ReaderState) -> None:
         """Continue from `state`, to which another acceptor has read these topics. Records that were taken here already
@@ -193,7 +185,7 @@ class Acceptor:
             self.dropped["unreadable"] += 1
             return
         if went_back(gap):  # start again from there
-            self.positions[incarnation] = self._base[incarnation] = gap.before_seq - 1
+            self.state.positions[incarnation] = self._base[incarnation] = gap.before_seq - 1
             self.state.known[incarnation] = witness.up_to(self.state.known.get(incarnation, {}), gap.before_seq - 1)
             self._lost_to.pop(incarnation, None)
             for key in [key for key in self._newest if key[0] == incarnation]:
@@ -206,7 +198,7 @@ class Acceptor:
 
     def _lose(self, incarnation: bytes, accepted: Accepted) -> None:
         """The log no longer exists."""
-        seq = self.positions.get(incarnation)
+        seq = self.state.positions.get(incarnation)
         if seq is None:
             return
         if incarnation not in self.state.idle:
@@ -241,7 +233,7 @@ class Acceptor:
     def _go_back(self, record: Record, position: int, accepted: Accepted) -> None:
         incarnation = record.incarnation
         allowed = max(self._newest.get(record.topic, self._base[incarnation]), self._lost_to.get(incarnation, 0))
-        self.positions[incarnation] = min(allowed, position)
+        self.state.positions[incarnation] = min(allowed, position)
         if self._refused_in_a_row >= REFUSED_MAX:
             self._refused_in_a_row = 0
             self._lost_to[incarnation] = record.prev_seq

@@ -180,7 +180,7 @@ class _SharedFollowing:
             async with self._following as following:
                 while self._topics:
                     try:
-                        await following.confirmed()
+                        await following.commands.confirmed()
                         self._admit()
                         response = await following.next(self._state) if self._feeds else None
                         if response is not None:
@@ -204,7 +204,7 @@ class _SharedFollowing:
     def _admit(self) -> None:
         """Add the feeds whose topics are already followed."""
         for feed in list(self._joining):
-            mine, theirs = self._state.positions, feed.acceptor.positions
+            mine, theirs = self._state.positions, feed.acceptor.state.positions
             if not self._feeds:
                 self._state = feed.acceptor.state.copy()
             elif mine.keys() != theirs.keys():  # a log is new: the others find it with polls of their own
@@ -364,7 +364,7 @@ class HistoryFeed:
                     self._on_gap(feed.topic, gap)
             if accepted.records:
                 await _deliver_to(feed.listener, accepted.records)
-            behind = (one for one in response.next if acceptor.positions.get(one.incarnation, 0) < one.seq)
+            behind = (one for one in response.next if acceptor.state.positions.get(one.incarnation, 0) < one.seq)
             if not response.more and not any(behind) and (time() - polled) * 1000 <= JOIN_DELIVERY_MS:
                 return
 

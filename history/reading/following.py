@@ -110,7 +110,8 @@ class PushedFrames:
     begin -> request, for the next Command -> frames -> queue -> next -> an answer, or NoFrame
 
     `subscription`: of the push, as far as we know; 0: there is none. `request`: to begin or end one, not sent yet.
-    `on_request` is called when `take_request` has something for the next Command.
+    `is_requested`: the service may be pushing. `rests_until`, loop time: pushes have failed again and again, so with
+    mode "auto" there is none until then. `on_request` is called when `take_request` has something for the next Command.
     """
 
     def __init__(
@@ -125,19 +126,14 @@ class PushedFrames:
         self._window, self._random_bytes = min(options.window_bytes, WINDOW_BYTES_MAX), options.random_bytes
         self.subscription = 0
         self.request: CommandRequest | None = None
-        self._is_requested = False  # the service may be pushing
+        self.is_requested, self.rests_until = False, 0.0
         self._frames: deque[tuple[Frame, int]] = deque()  # with their bytes
         self._frames_bytes = 0
         self._woken = asyncio.Event()
         self.must_check = False  # `next` returns QUIET when no frame waits
         self._taken = 0  # the number of the last frame
         self._quiet_s, self._usual_s, self._last_at = QUIET_S_FIRST, 0.0, 0.0
-        self._misses, self._rest_s, self._rests_until = 0, REST_S_MIN, 0.0
-
-    @property
-    def rests(self) -> bool:
-        """Pushes have failed again and again, so nothing is pushed for a while."""
-        return asyncio.get_running_loop().time() < self._rests_until
+        self._misses, self._rest_s = 0, REST_S_MIN
 
     # -- what the service is asked for
 
@@ -166,21 +162,20 @@ class PushedFrames:
 
     def stop(self) -> None:
         """Ignore its frames, and ask the service to push nothing."""
-        if self.subscription or self._is_requested:
-            self.end()
-            self.request, self._is_requested = CommandRequest(stop_push=True), False
-            self._on_request()
+        self.end()
+        self.request, self.is_requested = CommandRequest(stop_push=True), False
+        self._on_request()
 
     def forget(self) -> None:
         """The service knows nothing of us any more."""
         self.end()
-        self._is_requested = False
+        self.is_requested = False
 
     def take_request(self) -> CommandRequest:
         """Returns what the next Command says about the push."""
         request, self.request = self.request, None
         if request is not None:
-            self._is_requested = request.HasField("push")
+            self.is_requested = request.HasField("push")
             return request
         return CommandRequest(frames_taken=self._taken) if self.subscription else CommandRequest()
 
@@ -256,7 +251,7 @@ class PushedFrames:
         self.end()
         self._misses += 1
         if self._misses >= MISSES_MAX:
-            self._rests_until = asyncio.get_running_loop().time() + self._rest_s
+            self.rests_until = asyncio.get_running_loop().time() + self._rest_s
             self._rest_s, self._misses = min(REST_S_MAX, 2 * self._rest_s), 0
 
 
@@ -338,15 +333,13 @@ class Commands:
         """Wait until the service knows all changes so far, unless polls name the topics. Raises UStatusError."""
         while self.error is None and not self._options.names_topics and not self._confirmed.is_set():
             await self._confirmed.wait()
-        self.raise_error()
-
-    def raise_error(self) -> None:
         if self.error is not None:
             raise self.error
 
     async def hand_over(self, asked: HandOver) -> list[Position]:
         """See HandOver. Raises UStatusError."""
-        self.raise_error()
+        if self.error is not None:
+            raise self.error
         answered: asyncio.Future[list[Position]] = asyncio.get_running_loop().create_future()
         self._hand_overs.append((asked, answered))
         self.woken.set()
@@ -492,9 +485,9 @@ class Following:
         self._poller = Poller(client, wait_ms_max=options.wait_ms_max, on_connected=on_connected, rng=options.rng)
         self._frontiers = FrontierPages(client.authority)
         self._pushed = PushedFrames(
-            client, self._poller.timeout, counts, options, on_request=lambda: self._commands.woken.set()
+            client, self._poller.timeout, counts, options, on_request=lambda: self.commands.woken.set()
         )
-        self._commands = Commands(self._poller, self._pushed, counts, options, on_denied, on_forgotten, on_confirmed)
+        self.commands = Commands(self._poller, self._pushed, counts, options, on_denied, on_forgotten, on_confirmed)
         self._interrupted = asyncio.Event()  # the poll that is running is given up
         self._additions = 0  # how often a topic was added
 
@@ -514,7 +507,7 @@ class Following:
     @property
     def topics(self) -> list[UUri]:
         """The topics that are followed, whether or not the service knows it already."""
-        return [topic for topic, _ in self._commands.topics.values()]
+        return [topic for topic, _ in self.commands.topics.values()]
 
     def check_now(self) -> None:
         """Something may have come that did not reach us: poll at once."""
@@ -523,7 +516,7 @@ class Following:
         self._poller.backoff.wake()
 
     async def __aenter__(self) -> Self:
-        self._commands.start()
+        self.commands.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -531,7 +524,7 @@ class Following:
 
     async def close(self) -> None:
         """The service forgets us when our lease ends. May be called twice."""
-        await self._commands.close()
+        await self.commands.close()
         self._pushed.end()
 
     # -- what is followed
@@ -539,7 +532,7 @@ class Following:
     def follow(self, topic: UUri, sample_period_ms: int = 0) -> None:
         """Follow a topic or a pattern, from the positions with which `next` was last called. Called again for the same
         topic, it changes the sample period. The service is told with the next command."""
-        if self._commands.change(topic, sample_period_ms):
+        if self.commands.change(topic, sample_period_ms):
             # An answer that was asked for without the topic must not move the positions past its records.
             self._additions += 1
             self._pushed.end()
@@ -548,20 +541,12 @@ class Following:
 
     def unfollow(self, topic: UUri) -> None:
         """Stop following exactly this topic or pattern; nothing happens if it is not followed."""
-        self._commands.change(topic, -1)
+        self.commands.change(topic, -1)
 
     async def begin_again(self) -> None:
         """Continue after a refusal, after a pause."""
         await self._poller.backoff.wait()
-        self._commands.start()
-
-    async def confirmed(self) -> None:
-        """Wait until the service knows all that is followed now, unless polls name the topics. Raises UStatusError."""
-        await self._commands.confirmed()
-
-    async def hand_over(self, asked: HandOver) -> list[Position]:
-        """See HandOver. Raises UStatusError."""
-        return await self._commands.hand_over(asked)
+        self.commands.start()
 
     # -- answers
 
@@ -572,35 +557,40 @@ class Following:
         refuses.
         """
         if acked is not None:
-            self._commands.acked = acked
-        self._commands.raise_error()
+            self.commands.acked = acked
+        if self.commands.error is not None:
+            raise self.commands.error
+        pushed = self._pushed
         # the first answer is polled: a lost first frame would not be noticed
         is_first = self.wants_frontiers or not state.positions
-        if self.mode == "poll" or self._client.frames is None or (self.mode == "auto" and self._pushed.rests):
-            self._pushed.stop()
+        rests = self.mode == "auto" and asyncio.get_running_loop().time() < pushed.rests_until
+        if self.mode == "poll" or self._client.frames is None or rests:
+            if pushed.subscription or pushed.is_requested:
+                pushed.stop()
             # a service that is not known to be there is asked to answer at once, which shows that it is
             return await self._poll(state, at_once=is_first or not self._poller.connected)
         if is_first:
             return await self._poll(state, at_once=True)
-        if not self._pushed.subscription:
-            await self._pushed.begin(self._request(state))
-            self._commands.raise_error()
-        answer = await self._pushed.next(state.positions)
+        if not pushed.subscription:
+            await pushed.begin(self._request(state))
+            if self.commands.error is not None:
+                raise self.commands.error
+        answer = await pushed.next(state.positions)
         if isinstance(answer, PollResponse):
             return answer
         if answer is NoFrame.ENDED:
             return None
         if answer is NoFrame.MISSED:
-            self._pushed.missed()
+            pushed.missed()
             return await self._poll(state, at_once=True)
         self.counts["quiet"] += 1
-        mark = self._pushed.mark()
+        mark = pushed.mark()
         polled = await self._poll(state, at_once=True)
-        self._pushed.checked(mark, polled)
+        pushed.checked(mark, polled)
         return polled
 
     async def _poll(self, state: ReaderState, *, at_once: bool) -> PollResponse | None:
-        request, commands = self._request(state), self._commands
+        request, commands = self._request(state), self.commands
         if self._options.names_topics:
             request.topics.extend(topic for topic, _ in commands.topics.values())
         else:
@@ -642,5 +632,5 @@ class Following:
         if self.wants_frontiers:
             self._frontiers.ask(request)
         if request.consumer or self._options.acknowledges:
-            request.acked.extend(self._commands.acked_positions())
+            request.acked.extend(self.commands.acked_positions())
         return request

@@ -355,7 +355,7 @@ class Followed:
         if not self._has_place:  # saved before we ask, so that a later run knows whom to ask to push again
             await self._keep_first(places)
         self._sorting.held_there = {}
-        for position in await following.hand_over(HandOver(take=True, takes_held=True)):
+        for position in await following.commands.hand_over(HandOver(take=True, takes_held=True)):
             # records up to `known` are safe here; those up to `position.seq` were pushed, are held there, or are ours
             known = places.positions.get(position.incarnation, position.seq)
             begin = min([position.seq, *(one.after_seq for one in position.held)])
@@ -579,7 +579,7 @@ class Followed:
         rng, random_bytes = self._follows.rng, self._follows.random_bytes
         options = FollowingOptions(mode="poll", rng=rng, random_bytes=random_bytes)
         async with Following(client, options) as following:
-            await following.hand_over(HandOver(end=True, positions=self._committed().request()))
+            await following.commands.hand_over(HandOver(end=True, positions=self._committed().request()))
 
 
 def _first_behind(gap: Gap, records: Sequence[Record]) -> int:

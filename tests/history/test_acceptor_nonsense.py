@@ -18,7 +18,7 @@ def test_a_batch_with_a_seq_that_no_log_gives_is_none(seq: int, prev_seq: int, d
     accepted = acceptor.accept(
         PollResponse(begin=[Position(incarnation=LOG, seq=3)], batches=[batch], next=[Position(incarnation=LOG, seq=9)])
     )
-    assert (accepted.records, accepted.gaps, accepted.positions) == ([], [], {LOG: 3})
+    assert (accepted.records, accepted.gaps, accepted.state.positions) == ([], [], {LOG: 3})
     assert accepted.state.request()
 
 
@@ -29,6 +29,6 @@ def test_a_gap_that_ends_nowhere_moves_nobody(before_seq: int, reason: Gap.Reaso
     accepted = acceptor.accept(
         PollResponse(gaps=[Gap(reason=reason, incarnation=LOG, after_seq=2**64 - 1, before_seq=before_seq)])
     )
-    assert accepted.positions == {LOG: 7}
+    assert accepted.state.positions == {LOG: 7}
     assert accepted.state.request()
     assert acceptor.dropped == {"unreadable": 1}

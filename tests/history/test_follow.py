@@ -405,7 +405,7 @@ def test_a_hand_over_that_nobody_can_hear_is_refused() -> None:
         following = Following(world.client)
         async with following:
             world.client.faults = 1.0
-            waiting = asyncio.create_task(following.hand_over(HandOver(take=True)))
+            waiting = asyncio.create_task(following.commands.hand_over(HandOver(take=True)))
             await asyncio.sleep(1)
         with pytest.raises(UStatusError):
             await waiting
@@ -455,7 +455,7 @@ def test_a_service_that_lies_is_not_asked_without_end(
             except TimeoutError:
                 pass
         assert calls <= 60 * 20, f"{calls} polls in a minute"
-        assert len(acceptor.positions) <= 1
+        assert len(acceptor.state.positions) <= 1
         await world.close()
 
     virtually(run())
@@ -595,13 +595,13 @@ def test_a_topic_that_is_wanted_later_is_whole_from_then_on(seed: int) -> None:
             reading = asyncio.create_task(read())
             following.follow(TOPICS[0])
             async with asyncio.timeout(60):
-                while not acceptor.positions:  # noqa: ASYNC110
+                while not acceptor.state.positions:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             whole_from[0] = 0
             for first in range(0, 600, 5):
                 await world.append(first, 5)
                 if rng.random() < 0.1 and len(whole_from) < 5:
-                    nothing_before[len(whole_from)] = max(acceptor.positions.values())
+                    nothing_before[len(whole_from)] = max(acceptor.state.positions.values())
                     following.follow(TOPICS[len(whole_from)])
                     acceptor.begin_here()
                     whole_from[len(whole_from)] = first + 5

@@ -391,7 +391,7 @@ async def test_a_volatile_log_that_gave_nothing_may_vanish_and_one_that_was_read
                 await ring.append([ring.stream_id(TOPICS[0])], [message])
                 assert await take(subscriber, 1) == [7]
             async with asyncio.timeout(10):
-                while subscriber._acceptor.positions.get(ring.incarnation) != ring.newest_seq:  # noqa: ASYNC110
+                while subscriber._acceptor.state.positions.get(ring.incarnation) != ring.newest_seq:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await world.service.stop()
             lost, ring = ring, await Log.open(None, name="ring")
@@ -506,7 +506,7 @@ def test_a_missing_record_is_noticed_even_across_answers() -> None:
     acceptor = Acceptor({LOG: 0})
     acceptor.accept(answer([(1, 0, 0), (2, 0, 1)], 9))  # 5 of topic 0 was lost from this answer
     refused = acceptor.accept(answer([(10, 5, 0)], 10))
-    assert (refused.records, refused.positions) == ([], {LOG: 1})
+    assert (refused.records, refused.state.positions) == ([], {LOG: 1})
     accepted = acceptor.accept(answer([(2, 0, 1), (5, 1, 0), (10, 5, 0)], 10))
     assert [record.seq for record in accepted.records] == [5, 10]
     assert acceptor.dropped == {"refused": 1, "behind_refused": 0, "duplicate": 1}
@@ -543,7 +543,7 @@ def test_what_never_follows_becomes_a_gap() -> None:
     acceptor = Acceptor({LOG: 1})
     gaps = [gap for _ in range(acceptor_module.REFUSED_MAX + 1) for gap in acceptor.accept(answer([(9, 5, 0)], 9)).gaps]
     assert [(gap.after_seq, gap.before_seq) for gap in gaps] == [(1, 6)]
-    assert acceptor.positions == {LOG: 9}
+    assert acceptor.state.positions == {LOG: 9}
 
 
 def test_a_message_that_is_none_is_a_gap() -> None:
@@ -565,7 +565,7 @@ def test_whatever_answers_leave_out_nothing_is_skipped_within_a_topic(topics: li
     acceptor = Acceptor({LOG: 0})
     seen: list[int] = []
     for _ in range(20):
-        after = acceptor.positions[LOG]
+        after = acceptor.state.positions[LOG]
         records = [record for record in whole if record[0] > after and rng.random() < 0.7]
         accepted = acceptor.accept(answer(records, rng.randint(after, len(whole))))
         assert not accepted.gaps or acceptor.dropped["refused"] >= acceptor_module.REFUSED_MAX

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_ingest import offsets
-from spark_ingest.offsets import DescribedLog, LogLoss, Offset, Range
+from spark_ingest.offsets import LogLoss, Offset, Range
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState
 from uprotocol.status import UStatusError
 
@@ -30,13 +30,17 @@ ENTRIES: list[object] = [
 WRONG = [json.dumps({A: entry}) for entry in ENTRIES]
 
 
-def log(name: str, newest: int, oldest: int = 1, wanted: int | None = None) -> DescribedLog:
-    return DescribedLog(name, oldest, newest, newest if wanted is None else wanted)
+def log(name: str, newest: int, oldest: int = 1, wanted: int | None = None, *, durable: bool = True) -> LogState:
+    wanted = newest if wanted is None else wanted
+    incarnation = bytes.fromhex(name)
+    return LogState(
+        incarnation=incarnation, oldest_seq=oldest, newest_seq=newest, newest_match_seq=wanted, durable=durable
+    )
 
 
 logs = st.lists(
     st.builds(
-        lambda name, oldest, more, quiet: DescribedLog(name * 16, oldest, oldest + more, max(0, oldest + more - quiet)),
+        lambda name, oldest, more, quiet: log(name * 16, oldest + more, oldest, max(0, oldest + more - quiet)),
         st.sampled_from(["aa", "bb", "cc"]),
         st.integers(1, 1000),
         st.integers(0, 100_000),
@@ -48,7 +52,7 @@ logs = st.lists(
 
 
 @given(logs, st.integers(1, 60_000), st.sampled_from(["earliest", "latest"]))
-def test_batches_meet_and_reach_the_end(logs: list[DescribedLog], limit: int, where: str) -> None:
+def test_batches_meet_and_reach_the_end(logs: list[LogState], limit: int, where: str) -> None:
     start = offsets.starting(where, logs)
     assert Offset.of(json.loads(json.dumps(start.json()))) == start
     seen: dict[str, int] = dict(start.seqs)
@@ -64,13 +68,13 @@ def test_batches_meet_and_reach_the_end(logs: list[DescribedLog], limit: int, wh
         assert offsets.split(start, end) == ranges
         start = end
     for state in logs:
-        expected = state.newest_seq if where == "latest" and state.wanted_seq else state.wanted_seq
-        assert start.seqs.get(state.incarnation, 0) >= expected
+        expected = state.newest_seq if where == "latest" and state.newest_match_seq else state.newest_match_seq
+        assert start.seqs.get(state.incarnation.hex(), 0) >= expected
 
 
 @given(logs, st.integers(1, 60_000), st.integers(0, 2_000))
-def test_a_batch_never_passes_its_target(logs: list[DescribedLog], limit: int, behind: int) -> None:
-    target = {state.incarnation: max(0, state.newest_seq - behind) for state in logs}
+def test_a_batch_never_passes_its_target(logs: list[LogState], limit: int, behind: int) -> None:
+    target = {state.incarnation.hex(): max(0, state.newest_seq - behind) for state in logs}
     end = offsets.advance({}, logs, limit, target)
     assert all(seq <= target[name] for name, seq in end.items())
 
@@ -108,7 +112,7 @@ def test_a_range_is_cut_for_several_tasks() -> None:
 
 
 def test_only_logs_with_wanted_records_count() -> None:
-    states = [log(A, 10), DescribedLog(B, 5, 9, 0, durable=False), DescribedLog(C, 5, 9, 7, durable=False)]
+    states = [log(A, 10), log(B, 9, 5, 0, durable=False), log(C, 9, 5, 7, durable=False)]
     assert offsets.starting("latest", states) == Offset({A: 10, C: 9}, unread=frozenset([C]))
     assert offsets.starting("earliest", states) == Offset({C: 4})
     assert offsets.lost(offsets.starting("latest", states), [log(A, 10)]) == []
@@ -155,17 +159,6 @@ def test_parse() -> None:
             offsets.parse(wrong)
 
 
-def test_logs_of_a_description() -> None:
-    described = [
-        LogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9, newest_match_seq=7),
-        LogState(incarnation=b"\xbb" * 16),
-    ]
-    assert offsets.logs_of(described) == [
-        DescribedLog(A, 2, 9, 7, durable=True),
-        DescribedLog(B, 0, 0, 0, durable=False),
-    ]
-
-
 # as version 0.1.0, and the last one before topics came in pages, have written them
 CHECKPOINTS = [
     f'{{"{A}":25000}}',
@@ -178,7 +171,7 @@ CHECKPOINTS = [
 def test_a_checkpoint_is_read_and_written_unchanged(text: str) -> None:
     offset = Offset.of(json.loads(text))
     assert json.dumps(offset.json(), sort_keys=True, separators=(",", ":")) == text
-    grown = [DescribedLog(A, 1, 90_000, 80_000), DescribedLog(B, 1, 9, 9, durable=False)]
+    grown = [log(A, 90_000, 1, 80_000), log(B, 9, durable=False)]
     assert not offsets.lost(offset, grown)
     end = offsets.between(offset, offsets.advance(offset.seqs, grown, 100), {}, {})
     assert {log for log, seq in end.seqs.items() if seq > offset.seqs.get(log, 0)} == {A, B}
