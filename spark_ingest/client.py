@@ -181,8 +181,8 @@ class History:
 
     def wait(self, start: Offset, wait_ms: int) -> None:
         """Wait until there are records after `start`, at most `wait_ms`."""
-        asked = PollRequest(topics=self._wanted, earliest=True, max_records=1, wait_ms=wait_ms)
-        asked.positions.extend(_positions(start))
+        asked = PollRequest(topics=self._wanted, positions=_positions(start), earliest=True, max_records=1)
+        asked.wait_ms = wait_ms
         self._call(lambda client: client.poll(asked))
 
     def snapshot(self, seqs: Offsets) -> list[FrontierRecord]:

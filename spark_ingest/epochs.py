@@ -405,20 +405,17 @@ def advance(gates: Gates, batch: BatchFrontiers, now_ms: int) -> Gates:
     return made
 
 
-def overdue(gates: Gates, now_ms: int, timeout_ms: int) -> list[EpochGroupKey]:
-    """The gates that hold epochs and have had no frontier for more than `timeout_ms`."""
-    return [key for key, gate in gates.items() if gate.held and now_ms - gate.heard_ms > timeout_ms]
-
-
-def given_up(gates: Gates, keys: Collection[EpochGroupKey], timeout_ms: int) -> Gates:
-    """Returns a copy of `gates` in which the gates `keys` deliver what waits, with the time-out as the reason."""
+def given_up(gates: Gates, now_ms: int, timeout_ms: int) -> Gates:
+    """Returns a copy of `gates`, in which those that hold epochs and have had no frontier for more than `timeout_ms`
+    deliver what waits, with the time-out as the reason."""
     made = dict(gates)
-    for key in keys:
-        gate = gates[key].carried()
-        assert gate is not None, "a gate that holds epochs is not dropped"
-        gate.incomplete = dict(gates[key].incomplete)
-        gate.give_up(f"{key[0]} has reported nothing for {timeout_ms / 1000:g} s")
-        made[key] = gate
+    for key, old in gates.items():
+        if old.held and now_ms - old.heard_ms > timeout_ms:
+            gate = old.carried()
+            assert gate is not None, "a gate that holds epochs is not dropped"
+            gate.incomplete = dict(old.incomplete)
+            gate.give_up(f"{key[0]} has reported nothing for {timeout_ms / 1000:g} s")
+            made[key] = gate
     return made
 
 

@@ -246,7 +246,7 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
         now_ms, timeout_ms = _now_ms(), round(self._options.epoch_timeout * 1000)
         # a run with available_now does not wait; another one waits until the streamer has been back for the time-out
         if self._target is not None or now_ms - self._heard_ms > timeout_ms:
-            end.gates = epochs.given_up(gates, epochs.overdue(gates, now_ms, timeout_ms), timeout_ms)
+            end.gates = epochs.given_up(gates, now_ms, timeout_ms)
 
     def _describe(self) -> list[LogState]:
         self._logs = self._driver.describe()

@@ -253,7 +253,9 @@ def decode(batch: RecordBatch, read: Callable[[bytes], Any] = UMessage.FromStrin
         return None
     if batch.seq and not (min(batch.seq) > 0 and max(*batch.seq, *batch.prev_seq) <= SEQ_MAX):
         return None
-    origins, epochs = _origins(batch), _epochs(batch)
+    none = [None] * len(batch.seq)
+    origins = _origins(batch) if batch.origin_incarnation or batch.origin or batch.origin_seq else none
+    epochs = _epochs(batch) if batch.epochs or batch.epoch else none
     if origins is None or epochs is None:
         return None
     records: list[Record | int] = []
@@ -268,8 +270,6 @@ def decode(batch: RecordBatch, read: Callable[[bytes], Any] = UMessage.FromStrin
 def _origins(batch: RecordBatch) -> Sequence[Origin | None] | None:
     """Returns one for each record; None if the columns are invalid."""
     logs, numbers, seqs = batch.origin_incarnation, batch.origin, batch.origin_seq
-    if not (logs or numbers or seqs):
-        return [None] * len(batch.seq)
     if not len(numbers) == len(seqs) == len(batch.seq) or {len(log) for log in logs} - {INCARNATION_BYTES}:
         return None
     if max(numbers, default=0) > len(logs) or max(seqs, default=0) > SEQ_MAX:
@@ -282,8 +282,6 @@ def _origins(batch: RecordBatch) -> Sequence[Origin | None] | None:
 
 def _epochs(batch: RecordBatch) -> Sequence[Epoch | None] | None:
     """Returns one for each record; None if the columns are invalid."""
-    if not (batch.epochs or batch.epoch):
-        return [None] * len(batch.seq)
     known = [Epoch(one.group, time_of(one.time)) for one in batch.epochs]
     if len(batch.epoch) != len(batch.seq) or max(batch.epoch, default=0) > len(known):
         return None

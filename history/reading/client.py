@@ -215,32 +215,10 @@ class AnswerTimeout:
         self.ms = min(2 * self.ms, PATIENCE_MS_MAX)
 
 
-class NoProgressPause:
-    """Pauses one reader whose polls are answered at once and bring it no further."""
-
-    def __init__(self) -> None:
-        self._before: dict[bytes, int] = {}  # its positions at the poll before, and ...
-        self._asked_at, self._stuck = 0.0, 0  # ... when that was; see STUCK_MAX
-
-    async def before_poll(self, positions: dict[bytes, int]) -> None:
-        """Called before each poll, with the positions from which it asks."""
-        loop = asyncio.get_running_loop()
-        before, self._before = self._before, positions
-        steps = [seq - before[one] for one, seq in positions.items() if one in before]
-        if max(steps, default=0) > 0 and min(steps) >= 0:
-            self._stuck = max(0, self._stuck - 1)
-        elif loop.time() - self._asked_at > 2 * PAUSE_MS / 1000:
-            self._stuck = 0
-        else:
-            self._stuck = min(self._stuck + 2, STUCK_MAX)
-        if self._stuck > STUCK_MAX // 2:
-            await asyncio.sleep(PAUSE_MS / 1000)
-        self._asked_at = loop.time()
-
-
 class Poller:
     """Makes long polls as long as the network allows. While the service does not answer, it is asked again after
-    pauses of `backoff`, growing and random."""
+    pauses of `backoff`, growing and random. A reader whose polls are answered at once and bring it no further pauses,
+    too."""
 
     def __init__(
         self,
@@ -256,7 +234,8 @@ class Poller:
         self.wait_ms = min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
         self.connected = False
         self.timeout = AnswerTimeout()
-        self._no_progress = NoProgressPause()
+        self._before: dict[bytes, int] | None = None  # the positions of the poll before, if it was answered, and ...
+        self._asked_at, self._stuck = 0.0, 0  # ... when that was; see STUCK_MAX
 
     async def command(self, request: CommandRequest) -> CommandResponse:
         """As HistoryClient.command, but waits for the answer as long as other answers take."""
@@ -271,13 +250,12 @@ class Poller:
         self.timeout.answered((loop.time() - began) * 1000)
         return answer
 
-    async def poll(
-        self, request: PollRequest, *, at_once: bool = False, no_progress: NoProgressPause | None = None
-    ) -> PollResponse | None:
+    async def poll(self, request: PollRequest, *, at_once: bool = False) -> PollResponse | None:
         """Returns the answer, or None after a pause if there was none. `at_once`: the service does not wait for
-        records. `no_progress`: of the reader, where several share this. Raises UStatusError if the service refuses."""
+        records. Raises UStatusError if the service refuses."""
         loop = asyncio.get_running_loop()
-        await (no_progress or self._no_progress).before_poll(seqs_of(request.positions))
+        positions = seqs_of(request.positions)
+        await self._pause_if_stuck(positions)
         began = loop.time()
         request.wait_ms = 0 if at_once else self.wait_ms
         try:
@@ -300,6 +278,7 @@ class Poller:
             await self.backoff.wait()
             return None
         self.backoff.reset()
+        self._before = positions
         if not self.connected:
             self._set_connected(True)
         if not response.batches and not response.gaps and not response.more and request.wait_ms:
@@ -307,6 +286,21 @@ class Poller:
                 await asyncio.sleep(PAUSE_MS / 1000)
             self.wait_ms = min(request.wait_ms * 2, self._wait_ms_max)
         return response
+
+    async def _pause_if_stuck(self, positions: dict[bytes, int]) -> None:
+        loop = asyncio.get_running_loop()
+        before, self._before = self._before, None
+        if before is not None:
+            steps = [seq - before[one] for one, seq in positions.items() if one in before]
+            if max(steps, default=0) > 0 and min(steps) >= 0:
+                self._stuck = max(0, self._stuck - 1)
+            elif loop.time() - self._asked_at > 2 * PAUSE_MS / 1000:
+                self._stuck = 0
+            else:
+                self._stuck = min(self._stuck + 2, STUCK_MAX)
+        if self._stuck > STUCK_MAX // 2:
+            await asyncio.sleep(PAUSE_MS / 1000)
+        self._asked_at = loop.time()
 
     def _set_connected(self, connected: bool) -> None:
         self.connected = connected

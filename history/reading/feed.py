@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 import structlog
 
 from history.reading.acceptor import Acceptor, Positions, ReaderState, Record, Verdict, decode
-from history.reading.client import HistoryClient, NoProgressPause, Poller
+from history.reading.client import HistoryClient
 from history.reading.following import Following, FollowingOptions
 from history.records.witness import seqs_of
 from history.service.request import WILDCARD_PATTERNS_MAX
@@ -67,12 +67,6 @@ class _Feed:
         self.held_bytes = 0
         self.is_out = True  # not part of the shared poll
         self.woken = asyncio.Event()
-
-    def request(self) -> PollRequest:
-        positions = self.acceptor.state.request()
-        request = PollRequest(topics=[self.topic], positions=positions, max_bytes=FEED_BYTES_MAX)
-        request.MergeFrom(self.start)
-        return request
 
     def take(self, records: list[Record]) -> bool:
         """Returns False if the listener has to catch up: too much waits already, or a record is missing."""
@@ -266,7 +260,6 @@ class HistoryFeed:
         self._feeds: dict[tuple[Any, int], asyncio.Task[None]] = {}
         self._counts: Counter[str] = Counter()
         self._shared: list[_SharedFollowing] = []
-        self._poller = Poller(client, wait_ms_max=0)
         self._catching_up = asyncio.Semaphore(CATCHING_UP_MAX)
 
     def __repr__(self) -> str:
@@ -349,24 +342,29 @@ class HistoryFeed:
 
     async def _catch_up(self, feed: _Feed) -> None:
         """Poll until the listener has all records of a moment ago. Raises UStatusError if the history refuses."""
-        time, acceptor, pause = asyncio.get_running_loop().time, feed.acceptor, NoProgressPause()
-        while True:
-            response = None
-            async with self._catching_up:
-                while response is None:
-                    response = await self._poller.poll(feed.request(), no_progress=pause)
-            polled = time()
-            accepted = acceptor.accept(response)
-            for gap in accepted.gaps:
-                bounds = {"after": gap.after_seq, "before": gap.before_seq}
-                log.warning("a feed has a gap", topic=uris.format(feed.topic), **bounds)
-                if self._on_gap is not None:
-                    self._on_gap(feed.topic, gap)
-            if accepted.records:
-                await _deliver_to(feed.listener, accepted.records)
-            behind = (one for one in response.next if acceptor.state.positions.get(one.incarnation, 0) < one.seq)
-            if not response.more and not any(behind) and (time() - polled) * 1000 <= JOIN_DELIVERY_MS:
-                return
+        time, acceptor = asyncio.get_running_loop().time, feed.acceptor
+        options = FollowingOptions(
+            mode="poll", start=feed.start, max_bytes=FEED_BYTES_MAX, wait_ms_max=0, names_topics=True
+        )
+        async with Following(self._client, options) as following:
+            following.follow(feed.topic)
+            while True:
+                response = None
+                async with self._catching_up:
+                    while response is None:
+                        response = await following.next(acceptor.state)
+                polled = time()
+                accepted = acceptor.accept(response)
+                for gap in accepted.gaps:
+                    bounds = {"after": gap.after_seq, "before": gap.before_seq}
+                    log.warning("a feed has a gap", topic=uris.format(feed.topic), **bounds)
+                    if self._on_gap is not None:
+                        self._on_gap(feed.topic, gap)
+                if accepted.records:
+                    await _deliver_to(feed.listener, accepted.records)
+                behind = (one for one in response.next if acceptor.state.positions.get(one.incarnation, 0) < one.seq)
+                if not response.more and not any(behind) and (time() - polled) * 1000 <= JOIN_DELIVERY_MS:
+                    return
 
     def _shared_for(self, feed: _Feed) -> _SharedFollowing:
         for shared in self._shared:

@@ -300,10 +300,10 @@ def test_epochs_of_an_absent_gateway_are_given_up_and_later_records_are_marked_a
     gates = gates_after(
         frontier(1, 1, set(), read=CLOUD, origin=A), frontier(3, 2, {7}, read=CLOUD, origin=A, opened={7})
     )
-    assert epochs.overdue(gates, 61_000, 60_000) == []
-    assert epochs.overdue(gates, 61_001, 60_000) == [KEY]
-    given_up = epochs.given_up(gates, [KEY], 60_000)
-    assert epochs.overdue(given_up, 1 << 40, 60_000) == [], "once"
+    assert epochs.given_up(gates, 61_000, 60_000) == gates
+    given_up = epochs.given_up(gates, 61_001, 60_000)
+    assert given_up[KEY].incomplete == {(7,): WHO}
+    assert epochs.given_up(given_up, 1 << 40, 60_000) == given_up, "once"
     assert chosen(gates, given_up, records(CLOUD, A, 7, first=4), 100) == {4: WHO}
     assert epochs.needed(gates, {CLOUD: 100}) == {CLOUD: 3}
     assert epochs.needed(given_up, {CLOUD: 100}) == {CLOUD: 100}
