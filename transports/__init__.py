@@ -1,7 +1,7 @@
 """Networks that carry UMessages. A transport is one module with a PLUGIN; it never knows the streamer.
 
 plugin.py      name, config, constructor; found by entry point, imported only when a configuration names it
-listeners.py   filter -> listeners, shared by all plugins
+listeners.py   filter -> listeners, and which filters match a message; shared by all plugins
 base.py        common parts of all transports: checks before sending, connection callbacks, listeners
 arrivals.py    queue of arrived messages -> listeners: bounded, in batches, acknowledged last, redelivered if not taken
 local.py  zenoh/  dds/  mqtt5/      the plugins
@@ -9,7 +9,6 @@ conformance/   test suite for every transport; part of the wheel, so that plugin
 new.py         makes a repository for a new plugin: python -m transports.new NAME DIRECTORY
 certificates.py    Certificates in files: loaded again after a renewal, checked, and reported before they expire
 ports.py           TCP ports for servers that tests, the demo and benchmarks start on 127.0.0.1
-routes.py          Which filters match a message
 """
 
 import uprotocol

@@ -4,27 +4,37 @@ register_listener -> add     -> Filter that is new to the network, or None
 arrived batch     -> deliver -> validate, drop expired messages, match, call each listener once per batch
                                  '-> an invalid traceparent is removed; the rest of the message is kept
 unregister        -> remove  -> Filter that nobody needs any more, or None
+
+Routes says which filters match, and looks them up instead of searching them:
+
+filter (source, sink) -> put -> by key; and the shapes of filters in use: which of their parts are wildcards
+(type, source, sink) of a message -> of -> Route: one look-up for each shape, cached; renewed when its filters change
+
+Nearly all filters name one topic, so nearly all have one shape. The first message of a topic costs the same with
+100,000 filters as with ten, and a new filter costs nothing for routes that it does not match.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError
 
-from transports.routes import Filter as Filter
-from transports.routes import Route, Routes, each_once
 from uprotocol import attributes as attrs
+from uprotocol import cache as caches
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage, Stamp, shared_suffix, suffix
 from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import EncodedListener, UBatchListener, UListener
+from uprotocol.transport import EncodedListener, UBatchListener, UListener, validate_filters
+from uprotocol.uri import Key
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -36,13 +46,181 @@ LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one
 SOURCES_LOGGED_MAX: Final = 1_000  # each with a log line for its first invalid traceparent
 AGES_MAX: Final = 16  # of messages that had expired on arrival, to estimate the difference between two clocks
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a valid one has 55
+RENEWED_MAX = 1_024  # routes that one filter renews, some 2 ms; if it matches more, the cache is cleared
+REACHES_MAX: Final = 256  # sets of filters that many routes share, while few wide filters match most of them
+ADDRESS_BYTES_MAX: Final = 512  # of a source or a sink, with unknown fields: twice the size of a valid one
 
 log = structlog.get_logger()
 
+FilterPair = tuple[Key, Key | None]
+Found = list[tuple["Filter", list[UListener]]]
+_Reach = tuple[Found, dict[int, list[UListener]]]
+_Shapes = tuple[uris.Shape, uris.Shape | None]
+_Packed = tuple[int, bytes, bytes | None]  # type, source, sink
+_NUMBERS: Final = struct.Struct(">III")
 Complete = Callable[[int, UAttributes], None]
 """(index of the message, its attributes, whose source or sink has no authority): fills in what the network knows."""
 Unmatched = Callable[[int], None]
 """(index of the message): its filter does not match it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A source filter and a sink filter, completed with the local authority. Hashable."""
+
+    key: FilterPair
+    source: UUri = field(compare=False, repr=False)
+    sink: UUri | None = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, source: UUri, sink: UUri | None, local_authority: str = "") -> Filter:
+        """Raises UStatusError(INVALID_ARGUMENT) for a pair that the specification does not allow."""
+        validate_filters(source, sink)
+        source = uris.with_authority(source, local_authority)
+        sink = uris.with_authority(sink, local_authority) if sink is not None else None
+        return cls((uris.key(source), uris.key(sink) if sink is not None else None), source, sink)
+
+    def matches(self, source: UUri, sink: UUri | None) -> bool:
+        """Without sink filter only messages without sink match; with a sink filter only messages with a sink."""
+        if (self.sink is None) != (sink is None):
+            return False
+        return uris.matches(self.source, source) and (
+            self.sink is None or sink is None or uris.matches(self.sink, sink)
+        )
+
+
+class Route:
+    """The listeners for messages of one (type, source, sink). Stays the same object when they change."""
+
+    __slots__ = ("by_filter", "found")
+
+    def __init__(self, found: Found, by_filter: dict[int, list[UListener]]) -> None:
+        self.found = found
+        # by the identity of the Filter, which is faster than its hash; by that of None: all listeners, each once
+        self.by_filter = by_filter
+
+
+class Routes:
+    """The filters with their listeners, and the cached routes."""
+
+    def __init__(self, local_authority: str, on_cleared: Callable[[], None]) -> None:
+        """`on_cleared()`: routes that were returned before are not renewed any more."""
+        self._local, self._on_cleared = local_authority, on_cleared
+        self.filters: dict[FilterPair, tuple[Filter, list[UListener]]] = {}
+        self._shapes: Counter[_Shapes] = Counter()
+        self._routes: dict[_Packed, Route | None] = {}  # None: no valid message has it
+        self._reaches: Cache[tuple[int, ...], _Reach] = Cache(REACHES_MAX)
+        self.looks = 0  # how often filters were looked up for a route
+
+    def put(self, filter: Filter, listeners: list[UListener]) -> None:
+        """Set the listeners of a filter; none: remove it. Renews the cached routes that it matches, or clears the cache
+        if that costs less."""
+        known, (source, sink) = self.filters.get(filter.key), filter.key
+        shapes = uris.shape(source), None if sink is None else uris.shape(sink)
+        if listeners:
+            self.filters[filter.key] = (filter if known is None else known[0], listeners)
+            self._shapes[shapes] += known is None
+        elif known is not None:
+            del self.filters[filter.key]
+            self._shapes[shapes] -= 1
+            if not self._shapes[shapes]:
+                del self._shapes[shapes]
+        self._reaches.clear()
+        if not self._routes:
+            return
+        if shapes in (_ONE, _ONE_WITH_SINK):
+            there = self._pack(filter.source), None if filter.sink is None else self._pack(filter.sink)
+            matching = [packed for type in attrs.RULES if (packed := (type, *there)) in self._routes]
+        else:
+            matching = self._of_authority(source[0])
+        if len(matching) > RENEWED_MAX:
+            self._clear()
+            return
+        for packed in matching:
+            route = self._routes[packed]
+            if route is not None:
+                route.found, route.by_filter = self._reach(packed)
+
+    def of(self, attributes: UAttributes) -> Route | None:
+        """The route of a message; None if no valid message can have these addresses."""
+        if not attributes.HasField("source"):
+            return None
+        source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
+        if source.ByteSize() > ADDRESS_BYTES_MAX or (sink is not None and sink.ByteSize() > ADDRESS_BYTES_MAX):
+            return None
+        if sink is not None and not sink.authority_name and sink.ue_id == uris.WILDCARD_ENTITY:
+            return None  # a streamer's sink names its authority, so the local one does not complete it
+        packed = (attributes.type, self._pack(source), None if sink is None else self._pack(sink))
+        known = self._routes.get(packed)
+        if known is not None:
+            return known
+        if packed in self._routes:
+            return None
+        if len(self._routes) >= caches.streams_max:
+            self._clear()
+        try:
+            attrs.validate_route(attributes.type, source, sink)
+        except UStatusError:
+            made = None
+        else:
+            made = Route(*self._reach(packed))
+        self._routes[packed] = made
+        return made
+
+    def _reach(self, packed: _Packed) -> _Reach:
+        """The filters that match, and the listeners by filter."""
+        self.looks += 1
+        source = _key(packed[1])
+        sink = None if packed[2] is None else _key(packed[2])
+        found: dict[FilterPair, tuple[Filter, list[UListener]]] = {}
+        for of_source, of_sink in self._shapes:
+            if (sink is None) != (of_sink is None):
+                continue
+            pair = (
+                uris.masked(source, of_source),
+                None if sink is None or of_sink is None else uris.masked(sink, of_sink),
+            )
+            known = self.filters.get(pair)
+            if known is not None:
+                found[pair] = known
+        mark = tuple([id(filter) for filter, _ in found.values()])
+        reach = self._reaches.get(mark)
+        if reach is None:
+            those = list(found.values())
+            by_filter = {id(filter): listeners for filter, listeners in those} | {id(None): list(each_once(those))}
+            reach = self._reaches[mark] = (those, by_filter)
+        return reach
+
+    def _of_authority(self, authority: str) -> list[_Packed]:
+        """The cached routes with that source authority: a filter with other wildcards may match them."""
+        if authority == uris.WILDCARD_AUTHORITY:
+            return list(self._routes)
+        name = authority.encode()
+        length = len(name) + _NUMBERS.size
+        return [one for one in self._routes if len(one[1]) == length and one[1].startswith(name)]
+
+    def _pack(self, uri: UUri) -> bytes:
+        """Its key, with the local authority if it has none, as bytes, which take less memory than a tuple."""
+        authority = uri.authority_name or self._local
+        return authority.encode() + _NUMBERS.pack(uri.ue_id, uri.ue_version_major, uri.resource_id)
+
+    def _clear(self) -> None:
+        self._routes.clear()
+        self._on_cleared()
+
+
+_ONE: Final = (uris.EXACT, None)
+_ONE_WITH_SINK: Final = (uris.EXACT, uris.EXACT)
+
+
+def _key(packed: bytes) -> Key:
+    return (packed[: -_NUMBERS.size].decode(), *_NUMBERS.unpack(packed[-_NUMBERS.size :]))
+
+
+def each_once(found: Found) -> Iterable[UListener]:
+    if len(found) == 1:
+        return found[0][1]
+    return {id(listener): listener for _, listeners in found for listener in listeners}.values()
 
 
 class TtlCounts(NamedTuple):
@@ -104,7 +282,7 @@ class ListenerTable:
         if not isinstance(given, (UListener, UBatchListener, EncodedListener)):
             what = "expected a listener, an object with a method on_receive(message)"
             raise invalid(f"{what}, got {type(given).__name__}")
-        listeners = self._routes.listeners(filter)
+        _, listeners = self._routes.filters.get(filter.key, (filter, []))
         if any(known is listener for known in listeners):
             return None
         if self._size >= self._listeners_max:
@@ -120,7 +298,7 @@ class ListenerTable:
     def remove(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
         """Returns the filter if it has no listener left; else None. Raises INVALID_ARGUMENT or NOT_FOUND."""
         filter = Filter.of(source, sink, self._local_authority)
-        listeners = self._routes.listeners(filter)
+        _, listeners = self._routes.filters.get(filter.key, (filter, []))
         rest = [known for known in listeners if known is not listener]
         if len(rest) == len(listeners):
             what = f"no such listener for {uris.format(filter.source)}: it was never registered, or not any more"

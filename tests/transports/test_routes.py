@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports import routes
-from transports.listeners import ListenerTable
-from transports.routes import Filter, Routes
+from transports import listeners
+from transports.listeners import Filter, ListenerTable, Routes
 from uprotocol import attributes as attrs
 from uprotocol import cache
 from uprotocol import uri as uris
@@ -72,7 +71,7 @@ def test_whatever_was_seen_before_a_message_reaches_the_filters_that_match(steps
     known: dict[Any, tuple[Filter, Hears]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "streams_max", routes_max)
-        patch.setattr(routes, "RENEWED_MAX", routes_max)
+        patch.setattr(listeners, "RENEWED_MAX", routes_max)
         for what, subject in steps:
             match what:
                 case "add":
@@ -155,7 +154,7 @@ def test_one_filter_more_leaves_the_routes_of_others_alone() -> None:
 def test_a_filter_that_matches_very_many_routes_rebuilds_all_when_they_are_read() -> None:
     rebuilds: list[int] = []
     made = Routes(LOCAL, lambda: rebuilds.append(1))
-    for number in range(routes.RENEWED_MAX + 1):
+    for number in range(listeners.RENEWED_MAX + 1):
         routed(made, topic(number))
     looks = made.looks
     made.put(Filter.of(uris.pattern("there"), None), [Nobody()])
