@@ -62,7 +62,7 @@ class _Delivery(NamedTuple):
     """A batch that was delivered and is not yet taken."""
 
     items: list[Any]
-    taking: asyncio.Future[None]
+    taking: asyncio.Future[None] | None  # None: all were taken at once
     since: float  # loop time
     raised: Exception | None  # by `deliver` itself, which would raise it again
 
@@ -287,8 +287,10 @@ class Arrivals(Generic[T]):
             self._wake()
         return True
 
-    def put_now(self, items: Sequence[T], sizes: Iterable[int] = ()) -> None:
-        """Take all of them at once, on the loop, even if it is full: for a network that holds back when `pressed`."""
+    def put_now(self, items: Sequence[T], sizes: Iterable[int] = ()) -> int:
+        """Take all of them at once, on the loop, even if it is full: for a network that holds back when `pressed`.
+
+        Returns how many messages have not been taken by listeners."""
         if not self._capacity.stopped and items:
             for item, size_bytes in zip(items, sizes, strict=False):
                 if size_bytes > SMALL_BYTES:
@@ -296,6 +298,7 @@ class Arrivals(Generic[T]):
             self._capacity.items.extend(items)
             self._capacity.press()
             self._wake()
+        return len(self._capacity.items) + self._capacity.being_taken
 
     def count(self, octets: int, messages: int = 0) -> None:
         """Count so many more bytes and messages (fewer if negative) that are held elsewhere against the limits."""
@@ -339,16 +342,14 @@ class Arrivals(Generic[T]):
         except Exception as error:
             log.exception("delivering a batch failed", messages=len(batch))
             result, raised = None, error
-        if result is None and not self._pending:
-            self._finish(batch, raised)
+        if not self._pending:
+            self._capacity.held_since = now
+        taking = None if result is None else asyncio.ensure_future(result)
+        self._pending.append(_Delivery(batch, taking, now, raised))
+        self._capacity.being_taken += len(batch)
+        if taking is None:
+            self._settle()
         else:
-            if not self._pending:
-                self._capacity.held_since = now
-            taking = self._loop.create_future() if result is None else asyncio.ensure_future(result)
-            if result is None:
-                taking.set_result(None)
-            self._pending.append(_Delivery(batch, taking, now, raised))
-            self._capacity.being_taken += len(batch)
             taking.add_done_callback(self._settle)
         if items and self._capacity.being_taken < self._pending_max:
             self._wake()
@@ -365,12 +366,18 @@ class Arrivals(Generic[T]):
             octets += self._capacity.sizes.get(id(batch[-1]), 0)
         return batch
 
-    def _settle(self, done: asyncio.Future[None]) -> None:
-        if not done.cancelled():
+    def _settle(self, done: asyncio.Future[None] | None = None) -> None:
+        """Finish the batches that are taken, in order."""
+        capacity = self._capacity
+        if done is not None and not done.cancelled():
             done.exception()  # marks it as retrieved: a batch behind a failed one is delivered again in any case
-        while self._pending and self._pending[0].taking.done():
-            batch, taking, _since, error = self._pending[0]
-            failure = asyncio.CancelledError() if taking.cancelled() else taking.exception()
+        while self._pending:
+            batch, taking, _since, raised = self._pending[0]
+            failure: BaseException | None = None
+            if taking is not None:
+                if not taking.done():
+                    break
+                failure = asyncio.CancelledError() if taking.cancelled() else taking.exception()
             if failure is not None and self._redeliver:
                 log.warning(
                     "a listener did not take a batch: delivering it again", messages=len(batch), error=repr(failure)
@@ -380,33 +387,29 @@ class Arrivals(Generic[T]):
                 self._wake()
                 return
             self._pending.popleft()
-            self._capacity.held_since = self._pending[0].since if self._pending else math.inf
-            self._capacity.being_taken -= len(batch)
-            self._finish(batch, failure or error)
+            capacity.held_since = self._pending[0].since if self._pending else math.inf
+            capacity.being_taken -= len(batch)
+            if self._redeliver:
+                self._backoff.reset()
+            if capacity.sizes:
+                capacity.forget(batch)
+            error = failure or raised
+            if self._taken is not None:
+                self._taken(batch, error)
+            elif error is not None:
+                what = "a batch was not taken, and this network can't deliver it again"
+                log.error(what, messages=len(batch), error=repr(error))
+            if self._has_pressed:
+                capacity.press()
+            if capacity.has_waiters and not capacity.is_full:
+                capacity.release()
+        if not self._pending and not capacity.items:
+            self._idle.set()
         if not self._pending and self._lull is not None:  # what arrives from here on calls `_drain` at once
             self._lull.cancel()
             self._lull, self._awake = None, False
-        if self._capacity.items:
+        if capacity.items:
             self._wake()
-
-    def _finish(self, batch: list[T], error: BaseException | None) -> None:
-        capacity = self._capacity
-        if self._redeliver:
-            self._backoff.reset()
-        if capacity.sizes:
-            capacity.forget(batch)
-        if self._taken is not None:
-            self._taken(batch, error)
-        elif error is not None:
-            log.error(
-                "a batch was not taken, and this network can't deliver it again", messages=len(batch), error=repr(error)
-            )
-        if self._has_pressed:
-            capacity.press()
-        if capacity.has_waiters and not capacity.is_full:
-            capacity.release()
-        if not self._pending and not capacity.items:
-            self._idle.set()
 
     def _requeue(self) -> None:
         """Put everything that was not taken back to the front, in order. What was delivered behind a failed batch is
