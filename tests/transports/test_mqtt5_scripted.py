@@ -16,7 +16,7 @@ from tests.tiers import seeds
 from tests.transports.mqtt5_answering import serving
 from tests.transports.mqtt5_scripted import Knobs, Overlap, ScriptedBroker
 from tests.transports.test_mqtt5_suspects import send_as_soon_as_connected
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, subscriptions, suspects
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link, session, window
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.message import UMessageBuilder, UPayload
@@ -214,8 +214,8 @@ async def test_each_message_is_heard_whatever_comes_between(
 
 
 def test_what_is_known_of_copies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriptions, "COPIES_MAX", 3)
-    copies = subscriptions.Copies()
+    monkeypatch.setattr(session, "COPIES_MAX", 3)
+    copies = session.Copies()
     encoded = [message(number).attributes.SerializeToString() for number in range(4)]
     assert [copies.is_copy(one) for one in (*encoded, *encoded[1:])] == [False] * 4 + [True] * 3
     assert not copies.is_copy(encoded[0])  # the oldest was forgotten
@@ -224,7 +224,7 @@ def test_what_is_known_of_copies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_id_of_two_sources_is_no_copy() -> None:
-    copies, one = subscriptions.Copies(), message(1)
+    copies, one = session.Copies(), message(1)
     other = UMessage()
     other.CopyFrom(one)
     other.attributes.source.resource_id += 1
@@ -233,7 +233,7 @@ def test_one_id_of_two_sources_is_no_copy() -> None:
 
 
 def test_copies_are_looked_for_where_filters_overlap_or_an_earlier_process_has_left_some() -> None:
-    copies = subscriptions.Copies()
+    copies = session.Copies()
     assert not copies.may_come("a/b", 1)
     assert copies.may_come("a/b", 2)
     copies.left("a/+")
@@ -241,11 +241,11 @@ def test_copies_are_looked_for_where_filters_overlap_or_an_earlier_process_has_l
     assert not copies.may_come("c/d", 1)
     copies.has_unknown_filters(10.0)
     assert copies.may_come("c/d", 1)
-    copies.tick(10.0 + subscriptions.LEFT_S - 1)
+    copies.tick(10.0 + session.LEFT_S - 1)
     assert copies.may_come("c/d", 1)
-    copies.tick(10.0 + subscriptions.LEFT_S)
+    copies.tick(10.0 + session.LEFT_S)
     assert not copies.may_come("c/d", 1)
-    for number in range(subscriptions.LEFT_MAX):
+    for number in range(session.LEFT_MAX):
         copies.left(f"e/{number}")
     assert not copies.may_come("a/b", 1), "the oldest was forgotten"
     copies.left("a/b")
@@ -418,7 +418,7 @@ async def test_topics_that_a_broker_finds_invalid_cost_few_connections(monkeypat
             done.update((number, code) for number, code in answered if code != UCode.UNAVAILABLE)
         assert done == {number: UCode.PERMISSION_DENIED if number % 2 else UCode.OK for number in range(40)}
         # each of them with others in flight, perhaps, and then alone
-        assert broker.connections <= 1 + 2 * suspects.TOPICS_MIN
+        assert broker.connections <= 1 + 2 * window.TOPICS_MIN
         assert any("over topics with 9 slashes" in trouble for trouble in one.troubles)
 
 
@@ -434,16 +434,16 @@ async def test_a_message_over_which_a_broker_ends_the_connection_is_answered_wit
 
 
 def test_the_slashes_of_topics_that_are_taken_are_not_refused() -> None:
-    found, stream, one = suspects.Suspects(), (b"stream", b"", 1), message(1)
+    found, stream, one = window.Suspects(), (b"stream", b"", 1), message(1)
     denied = UStatusError(UCode.PERMISSION_DENIED, "invalid").status
-    for number in range(suspects.TOPICS_MIN):
+    for number in range(window.TOPICS_MIN):
         assert found.skip_reason((b"other", b"", 1), 0.0, 9) is None
         found.lost_with((b"%d" % number, b"", 1), one, 0.0, denied, 9)
     refused = found.skip_reason((b"other", b"", 1), 0.0, 9)
     assert refused is not None
     assert refused.code == UCode.PERMISSION_DENIED
     assert found.skip_reason(stream, 0.0, 4) is None
-    assert found.skip_reason((b"other", b"", 1), suspects.SKIPPED_S_MIN, 9) is None, "one is tried again ..."
+    assert found.skip_reason((b"other", b"", 1), window.SKIPPED_S_MIN, 9) is None, "one is tried again ..."
     assert found.is_suspect((b"other", b"", 1), 9), "... alone"
     found.answered((b"other", b"", 1), 9)
     assert found.skip_reason((b"another", b"", 1), 0.0, 9) is None

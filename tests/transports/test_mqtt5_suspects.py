@@ -13,7 +13,7 @@ from tests.transports.test_mqtt5_connection import DEADLINE_S, FakeBroker, end
 from transports.base import NOT_TRIED
 from transports.mqtt5 import Mqtt5Transport, link, packets, window, wire
 from transports.mqtt5.connection import TakenOver
-from transports.mqtt5.suspects import LOSSES_MIN, Suspects
+from transports.mqtt5.window import LOSSES_MIN, Suspects
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.ucode_pb2 import UCode
@@ -149,7 +149,7 @@ def test_a_stream_is_passed_over_for_longer_each_time() -> None:
 
 
 def test_suspects_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transports.mqtt5.suspects.SUSPECTS_MAX", 3)
+    monkeypatch.setattr("transports.mqtt5.window.SUSPECTS_MAX", 3)
     suspects = Suspects()
     streams = [(b"%d" % number, b"", 1) for number in range(4)]
     for stream in streams:

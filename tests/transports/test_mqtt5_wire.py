@@ -12,7 +12,7 @@ from paho.mqtt.properties import Properties
 from transports.base import SendChecks
 from transports.mqtt5 import wire
 from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
-from transports.mqtt5.subscriptions import Subscriptions, topic_matches
+from transports.mqtt5.session import Subscriptions, topic_matches
 from transports.mqtt5.wire import PublishCodec
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris

@@ -6,9 +6,7 @@ transport.py -> window.py     send, answered by PUBACK      mapping.py  UMessage
              -> losses.py     messages that the broker has lost
              -> link.py       keeps a connection up -> connection.py  TCP, TLS, packets -> broker
                                                        websocket.py   the same over WebSocket
-                answers.py    a second connection, for calls that listeners make
-config.py  settings    subscriptions.py  filters, and copies of a message, pure    reasons.py  reason codes -> UCode
-suspects.py        Streams over whose messages the broker hangs up
+config.py  settings    reasons.py  reason codes -> UCode
 """
 
 from typing import Final

@@ -271,39 +271,36 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self.received()
+        publishes: list[wire.Publish] = []
+        pubacks: list[tuple[int, int]] = []
+        whys: dict[int, str] = {}
         try:
-            self._sort(self._reader.take(nbytes))
+            for first, body in self._reader.take(nbytes):
+                kind = first & 0xF0
+                if kind == wire.PUBLISH and not first & 0x04:  # QoS 0 or 1
+                    publishes.append(wire.read_publish(first, body))
+                elif kind == wire.PUBACK and len(body) >= 2:
+                    pubacks.append((body[0] << 8 | body[1], body[2] if len(body) > 2 else 0))
+                    if len(body) > BARE_PUBACK_BYTES and (
+                        why := packets.why_refused(bytes(body[: packets.ANSWER_BYTES_MAX]))
+                    ):
+                        whys[pubacks[-1][0]] = why
+                else:
+                    if publishes:  # a SUBACK changes how those behind it are read
+                        self._user.on_publishes(publishes)
+                        publishes = []
+                    self._take_rare(kind, first, bytes(body))
+                    if self._transport is None:
+                        return
+            if publishes:
+                self._user.on_publishes(publishes)
+            if pubacks and self._transport is not None:
+                self._user.on_pubacks(pubacks, whys)
         except ValueError as error:
             self.drop(ConnectionAbortedError(f"it sent data that is not MQTT 5: {error}"))
         if self._reader.announced and self._transport is not None:
             self.write(packets.TOO_LARGE)
             self.drop(PacketTooLarge(self._reader.announced, self.packet_bytes_max))
-
-    def _sort(self, found: Packets) -> None:
-        publishes: list[wire.Publish] = []
-        pubacks: list[tuple[int, int]] = []
-        whys: dict[int, str] = {}
-        for first, body in found:
-            kind = first & 0xF0
-            if kind == wire.PUBLISH and not first & 0x04:  # QoS 0 or 1
-                publishes.append(wire.read_publish(first, body))
-            elif kind == wire.PUBACK and len(body) >= 2:
-                pubacks.append((body[0] << 8 | body[1], body[2] if len(body) > 2 else 0))
-                if len(body) > BARE_PUBACK_BYTES and (
-                    why := packets.why_refused(bytes(body[: packets.ANSWER_BYTES_MAX]))
-                ):
-                    whys[pubacks[-1][0]] = why
-            else:
-                if publishes:  # a SUBACK changes how those behind it are read
-                    self._user.on_publishes(publishes)
-                    publishes = []
-                self._take_rare(kind, first, bytes(body))
-                if self._transport is None:
-                    return
-        if publishes:
-            self._user.on_publishes(publishes)
-        if pubacks and self._transport is not None:
-            self._user.on_pubacks(pubacks, whys)
 
     def _take_rare(self, kind: int, first: int, body: bytes) -> None:
         if len(body) > packets.ANSWER_BYTES_MAX and kind != wire.PUBLISH:

@@ -84,7 +84,10 @@ class Link:
         self._clean_start = config.clean_start  # until the broker has accepted a login
         self.session_expiry_s = config.session_expiry_s  # or less, as the broker has granted last
         self._dialler = _dialler_of(config)
-        self._tls = _tls_files(config.tls, config.alpn) if config.tls is not None else None
+        self._tls: TlsFiles | None = None
+        if (tls := config.tls) is not None:
+            files = (tls.ca_file, tls.cert_file, tls.key_file)
+            self._tls = TlsFiles(files, functools.partial(_tls_context, tls, config.alpn))
         self.connection: Connection | None = None  # the present one, or the last
         self._opened: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -334,10 +337,6 @@ def _password(config: Mqtt5Config) -> str | None:
     if config.password_file is None:
         return config.password.get_secret_value() if config.password is not None else None
     return first_line("password_file", config.password_file)
-
-
-def _tls_files(tls: TlsConfig, alpn: list[str]) -> TlsFiles:
-    return TlsFiles((tls.ca_file, tls.cert_file, tls.key_file), functools.partial(_tls_context, tls, alpn))
 
 
 def _tls_context(tls: TlsConfig, alpn: list[str]) -> ssl.SSLContext:

@@ -156,7 +156,18 @@ class Losses:
         self._saving = asyncio.ensure_future(asyncio.to_thread(self._write, self._file, known))
 
     def _write(self, file: Path, known: dict[str, Any]) -> None:
-        self._is_saved = _write(file, known)
+        """Write the file atomically. Blocks."""
+        new = file.with_name(file.name + ".new")
+        try:
+            with new.open("w") as out:
+                out.write(json.dumps(known))
+                out.flush()
+                os.fsync(out.fileno())
+            new.replace(file)
+            self._is_saved = True
+        except OSError as error:
+            why = "the state of the broker's session can't be saved: losses across a restart may not be reported"
+            log.warning(why, file=str(file), error=str(error))
 
     async def close(self, filters: tuple[str, ...]) -> None:
         if self._saving is not None:
@@ -239,20 +250,4 @@ def _is_filter(found: object) -> bool:
     try:
         return isinstance(found, str) and 0 < len(found.encode()) <= FILTER_BYTES_MAX
     except UnicodeEncodeError:
-        return False
-
-
-def _write(file: Path, known: dict[str, Any]) -> bool:
-    """Write the file atomically. Returns False if it can't be written."""
-    new = file.with_name(file.name + ".new")
-    try:
-        with new.open("w") as out:
-            out.write(json.dumps(known))
-            out.flush()
-            os.fsync(out.fileno())
-        new.replace(file)
-        return True
-    except OSError as error:
-        why = "the state of the broker's session can't be saved: losses across a restart may not be reported"
-        log.warning(why, file=str(file), error=str(error))
         return False

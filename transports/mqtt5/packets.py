@@ -137,7 +137,8 @@ def read_disconnect(body: bytes) -> Answer:
 def why_refused(puback: bytes) -> str:
     """The reason string of a PUBACK; "" if there is none or it can't be read."""
     try:
-        return str(_unpacked(puback, 3)[0].get("ReasonString", "")) if len(puback) > 3 else ""
+        properties, _ = _unpacked(puback, 3)
+        return str(properties.get("ReasonString", ""))
     except (IndexError, ValueError):
         return ""
 

@@ -37,7 +37,7 @@ class Reason(NamedTuple):
 #   the message    0x95, 0x99: INVALID_ARGUMENT; 0x81, 0x82, 0x94, 0x9A, 0x9B: the broker finds the packet wrong.
 #                  The next message with that topic may be accepted
 #   one or all     0x80, 0x83, codes without a name: UNAVAILABLE; only messages behind it in its stream wait
-#   the broker     _OF_ALL: UNAVAILABLE; everything waits
+#   the broker     OF_ALL: UNAVAILABLE; everything waits
 #   us             0x86, 0x8A, 0x8C: our login; they end a connection, and no broker is known to send them in PUBACK
 _REASONS: Final[dict[int, Reason]] = {
     0x80: Reason("Unspecified error", UCode.UNAVAILABLE),
@@ -81,10 +81,10 @@ _REASONS: Final[dict[int, Reason]] = {
     0xA2: Reason("Wildcard subscriptions not supported", UCode.UNIMPLEMENTED),
 }
 # of the whole broker, or of the connection: the next message would get the same answer
-_OF_ALL: Final = frozenset({0x88, 0x89, 0x8B, 0x8D, 0x8E, 0x93, 0x96, 0x97, 0x98, 0x9C, 0x9D, 0x9F, 0xA0})
+OF_ALL: Final = frozenset({0x88, 0x89, 0x8B, 0x8D, 0x8E, 0x93, 0x96, 0x97, 0x98, 0x9C, 0x9D, 0x9F, 0xA0})
 # in a DISCONNECT because of a message, if one alone was in flight (AWS IoT Core). 0x87 is not among them: it may
 # concern our login
-_OF_A_MESSAGE: Final = frozenset({TOPIC_NAME_INVALID, 0x95, 0x99, 0x9A, 0x9B})
+OF_A_MESSAGE: Final = frozenset({TOPIC_NAME_INVALID, 0x95, 0x99, 0x9A, 0x9B})
 _DISCONNECTED: Final = {0x00: "Normal disconnection", 0x04: "Disconnect with will message"}
 
 
@@ -97,16 +97,6 @@ def code_of(reason: int) -> UCode.ValueType:
     if reason < FAILURE_MIN:
         return UCode.OK
     return _REASONS[reason].code if reason in _REASONS else UCode.UNAVAILABLE
-
-
-def is_of_all(reason: int) -> bool:
-    """True if any other request would fail as well; False if the request may be the cause."""
-    return reason in _OF_ALL
-
-
-def is_of_a_message(reason: int) -> bool:
-    """True if a broker may end the connection with this reason because of a message."""
-    return reason in _OF_A_MESSAGE
 
 
 def name_of(reason: int) -> str:

@@ -11,12 +11,24 @@ MESSAGES_MAX or BYTES_MAX have arrived and are not taken
 
 A message that is too large: CONNECT names a Maximum Packet Size, and the broker throws larger packets away. One that it
 sends all the same ends the connection.
+
+Answers is a second connection, for the answers to calls that a listener makes while it takes a message:
+
+a listener calls, and waits -> listen(topic of the answer) -> the request leaves on the main connection
+broker -> the answer, on both connections -> listeners take the first copy        the other has no effect (Copies)
+
+We acknowledge a message after its listener has taken it. Some brokers (HiveMQ) send nothing more on a connection until
+everything that they sent there is acknowledged. Then the listener, the broker and we would wait for each other until
+the call's time is over. Nothing else needs this connection, so it is made for the first such call.
+
+Its session ends with it, so messages are acknowledged at once. Without this connection, calls go on all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import structlog
@@ -24,16 +36,16 @@ import structlog
 from transports.arrivals import Arrivals
 from transports.base import TransportBase
 from transports.mqtt5 import wire
-from transports.mqtt5.answers import Answers
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.connection import Connection
 from transports.mqtt5.link import Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import REQUEST_TYPE, RESPONSE_TYPE
-from transports.mqtt5.session import Session
-from transports.mqtt5.subscriptions import topic_matches
+from transports.mqtt5.packets import Welcome
+from transports.mqtt5.session import Session, topic_matches
 from transports.mqtt5.wire import PublishCodec
 from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -51,6 +63,8 @@ BYTES_MAX: Final = 32 << 20
 # `max_inflight_messages 0` does
 MESSAGES_MAX: Final = 8_192
 PRESSED_S_MAX: Final = 5.0  # how long the socket is not read; far less than a keep-alive, or than a PUBACK may take
+TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; others use the main connection alone
+RETRY_S: Final = 60.0  # after a failed attempt, calls don't wait for another one for so long
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
 log = structlog.get_logger()
@@ -152,8 +166,8 @@ class PublishReceiver:
             arrived = self._read(publish, weigh)
             if arrived is not None:
                 taken.append(arrived)
-        self.arrivals.put_now(taken, [one.size for one in taken] if weigh else ())
-        if self.arrivals.waiting + len(self.unclaimed) >= self._lag_messages:
+        not_taken = self.arrivals.put_now(taken, [one.size for one in taken] if weigh else ())
+        if not_taken + len(self.unclaimed) >= self._lag_messages:
             self._losses.behind = True
 
     def _read(self, publish: wire.Publish, weigh: bool) -> ArrivedPublish | None:
@@ -178,14 +192,15 @@ class PublishReceiver:
         if size > self._link.wire_bytes_max:  # CONNECT allowed a little more, since the broker may add to a message
             self._dropped["too_large"] += 1
             return self._nothing(publish)
-        matches, session = self._session.subscriptions.matches(topic), self._session
+        session = self._session
+        matches = session.subscriptions.matches(topic)
         waits = self._keeps_unclaimed and self._is_unclaimed(publish, matches, encoded)
         if not matches and not waits:
             self._dropped["unwanted"] += 1
             session.unwanted(topic)
             return self._nothing(publish)
-        may_be_copy = session.copies.may_come(topic, matches) or topic in self.answers.topics
-        if may_be_copy and session.copies.is_copy(encoded):
+        copies_may_come = session.copies.may_come(topic, matches) or topic in self.answers.topics
+        if copies_may_come and session.copies.is_copy(encoded):
             arrived = self._nothing(publish)
         else:
             arrived = ArrivedPublish((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)
@@ -267,11 +282,92 @@ class PublishReceiver:
             self._acknowledge(self._take_unclaimed())
         self._session.leave_stale()
 
-    def close(self) -> None:
-        self._take_unclaimed()
-
     def _take_unclaimed(self) -> list[ArrivedPublish]:
         taken = [arrived for _, arrived in self.unclaimed]
         self.unclaimed.clear()
         self.arrivals.count(-sum([one.size for one in taken]))
         return taken
+
+
+class Answers:
+    """Lives on the event loop. `take` gets all messages and must ignore those that are no answers: off-vehicle other
+    messages have the same topics."""
+
+    def __init__(
+        self, config: Mqtt5Config, local: LocalUriProvider, take: Callable[[list[wire.Publish]], None]
+    ) -> None:
+        client_id = f"{config.client_id[:180]}-answers-{secrets.token_hex(4)}" if config.client_id else None
+        own = {"client_id": client_id, "session_expiry_s": 0, "clean_start": True}
+        self._config, self._local, self._take = config.model_copy(update=own), local, take
+        self._link: Link | None = None
+        # of answers, which may come on both connections; True: the broker has a subscription to it on this one
+        self.topics: dict[str, bool] = {}
+        self._turn = asyncio.Lock()
+        self._retry_at_s = 0.0
+        self._why_not = ""
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._why_not:
+            return []
+        what = "calls that listeners make while they take a message have no connection of their own for the answer"
+        return [
+            f"{what} ({self._why_not}): a broker that waits for acknowledgements, as HiveMQ does, brings it too late"
+        ]
+
+    async def listen(self, topics: Iterable[str], wire_bytes_max: int) -> None:
+        """Returns when the broker has a subscription to each of `topics`, or none is possible now. Raises nothing."""
+        for topic in topics:
+            if len(self.topics) < TOPICS_MAX:
+                self.topics.setdefault(topic, False)
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._retry_at_s:
+            return
+        async with self._turn:
+            if all(self.topics.values()):
+                return
+            try:
+                async with asyncio.timeout(self._config.connect_timeout_ms / 1000):
+                    if self._link is None:
+                        link = Link(self._config, self._local, self)
+                        await link.open(wire_bytes_max)  # from now on a lost connection is made again
+                        self._link = link
+                    await self._subscribe()
+            except (UStatusError, TimeoutError) as error:
+                self._why_not = str(error) or "the broker does not answer in time"
+                self._retry_at_s = loop.time() + RETRY_S
+                log.warning("no second connection for the answers to listeners' calls", error=self._why_not)
+
+    async def _subscribe(self) -> None:
+        assert self._link is not None
+        for topic in [topic for topic, is_subscribed in self.topics.items() if not is_subscribed]:
+            await self._link.subscribe(topic)
+            self.topics[topic] = True
+        self._why_not = ""
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+    # Callbacks of the link.
+
+    def welcomed(self, welcome: Welcome) -> None: ...
+
+    async def up(self, connection: Connection, welcome: Welcome) -> None:
+        if self._link is not None:  # connected again
+            await self._subscribe()
+
+    def down(self, why: str) -> None:
+        for topic in self.topics:
+            self.topics[topic] = False
+
+    def tick(self, now_s: float) -> None: ...
+
+    def on_pubacks(self, pubacks: list[tuple[int, int]], whys: Mapping[int, str]) -> None: ...
+
+    def on_publishes(self, publishes: list[wire.Publish]) -> None:
+        self._take(publishes)
+        if self._link is not None and self._link.connection is not None:
+            packet_ids = [one.packet_id for one in publishes if one.packet_id]
+            self._link.connection.write(wire.pubacks(packet_ids))

@@ -74,7 +74,7 @@ class Mqtt5Transport(TransportBase):
         self._session = Session(link, self._start)
         per_s = config.messages_per_s
         pace = Pace(per_s, lambda: asyncio.get_running_loop().time(), per_s // AT_ONCE_SHARE) if per_s else None
-        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_of_absence, self._slashes, pace)
+        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_of_absence, self._topic, pace)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         is_resumed = config.client_id is not None and config.session_expiry_s > 0
         self._losses = Losses(
@@ -144,7 +144,6 @@ class Mqtt5Transport(TransportBase):
         self._has_session = self._has_session and self._config.client_id is not None
         await asyncio.gather(*self._tasks, self._session.close(), return_exceptions=True)
         await self._losses.close(self._session.filters)
-        self._receiver.close()
 
     # Events of the link.
 
@@ -189,22 +188,18 @@ class Mqtt5Transport(TransportBase):
         """mosquitto publishes how many messages it drops. Other brokers don't; some hang up over the question
         (rumqttd)."""
         if self._config.sys_topics and self._losses.may_ask:
-            await self._ask_once_for_count()
+            connection = self._link.connection
+            try:
+                await self._link.subscribe(DROPPED_TOPIC, retained=True)
+            except UStatusError as error:
+                how = connection.hung_up if connection is not None else None
+                says_why = isinstance(how, Disconnected) and how.reason not in reasons.OF_ALL
+                hung_up = says_why or isinstance(how, HANGS_UP)
+                if isinstance(error, RefusedError) or hung_up:
+                    self._losses.not_published(hung_up=hung_up)
+                what = "the broker does not publish how many messages it drops"
+                log.info(what, broker=self._link.address, error=str(error))
         self._session.try_suspects()
-
-    async def _ask_once_for_count(self) -> None:
-        connection = self._link.connection
-        try:
-            await self._link.subscribe(DROPPED_TOPIC, retained=True)
-        except UStatusError as error:
-            how = connection.hung_up if connection is not None else None
-            says_why = isinstance(how, Disconnected) and not reasons.is_of_all(how.reason)
-            hung_up = says_why or isinstance(how, HANGS_UP)
-            if isinstance(error, RefusedError) or hung_up:
-                self._losses.not_published(hung_up=hung_up)
-            log.info(
-                "the broker does not publish how many messages it drops", broker=self._link.address, error=str(error)
-            )
 
     def down(self, why: str) -> None:
         self._session.down()
@@ -237,14 +232,11 @@ class Mqtt5Transport(TransportBase):
     def _topic_of_absence(self, message: Carried) -> str | None:
         """The topic of a publish, if the owner wants to know that nobody listens there; else None. A broker that knows
         it says so in PUBACK. It never says that somebody listens now, so callbacks of `on_heard` are never called."""
-        if not self.tells_absence or message.attributes.type != attrs.PUBLISH:
-            return None
+        return self._topic(message) if self.tells_absence and message.attributes.type == attrs.PUBLISH else None
+
+    def _topic(self, message: Carried) -> str:
         attributes = message.attributes
         return self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
-
-    def _slashes(self, message: Carried) -> int:
-        attributes = message.attributes
-        return self.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None).count("/")
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         if _DELIVERS.get() is self:

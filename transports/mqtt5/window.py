@@ -6,11 +6,25 @@ in flight -> PUBACKs of one read -> statuses                               ^- Re
                                     everything, nothing at all is tried
           -> address forbidden   -> PERMISSION_DENIED, and nothing behind it of its stream is sent
           -> nobody listens      -> nobody_listens, and no publish of its topic behind it is sent
-          -> connection lost     -> suspects.py
+          -> connection lost     -> alone in flight: Suspects
                                  -> UNAVAILABLE, and nothing behind it is tried, nor batches that came meanwhile
 
 One round trip is timed at a time. As long as the last one, though more were in flight: the path takes the time, twice
 as many next. Much longer: they wait in front of the broker, as few as before.
+
+Suspects are streams over whose messages the broker hangs up. They are skipped for a while, so that others get through:
+
+a message is alone in flight when the connection ends -> its stream is suspect: its next message is sent alone, too
+LOSSES_MIN times, or the broker has said that it does not take the message
+                                -> skipped for 5, 10, 20, ... 300, 300 s, and then tried again
+a message of it is answered     -> not suspect any more
+
+A broker that does not take a message may hang up instead of refusing it: VerneMQ and RabbitMQ where a topic is
+forbidden, AWS IoT where a topic has more than 7 slashes. Sent first on every new connection, that message would end
+each of them, and nothing behind it would ever get through.
+
+If the broker finds topics invalid (DISCONNECT 0x90), TOPICS_MIN of them with as many slashes, and none accepted, stand
+for all such topics: one is tried again for all.
 """
 
 from __future__ import annotations
@@ -20,7 +34,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -28,7 +42,7 @@ from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
 from transports.mqtt5.connection import Connection, Disconnected
 from transports.mqtt5.reasons import TOPIC_NAME_INVALID
-from transports.mqtt5.suspects import StreamKey, Suspects
+from uprotocol import uri as uris
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError, nobody_listens
@@ -59,6 +73,16 @@ EASY: Final = 1.5
 LATE: Final = 1.75  # from here on messages wait in front of the broker
 LATE_IN_A_ROW: Final = 3  # a single late one has many causes: we, or the broker, had something else to do
 TRIALS_APART_MAX: Final = 16  # round trips between two trials of more messages; doubles with each trial that fails
+
+LOSSES_MIN: Final = 2  # the first one may be chance
+# each try costs the connection, and 0.5 s without one
+SKIPPED_S_MIN: Final = 5.0  # a broker that is killed twice costs its stream no more
+SKIPPED_S_MAX: Final = 300.0
+SUSPECTS_MAX = 1_024  # streams; of more than that the oldest is forgotten
+TOPICS_MIN: Final = 3  # streams whose topics are invalid: with fewer, the slashes may not be the cause
+
+StreamKey = tuple[bytes, bytes, int]
+"""Messages that must keep their order: source, sink, priority; for an EncodedMessage source and sink are one value."""
 
 log = structlog.get_logger()
 
@@ -109,6 +133,110 @@ class Reach:
             self.messages = min(2 * self.messages, self.messages_max)
 
 
+class _Suspect(NamedTuple):
+    losses: int  # connections in a row that ended while a message of it was alone in flight
+    try_at_s: float  # it is skipped until then
+    refusal: UStatus | None  # what the broker has said of its address
+
+
+class Suspects:
+    """Times are those of the loop, in seconds. `slashes` is their number in a topic name."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[StreamKey, _Suspect] = {}
+        self._slashes_refused = 0  # topics with so many or more are invalid to the broker; 0: none is known
+        self._invalid: set[StreamKey] = set()  # streams with such topics; TOPICS_MIN at most
+        self._invalid_try_at_s, self._invalid_losses = 0.0, 0
+
+    def is_suspect(self, stream: StreamKey, slashes: int) -> bool:
+        """True if its next message must be alone in flight."""
+        return stream in self.by_stream or self._is_invalid(slashes)
+
+    def _is_invalid(self, slashes: int) -> bool:
+        return len(self._invalid) >= TOPICS_MIN and slashes >= self._slashes_refused
+
+    @property
+    def troubles(self) -> list[str]:
+        count = sum(one.losses >= LOSSES_MIN or one.refusal is not None for one in self.by_stream.values())
+        what = f"the connection to the broker ends when messages of {count} streams are sent"
+        found = [f"{what}, which wait (the log names them)"] if count else []
+        if len(self._invalid) >= TOPICS_MIN:
+            found.append(self._invalid_topics)
+        return found
+
+    @property
+    def _invalid_topics(self) -> str:
+        return (
+            f"the broker ends the connection over topics with {self._slashes_refused} slashes (DISCONNECT 0x90, Topic "
+            'name invalid): does it limit them? mode = "off-vehicle" needs 1, "in-vehicle" up to 9'
+        )
+
+    def lost_with(
+        self,
+        stream: StreamKey,
+        message: Carried,
+        now_s: float,
+        refusal: UStatus | None = None,
+        slashes: int | None = None,
+    ) -> None:
+        """The connection has ended while `message` was alone in flight. `refusal`: what the broker has said of its
+        address; `slashes` in its topic, if the broker has called that invalid."""
+        known = self.by_stream.pop(stream, None)
+        losses, wait_s = (known.losses if known is not None else 0) + 1, 0.0
+        enough = 1 if refusal is not None else LOSSES_MIN
+        if losses >= enough:
+            wait_s = _wait_s(losses - enough)
+            source = uris.format(message.attributes.source)
+            sink = uris.format(message.attributes.sink) if message.attributes.HasField("sink") else None
+            why = "the connection to the broker ends when this message is sent: its stream waits, and others go on"
+            said = refusal.message if refusal is not None else None
+            log.error(why, source=source, sink=sink, bytes=len(message.payload), times=losses, wait_s=wait_s, said=said)
+        self.by_stream[stream] = _Suspect(losses, now_s + wait_s, refusal)
+        if len(self.by_stream) > SUSPECTS_MAX:
+            del self.by_stream[next(iter(self.by_stream))]
+        if slashes is not None:
+            self._found_invalid(stream, slashes, now_s)
+
+    def _found_invalid(self, stream: StreamKey, slashes: int, now_s: float) -> None:
+        if self._slashes_refused and slashes > self._slashes_refused:
+            slashes = self._slashes_refused
+        if slashes != self._slashes_refused:
+            self._invalid.clear()
+            self._invalid_losses = 0
+        self._slashes_refused = slashes
+        is_known = len(self._invalid) >= TOPICS_MIN
+        if not is_known:
+            self._invalid.add(stream)
+        if len(self._invalid) >= TOPICS_MIN:
+            self._invalid_try_at_s = now_s + _wait_s(self._invalid_losses)
+            self._invalid_losses += 1
+            if not is_known:
+                log.error(self._invalid_topics)
+
+    def answered(self, stream: StreamKey, slashes: int) -> None:
+        """The broker has taken or refused a message of this stream, and has not hung up."""
+        self.by_stream.pop(stream, None)
+        if self._slashes_refused and slashes >= self._slashes_refused:
+            self._slashes_refused = self._invalid_losses = 0
+            self._invalid.clear()
+
+    def skip_reason(self, stream: StreamKey, now_s: float, slashes: int) -> UStatus | None:
+        """Returns why nothing of this stream may be sent now (UNAVAILABLE, or what the broker has said); None if it
+        may."""
+        if self._is_invalid(slashes):
+            if now_s < self._invalid_try_at_s:
+                return UStatus(code=UCode.PERMISSION_DENIED, message=self._invalid_topics)
+            return None
+        found = self.by_stream.get(stream)
+        if found is None or now_s >= found.try_at_s:
+            return None
+        if found.refusal is not None:
+            return found.refusal
+        what = f"the connection to the broker has ended {found.losses} times over the first message of this stream"
+        why = f"{what}: it is tried again in {found.try_at_s - now_s:.0f} s. Does the broker take it?"
+        return UStatus(code=UCode.UNAVAILABLE, message=why)
+
+
 @dataclass(slots=True, eq=False)
 class _Sending:
     """One call of `send`."""
@@ -135,7 +263,7 @@ class Window:
     this.)
 
     `topic_of_absence` returns the topic of a publish whose owner wants to know that nobody listens, and None for any
-    other message. `slashes` returns the number of slashes in the topic of a message. `pace`, if given, bounds the
+    other message; `topic` that of any message. `pace`, if given, bounds the
     messages sent in a second.
     """
 
@@ -144,11 +272,11 @@ class Window:
         encode: Callable[[Carried], tuple[bytes, bytes]],
         next_packet_id: Callable[[], int],
         topic_of_absence: Callable[[Carried], str | None],
-        slashes: Callable[[Carried], int],
+        topic: Callable[[Carried], str],
         pace: Pace | None = None,
     ) -> None:
         self._encode, self._next_packet_id, self._topic_of_absence = encode, next_packet_id, topic_of_absence
-        self._slashes, self._pace = slashes, pace
+        self._topic, self._pace = topic, pace
         self._at_once = pace.at_once if pace is not None else sys.maxsize
         # packet id -> its index in the call, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Sending, int, int]] = {}
@@ -200,7 +328,7 @@ class Window:
         message, if anything."""
         ((sending, index, _),) = self._in_flight.values()
         message, refusal, slashes = sending.messages[index], None, None
-        if isinstance(how, Disconnected) and reasons.is_of_a_message(how.reason):
+        if isinstance(how, Disconnected) and how.reason in reasons.OF_A_MESSAGE:
             refusal = UStatus(
                 code=reasons.code_of(how.reason), message=f"the broker ends the connection over it: {how}"
             )
@@ -256,6 +384,9 @@ class Window:
         sent = [status for status in sending.statuses if status is not None]
         assert len(sent) == len(sending.statuses), "every message that was tried has a status when its call is done"
         return sent if len(sent) == count else stopped(sent, count, sending.why or self._lost)
+
+    def _slashes(self, message: Carried) -> int:
+        return self._topic(message).count("/")
 
     def _is_on_trial(self, sending: _Sending) -> bool:
         """True if a suspect is in flight or is next: it must be alone."""
@@ -385,7 +516,7 @@ class Window:
         for other in self._unanswered:
             if other is not sending:
                 other.why = _BEHIND
-        if reasons.is_of_all(reason) or len(sending.refused) >= REFUSED_STREAMS_MAX:
+        if reason in reasons.OF_ALL or len(sending.refused) >= REFUSED_STREAMS_MAX:
             sending.why = status
         else:
             sending.refused.add(_stream(sending.messages[index]))
@@ -398,6 +529,11 @@ _NOBODY: Final = nobody_listens(
 _UNHEARD: Final = nobody_listens(
     "the broker has no subscriber for this topic, and has thrown the message away: send it again when there is one"
 )
+
+
+def _wait_s(tries: int) -> float:
+    """Returns how long to wait for the next try after so many that failed."""
+    return min(SKIPPED_S_MIN * (1 << min(tries, 8)), SKIPPED_S_MAX)
 
 
 def _stream(message: Carried) -> StreamKey:
