@@ -31,7 +31,7 @@ from uprotocol import cache as caches
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
-from uprotocol.encoded import EncodedMessage, Stamp, shared_suffix, suffix
+from uprotocol.encoded import EncodedMessage, Stamp, is_shared, shared_suffix, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import EncodedListener, UBatchListener, UListener, validate_filters
 from uprotocol.uri import Key
@@ -46,6 +46,7 @@ LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one
 SOURCES_LOGGED_MAX: Final = 1_000  # each with a log line for its first invalid traceparent
 AGES_MAX: Final = 16  # of messages that had expired on arrival, to estimate the difference between two clocks
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a valid one has 55
+KNOWN_BYTES_MAX: Final = 512  # of the attributes of a known stream; those of an honest one are shorter
 RENEWED_MAX = 1_024  # routes that one filter renews, some 2 ms; if it matches more, the cache is cleared
 REACHES_MAX: Final = 256  # sets of filters that many routes share, while few wide filters match most of them
 ADDRESS_BYTES_MAX: Final = 512  # of a source or a sink, with unknown fields: twice the size of a valid one
@@ -510,6 +511,33 @@ class ListenerTable:
             log.exception(
                 "a listener failed; its message counts as taken", listener=repr(listener), failures=self.failures
             )
+
+
+class KnownAddresses:
+    """Whether the attributes of a message name the addresses at which it arrived, on a network that checks access to
+    those. Known for each stream."""
+
+    def __init__(self, is_of: Callable[[str, UAttributes], bool], dropped: Counter[str]) -> None:
+        """`is_of(there, attributes)`: they are those of a message that arrives there (a key, a partition)."""
+        self._is_of, self._dropped = is_of, dropped
+        self._known: Cache[bytes, str] = Cache()  # encoded attributes without their id -> where they arrive
+
+    def agree(self, encoded: bytes, there: str) -> bool:
+        """False, and counted as spoofed, if the attributes name another source or sink. True if they can't be parsed:
+        the listeners count that."""
+        rest = suffix(encoded)
+        if rest is not None and self._known.get(rest) == there:
+            return True
+        try:
+            attributes = UAttributes.FromString(encoded)
+        except DecodeError:
+            return True
+        if not self._is_of(there, attributes):
+            self._dropped["spoofed"] += 1
+            return False
+        if rest is not None and len(rest) <= KNOWN_BYTES_MAX and is_shared(attributes):
+            self._known[rest] = there
+        return True
 
 
 def _calls_of(listener: UListener, messages: list[UMessage]) -> list[_ListenerCall]:

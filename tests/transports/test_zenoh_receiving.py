@@ -79,7 +79,7 @@ async def test_each_message_comes_once_and_in_order_while_wider_subscriptions_co
         await beta.register_listener(stays, heard)
         fill = [topic("other", 0x9000 + number) for number in range(LIMIT - 1)]  # then nothing has its own
         assert not any(status.code for status in await beta.register_listeners(pairs([*fill, below]), covered))
-        assert beta._receiver.covers.are_wide
+        assert any(beta._receiver.covers.wide)
         await until_heard(alpha, heard, stays)
         await until_heard(alpha, covered, below)
         sent, done = 0, asyncio.Event()

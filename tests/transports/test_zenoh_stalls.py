@@ -16,7 +16,7 @@ from transports.conformance.messages import publish, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from transports.zenoh.sender import Unread
-from transports.zenoh.stalls import StallWatch
+from transports.zenoh.transport import StallWatch
 from uprotocol.status import OK
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -55,9 +55,9 @@ async def network() -> AsyncIterator[Network]:
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transports.zenoh.stalls.LOOK_S", 0.05)
-    monkeypatch.setattr("transports.zenoh.stalls.REPORTED_AFTER_S", 0.1)
-    monkeypatch.setattr("transports.zenoh.stalls.ANSWER_S_MAX", 0.3)
+    monkeypatch.setattr("transports.zenoh.transport.LOOK_S", 0.05)
+    monkeypatch.setattr("transports.zenoh.transport.REPORTED_AFTER_S", 0.1)
+    monkeypatch.setattr("transports.zenoh.transport.ANSWER_S_MAX", 0.3)
 
 
 def batches(count: int) -> list[list[Any]]:

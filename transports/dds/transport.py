@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tell, too_large
@@ -29,10 +28,10 @@ from transports.dds.readers import ArrivedSample, Readers
 from transports.dds.registrations import Registrations
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, WriterRoute, Writers
-from transports.listeners import Filter, all_of
+from transports.listeners import Filter, KnownAddresses, all_of
 from uprotocol import attributes as attrs
 from uprotocol.cache import Cache
-from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded, is_shared, suffix
+from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, UListener
@@ -41,7 +40,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-KNOWN_BYTES_MAX: Final = 512  # of the attributes of a known stream; those of an honest one are shorter
 DRAIN_S: Final = 1.0  # for listeners to take what had arrived when the transport is closed
 ADDRESS_LOOK_S: Final = 2.0  # between two checks of the addresses of this host
 REOPEN_MS_MIN: Final = 200  # the first pause between two attempts to join the domain again
@@ -119,7 +117,7 @@ class DdsTransport(TransportBase):
         )
         self._partitions: Cache[Any, str] = Cache()  # by (source, sink); used on the writers' thread only
         self._routes: Cache[Stamp, WriterRoute] = Cache()  # likewise
-        self._known: Cache[bytes, str] = Cache()  # encoded attributes without their id -> the writer's partition
+        self._addresses = KnownAddresses(mapping.is_partition_of, self.listeners.dropped)
         self._lost: Counter[str] = Counter()  # in earlier sessions
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
@@ -352,8 +350,8 @@ class DdsTransport(TransportBase):
         for filter, sample, partition in items:
             try:
                 attributes, payload = mapping.unpack(sample)
-                if not self._is_from(partition, attributes):
-                    self.listeners.dropped["spoofed"] += 1
+                # "" is unknown: the writer has several partitions, or no longer exists
+                if partition and not self._addresses.agree(attributes, partition):
                     continue
                 if payload and attributes:
                     encoded.append((filter, payload, attributes))
@@ -372,23 +370,6 @@ class DdsTransport(TransportBase):
         if not waiting:
             return None
         return waiting[0] if len(waiting) == 1 else all_of(waiting)
-
-    def _is_from(self, partition: str, encoded: bytes) -> bool:
-        """False if the attributes name another source or sink than their writer's partition. True if that partition is
-        unknown (a writer with several, or one that no longer exists), or if the attributes can't be parsed: the
-        listeners count those."""
-        rest = suffix(encoded)
-        if not partition or (rest is not None and self._known.get(rest) == partition):
-            return True
-        try:
-            attributes = UAttributes.FromString(encoded)
-        except DecodeError:
-            return True
-        if not mapping.is_partition_of(partition, attributes):
-            return False
-        if rest is not None and len(rest) <= KNOWN_BYTES_MAX and is_shared(attributes):
-            self._known[rest] = partition
-        return True
 
     def _deliver_encoded(
         self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]

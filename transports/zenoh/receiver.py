@@ -1,6 +1,6 @@
 """Receives over Zenoh: the subscriptions of one session, and the filters that their messages match.
 
-filters -> covers.py -> subscriptions
+filters -> Covers -> subscriptions
 Zenoh's thread: sample -> filters that match its key -> already brought by another subscription? -> bytes -> Arrivals
                                '-> none: counted, not copied                                of calls, or of publishes
 loop:           Arrivals -> do the attributes agree with the key? -> listeners of those filters
@@ -10,6 +10,17 @@ sample that equals the last one of that thread and comes by another subscription
 
 This is fast only on threads whose interpreter state is kept: threads.py. Zenoh's alternative (`indirect`), one Python
 thread for each subscription, costs 0.4 MiB each and loses the order across topics.
+
+Covers: the first filters -> a subscription each: only wanted messages cross the network
+        more              -> one that covers them, as narrow as the limit allows:
+                             a uEntity's     up/A/10AB/0/3/*/{}/{}/{}/{}/{}
+                             an authority's  up/A/*/*/*/*/{}/{}/{}/{}/{}
+                             all publishes   up/*/*/*/*/*/{}/{}/{}/{}/{}
+        the last filter of a subscription ends -> it ends, too. It never ends earlier: messages on their way through it
+                             may be lost in Zenoh although another one covers them (seen in one of 50 changes)
+
+Zenoh goes through all subscriptions of a session to declare one more (10,000 take 9 s of CPU, so 100,000 take some 15
+minutes), and also for each message whose key has no number yet, as below a cover: some 50 ns each. So they are limited.
 """
 
 from __future__ import annotations
@@ -22,27 +33,34 @@ from typing import Final
 
 import structlog
 import zenoh
-from google.protobuf.message import DecodeError
 from zenoh.handlers import Callback
 
 from transports.arrivals import Arrivals
-from transports.listeners import Filter, ListenerTable
+from transports.listeners import Filter, KnownAddresses, ListenerTable
 from transports.zenoh import mapping
-from transports.zenoh.covers import ANY, Covers
 from transports.zenoh.threads import KEPT, keep_state
 from uprotocol.cache import Cache
-from uprotocol.encoded import is_shared, suffix
 from uprotocol.v1.uattributes_pb2 import UAttributes
 
 KEY_KNOWN_CHARS: Final = 512  # longer keys have no valid authorities and are not cached
-KNOWN_BYTES_MAX: Final = 512  # of the attributes of a known stream; those of an honest one are shorter
 # publishes that wait behind publishes that listeners hold: a full link would stop requests, too
 HELD_MESSAGES_MAX: Final = 32_768
 # of each of the two Arrivals; other transports have one Arrivals with twice that
 ARRIVALS_BYTES_MAX: Final = 32 << 20
+THREADS_MAX: Final = 64  # whose last message is cached; Zenoh has far fewer
+
+SOURCE: Final = range(1, 6)  # of a key's eleven segments: authority, type, instance, version, resource
+SINK: Final = range(6, 11)
+NO_VALUE: Final = "{}"  # each segment of an absent sink
+ANY: Final = "*"
+# segments that become wildcards, narrowest first: for publishes, and for messages with a sink
+OF_PUBLISHES: Final = ({5}, {2, 3, 4, 5}, {*SOURCE}, {*SOURCE})
+OF_OTHERS: Final = ({5, 10}, {2, 3, 4, 5, 7, 8, 9, 10}, {*SOURCE, 7, 8, 9, 10}, {*SOURCE, *SINK})
+WIDTHS: Final = range(len(OF_PUBLISHES))
+# of each width, for publishes and others separately; one of the widest. Zenoh calls us once for each that matches
+COVERS_MAX: Final = 4
 
 log = structlog.get_logger()
-THREADS_MAX: Final = 64  # whose last message is cached; Zenoh has far fewer
 
 ZenohSample = tuple[tuple[Filter, ...], bytes, bytes, str]  # filters that match it, payload, attachment, key
 
@@ -113,6 +131,79 @@ def _shape(key: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return indices, tuple(segments[index] for index in indices)
 
 
+def widened(key: str, width: int) -> str:
+    """The key expression of that width that covers `key`; `key` itself if it is as wide."""
+    segments = key.split("/")
+    for at in (OF_PUBLISHES if _is_publish(key) else OF_OTHERS)[width]:
+        segments[at] = ANY
+    return "/".join(segments)
+
+
+class Covers:
+    """The filters of a session, by key expression, and the subscriptions to declare for them. Pure."""
+
+    def __init__(self, subscriptions_max: int) -> None:
+        """`subscriptions_max`: filters with a subscription of their own."""
+        self._max = subscriptions_max
+        self._keys: set[str] = set()
+        self.subscriptions: dict[str, int] = {}  # key expression -> its number of filters
+        self.wide: tuple[set[str], ...] = tuple(set() for _ in WIDTHS)  # of `subscriptions`, by width
+
+    def __repr__(self) -> str:
+        wide = [len(covers) for covers in self.wide]
+        return f"Covers(filters={len(self._keys)}, subscriptions={len(self.subscriptions)}, wide={wide})"
+
+    def add(self, keys: Iterable[str]) -> bool:
+        """True if `subscriptions` has grown. A key that is known already changes nothing."""
+        before = len(self.subscriptions)
+        for key in keys:
+            if key not in self._keys:
+                self._keys.add(key)
+                owner = self._owner(key)
+                self.subscriptions[owner] = self.subscriptions.get(owner, 0) + 1
+        return len(self.subscriptions) > before
+
+    def remove(self, keys: Iterable[str]) -> bool:
+        """True if `subscriptions` has shrunk. An unknown key changes nothing."""
+        before = len(self.subscriptions)
+        for key in keys:
+            if key in self._keys:
+                self._keys.discard(key)
+                owner = self._owner(key)
+                self.subscriptions[owner] -= 1
+                if not self.subscriptions[owner]:
+                    del self.subscriptions[owner]
+                    for covers in self.wide:
+                        covers.discard(owner)
+        return len(self.subscriptions) < before
+
+    def _owner(self, key: str) -> str:
+        """The narrowest subscription that covers `key`, or a new one. It stays the same while the filter exists: a new
+        one is made only for a key that none covers, and each stays as long as it has filters."""
+        if key in self.subscriptions:
+            return key
+        for width in WIDTHS:
+            if self.wide[width] and (cover := widened(key, width)) in self.subscriptions:
+                return cover
+        if len(self.subscriptions) - sum(map(len, self.wide)) < self._max:
+            return key
+        same = _is_publish(key)
+        for width in WIDTHS[:-1]:
+            if sum(_is_publish(cover) == same for cover in self.wide[width]) < COVERS_MAX:
+                break
+        else:
+            width = WIDTHS[-1]
+        if not any(self.wide):
+            log.info("many filters: wider subscriptions cover further ones", subscriptions=len(self.subscriptions))
+        cover = widened(key, width)
+        self.wide[width].add(cover)
+        return cover
+
+
+def _is_publish(key: str) -> bool:
+    return key.endswith(NO_VALUE)
+
+
 class Receiver:
     """The filters outlive the session. Full Arrivals block Zenoh's thread, and so the link.
 
@@ -131,7 +222,7 @@ class Receiver:
         self._declared: dict[str, zenoh.Subscriber[None]] = {}
         self._declaring = threading.Lock()
         self._lasts: Cache[int, _Last] = Cache(THREADS_MAX)  # the last sample, by thread
-        self._known_keys: Cache[bytes, str] = Cache()  # encoded attributes without their id -> their key
+        self._addresses = KnownAddresses(mapping.is_key_of, dropped)
 
     def __repr__(self) -> str:
         return f"Receiver({self.covers}, declared={len(self._declared)}, unwanted={self.unwanted})"
@@ -153,13 +244,10 @@ class Receiver:
 
     def want(self, filters: Iterable[tuple[str, Filter]]) -> bool:
         """True if subscriptions must be added: call `declare`."""
-        was_wide, pairs = self.covers.are_wide, list(filters)
+        pairs = list(filters)
         for key, filter in pairs:
             self.wanted.add(key, filter)
-        changed = self.covers.add(key for key, _ in pairs)
-        if self.covers.are_wide and not was_wide:
-            log.info("many filters: wider subscriptions cover further ones", covers=repr(self.covers))
-        return changed
+        return self.covers.add(key for key, _ in pairs)
 
     def unwant(self, keys: list[str]) -> bool:
         """True if subscriptions can be removed: call `declare`."""
@@ -225,7 +313,7 @@ class Receiver:
                 continue
             encoded = attachment[1:]
             # if the only filter is one without wildcards, `unmatched` checks the address instead
-            if (len(filters) == 1 and exact.get(key) is filters[0]) or self._agrees(encoded, key):
+            if (len(filters) == 1 and exact.get(key) is filters[0]) or self._addresses.agree(encoded, key):
                 for filter in filters:
                     shares.append((filter, payload, encoded))
                     keys.append(key)
@@ -238,23 +326,6 @@ class Receiver:
             Those of filters with wildcards were checked above."""
             filter, _, encoded = shares[index]
             if filter is not None and exact.get(keys[index]) is filter:
-                self._agrees(encoded, keys[index])
+                self._addresses.agree(encoded, keys[index])
 
         return self._listeners.deliver_encoded(shares, complete, unmatched)
-
-    def _agrees(self, encoded: bytes, key: str) -> bool:
-        """False, and counted as spoofed, if the attributes name another source or sink than `key`. True if they can't
-        be parsed: the listeners count that."""
-        rest = suffix(encoded)
-        if rest is not None and self._known_keys.get(rest) == key:
-            return True
-        try:
-            attributes = UAttributes.FromString(encoded)
-        except DecodeError:
-            return True
-        if not mapping.is_key_of(key, attributes):
-            self._listeners.dropped["spoofed"] += 1
-            return False
-        if rest is not None and len(rest) <= KNOWN_BYTES_MAX and is_shared(attributes):
-            self._known_keys[rest] = key
-        return True
