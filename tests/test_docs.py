@@ -272,10 +272,10 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("dds-mapping", "TRANSIENT_LOCAL, KEEP_LAST # for the writer", 1, ["transports.dds.roll_call:SEEN_DEPTH"]),
     ("dds-mapping", "at least #; infinite without ttl", 1, ["transports.dds.mapping:LIFESPAN_MS_MIN"]),
     ("dds-mapping", "nothing new for `discovery_quiet_ms` (#), after # s", 1, [
-        "transports.dds.config:DISCOVERY_QUIET_MS", "transports.dds.registrations:DISCOVERY_S_MAX",
+        "transports.dds.config:DISCOVERY_QUIET_MS", "transports.dds.readers:DISCOVERY_S_MAX",
     ]),
-    ("dds-mapping", "announced the new reader, after # s at the latest", 1, ["transports.dds.registrations:SEEN_S"]),
-    ("dds-mapping", "each of our listeners waits # s for it in vain", 1, ["transports.dds.registrations:SEEN_S"]),
+    ("dds-mapping", "announced the new reader, after # s at the latest", 1, ["transports.dds.readers:SEEN_S"]),
+    ("dds-mapping", "each of our listeners waits # s for it in vain", 1, ["transports.dds.readers:SEEN_S"]),
     ("dds-mapping", "for its lease (`lease_ms`, # s)", 1_000, ["transports.dds.config:LEASE_MS"]),
     ("dds-mapping", "at least every # s (Cyclone by itself", 1_000, ["transports.dds.config:ANNOUNCED_MS_MAX"]),
     ("dds-mapping", "takes up to # samples at a time", 1, ["transports.dds.link:TAKE_SAMPLES_MAX"]),

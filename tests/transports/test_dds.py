@@ -218,7 +218,7 @@ class OtherProcess:
 async def other(tag: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtherProcess]:
     """It starts before the transports of the test. On a busy computer it may need more than SEEN_S to announce that it
     has found a new reader."""
-    monkeypatch.setattr("transports.dds.registrations.SEEN_S", DEADLINE_S)
+    monkeypatch.setattr("transports.dds.readers.SEEN_S", DEADLINE_S)
     other = await OtherProcess.start(tag)
     yield other
     await other.close()

@@ -28,7 +28,7 @@ from cyclonedds.topic import Topic
 
 from tests.tiers import dds_domain
 from transports.conformance import Sink
-from transports.dds import DdsTransport, interfaces, mapping
+from transports.dds import DdsTransport, link, mapping
 from transports.dds import transport as transport_module
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, binding, delete
@@ -300,7 +300,7 @@ async def test_a_host_that_is_reached_at_another_address_joins_its_domain_again(
 ) -> None:
     """Two transports of one process share a domain, which knows the address: both must leave it first."""
     monkeypatch.setattr(transport_module, "ADDRESS_LOOK_S", LOOK_S)
-    monkeypatch.setattr(interfaces, "addresses", lambda interface: frozenset({"10.0.0.1"}))
+    monkeypatch.setattr(link, "addresses_of", lambda interface: frozenset({"10.0.0.1"}))
     async with end(tag, "alpha") as alpha, end(tag, "delta") as delta:
         both = (alpha, delta)
         beta = await start("beta", STUCK)
@@ -310,7 +310,7 @@ async def test_a_host_that_is_reached_at_another_address_joins_its_domain_again(
         await beta.until_seen(0)
         keys, seen = [one.key for one in both], list[tuple[bool, str]]()
         alpha.on_connection(lambda connected: seen.append((connected, alpha.away_because)))
-        monkeypatch.setattr(interfaces, "addresses", lambda interface: frozenset({"10.0.0.2"}))
+        monkeypatch.setattr(link, "addresses_of", lambda interface: frozenset({"10.0.0.2"}))
         await eventually(lambda: all(one.connected and one.key not in (b"", *keys) for one in both), "new participants")
         assert [connected for connected, _ in seen] == [False, True]
         assert seen[0][1] == "DDS was joined at 10.0.0.1, and this host is reached at 10.0.0.2 now"
@@ -321,9 +321,9 @@ async def test_a_host_that_is_reached_at_another_address_joins_its_domain_again(
 
 
 def test_the_addresses_are_those_of_the_best_interfaces() -> None:
-    assert interfaces.addresses("lo") == {"127.0.0.1"}
-    assert interfaces.addresses("no-such-one") == frozenset()
-    found = interfaces.addresses(None)
+    assert link.addresses_of("lo") == {"127.0.0.1"}
+    assert link.addresses_of("no-such-one") == frozenset()
+    found = link.addresses_of(None)
     assert found, "loopback at least"
     assert "127.0.0.1" not in found or found == {"127.0.0.1"}
 

@@ -190,7 +190,7 @@ async def test_an_announcement_of_its_own_is_what_registering_waits_for(
 ) -> None:
     """Registering would wait for an hour if the announcement were not understood."""
     beta, foreign = beta_and_foreign
-    monkeypatch.setattr("transports.dds.registrations.SEEN_S", 3_600.0)
+    monkeypatch.setattr("transports.dds.readers.SEEN_S", 3_600.0)
     heard = Sink(DEADLINE_S)
     registering = asyncio.ensure_future(beta.register_listener(uris.uri("alpha", 0x10AB, 3, 0x8001), heard))
     assert await foreign.do("announce_when_found")

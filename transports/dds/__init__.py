@@ -1,11 +1,9 @@
 """DDS: uProtocol on one topic, where partitions carry the addresses (docs/dds-mapping.md).
 
 transport.py  the UTransport         writers.py    the thread that writes, one writer for each (source, sink)
-link.py       a domain participant   readers.py    a reader for each filter, the thread that takes
+link.py       a domain participant   readers.py    filters -> readers, the thread that takes
 config.py     its settings           roll_call.py  who is there, and who has seen our readers
 mapping.py    UMessage <-> sample and partitions, pure
-interfaces.py      The IPv4 addresses of this host that DDS uses
-registrations.py   Filters -> DDS readers, and the wait until the other participants have found those readers
 """
 
 from typing import Final

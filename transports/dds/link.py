@@ -13,6 +13,9 @@ binding converts QoS through variables that all threads share: hold `binding` to
 
 import contextlib
 import ctypes
+import fcntl
+import socket
+import struct
 import threading
 import time
 from collections import OrderedDict, deque
@@ -38,7 +41,7 @@ from cyclonedds.qos import Policy, Qos
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
-from transports.dds import interfaces, mapping
+from transports.dds import mapping
 from transports.dds.config import DdsConfig, trial
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -60,6 +63,16 @@ WAIT_NS: Final = 1_000_000_000  # a thread checks at least once a second whether
 INFINITE_NS: Final = (1 << 63) - 1
 Volatile: Final = Policy.Durability.Volatile
 ANYTHING: Final = ViewState.Any | SampleState.Any | InstanceState.Any
+
+_SIOCGIFFLAGS: Final = 0x8913
+_SIOCGIFADDR: Final = 0x8915
+_UP: Final = 0x1
+_LOOPBACK: Final = 0x8
+_POINT_TO_POINT: Final = 0x10
+_MULTICAST: Final = 0x1000
+_NAME: Final = struct.Struct("16s240x")
+_FLAGS: Final = struct.Struct("16sH")
+_ADDRESS_AT: Final = slice(20, 24)  # behind the name, the family and the port
 
 log = structlog.get_logger()
 
@@ -242,7 +255,7 @@ class Participant:
         self._shares_domain = False
         self._interface = config.interface
         # a foreign configuration names its interfaces itself
-        self._addresses = frozenset[str]() if config.is_foreign else interfaces.addresses(config.interface)
+        self._addresses = frozenset[str]() if config.is_foreign else addresses_of(config.interface)
         configuration = self._enter(config)
         try:
             with binding:
@@ -265,7 +278,7 @@ class Participant:
     def moved(self) -> str:
         """Describes how the addresses of this host have changed since the domain was joined; "" if they have not.
         Cyclone does not notice such a change."""
-        then, now = self._addresses, interfaces.addresses(self._interface)
+        then, now = self._addresses, addresses_of(self._interface)
         if then <= now or (not now and self._interface is None):  # unchanged, or no interface to use instead
             return ""
         at = " or ".join(sorted(now)) or "no address"
@@ -351,6 +364,35 @@ def _refused(config: DdsConfig, configuration: str | None, error: DDSException) 
     """The error with Cyclone's reason. Cyclone writes it only to stderr, so another process repeats the attempt."""
     reason = trial(config.domain_id, configuration) or str(error)
     return UStatusError(UCode.UNAVAILABLE, f"can't join DDS domain {config.domain_id}: Cyclone says: {reason}")
+
+
+def addresses_of(interface: str | None) -> frozenset[str]:
+    """The IPv4 addresses of `interface`; without one, of all interfaces that Cyclone ranks highest: multicast, not
+    loopback, not point to point. Empty if no address is found, and on other systems than Linux. Raises nothing. Cyclone
+    itself looks for them only when it joins a domain."""
+    try:
+        names = [interface] if interface is not None else [name for _, name in socket.if_nameindex()]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = [one for name in names if (one := _address(probe, name, must_be_up=interface is None)) is not None]
+    except OSError:
+        return frozenset()
+    best = max((rank for rank, _ in found), default=0)
+    return frozenset(address for rank, address in found if rank == best)
+
+
+def _address(probe: socket.socket, name: str, *, must_be_up: bool) -> tuple[int, str] | None:
+    """(rank, address) of interface `name`; None if it has no address."""
+    request = _NAME.pack(name.encode())
+    try:
+        _, flags = _FLAGS.unpack_from(fcntl.ioctl(probe, _SIOCGIFFLAGS, request))
+        address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[_ADDRESS_AT])
+    except OSError:
+        return None
+    if must_be_up and not flags & _UP:
+        return None
+    if flags & _LOOPBACK:
+        return 1, address
+    return (3 if flags & _MULTICAST and not flags & _POINT_TO_POINT else 2), address
 
 
 class ServingThread:

@@ -24,8 +24,7 @@ from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tel
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, translated
-from transports.dds.readers import ArrivedSample, Readers
-from transports.dds.registrations import Registrations
+from transports.dds.readers import ArrivedSample, Readers, Registrations
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, WriterRoute, Writers
 from transports.listeners import Filter, KnownAddresses, all_of
