@@ -263,6 +263,48 @@ async def test_a_new_listener_gets_all_that_is_sent_from_then_on(
             assert heard.payloads == payloads(10)[5:] if writer_was_there else payloads(5)
 
 
+async def test_a_reader_is_announced_once_the_writers_that_exist_have_matched_it(
+    tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cyclone reports a reader first, and then has the writers write to it."""
+    monkeypatch.setattr("transports.dds.readers.SEEN_S", DEADLINE_S)
+    monkeypatch.setattr("transports.dds.roll_call.MATCH_S_MAX", DEADLINE_S)
+    asked, have_matched = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def late(_: Writers, readers: Any) -> bool:
+        loop.call_soon_threadsafe(asked.set)
+        return have_matched.is_set()
+
+    monkeypatch.setattr(Writers, "have_matched", late)
+    async with end(tag, "alpha"), end(tag, "beta") as beta:
+        await meet(beta)
+        registering = asyncio.ensure_future(beta.register_listener(TOPIC, Sink(DEADLINE_S)))
+        async with asyncio.timeout(DEADLINE_S):
+            await asked.wait()
+            await asyncio.sleep(0.05)
+            assert not registering.done()
+            have_matched.set()
+            await registering
+
+
+async def test_writers_have_matched_the_readers_of_their_partitions(tag: str) -> None:
+    async with end(tag, "alpha") as alpha, end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(TOPIC, heard)
+        await deliver(alpha, numbered(0, 1))
+        await heard.expect(1)
+        assert alpha._session is not None
+        writers = alpha._session.writers
+        (partition,), (writer,) = writers.partitions(), writers._writers.values()
+        (known,) = writer.entity.get_matched_subscriptions()
+        pattern = partition.replace("/80", "/*", 1)
+        assert writers.have_matched({known: [partition], 1: ["up/elsewhere"], 2: ["up/*/else"]})
+        assert not writers.have_matched({known: [partition], 1: ["up/elsewhere", partition]})
+        assert not writers.have_matched({1: ["up/*"]})
+        assert writers.have_matched({known: ["up/*", pattern]})
+
+
 async def test_a_participant_that_has_just_come_loses_nothing(tag: str) -> None:
     async with end(tag, "beta") as beta:
         heard = Sink(DEADLINE_S)

@@ -1,6 +1,7 @@
 """Which other participants exist, and which of our readers they have found (docs/dds-mapping.md, section 8).
 
-a foreign reader appears -> announce its key     -> topic uprotocol/v1/seen -> its owner knows: our messages reach it
+a foreign reader appears -> all our writers have matched it (Writers.have_matched)
+                         -> announce its key     -> topic uprotocol/v1/seen -> its owner knows: our messages reach it
 a participant that makes announcements appears or ends -> changed(peers, seen) -> registrations that wait for all
 a participant appears -> its name, for logs and troubles
               ends and comes back -> logged: messages sent meanwhile may be missing
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -44,6 +45,10 @@ from uprotocol.status import UStatusError
 SEEN_DEPTH: Final = 64  # announcements kept for later participants; each names all readers found in one turn
 ENDPOINTS_TAKE_MAX: Final = 64  # discovery samples per turn: some ms in which no message can be taken
 UNANNOUNCED_MAX: Final = 65_536  # readers found and not announced yet, 1 MB; for others the peer waits for its time-out
+# for our writers to match the readers of one turn: microseconds, unless Cyclone's thread does not run. Longer for a
+# reader that never matches, or has ended
+MATCH_S_MAX: Final = 0.25
+MATCH_LOOK_S: Final = 0.000_5  # between two checks
 
 # participants whose lease ended: one that comes back with the same key was only silent
 LOST_REMEMBERED_MAX: Final = 1_024
@@ -70,13 +75,22 @@ class RollCall(ServingThread):
 
     `changed(peers, seen)` is called when discovery has found something. `peers`: the participants that make such
     announcements; `seen`: their new announcements of our readers.
+
+    DDS tells about a foreign reader just before its own thread matches our writers with it. An announcement in between
+    would come too early: the reader would miss what is written then. So each waits for `have_matched(readers)`, where
+    `readers` maps the handles of new readers to their partitions.
     """
 
     _PUBLICATIONS, _SUBSCRIPTIONS, _SEEN, _PARTICIPANTS = 1, 2, 3, 4
 
-    def __init__(self, participant: Participant, changed: Callable[[frozenset[bytes], Seen], None]) -> None:
+    def __init__(
+        self,
+        participant: Participant,
+        changed: Callable[[frozenset[bytes], Seen], None],
+        have_matched: Callable[[Mapping[int, Sequence[str]]], bool],
+    ) -> None:
         super().__init__(participant, "dds-roll-call")
-        self._own, self._changed = participant.key, changed
+        self._own, self._changed, self._have_matched = participant.key, changed, have_matched
         # participants whose lease has ended -> when; time.monotonic()
         self._lost: Remembered[bytes, float] = Remembered(LOST_REMEMBERED_MAX)
         self.returned = 0  # number of participants that came back after the end of their lease
@@ -131,13 +145,18 @@ class RollCall(ServingThread):
                 )
 
     def _find_readers(self) -> None:
+        new: dict[int, Sequence[str]] = {}
         for found in _take(self._subscriptions):
             if not _alive(found):
                 self._forget(found.key.bytes)
             elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
                 self._unannounced.append(found.key.bytes)
-                self._judge(found, _reader_misfit)
+                if self._judge(found, _reader_misfit):
+                    new[found.sample_info.instance_handle] = _partitions(found.qos)
         del self._unannounced[UNANNOUNCED_MAX:]
+        until = time.monotonic() + MATCH_S_MAX
+        while new and not self._have_matched(new) and time.monotonic() < until and not self._ending:
+            time.sleep(MATCH_LOOK_S)
 
     def _find_peers(self) -> None:
         for found in _take(self._publications):
@@ -149,14 +168,14 @@ class RollCall(ServingThread):
             elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
                 self._judge(found, _writer_misfit)
 
-    def _judge(self, found: Any, misfit: Callable[[Qos, str], str]) -> None:
-        """Log and keep a foreign endpoint whose QoS is incompatible with ours: DDS does not report that."""
+    def _judge(self, found: Any, misfit: Callable[[Qos, str], str]) -> bool:
+        """True if the QoS of a foreign endpoint is compatible with ours. Else log and keep it: DDS does not report
+        that."""
         key, why = found.key.bytes, misfit(found.qos, found.type_name)
         if not why:
             self._forget(key)  # QoS may change
         elif key not in self.misfits and len(self.misfits) < MISFITS_MAX:
-            partition = found.qos[Policy.Partition]
-            partitions = tuple(partition.partitions) if partition is not None else ("",)
+            partitions = _partitions(found.qos)
             one = Misfit(misfit is _writer_misfit, partitions, found.participant_key.bytes, why)
             self.misfits = {**self.misfits, key: one}
             self.misfits_found += 1
@@ -166,6 +185,7 @@ class RollCall(ServingThread):
                 why=why,
                 partitions=partitions[:4],
             )
+        return not why
 
     def _forget(self, endpoint: bytes) -> None:
         if endpoint in self.misfits:
@@ -201,6 +221,11 @@ class RollCall(ServingThread):
 def _take(reader: BuiltinDataReader) -> list[Any]:
     with binding:
         return list(reader.take(ENDPOINTS_TAKE_MAX))
+
+
+def _partitions(qos: Qos) -> tuple[str, ...]:
+    partition = qos[Policy.Partition]
+    return tuple(partition.partitions) if partition is not None else ("",)
 
 
 def _alive(found: Any) -> bool:

@@ -72,7 +72,7 @@ class _Session:
             undo.callback(self.writers.close)
             self.readers = Readers(self.participant, arrived, sample_bytes_max)
             undo.callback(self.readers.close)
-            self.roll_call = RollCall(self.participant, changed)
+            self.roll_call = RollCall(self.participant, changed, self.writers.have_matched)
             undo.pop_all()
 
     def close(self) -> None:

@@ -16,13 +16,15 @@ writer (docs/dds-mapping.md, section 5).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
 import structlog
@@ -237,7 +239,7 @@ class _HeldWriters:
 class Writers:
     """Writers by (partition, priority). A new one beyond the limit replaces the least recently used one.
 
-    `submit`, `stop` and `partitions` may be called from any thread; `put` only from a submitted job.
+    `submit`, `stop`, `partitions` and `have_matched` may be called from any thread; `put` only from a submitted job.
     `heard(partitions)` is called on the thread of this object when partitions whose publishes were answered
     `nobody_listens` have a reader: within HELD_LOOK_S for each UNHEARD_LOOKS_MAX writers without one.
     """
@@ -280,6 +282,26 @@ class Writers:
     def troubles(self) -> tuple[str, ...]:
         """Which participants hold back which writers. From any thread."""
         return self._held.troubles
+
+    def have_matched(self, readers: Mapping[int, Sequence[str]]) -> bool:
+        """True if each writer has matched those of the foreign `readers` that it writes to: handle -> partitions. From
+        any thread."""
+        names: dict[str, set[int]] = {}
+        patterns: list[tuple[str, int]] = []
+        for handle, partitions in readers.items():
+            for partition in partitions:
+                if mapping.is_pattern(partition):
+                    patterns.append((partition, handle))
+                else:
+                    names.setdefault(partition, set()).add(handle)
+        for (partition, _), writer in list(self._writers.items()):
+            handles = names.get(partition, set()).union(
+                [handle for pattern, handle in patterns if fnmatchcase(partition, pattern)]
+            )
+            with contextlib.suppress(DDSException):  # it is closed meanwhile
+                if handles and not handles.issubset(writer.entity.get_matched_subscriptions()):
+                    return False
+        return True
 
     def partitions(self) -> list[str]:
         return [partition for partition, _ in list(self._writers)]
