@@ -217,7 +217,6 @@ class Session:
         self.subscriptions = Subscriptions(self.copies.left)
         self._link, self._start = link, start
         self._has: dict[str, None] = {}  # filters that the broker may have for us, in the order of the SUBSCRIBEs
-        self._filters: tuple[str, ...] | None = ()  # the same; None: to be made from `_has` again
         self._refused: dict[str, TopicSubscription] = {}
         self._suspects: dict[str, TopicSubscription] = {}  # unanswered when a connection was lost
         self._asking: set[asyncio.Future[None]] = set()
@@ -250,9 +249,7 @@ class Session:
     @property
     def filters(self) -> tuple[str, ...]:
         """Topic filters that the broker's session may have."""
-        if self._filters is None:
-            self._filters = tuple(self._has)
-        return self._filters
+        return tuple(self._has)
 
     @property
     def troubles(self) -> list[str]:
@@ -272,7 +269,7 @@ class Session:
 
     def restore(self, filters: Iterable[str]) -> None:
         """The session has these filters of an earlier process, if the broker resumes it."""
-        self._has, self._filters = dict.fromkeys(filters), None
+        self._has = dict.fromkeys(filters)
 
     def welcomed(self, *, is_present: bool) -> None:
         """The broker has accepted the login. A session that is present may be older than our last one: a broker that
@@ -284,7 +281,7 @@ class Session:
             self.copies.has_unknown_filters(asyncio.get_running_loop().time())
         self.subscriptions.forget_all()
         if not is_present:
-            self._has, self._filters = {}, None
+            self._has.clear()
 
     async def ask_for_all(self, *, wildcards: bool) -> int:
         """On a new connection, ask for all filters that are wanted and not suspect; returns how many. `wildcards`: the
@@ -320,7 +317,7 @@ class Session:
         the topic itself, it can be unsubscribed; one with wildcards can't be guessed."""
         if len(self._unwanted) < UNWANTED_TOPICS_MAX and topic not in self._unwanted:
             self._unwanted.add(topic)
-            self._note(topic)
+            self._has[topic] = None
             self._has_stale = self._has_unknown = True
 
     async def close(self) -> None:
@@ -386,7 +383,7 @@ class Session:
             if self._is_up:
                 await self._link.unsubscribe(topic_filter)
                 if self.subscriptions.get(topic_filter) is subscription:  # else it is in use again
-                    self._forget(topic_filter)
+                    self._has.pop(topic_filter, None)
         except UStatusError as error:  # it is unsubscribed on the next connection
             log.debug("not unsubscribed yet", topic_filter=topic_filter, error=str(error))
         finally:
@@ -421,7 +418,7 @@ class Session:
         except UStatusError:
             return False
         if topic_filter not in self.subscriptions:
-            self._forget(topic_filter)
+            self._has.pop(topic_filter, None)
         return True
 
     # Asking the broker.
@@ -478,14 +475,14 @@ class Session:
         if not self._can_ask:
             return False
         had = one.topic_filter in self._has
-        self._note(one.topic_filter)
+        self._has[one.topic_filter] = None
         try:
             if "+" in one.topic_filter and not self._wildcards:
                 raise RefusedError(UCode.UNIMPLEMENTED, f"{NO_WILDCARDS}: {one.topic_filter} can't be subscribed to")
             one.is_lossy = await self._link.subscribe(one.topic_filter) < 1
         except RefusedError as error:
             if not had:
-                self._forget(one.topic_filter)
+                self._has.pop(one.topic_filter, None)
             one.hang_ups = 0
             self._suspects.pop(one.topic_filter, None)
             self._refuse(one, error, *REFUSED_MS)
@@ -499,7 +496,7 @@ class Session:
             if one.is_lossy:
                 self._has_lossy = True
                 log.warning("the broker grants a subscription QoS 0 only", topic_filter=one.topic_filter)
-            self._note(one.topic_filter)  # the answer to an UNSUBSCRIBE of it may have come meanwhile
+            self._has[one.topic_filter] = None  # the answer to an UNSUBSCRIBE of it may have come meanwhile
             one.known = True
         return True
 
@@ -532,14 +529,6 @@ class Session:
         for kept in (self._refused, self._suspects):
             if kept.get(one.topic_filter) is one:
                 del kept[one.topic_filter]
-
-    def _note(self, topic_filter: str) -> None:
-        if topic_filter not in self._has:
-            self._has[topic_filter], self._filters = None, None
-
-    def _forget(self, topic_filter: str) -> None:
-        if self._has.pop(topic_filter, topic_filter) is None:
-            self._filters = None
 
 
 def _is_over(task: asyncio.Task[None] | None) -> bool:

@@ -26,7 +26,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import Any, Final
 
 import zenoh
@@ -80,38 +79,12 @@ class Watch:
             self._heard(answered)
 
 
-class Unasked:
-    """Stands for a Watch until there is one: `heard` says nothing, so each message needs a check."""
-
-    heard = False  # always
-
-
-UNASKED: Final = Unasked()
-
-
-class _AllRegions:
-    """The common state of the Regions of one session."""
-
-    def __init__(self) -> None:
-        self.publishers = 0  # declared
-        self.ask_at = 0.0  # no Region is checked for silence earlier; time.monotonic()
-
-
 class Region:
     """All publishes of one source authority, of all authorities, or of one uEntity. On the sender thread."""
 
-    def __init__(
-        self,
-        session: zenoh.Session,
-        prefix: str,
-        all_regions: _AllRegions,
-        on_heard: Callable[[], None],
-        later: Callable[..., object],
-    ) -> None:
-        """`prefix`: the first segments of its keys. `on_heard` is called on Zenoh's thread when somebody begins to
-        listen after `is_silent` returned True. `later(call)` runs `call()` on the sender thread. Raises ZError."""
-        self._session, self._prefix, self._all_regions = session, prefix, all_regions
-        self._on_heard, self._later = on_heard, later
+    def __init__(self, presence: Presence, prefix: str) -> None:
+        """`prefix`: the first segments of its keys. Raises ZError."""
+        self._presence, self._prefix = presence, prefix
         self._all = self._declare("*")
         # None while somebody listens: Zenoh would check the whole Region at the end of each subscription
         self._silence: Watch | None = Watch(self._all, self._begins)
@@ -122,20 +95,20 @@ class Region:
 
     def _declare(self, segment: str) -> Any:
         key = mapping.publish_key(self._prefix, segment)
-        publisher = self._session.declare_publisher(key, allowed_destination=zenoh.Locality.REMOTE)
-        self._all_regions.publishers += 1
+        publisher = self._presence.session.declare_publisher(key, allowed_destination=zenoh.Locality.REMOTE)
+        self._presence.publishers += 1
         return publisher
 
     def is_silent(self) -> bool:
         """True if nobody listens to anything in it, as far as Zenoh knows."""
         if self._silence is None:
             now = time.monotonic()
-            if now < self._ask_at or now < self._all_regions.ask_at:
+            if now < self._ask_at or now < self._presence.ask_at:
                 return False
             matching: bool = self._all.matching_status.matching
             asked = time.monotonic()
             self._ask_at = asked + ASK_AGAIN_S
-            self._all_regions.ask_at = asked + ASK_AGAIN_FACTOR * (asked - now)
+            self._presence.ask_at = asked + ASK_AGAIN_FACTOR * (asked - now)
             if matching:
                 return False
             self._silence = Watch(self._all, self._begins)
@@ -154,8 +127,8 @@ class Region:
     def _begins(self, answered: bool) -> None:
         """On Zenoh's thread."""
         if answered:
-            self._on_heard()
-        self._later(self._end_silence)
+            self._presence.on_heard(None)
+        self._presence.later(self._end_silence)
 
     def _end_silence(self) -> None:
         watch = self._silence
@@ -173,15 +146,11 @@ class Presence:
     ) -> None:
         """`on_heard(key)` is called on Zenoh's thread when somebody begins to listen to a key that was answered
         "nobody"; None: to something in a silent Region. `later(call)` runs `call()` on the sender thread."""
-        self._session, self._on_heard, self._later = session, on_heard, later
-        self._all_regions = _AllRegions()
+        self.session, self.on_heard, self.later = session, on_heard, later
+        self.publishers = 0  # that are declared for Regions
+        self.ask_at = 0.0  # no Region is checked for silence earlier; time.monotonic()
         self._authorities: dict[str, Region] = {}  # by the first segments of their keys
         self._entities: dict[str, Region] = {}
-
-    @property
-    def publishers(self) -> int:
-        """Number of publishers that are declared for Regions."""
-        return self._all_regions.publishers
 
     def around(self, key: str) -> tuple[bool, Watch | None]:
         """(True, None) if nobody listens to anything in one of the Regions of `key`; (False, Watch) if somebody listens
@@ -200,19 +169,18 @@ class Presence:
         authority = mapping.authority_prefix(key)
         if authority not in self._authorities and len(self._authorities) >= AUTHORITIES_MAX:
             authority = mapping.ALL_SOURCES
-        yield self._authorities.get(authority) or self._new(self._authorities, authority)
+        if authority not in self._authorities:
+            self._authorities[authority] = Region(self, authority)
+        yield self._authorities[authority]
         entity = mapping.entity_prefix(key)
-        if entity in self._entities or len(self._entities) < ENTITIES_MAX:
-            yield self._entities.get(entity) or self._new(self._entities, entity)
-
-    def _new(self, regions: dict[str, Region], prefix: str) -> Region:
-        on_heard = partial(self._on_heard, None)
-        region = regions[prefix] = Region(self._session, prefix, self._all_regions, on_heard, self._later)
-        return region
+        if entity not in self._entities and len(self._entities) < ENTITIES_MAX:
+            self._entities[entity] = Region(self, entity)
+        if entity in self._entities:
+            yield self._entities[entity]
 
     def watch(self, publisher: zenoh.Publisher, key: str) -> Watch:
         """A Watch of the publisher of one topic. Raises ZError."""
-        return Watch(publisher, lambda answered: self._on_heard(key) if answered else None)
+        return Watch(publisher, lambda answered: self.on_heard(key) if answered else None)
 
 
 class HeardNews:
@@ -225,6 +193,7 @@ class HeardNews:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: deque[str | None] = deque()
         self._is_scheduled = False
+        self._reporting: asyncio.Task[None] | None = None
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._is_scheduled = loop, False
@@ -235,25 +204,17 @@ class HeardNews:
         if not self._is_scheduled and self._loop is not None:
             self._is_scheduled = True
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._gather)
+                self._loop.call_soon_threadsafe(self._begin)
 
-    def _gather(self) -> None:
+    def _begin(self) -> None:
+        self._reporting = asyncio.ensure_future(self._gather(list(self._sends)))
+
+    async def _gather(self, sends: list[asyncio.Future[Any]]) -> None:
         """Wait for the calls that are under way: their answers "nobody" must reach the owner first."""
-        assert self._loop is not None, "this runs on it"
-        self._loop.call_later(GATHER_S, self._await, list(self._sends))
-
-    def _await(self, sends: list[asyncio.Future[Any]]) -> None:
-        assert self._loop is not None, "this runs on it"
-        for send in sends:
-            if not send.done():
-                send.add_done_callback(lambda _: self._await(sends))
-                return
-        self._loop.call_soon(self._report_all)
-
-    def _report_all(self) -> None:
+        await asyncio.sleep(GATHER_S)
+        if sends:
+            await asyncio.wait(sends)
         self._is_scheduled = False  # first: a key that is added from now on schedules another call
-        keys = set[str | None]()
-        while self._news:
-            keys.add(self._news.popleft())
+        keys = {self._news.popleft() for _ in range(len(self._news))}
         if keys:
             self._report(None if None in keys else [key for key in keys if key is not None])

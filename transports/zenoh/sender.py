@@ -32,7 +32,7 @@ import zenoh
 
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
-from transports.zenoh.presence import NOBODY, UNASKED, Presence, Unasked, Watch
+from transports.zenoh.presence import NOBODY, Presence, Watch
 from uprotocol import cache as caches
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
@@ -88,12 +88,13 @@ def translate(error: Exception, doing: str) -> UStatusError:
 class _KeyRoute:
     """How to put on one key with one priority."""
 
-    __slots__ = ("key", "options", "publisher", "put", "puts_left", "watch")
+    __slots__ = ("asks", "key", "options", "publisher", "put", "puts_left", "watch")
 
     def __init__(self, session: zenoh.Session, key: _KeyPriority, *, asks: bool) -> None:
         """`asks`: for publishes, if the owner wants to know that nobody listens."""
         self.key = key
-        self.watch: Watch | Unasked | None = UNASKED if asks else None  # None: put even if nobody listens
+        self.asks = asks
+        self.watch: Watch | None = None  # until there is one, each message needs a check
         self.options: dict[str, Any] = {  # reliable, blocking, without an encoding (A-26)
             "congestion_control": zenoh.CongestionControl.BLOCK,
             "priority": _PRIORITIES.get(key[1], zenoh.Priority.DATA_LOW),
@@ -250,9 +251,9 @@ class ZenohSender:
                 if len(payload) + len(encoded) > bytes_max:
                     statuses.append(too_large(len(payload) + len(encoded), bytes_max))
                     continue
-                watch = route.watch
-                if watch is not None:
-                    if (absent or not watch.heard) and (route.key[0] in absent or self._is_nobody(route)):
+                if route.asks:
+                    is_unknown = absent or route.watch is None or not route.watch.heard
+                    if is_unknown and (route.key[0] in absent or self._is_nobody(route)):
                         absent.add(route.key[0])
                         statuses.append(NOBODY)
                         continue
