@@ -196,7 +196,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "uprotocol.communication.rpc_server:REQUESTS_BYTES_MAX/1048576", "history.service.service:POLLS_WAITING_MAX",
         "history.service.service:SEATS_MAX",
     ]),
-    ("history", "at most # wait to be sent", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
+    ("history", "at most # wait to be sent", 1, ["uprotocol.communication.rpc_server:RESPONSES_WAITING_MAX"]),
     ("history", "one per # topics, of which # may have wildcards", 1, [
         "history.reading.feed:FEEDS_MAX", "history.service.request:WILDCARD_PATTERNS_MAX",
     ]),
@@ -234,7 +234,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("usubscription", "The details of a subscription have at most # bytes, and each # of them", 1, [
         "usubscription.store.database:DETAILS_BYTES_MAX", "uprotocol.communication.shares:UNIT_BYTES",
     ]),
-    ("usubscription", "# requests waiting for the store", 1, ["usubscription.store.store:WAITING_MAX"]),
+    ("usubscription", "# requests waiting for the store", 1, ["storage.worker:WAITING_MAX"]),
     ("usubscription", "with up to # subscribers is answered from memory", 1,
         ["usubscription.store.store:SUBSCRIBERS_MAX"]),
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),

@@ -30,7 +30,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import RequestCheck, Responses
-from uprotocol.communication.responses import Unserved
+from uprotocol.communication.rpc_server import Unserved
 from uprotocol.communication.shares import Quota, UEntity, weight
 from uprotocol.core.usubscription.wire import (
     CODECS,

@@ -26,7 +26,7 @@ from history.service.pushing import WINDOW_BYTES_MAX, Pushing, checked_push, win
 from history.service.request import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, CheckedPoll, pattern_of
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.communication.responses import Responses
+from uprotocol.communication.rpc_server import Responses
 from uprotocol.communication.shares import CALLERS_SHARE, Shares
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, PollRequest, PollResponse
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Push as PushRequest

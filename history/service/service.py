@@ -111,8 +111,8 @@ class HistoryService:
         self._matches = Matches(self._logs)
         self._waiting: set[Poll] = set()
         self._waiting_shares = Shares[str](POLLS_WAITING_MAX, share=share)  # by authority
-        self._turns = Turns(reply_bytes_max, self._server.responses.has_capacity, SEATS_MAX, share)
-        self._server.responses.on_sent(self._turns.look)
+        self._turns = Turns(reply_bytes_max, self._server.responses.shares.full, SEATS_MAX, share)
+        self._server.responses.on_sent = self._turns.look
         self._handing_over, self._keeper = handing_over, keeper
         if window_bytes_max is None:
             window_bytes_max = max(0, replies_bytes_max // share - reply_bytes_max)

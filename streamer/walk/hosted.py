@@ -23,7 +23,7 @@ from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.communication.responses import Unserved
+from uprotocol.communication.rpc_server import Unserved
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, UStatusError
 from uprotocol.transport import (

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from history.service.consumers import Consumers, Owner
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
-from uprotocol.communication.shares import Turns
+from uprotocol.communication.shares import Full, Turns
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, PollRequest, Position, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -135,16 +137,32 @@ async def test_a_name_that_cannot_be_printed_is_none(tmp_path: Path, name: str) 
 # Turns
 
 
+class TurnsOf(Turns):
+    """Holds the turns of callers until they are told to end."""
+
+    def __init__(self, reply_bytes: int, full: Any, seats_max: int) -> None:
+        super().__init__(reply_bytes, full, seats_max)
+        self.begun: list[tuple[str, AbstractAsyncContextManager[None]]] = []
+
+    async def begin(self, caller: str, seconds: float = 60) -> None:
+        turn = self.turn(caller, seconds)
+        await turn.__aenter__()
+        self.begun.append((caller, turn))
+
+    async def end(self, caller: str) -> None:
+        found = next(one for one in self.begun if one[0] == caller)
+        self.begun.remove(found)
+        await found[1].__aexit__(None, None, None)
+
+
 async def test_callers_read_in_turn_however_many_polls_one_has() -> None:
     order: list[str] = []
-    turns = Turns(1, lambda *asked: True, seats_max=1)
+    turns = Turns(1, lambda *asked: None, seats_max=1)
 
     async def read(caller: str) -> None:
-        await turns.begin(caller, 60)
-        order.append(caller)
-        await asyncio.sleep(0)
-        turns.end(caller)
-        turns.ended(caller)
+        async with turns.turn(caller, 60):
+            order.append(caller)
+            await asyncio.sleep(0)
 
     await asyncio.gather(*(read("many") for _ in range(50)), *(read("one") for _ in range(3)), read("other"))
     assert order.count("many") == 50
@@ -153,51 +171,60 @@ async def test_callers_read_in_turn_however_many_polls_one_has() -> None:
 
 
 async def test_one_caller_leaves_seats_to_others() -> None:
-    turns = Turns(1, lambda *asked: True, seats_max=8)
+    turns = TurnsOf(1, lambda *asked: None, seats_max=8)
     for _ in range(2):
-        await turns.begin("many", 60)
-    third = asyncio.ensure_future(turns.begin("many", 60))
+        await turns.begin("many")
+    third = asyncio.ensure_future(turns.begin("many"))
     for number in range(6):
-        await turns.begin(f"other{number}", 60)
+        await turns.begin(f"other{number}")
     assert not third.done()
-    turns.end("other0")
+    await turns.end("other0")
     await asyncio.sleep(0)
     assert not third.done()
-    turns.end("many")
+    await turns.end("many")
     await third
 
 
 async def test_a_caller_without_capacity_waits_and_is_refused_at_its_deadline() -> None:
     room = {"slow": 0, "quick": 100}
-    turns = Turns(10, lambda caller, size, promised, _: promised + size <= room[caller], seats_max=8)
+    full = Full(0, is_of_bytes=True, is_of_one=True)
+    turns = TurnsOf(10, lambda caller, size, promised, _: full if promised + size > room[caller] else None, seats_max=8)
     with pytest.raises(UStatusError) as caught:
         await turns.begin("slow", 0.01)
     assert caught.value.code == UCode.RESOURCE_EXHAUSTED
-    slow = asyncio.ensure_future(turns.begin("slow", 60))
-    await turns.begin("quick", 60)
+    slow = asyncio.ensure_future(turns.begin("slow"))
+    await turns.begin("quick")
     assert not slow.done()
     room["slow"] = 10
     turns.look()
     await slow
-    turns.end("slow")
-    again = asyncio.ensure_future(turns.begin("slow", 60))  # the first answer is not on its way yet
+    again = asyncio.ensure_future(turns.begin("slow"))
     await asyncio.sleep(0)
-    assert not again.done()
-    turns.ended("slow")
+    await turns.end("slow")
+    turns.look()
+    assert "seated=1, waiting=1" in repr(turns), "the first answer is not on its way yet"
     await again
 
 
 async def test_a_poll_that_is_cancelled_takes_nobodys_turn() -> None:
-    turns = Turns(1, lambda *asked: True, seats_max=1)
-    await turns.begin("a", 60)
-    waiting = [asyncio.ensure_future(turns.begin(caller, 60)) for caller in "bcb"]
+    turns = TurnsOf(1, lambda *asked: None, seats_max=1)
+    await turns.begin("a")
+    waiting = [asyncio.ensure_future(turns.begin(caller)) for caller in "bcb"]
     await asyncio.sleep(0)
     waiting[0].cancel()
-    turns.end("a")
+    await turns.end("a")
     waiting[1].cancel()  # it has a seat already and has not been notified yet
     await asyncio.sleep(0)
     await asyncio.wait_for(waiting[2], 10)
-    turns.end("b")
+    await turns.end("b")
+    assert "seated=0, waiting=0" in repr(turns)
+
+
+async def test_a_timeout_of_the_work_is_not_that_of_the_wait() -> None:
+    turns = Turns(1, lambda *asked: None, seats_max=1)
+    with pytest.raises(TimeoutError):
+        async with turns.turn("a", 60):
+            raise TimeoutError
     assert "seated=0, waiting=0" in repr(turns)
 
 
@@ -277,14 +304,14 @@ async def test_answers_that_a_network_does_not_take_cost_their_caller_its_share_
     await until(lambda: sent)
     honest = asyncio.ensure_future(one.invoke_method(method, UPayload.pack(PollRequest(max_records=1)), options))
     await until(
-        lambda: responses._shares.pieces_of("one")
+        lambda: responses.shares.pieces_of("one")
     )  # read and ready although the other caller's answers are stuck
-    assert responses.bytes <= 2 << 20
+    assert responses.shares.bytes <= 2 << 20
     assert world.service.counts["records"] < 3_000
     stuck.set()
     assert (await honest).data
     assert all(answer.data for answer in await asyncio.gather(*calls))
-    assert responses.bytes == 0
+    assert responses.shares.bytes == 0
     assert not responses.dropped
 
 

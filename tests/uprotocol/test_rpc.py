@@ -16,7 +16,7 @@ from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer, SimpleNotifier
-from uprotocol.communication import responses as outbox
+from uprotocol.communication import rpc_server as outbox
 from uprotocol.message import UMessageBuilder, UPayload, validate
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
@@ -438,7 +438,7 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
 
     taken: list[int] = []
     responses = outbox.Responses(Network.on(LocalNetwork(), SERVICE), waiting_max=16, bytes_max=40_000, batch_max=2)
-    responses.on_sent(lambda: taken.append(len(responses)))
+    responses.on_sent = lambda: taken.append(len(responses))
     for _ in range(6):
         responses.post(response("many", 1))
     assert (len(responses), dict(responses.dropped)) == (4, {"responses_full": 2})
@@ -451,7 +451,7 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
     responses.post(response("one", 1))
     await until(lambda: sent)
     assert [message.attributes.sink.authority_name for message in sent[0]] == ["many", "large"]
-    assert not responses.has_capacity("large", 1)  # a response counts until the network has accepted it
+    assert responses.shares.full("large", 1)  # a response counts until the network has accepted it
     gate.set()
     await responses.drain(10_000)
     assert [message.attributes.sink.authority_name for batch in sent[1:] for message in batch] == [
@@ -460,8 +460,8 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
         "many",
         "many",
     ]
-    assert (responses.bytes, taken[-1]) == (0, 0)
-    assert responses.has_capacity("large", 9_000)
+    assert (responses.shares.bytes, taken[-1]) == (0, 0)
+    assert responses.shares.full("large", 9_000) is None
 
 
 @spec("dsn~up-attributes-ttl-timeout~1")

@@ -4,7 +4,7 @@ api.py         the interfaces: Publisher Notifier Subscriber RpcClient RpcServer
 pubsub.py      SimplePublisher   SimpleNotifier   InMemorySubscriber
 rpc_client.py  InMemoryRpcClient     request -> waits by its id -> response
 rpc_server.py  InMemoryRpcServer     request -> handler -> response, many at once, bounded
-responses.py   Responses             the queue of responses to the network
+               Responses             the queue of responses to the network
 shares.py      Shares, Quota, Turns  capacity that callers share with a limit for each; which request is next
 
 None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1,
@@ -26,9 +26,8 @@ from uprotocol.communication.api import (
     SubscriptionService,
 )
 from uprotocol.communication.pubsub import InMemorySubscriber, SimpleNotifier, SimplePublisher
-from uprotocol.communication.responses import Responses
 from uprotocol.communication.rpc_client import InMemoryRpcClient
-from uprotocol.communication.rpc_server import InMemoryRpcServer
+from uprotocol.communication.rpc_server import InMemoryRpcServer, Responses
 
 __all__ = [
     "DEFAULT_OPTIONS",

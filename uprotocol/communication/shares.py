@@ -155,18 +155,17 @@ class Turns:
     """Which request is handled next: callers take turns, and a caller waits while the network does not accept its
     answers.
 
-    `has_capacity(caller, bytes, promised, promised_to_all)`: whether an answer of `bytes` can be queued beside the
-    bytes that are promised to this caller and to all.
+    `full(caller, bytes, promised, promised_to_all)`: as Shares.full, of the queue of answers.
     """
 
     def __init__(
         self,
         reply_bytes: int,
-        has_capacity: Callable[[str, int, int, int], bool],
+        full: Callable[[str, int, int, int], Full | None],
         seats_max: int,
         share: int = CALLERS_SHARE,
     ) -> None:
-        self._reply_bytes, self._has_capacity = reply_bytes, has_capacity
+        self._reply_bytes, self._full = reply_bytes, full
         self._seats = Shares[str](seats_max, share=share)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, in the order of their turns
         self._promised = Shares[str]()  # answers that are not queued yet
@@ -174,67 +173,56 @@ class Turns:
     def __repr__(self) -> str:
         return f"Turns(seated={self._seats.pieces}, waiting={sum(map(len, self._waiting.values()))})"
 
-    async def begin(self, caller: str, seconds: float) -> None:
-        """Wait for a seat, and capacity for an answer. Raises RESOURCE_EXHAUSTED after `seconds`."""
+    @contextlib.asynccontextmanager
+    async def turn(self, caller: str, seconds: float) -> AsyncIterator[None]:
+        """Wait for a seat, and capacity for an answer. Raises RESOURCE_EXHAUSTED after `seconds`. If there is an
+        answer, queue it in the same turn of the event loop in which the context ends."""
         seat: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append(seat)
         self.look()
+        begun = False
         try:
             async with asyncio.timeout(seconds):
                 await seat
-        except BaseException as error:
+            begun = True
+            yield
+        except TimeoutError:
+            if begun:
+                raise  # of the work
+            why = f"requests of {caller!r} waited too long for their turn, or for the network: try again later"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, why) from None
+        finally:
             if seat.done() and not seat.cancelled():
-                self.end(caller)
-                self.ended(caller)
+                self._free(self._seats, caller)
+                asyncio.get_running_loop().call_soon(self._free, self._promised, caller)
             elif seat in self._waiting.get(caller, ()):
                 self._waiting[caller].remove(seat)
                 if not self._waiting[caller]:
                     del self._waiting[caller]
-            if isinstance(error, TimeoutError):
-                why = f"requests of {caller!r} waited too long for their turn, or for the network: try again later"
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, why) from None
-            raise
 
-    @contextlib.asynccontextmanager
-    async def turn(self, caller: str, seconds: float) -> AsyncIterator[None]:
-        """As `begin`. If there is an answer, queue it in the same turn of the event loop in which the context ends."""
-        await self.begin(caller, seconds)
-        try:
-            yield
-        finally:
-            self.end(caller)
-            asyncio.get_running_loop().call_soon(self.ended, caller)
-
-    def end(self, caller: str) -> None:
-        """Free the seat; the capacity for the answer stays promised."""
-        self._seats.add(caller, -1)
-        self.look()
-
-    def ended(self, caller: str) -> None:
-        """Call it when the answer is queued, or if there is none."""
-        self._promised.add(caller, -1)
+    def _free(self, shares: Shares[str], caller: str) -> None:
+        """Free the seat, or the capacity that is promised to the answer: it is queued now, or there is none."""
+        shares.add(caller, -1)
         self.look()
 
     def look(self) -> None:
         """Start the requests that can begin. To be called also when capacity may have become free."""
+        reply_bytes, promised = self._reply_bytes, self._promised
         for caller, waiting in list(self._waiting.items()):
-            while waiting and self._may_begin(caller):
+            while waiting and self._seats.full(caller) is None:
+                of_caller, of_all = reply_bytes * promised.pieces_of(caller), reply_bytes * promised.pieces
+                if self._full(caller, reply_bytes, of_caller, of_all) is not None:
+                    break
                 seat = waiting.popleft()
                 if not seat.done():
                     self._seats.add(caller, 1)
-                    self._promised.add(caller, 1)
+                    promised.add(caller, 1)
                     seat.set_result(None)
                     break  # then the next caller has its turn
             if not waiting:
                 del self._waiting[caller]
             elif self._seats.pieces_of(caller):
                 self._waiting[caller] = self._waiting.pop(caller)  # behind the others
-
-    def _may_begin(self, caller: str) -> bool:
-        if self._seats.full(caller) is not None:
-            return False
-        promised = self._reply_bytes * self._promised.pieces_of(caller)
-        return self._has_capacity(caller, self._reply_bytes, promised, self._reply_bytes * self._promised.pieces)
 
 
 class Quota:
