@@ -234,7 +234,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("usubscription", "The details of a subscription have at most # bytes, and each # of them", 1, [
         "usubscription.store.database:DETAILS_BYTES_MAX", "uprotocol.communication.shares:UNIT_BYTES",
     ]),
-    ("usubscription", "# requests waiting for the store", 1, ["storage.worker:WAITING_MAX"]),
+    ("usubscription", "# requests waiting for the store", 1, ["storage.runtime:WAITING_MAX"]),
     ("usubscription", "with up to # subscribers is answered from memory", 1,
         ["usubscription.store.store:SUBSCRIBERS_MAX"]),
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),

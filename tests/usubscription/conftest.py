@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from campaigns.simulation.network import FaultyNetwork
 from storage.disk import Disk
 from storage.runtime import REAL
-from transports.local import LocalNetwork, LocalTransport
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -112,15 +113,15 @@ class World:
     def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
         self.path, self.patch = path, patch
         patch.setattr(CONSTANTS["remote_repeat_ms"], 200)
-        self.networks: dict[str, LocalNetwork] = {}
+        self.networks: dict[str, FaultyNetwork] = {}
         self.forwarders: dict[tuple[str, str], Forwarder] = {}
         self._closing: list[Any] = []
         self.services: dict[str, USubscriptionService] = {}
         self.transports: dict[str, LocalTransport] = {}
 
-    async def network(self, authority: str) -> LocalNetwork:
+    async def network(self, authority: str) -> FaultyNetwork:
         if authority not in self.networks:
-            self.networks[authority] = LocalNetwork()
+            self.networks[authority] = FaultyNetwork()
             for other in list(self.networks):
                 if other != authority:
                     await self._join(authority, other)
