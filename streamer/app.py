@@ -171,8 +171,7 @@ class Streamer(ChangeableAssembly):
 
     async def _settle(self) -> None:
         """Notes that all hosted services have registered their methods."""
-        if self.embedded is None or self.embedded.is_started:
-            self.hosted.unserved.is_settled = True
+        self.hosted.unserved.is_settled = self.embedded is None or self.embedded.is_started
 
     async def _started_late(self) -> None:
         await self._settle()

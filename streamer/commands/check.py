@@ -194,10 +194,7 @@ def _certificate_files(config: Config) -> Iterator[tuple[Location, CertificateFi
 
 def _named(config: Config) -> Iterator[tuple[Location, Path]]:
     """Yields every path and its key. In the models of transports, plugins too, the type Path marks paths."""
-    yield ("streamer", "data_dir"), config.streamer.data_dir
-    yield from _paths(config.admin, ("admin",))
-    if config.usubscription.static_file is not None:
-        yield ("usubscription", "static_file"), config.usubscription.static_file
+    yield from _paths(config, ())
     for index, endpoint in enumerate(config.endpoint):
         _, settings = plugins.configure(endpoint.transport, endpoint.settings)
         yield from _paths(settings, ("endpoint", index, "settings"))
@@ -206,15 +203,12 @@ def _named(config: Config) -> Iterator[tuple[Location, Path]]:
 def _paths(value: Any, location: Location) -> Iterator[tuple[Location, Path]]:
     if isinstance(value, Path):
         yield location, value
-    elif isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _paths(getattr(value, name), (*location, name))
+    elif isinstance(value, BaseModel | dict):
+        for key, one in dict(value).items():
+            yield from _paths(one, (*location, key))
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
             yield from _paths(one, (*location, index))
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _paths(one, (*location, key))
 
 
 def _file(path: Path) -> str:

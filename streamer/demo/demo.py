@@ -215,7 +215,11 @@ class Demo:
         config.write_text(self._gateway_config())
         progress.update(stage, advance=1, description="starting the gateway")
         gateway = await self._child("the gateway", CLI, "run --json --config", str(config))
-        services = [await self._usubscription(network) for network in (self._on_dds, self._cloud)]
+        services = []
+        for network in (self._on_dds, self._cloud):
+            store = str(self._folder / f"usubscription-{network.authority}.db")
+            name, command = f"the uSubscription of {network.authority}", "usubscription --json --store"
+            services.append(await self._child(name, CLI, command, store, *_as_options(network)))
         progress.update(stage, advance=1, description="starting uSubscription services")
         for child in services:
             await child.say("ready")
@@ -223,11 +227,6 @@ class Demo:
         progress.update(stage, advance=1, description="subscribing")
         await _until_ready(ready["admin_port"])
         return ready
-
-    async def _usubscription(self, network: Network) -> Child:
-        store = str(self._folder / f"usubscription-{network.authority}.db")
-        name, command = f"the uSubscription of {network.authority}", "usubscription --json --store"
-        return await self._child(name, CLI, command, store, *_as_options(network))
 
     def _gateway_config(self) -> str:
         listen = {"mode": "peer", "listen": self._on_zenoh.settings["connect"]}

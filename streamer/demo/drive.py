@@ -437,18 +437,15 @@ async def replay(
     Raises the UStatusError of a message that the network refuses permanently.
     """
     counts: Counter[str] = Counter()
-    started, published = time.monotonic(), 0
-    iterator = iter(samples)
+    started, iterator = time.monotonic(), iter(samples)
     while batch := list(itertools.islice(iterator, BATCH_MAX)):
         messages = [message(sample) for sample in batch]
         await send_all(transport, messages)
         counts.update(uris.format(one.attributes.source) for one in messages)
-        published += len(messages)
-        on_progress(published)
+        on_progress(counts.total())
         if rate is not None:
-            ahead = published / rate - (time.monotonic() - started)
-            if ahead > 0:
-                await asyncio.sleep(ahead)
+            ahead_s = counts.total() / rate - (time.monotonic() - started)
+            await asyncio.sleep(max(0.0, ahead_s))
     return counts
 
 
