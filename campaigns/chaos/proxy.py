@@ -12,7 +12,58 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from transports.conformance.proxy import TcpProxy
+from transports.conformance.proxy import CHUNK_BYTES, TcpProxy, TcpStream
+
+Tap = Callable[[bytes], bytes]
+"""Data of a read -> data to pass on, in one direction of one connection. Raises ConnectionError to reset it."""
+
+
+class RoughProxy(TcpProxy):
+    """A TcpProxy that can also be stalled and half closed, and whose data a subclass may change."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(host, port)
+        self._ended: set[asyncio.StreamWriter] = set()  # those whose stream has been ended
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+
+    def taps(self) -> tuple[Tap, Tap]:
+        """The taps of one new connection, to the target and back."""
+        return bytes, bytes
+
+    def stall(self) -> None:
+        """Pass nothing on in either direction, and close nothing, until `mend`: a link that is dead without being
+        closed."""
+        self._flowing.clear()
+
+    def half_close(self) -> None:
+        """End one direction of every connection, alternately: its receiver reads the end of the stream. The other
+        direction still works."""
+        for writer in list(self._writers)[::2]:
+            if not writer.transport.is_closing():
+                self._ended.add(writer)
+                writer.write_eof()
+
+    def mend(self) -> None:
+        super().mend()
+        self._flowing.set()
+
+    async def pass_on(self, end: TcpStream, there: TcpStream) -> None:
+        to_there, back = self.taps()
+        try:
+            await asyncio.gather(self._copy(end[0], there[1], to_there), self._copy(there[0], end[1], back))
+        finally:
+            self._ended -= {end[1], there[1]}
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tap: Tap) -> None:
+        try:
+            while data := await reader.read(CHUNK_BYTES):
+                await self._flowing.wait()
+                if writer not in self._ended:
+                    writer.write(tap(data))
+                    await writer.drain()
+        finally:
+            writer.close()
 
 
 class Link(Protocol):
@@ -26,7 +77,7 @@ class Proxy:
 
     def __init__(self, target_port: int) -> None:
         self._loop = asyncio.new_event_loop()
-        self._proxy = TcpProxy("127.0.0.1", target_port)
+        self._proxy = RoughProxy("127.0.0.1", target_port)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._proxy.start(), self._loop).result(10)
         self.port = self._proxy.port

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from transports.conformance.proxy import Tap, TcpProxy
+from campaigns.chaos.proxy import RoughProxy, Tap
 from transports.mqtt5 import wire
 
 PUBLISH: Final = 0x32  # of QoS 1
@@ -22,7 +22,7 @@ UNSUBSCRIBE: Final = 0xA2
 CONNECT: Final = 0x10
 
 
-class RefusingProxy(TcpProxy):
+class RefusingProxy(RoughProxy):
     def __init__(self, host: str, port: int) -> None:
         super().__init__(host, port)
         self.refused: dict[str, int] = {}  # topic filter -> reason code

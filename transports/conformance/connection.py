@@ -44,16 +44,6 @@ TRY_AGAIN_S = 0.01
 
 
 class ConnectionConformance(TransportHarness):
-    async def test_closed_before_open_and_after_close(self, ends: Ends) -> None:
-        end = await ends(ALPHA)
-        assert codes(await end.send_batch([notification(), notification()])) == [UCode.UNAVAILABLE] * 2
-        await end.open()
-        await end.close()
-        assert codes(await end.send_batch([notification(), notification()])) == [UCode.UNAVAILABLE] * 2
-        assert await code_of(end.send(notification())) == UCode.UNAVAILABLE
-        if Capability.PUSH in self.capabilities:
-            assert await code_of(end.register_listener(topic(), Sink(self.deadline_s), reply())) == UCode.UNAVAILABLE
-
     async def test_close_may_be_called_at_any_time_and_again(self, ends: Ends) -> None:
         never_opened = await ends(ALPHA)
         await never_opened.close()
@@ -429,7 +419,7 @@ class ErrorConformance(TransportHarness):
     def is_named(self, end: UTransport) -> bool:
         return any(GAMMA in trouble for trouble in end.troubles)
 
-    async def test_one_that_was_never_opened_and_one_that_is_closed(self, ends: Ends) -> None:
+    async def test_closed_before_open_and_after_close(self, ends: Ends) -> None:
         never, closed = await ends(ALPHA), await ends(ALPHA)
         await closed.open()
         await closed.close()
@@ -438,6 +428,7 @@ class ErrorConformance(TransportHarness):
             assert answers["send_batch"] == answers["send"] == UCode.UNAVAILABLE
             assert answers["register_listener"] == self.pushing(UCode.UNAVAILABLE)
             assert UCode.OK not in answers.values()
+            assert codes(await end.send_batch([notification(), notification()])) == [UCode.UNAVAILABLE] * 2
 
     async def test_calls_while_it_is_being_closed(self, pair: Pair) -> None:
         end = pair[1]
