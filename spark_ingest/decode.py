@@ -195,13 +195,13 @@ class Decoder:
         wire = np.frombuffer(ids, dtype=np.uint8).reshape(-1, _ID_BYTES)
         halves = np.delete(wire, 8, axis=1).view("<u8")
         route_numbers = pa.array(np.asarray(routes, dtype=np.int32))
-
-        def by_route(values: list[str | None]) -> pa.Array:
-            return pa.array(values, pa.string()).take(route_numbers)
-
+        of_route = {
+            name: pa.array([getattr(route, name) for route in self._known], pa.string()).take(route_numbers)
+            for name in ("authority", "topic", "format")
+        }
         columns = {
-            "authority": by_route([route.authority for route in self._known]),
-            "topic": by_route([route.topic for route in self._known]),
+            "authority": of_route["authority"],
+            "topic": of_route["topic"],
             "path": pa.array(rows.paths, pa.string()),
             "ts": _times(rows.micros, halves, times_ms),
             "value_double": pa.array(rows.doubles, pa.float64()),
@@ -210,7 +210,7 @@ class Decoder:
             "seq": pa.array(seqs, pa.int64()),
             "message_id": _texts(halves),
             "payload": pa.array(payloads, pa.binary()),
-            "payload_format": by_route([route.format for route in self._known]),
+            "payload_format": of_route["format"],
             "epoch": epochs,
             "epoch_incomplete": incomplete,
         }

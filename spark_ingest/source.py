@@ -191,7 +191,8 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
         return type(self), (self._options,)  # in a task it is a new one
 
     def initialOffset(self) -> dict[str, Any]:
-        start = offsets.starting(offsets.parse(self._options.starting_offsets), self._describe())
+        self._logs = self._driver.describe()
+        start = offsets.starting(offsets.parse(self._options.starting_offsets), self._logs)
         known, _ = self._driver.prove(start.seqs, start.known)
         start.known = start.known or known
         if self._options.epochs == "complete" and start.gates is None:
@@ -203,7 +204,7 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
         return ReadMaxRows(self._options.max_records_per_batch)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._target = offsets.newest(self._describe())
+        self._target = offsets.newest(self._driver.describe())
 
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
         assert isinstance(limit, ReadMaxRows | ReadAllAvailable), (
@@ -226,7 +227,8 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
         return end.json()
 
     def _end(self, start: Offset, limit_records: int | None) -> Offset:
-        end = self._plan(self._driver, start, self._describe(), limit_records, self._target)
+        self._logs = self._driver.describe()
+        end = self._plan(self._driver, start, self._logs, limit_records, self._target)
         self._heard_ms = self._heard_ms or _now_ms()
         if end.gates:
             self._give_up(end, end.gates)
@@ -248,15 +250,9 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
         if self._target is not None or now_ms - self._heard_ms > timeout_ms:
             end.gates = epochs.given_up(gates, now_ms, timeout_ms)
 
-    def _describe(self) -> list[LogState]:
-        self._logs = self._driver.describe()
-        return self._logs
-
     def _hold(self, acked: Offset) -> None:
-        needed = offsets.needed(acked)
-        seqs = {
-            one: needed.seqs.get(one, 0) for one in (log.incarnation.hex() for log in self._logs or self._describe())
-        }
+        needed, logs = offsets.needed(acked), self._logs or self._driver.describe()
+        seqs = {name: needed.seqs.get(name, 0) for name in (log.incarnation.hex() for log in logs)}
         self._driver.hold(Offset(seqs, needed.known))
         self._acked = acked
 

@@ -162,7 +162,7 @@ def reach(*readers: StreamReader) -> None:
 
     def answers(reader: StreamReader) -> bool:
         with contextlib.suppress(UStatusError):
-            return bool(reader._describe())
+            return bool(reader._driver.describe())
         return False
 
     for reader in readers:
