@@ -166,11 +166,6 @@ class PushedFrames:
         self.request, self.is_requested = CommandRequest(stop_push=True), False
         self._on_request()
 
-    def forget(self) -> None:
-        """The service knows nothing of us any more."""
-        self.end()
-        self.is_requested = False
-
     def take_request(self) -> CommandRequest:
         """Returns what the next Command says about the push."""
         request, self.request = self.request, None
@@ -297,7 +292,7 @@ class Commands:
         self._task: asyncio.Task[None] | None = None
         self.woken = asyncio.Event()  # there is something to send
         self._confirmed = asyncio.Event()  # the service knows all changes
-        self._hand_overs: deque[tuple[HandOver, asyncio.Future[list[Position]]]] = deque()
+        self._hand_over: tuple[HandOver, asyncio.Future[list[Position]]] | None = None
 
     def start(self) -> None:
         """Begin under a new name, and send everything. After an error, too."""
@@ -307,12 +302,11 @@ class Commands:
             self._task = asyncio.create_task(self._run(), name="follow")
 
     async def close(self) -> None:
-        """The service forgets the follower when its lease ends. May be called twice."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._refuse_hand_overs(UStatusError(UCode.CANCELLED, "the following was closed"))
+        self._answer_hand_over(UStatusError(UCode.CANCELLED, "the following was closed"))
 
     def change(self, topic: UUri, period_ms: int) -> bool:
         """`period_ms` -1: no longer followed. Returns whether the topic is new."""
@@ -337,11 +331,12 @@ class Commands:
             raise self.error
 
     async def hand_over(self, asked: HandOver) -> list[Position]:
-        """See HandOver. Raises UStatusError."""
+        """See HandOver; one at a time. Raises UStatusError."""
         if self.error is not None:
             raise self.error
+        assert self._hand_over is None or self._hand_over[1].done(), "the one before is answered"
         answered: asyncio.Future[list[Position]] = asyncio.get_running_loop().create_future()
-        self._hand_overs.append((asked, answered))
+        self._hand_over = asked, answered
         self.woken.set()
         return await answered
 
@@ -349,7 +344,6 @@ class Commands:
         """The service does not know the follower: it was restarted, or the lease has ended. Raises UStatusError as
         `on_forgotten` does."""
         self._counts["retold"] += 1
-        self._pushed.end()
         try:
             self._on_forgotten()
         except UStatusError as error:
@@ -358,7 +352,8 @@ class Commands:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self._pushed.forget()
+        self._pushed.end()
+        self._pushed.is_requested = False  # the service knows nothing of us
         self.follower, self.number = self._options.random_bytes(16), 0
         self._unsent = dict(self.topics)
         self._confirmed.clear()
@@ -378,7 +373,7 @@ class Commands:
             self.error = error
             self._confirmed.set()
             self._pushed.wake()
-            self._refuse_hand_overs(error)
+            self._answer_hand_over(error)
 
     async def _send(self) -> None:
         """Send one command, again until it is answered. Raises UStatusError if it is refused."""
@@ -429,29 +424,23 @@ class Commands:
             return asked, changes
         asked.MergeFrom(self._pushed.take_request())
         asked.acked.extend(self.acked_positions())
-        if self._hand_overs and changes:  # in a command of its own: it may be refused though the changes are not
+        if self._hand_over is not None and changes:  # in a command of its own: it may be refused, the changes are not
             self.woken.set()
-        elif self._hand_overs:
-            asked.hand_over.CopyFrom(self._hand_overs[0][0])
+        elif self._hand_over is not None:
+            asked.hand_over.CopyFrom(self._hand_over[0])
         return asked, changes
 
     def acked_positions(self) -> Iterator[Position]:
         return (Position(incarnation=one, seq=seq) for one, seq in self.acked.items())
 
     def _answer_hand_over(self, answer: list[Position] | Exception) -> None:
-        _, waiting = self._hand_overs.popleft()
-        if self._hand_overs:
-            self.woken.set()
-        if waiting.done():
+        asked, self._hand_over = self._hand_over, None
+        if asked is None or asked[1].done():
             return
         if isinstance(answer, Exception):
-            waiting.set_exception(answer)
+            asked[1].set_exception(answer)
         else:
-            waiting.set_result(answer)
-
-    def _refuse_hand_overs(self, error: Exception) -> None:
-        while self._hand_overs:
-            self._answer_hand_over(error)
+            asked[1].set_result(answer)
 
 
 class Following:
@@ -520,10 +509,7 @@ class Following:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """The service forgets us when our lease ends. May be called twice."""
+        """The service forgets us when our lease ends."""
         await self.commands.close()
         self._pushed.end()
 
