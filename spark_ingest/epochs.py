@@ -107,9 +107,8 @@ class EpochGate:
     parts: dict[str, LogFrontierState] = field(default_factory=dict)  # by the log of the keeper (`origin`)
     filter: Antichain = NOTHING  # epochs that began before we read: the batch that ends here drops them
     waiting: dict[Time, WaitingEpoch] = field(default_factory=dict)
-    incomplete: dict[Time, str] = field(
-        default_factory=dict
-    )  # reasons, of epochs that the batch that ends here delivers
+    # reasons, of epochs that the batch that ends here delivers
+    incomplete: dict[Time, str] = field(default_factory=dict)
     heard_ms: int = 0  # time of the last frontier, Unix ms
     rest: Antichain = NOTHING  # times up to it were delivered in part, as `TOO_MANY`. It stays until every log has
     rest_since: int = 0  # reached this version and excludes more of them
@@ -281,11 +280,8 @@ class EpochGate:
         if (lower or active) and self.length not in (0, len((*lower, *active)[0])):
             if self.waiting or self.incomplete or self.rest:
                 return None
-            self.parts, self.filter, self.suspect = (
-                {},
-                NOTHING,
-                NOTHING,
-            )  # the group starts again, with times of another length
+            # the group starts again, with times of another length
+            self.parts, self.filter, self.suspect = {}, NOTHING, NOTHING
         logs = frozenset(log.hex() for log in group.logs)
         return LogFrontierState(record.read, group.version, minimal(lower), frozenset(active), logs, group.number)
 

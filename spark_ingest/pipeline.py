@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -115,7 +116,7 @@ def load(path: Path) -> IngestConfig:
         raise invalid(f"{path}: {why}") from None
 
 
-def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSession:
+def session(config: Spark | None = None) -> SparkSession:
     """A quiet local session: loopback only, no UI, UTC, Arrow. Finds a Java first; raises as `java.find`."""
     config = config or Spark()
     java.use()
@@ -139,7 +140,7 @@ def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSess
         "spark.sql.streaming.metricsEnabled": "false",
         **config.conf,
     }
-    builder = SparkSession.builder.master(config.master).appName(name)
+    builder = SparkSession.builder.master(config.master).appName("up-streamer")
     for key, value in conf.items():
         builder = builder.config(key, value)
     interrupt = signal.getsignal(signal.SIGINT)
@@ -147,9 +148,8 @@ def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSess
         return builder.getOrCreate()
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGINT, interrupt
-            )  # Spark replaces it by a handler that cancels jobs but does not stop the query
+            # Spark replaces it by a handler that cancels jobs but does not stop the query
+            signal.signal(signal.SIGINT, interrupt)
 
 
 def stream(spark: SparkSession, config: IngestConfig) -> DataFrame:
@@ -168,8 +168,6 @@ def stream(spark: SparkSession, config: IngestConfig) -> DataFrame:
 
 def options(source: Options) -> dict[str, str]:
     """`source` as options of the format."""
-    import json
-
     given: dict[str, Any] = Options.model_validate(source.model_dump()).model_dump(by_alias=True)
     given["topics"] = ",".join(source.topics)
     given["transportConfig"] = json.dumps(source.transport_config)
@@ -190,9 +188,8 @@ def start(spark: SparkSession, config: IngestConfig) -> StreamingQuery:
     return writer.trigger(processingTime=f"{config.trigger.processing_time_ms or 0} milliseconds").start()
 
 
-def run(config: IngestConfig, stopping: threading.Event | None = None) -> IngestReport:
+def run(config: IngestConfig, stopping: threading.Event) -> IngestReport:
     """Run until `stopping`, or with available_now until all is read. Raises UStatusError if the query fails."""
-    stopping = stopping or threading.Event()
     spark = session(config.spark)
     try:
         query = start(spark, config)
@@ -232,12 +229,10 @@ def _reason(text: str) -> str:
 
 
 @contextlib.contextmanager
-def stop_on_signals(signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[threading.Event]:
-    """An event that the first of `signals` sets. Main thread only; the former handlers are restored at the end."""
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM or SIGINT sets. Main thread only; the former handlers are restored at the end."""
     stopping = threading.Event()
-    former: dict[signal.Signals, Callable[..., Any] | int | None] = {}
-    for number in signals:
-        former[number] = signal.signal(number, lambda *_: stopping.set())
+    former = {one: signal.signal(one, lambda *_: stopping.set()) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stopping
     finally:

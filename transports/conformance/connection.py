@@ -449,9 +449,8 @@ class ErrorConformance(TransportHarness):
         opening = asyncio.ensure_future(end.open())
         await asyncio.sleep(0)  # it has begun
         opening.cancel()
-        await asyncio.wait(
-            {opening}, timeout=self.deadline_s
-        )  # unlike `gather`, this does not wait for a task that goes on
+        # unlike `gather`, this does not wait for a task that goes on
+        await asyncio.wait({opening}, timeout=self.deadline_s)
         assert opening.done(), "open() went on though it was cancelled"
         assert opening.cancelled() or opening.exception() is None, opening.exception()
         await end.close()
