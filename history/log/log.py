@@ -1,6 +1,6 @@
 """The log: every message once, numbered, in order. The egress queue, the history and Spark's offsets are cursors in it.
 
-append -> storage (durable.py or volatile.py) -> on_written -> the append's future, on_append: pumps, long polls
+append -> storage (a file, or memory) -> on_written -> the append's future, on_append: pumps, long polls
                        |
                      tail (memory) <- tail, scan, read -> storage: records that are no longer in memory
 
@@ -10,6 +10,7 @@ All methods belong to one event loop, and none blocks it.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final, Protocol, Self
@@ -17,17 +18,14 @@ from typing import Final, Protocol, Self
 import structlog
 
 from history.file import damage as kinds
-from history.file.damage import Damage
+from history.file.damage import Damage, Ledger
 from history.file.load import Cursor, Extent
 from history.file.reader import ScanLimits
 from history.file.store import RETENTION_BYTES, LogChanges
 from history.file.writer import GATHER_MS, Append, FollowedFrom, Retention, Written
 from history.log.cursors import Cursors, FollowedLogs
-from history.log.durable import DurableStorage
-from history.log.losses import LogLosses
-from history.log.storage import Storage
+from history.log.storage import DurableStorage, Storage, VolatileStorage
 from history.log.streams import STREAMS_MAX, Streams, TopicsFullError
-from history.log.volatile import VolatileStorage
 from history.records.chunk import Chunk, RetentionLoss, Scan, Stream
 from storage.runtime import REAL, Runtime
 from uprotocol import callbacks
@@ -47,6 +45,14 @@ READ_RECORDS_MAX: Final = 2_048  # of one read, by default
 READ_BYTES_MAX: Final = 4 << 20
 NEWEST_COPIED_MAX: Final = 10_000  # streams of one scan on disk whose newest seqs go to the reader: a millisecond
 
+_REASONS: Final = {  # of damage: the keys of `dropped`
+    **dict.fromkeys((kinds.FILE, kinds.MISSING, kinds.STRUCTURE), "damaged_file"),
+    kinds.COMMITS: "lost_commits",
+    kinds.RECORDS: "corrupt_chunks",
+    kinds.NETWORK: "network_loss",
+    kinds.SUBSCRIPTIONS: "subscriptions_loss",
+}
+
 log = structlog.get_logger()
 
 
@@ -58,6 +64,71 @@ class EpochMarker(Protocol):
 
     def failed(self, log: Log, appends: Sequence[Append]) -> None:
         """These appends are not stored. It must not append."""
+
+
+class LogLosses:
+    """What is known to be lost or damaged; it is saved in the log's file until a person has acknowledged it. `dropped`
+    counts by reason what could not be kept or read."""
+
+    def __init__(self, storage: Storage, now_ms: Callable[[], int]) -> None:
+        self._storage, self._now_ms, self._incarnation = storage, now_ms, storage.loaded.incarnation
+        self.ledger: Ledger = storage.loaded.ledger
+        self.dropped: Counter[str] = Counter()
+        self._callbacks: list[Callable[[Damage], None]] = []
+        for damage in storage.loaded.found:
+            self._count(damage)
+
+    def __repr__(self) -> str:
+        return f"LogLosses({self.ledger})"
+
+    def on_found(self, callback: Callable[[Damage], None]) -> None:
+        """`callback(damage)` on the loop when new damage is found. What was found when the log was opened is in
+        `Log.damage` already."""
+        self._callbacks.append(callback)
+
+    def acknowledge(self) -> None:
+        """A person has seen all open damage."""
+        if rows := self.ledger.acknowledge():
+            self._storage.save(LogChanges(damage=rows))
+
+    def acknowledge_passing(self, after_ms: int) -> list[Damage]:
+        """Acknowledge damage of a kind in history.file.damage.PASSING that was found at least `after_ms` ago, and
+        return it. A time that lies as far ahead is of a wrong clock, and is treated the same way."""
+        now_ms = self._now_ms()
+        due = [one for one in self.ledger.open if one.kind in kinds.PASSING and abs(now_ms - one.when_ms) >= after_ms]
+        if due:
+            self._storage.save(LogChanges(damage=self.ledger.acknowledge(due.__contains__)))
+        return due
+
+    def knows_lost(self, incarnation: bytes) -> bool:
+        """Returns True if the log with this incarnation was here once, and was lost with its records."""
+        return self.ledger.knows(incarnation)
+
+    def report(self, kind: str, detail: str) -> None:
+        """Report a loss of another part (history.file.damage.OTHERS): it is kept until a person has acknowledged it."""
+        assert kind in kinds.OTHERS, "the log finds its own damage by itself"
+        if not self.note(kind, detail):
+            row = self.ledger.renew(self._found(kind, detail))
+            if row is not None:
+                self._storage.save(LogChanges(damage=[row]))
+
+    def note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> bool:
+        """Note damage of this log. Returns False if it was known."""
+        damage = self._found(kind, detail, after, before)
+        row = self.ledger.add(damage)
+        if row is None:
+            return False
+        self._count(damage)
+        self._storage.save(LogChanges(damage=[row]))
+        for callback in list(self._callbacks):
+            callback(damage)
+        return True
+
+    def _found(self, kind: str, detail: str, after: int = 0, before: int = 0) -> Damage:
+        return Damage(self._now_ms(), kind, after, before, self._incarnation, "", detail)
+
+    def _count(self, damage: Damage) -> None:
+        self.dropped[_REASONS.get(damage.kind, "damaged_rows")] += 1
 
 
 class Log(Streams):
@@ -205,7 +276,7 @@ class Log(Streams):
         except UStatusError as error:
             done.set_exception(error)
             return done
-        append = Append(list(streams), list(messages), done, followed=followed)
+        append = Append(list(streams), list(messages), done, self.failures, followed)
         if followed is not None:
             append.epochs = followed.epochs
         if self._epoch_marker is not None:
@@ -221,7 +292,7 @@ class Log(Streams):
 
     def _on_written(self, written: Written) -> None:
         """On the loop, after each transaction, and after each step of retention."""
-        self.failures = self._storage.failures
+        self.failures += written.is_new_failure
         for id, progress in written.progress.items():
             self._streams[id].move(progress)
         for loss in written.losses:

@@ -23,8 +23,8 @@ from history.file.store import Store
 from history.file.verify import verify
 from history.file.writer import CURSORS_IDLE_S, FollowedFrom
 from history.log import cursors as cursors_module
-from history.log.durable import DurableStorage
 from history.log.log import Log
+from history.log.storage import DurableStorage
 from history.reading.subscriber import HistoryClient
 from history.records.chunk import Origin
 from storage.runtime import REAL
