@@ -25,7 +25,7 @@ from history.reading.acceptor import Acceptor, Positions, ReaderState, Record, V
 from history.reading.client import HistoryClient
 from history.reading.following import Following, FollowingOptions
 from history.records.witness import seqs_of
-from history.service.request import WILDCARD_PATTERNS_MAX
+from history.service.matches import WILDCARD_PATTERNS_MAX
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache

@@ -26,8 +26,8 @@ from typing import Final, Literal, Self
 from history.reading.acceptor import Positions, ReaderState, went_back
 from history.reading.client import AGAIN, WAIT_MS_MAX, AnswerTimeout, FrontierPages, HistoryClient, Poller
 from history.records.chunk import plain_address
-from history.service.pushing import WINDOW_BYTES_MAX
-from history.service.request import PATTERNS_MAX
+from history.service.followers import WINDOW_BYTES_MAX
+from history.service.matches import PATTERNS_MAX
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandRequest,
     Frame,

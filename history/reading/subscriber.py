@@ -26,8 +26,7 @@ from history.epochs.assembling import Assembled, Assembler
 from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState, Record
 from history.reading.client import WAIT_MS_MAX, HistoryClient
 from history.reading.following import Following, FollowingOptions, FollowMode
-from history.service.matches import HIDDEN
-from history.service.request import PATTERNS_MAX
+from history.service.matches import HIDDEN, PATTERNS_MAX
 from storage.disk import REAL_DISK
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids

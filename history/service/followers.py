@@ -4,7 +4,8 @@ Command -> number: next? -> changes, in order -> Follower: topics -> a match for
    |        '-- the same: the same answer         ^        '-- its waiting poll is answered; the next one has the change
    |                                              |
    |   Poll with a follower: no topics ----------'     lease over -> the follower and its state are removed
-   '-> push -> Pushing: poll after poll on its behalf -> frames, as many bytes as its window has -> responses
+   '-> push -> Pushing: is its window open? -> poll on its behalf -> Frame: subscription, number, answer -> responses
+                           ^ Command: frames_taken
 
 The state is in memory and leased: after a restart of either side the follower sends everything again. A push is an
 optimisation: the service does not record which frames have arrived.
@@ -13,23 +14,23 @@ optimisation: the service does not record which frames have arrived.
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
+import structlog
+
 from history.log.log import Log
-from history.records.chunk import plain_address
-from history.service.matches import Match, Matches, Sight
-from history.service.poll import Poll, PollAnswer, Thinning
-from history.service.pushing import WINDOW_BYTES_MAX, Pushing, checked_push, window_bytes_of_each
-from history.service.request import LEASE_MS_MAX, PATTERNS_MAX, WILDCARD_PATTERNS_MAX, CheckedPoll, pattern_of
+from history.records.chunk import Chunk, plain_address
+from history.service.matches import PATTERNS_MAX, WILDCARD_PATTERNS_MAX, Match, Matches, Sight, Sights, pattern_of
+from history.service.poll import LEASE_MS_MAX, CheckedPoll, Poll, checked, consumer_lease_ms
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.rpc_server import Responses
 from uprotocol.communication.shares import CALLERS_SHARE, Shares
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, PollRequest, PollResponse
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, CommandResponse, Frame, PollRequest, PollResponse
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Push as PushRequest
+from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -43,6 +44,15 @@ FOLLOWER_BYTES: Final = 16  # of its name
 LEASE_MS_DEFAULT: Final = 120_000  # four times the longest wait of our client
 LEASE_MS_MIN: Final = 1_000
 SWEEP_S: Final = 1.0  # between checks for expired leases
+WINDOW_BYTES_MAX: Final = 8 << 20  # sent and not yet taken by one follower: 20 MB/s with a round trip of 200 ms
+WINDOW_BYTES_MIN: Final = 64 << 10  # of each push, if there are many
+WINDOW_FRAMES_MAX: Final = 1_024  # sent and not yet taken, if frames are small
+TELL_SHARE: Final = 4  # the follower is asked for its progress after each quarter of the window
+PUSH_WAIT_MS: Final = 10_000  # an empty frame is sent when nothing has come for this long
+FRAME_TTL_MS: Final = 10_000  # the follower has polled the content of an older frame
+RETRY_S: Final = 1.0  # after a refusal that is temporary
+
+log = structlog.get_logger()
 
 Caller = tuple[str, int, int]
 FollowerKey = tuple[Caller, bytes]
@@ -52,6 +62,160 @@ def unknown() -> UStatusError:
     """Returns an error after which the caller sends everything again, under another name."""
     what = "no such follower here (any more), or not this number: choose another name, and begin with number 1"
     return UStatusError(UCode.NOT_FOUND, what)
+
+
+def window_bytes_of_each(count: int, all: int, most: int = WINDOW_BYTES_MAX) -> int:
+    """Returns the share of each of `count` pushes that have `all` bytes together, `most` at most."""
+    return max(WINDOW_BYTES_MIN, min(most, all // max(1, count)))
+
+
+def checked_push(asked: PushRequest, attributes: UAttributes) -> PushRequest:
+    """Returns a valid request. Raises INVALID_ARGUMENT, PERMISSION_DENIED."""
+    push = PushRequest()
+    push.CopyFrom(asked)
+    caller = attributes.source.authority_name
+    push.sink.CopyFrom(uris.with_authority(asked.sink, caller))
+    if push.sink.authority_name != caller:
+        what = f"frames go to the caller's own authority {caller!r}, not to {uris.format(push.sink)}"
+        raise UStatusError(UCode.PERMISSION_DENIED, what)
+    uris.validate(push.sink)
+    if push.sink.resource_id or uris.has_wildcard(push.sink):
+        what = "the sink of frames is an address without wildcards and with resource 0"
+        raise invalid(f"{what}, got {uris.format(push.sink)}")
+    if push.poll.topics or push.poll.follower:
+        raise invalid("expected the poll of a push without topics and follower: it is for the followed topics")
+    checked(push.poll, attributes)
+    push.poll.wait_ms = PUSH_WAIT_MS
+    return push
+
+
+class Pushing:
+    """Sends frames to one follower, as many bytes as its window allows. Ends by itself only if the poll is refused with
+    an error that is not temporary."""
+
+    def __init__(self, asked: PushRequest, follower: Follower, all: Followers) -> None:
+        """`asked` is checked."""
+        self._asked, self._follower, self._all = asked, follower, all
+        self._request = PollRequest()
+        self._request.CopyFrom(asked.poll)
+        self._not_taken: deque[tuple[int, int]] = deque()  # number and bytes of frames
+        self._bytes = self.frames = 0
+        self._last_tell = 0  # the last frame that asks for progress, and bytes sent since
+        self._bytes_since_tell = 0
+        self._opened = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="push")
+        self._task.add_done_callback(lambda _: all.pushes.discard(self))
+
+    def __repr__(self) -> str:
+        return f"Pushing({self.frames} frames, {self._bytes} bytes not taken)"
+
+    @property
+    def _window(self) -> int:
+        return min(self._asked.window_bytes or WINDOW_BYTES_MAX, self._all.window_bytes())
+
+    @property
+    def consumer(self) -> tuple[str, int]:
+        """The consumer's name, and its lease in milliseconds; "": no consumer."""
+        return self._asked.poll.consumer, consumer_lease_ms(self._asked.poll)
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def ended(self) -> None:
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def taken(self, number: int) -> None:
+        """Note that the follower has taken all frames up to this number."""
+        while self._not_taken and self._not_taken[0][0] <= number:
+            self._bytes -= self._not_taken.popleft()[1]
+        self._opened.set()
+
+    async def _run(self) -> None:
+        while True:
+            while self._not_taken and (self._bytes >= self._window or len(self._not_taken) >= WINDOW_FRAMES_MAX):
+                if self._not_taken[0][0] > self._last_tell:  # the window has shrunk
+                    here = self._request.positions
+                    self._send(PollResponse(begin=here, next=here), tell=True)
+                self._opened.clear()
+                await self._opened.wait()
+            try:
+                self._send(await self._next())
+            except UStatusError as error:
+                if error.code not in (UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE):
+                    log.warning("a push has ended", to=uris.format(self._asked.sink), why=str(error))
+                    return
+                await asyncio.sleep(RETRY_S)
+
+    async def _next(self) -> PollResponse:
+        attributes = UAttributes(id=uuids.new(), source=self._follower.caller, ttl=2 * PUSH_WAIT_MS)
+        request = checked(self._request, attributes, bytes_max=self._window - self._bytes)
+        response = await self._all.push(self._follower, request)
+        del self._request.acked[:]  # from now on commands acknowledge
+        del self._request.positions[:]
+        self._request.positions.extend(response.next)
+        self._request.frontiers_page = response.next_frontiers_page
+        self._request.frontiers = bool(response.next_frontiers_page)
+        return response
+
+    def _send(self, answer: PollResponse, *, tell: bool = False) -> None:
+        self.frames += 1
+        frame = Frame(subscription=self._asked.subscription, number=self.frames, answer=answer)
+        frame.tell = self._asks_for_progress(frame.ByteSize(), tell)
+        builder = UMessageBuilder.notification(self._all.frames, self._asked.sink).with_ttl(FRAME_TTL_MS)
+        message = builder.pack(frame)
+        self._not_taken.append((self.frames, len(message.payload)))
+        self._bytes += len(message.payload)
+        self._all.post(message)
+
+    def _asks_for_progress(self, bytes: int, now: bool) -> bool:
+        self._bytes_since_tell += bytes
+        are_many = (self.frames - self._last_tell) * TELL_SHARE >= WINDOW_FRAMES_MAX
+        if not (now or are_many or self._bytes_since_tell * TELL_SHARE >= self._window):
+            return False
+        self._last_tell, self._bytes_since_tell = self.frames, 0
+        return True
+
+
+class Thinning:
+    """Keeps at most one record of a topic in each of its sample periods, by append time: the first one. It depends on
+    the log alone, so a repeated request has the same answer. Made for one answer. A record that is left out is no gap:
+    a record names as its predecessor the one before it in this answer, or none."""
+
+    def __init__(self, period: Callable[[Log, int], int]) -> None:
+        """`period`: of a stream in a log, in milliseconds; 0: all records are kept."""
+        self._period = period
+        self._newest: dict[tuple[Log, int], tuple[int, int]] = {}  # seq and time of the last record, kept or not
+        self._kept: dict[tuple[Log, int], int] = {}  # seq of the last record that was kept
+
+    async def thin(self, source: Log, chunk: Chunk) -> Chunk | None:
+        """Returns the records that are kept; None: none."""
+        if not any(self._period(source, stream) for stream in chunk.stream_set):
+            return chunk
+        kept: list[int] = []
+        prev_seqs: list[int] = []
+        for index, (seq, prev_seq, stream) in enumerate(zip(chunk.seqs, chunk.prev_seqs, chunk.streams, strict=True)):
+            period, key = self._period(source, stream), (source, stream)
+            if not period:
+                kept.append(index)
+                prev_seqs.append(prev_seq)
+                continue
+            before = await self._time_of(source, stream, prev_seq)
+            self._newest[key] = seq, chunk.time_ms
+            if before is None or before // period != chunk.time_ms // period:
+                kept.append(index)
+                prev_seqs.append(self._kept.get(key, 0))
+                self._kept[key] = seq
+        return chunk.pick(kept, prev_seqs) if kept else None
+
+    async def _time_of(self, source: Log, stream: int, seq: int) -> int | None:
+        """Returns the append time of a record in milliseconds; None: it is not there any more."""
+        newest = self._newest.get((source, stream))
+        if newest is not None and newest[0] == seq:
+            return newest[1]
+        if seq <= source.floor_seq:
+            return None
+        found = await source.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
+        return found.chunks[0].time_ms if found.chunks else None
 
 
 class TopicChange(NamedTuple):
@@ -131,14 +295,8 @@ class Follower:
             self.push.stop()
             self.push = None
 
-    @property
-    def waits(self) -> bool:
-        """True if a poll of its own is running."""
-        return any(not poll.is_pushed and not poll.is_cut for poll in self.polls)
-
-    def thinning(self) -> Thinning | None:
-        """Returns the thinning for one answer; None: no topic is sampled."""
-        return Thinning(self._period) if self._thinned else None
+    def thinning(self) -> Callable[[Log, Chunk], Awaitable[Chunk | None]] | None:
+        return Thinning(self._period).thin if self._thinned else None
 
     def _period(self, of: Log, stream: int) -> int:
         """Returns the shortest period of all patterns that match, in milliseconds."""
@@ -163,7 +321,7 @@ class Followers:
     def __init__(
         self,
         matches: Matches,
-        sight_of: Callable[[UUri], Sight],
+        sights: Sights,
         answer: Callable[[Poll], Awaitable[None]],
         responses: Responses,
         frames: UUri,
@@ -173,10 +331,10 @@ class Followers:
         window_bytes_max: int = WINDOW_BYTES_MAX,
     ) -> None:
         """`frames`: their topic. `window_bytes_max`: of one push; all pushes together have twice as much."""
-        self._matches, self._sight_of, self._answer = matches, sight_of, answer
-        self._responses, self._frames = responses, frames
+        self._matches, self._sights, self._answer = matches, sights, answer
+        self._responses, self.frames = responses, frames
         self._window_bytes_max = window_bytes_max
-        self._pushes = set[Pushing]()  # pushes that have not ended
+        self.pushes = set[Pushing]()  # pushes that have not ended
         self._followers: dict[FollowerKey, Follower] = {}
         self._shares = Shares[str](FOLLOWERS_MAX, share=share)
         self._topics = Shares[str](topics_max, share=share)
@@ -199,7 +357,7 @@ class Followers:
 
     @property
     def push_count(self) -> int:
-        return len(self._pushes)
+        return len(self.pushes)
 
     def open(self) -> None:
         """Accept commands again after `close`."""
@@ -213,7 +371,7 @@ class Followers:
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
-        await asyncio.gather(*(push.ended() for push in self._pushes))  # including those that were stopped before
+        await asyncio.gather(*(push.ended() for push in self.pushes))  # including those that were stopped before
 
     # -- polls
 
@@ -262,8 +420,9 @@ class Followers:
         self.counts["commands"] += 1
         changes = _changes(asked, caller.authority_name)
         push = checked_push(asked.push, attributes) if asked.HasField("push") else None
-        sight = self._sight_of(caller)
-        denied = {index for index, one in enumerate(changes) if one.follows and _is_hidden(one.topic, sight)}
+        sight = self._sights.of(caller)
+        exact = [(index, one.topic) for index, one in enumerate(changes) if one.follows and not one.is_wild]
+        denied = {index for index, topic in exact if not sight.sees(topic, None)}
         follower = known or self._made(asked, caller, sight)
         try:
             self._change(follower, [change for index, change in enumerate(changes) if index not in denied])
@@ -294,24 +453,25 @@ class Followers:
         if push is not None or asked.stop_push:
             follower.stop_push()
         if push is not None:
-            answer = functools.partial(self._answer_push, follower)
-            follower.push = Pushing(
-                push, follower.caller, self._frames, answer, self._post, self._window_bytes, self._pushes.discard
-            )
-            self._pushes.add(follower.push)
+            follower.push = Pushing(push, follower, self)
+            self.pushes.add(follower.push)
         elif follower.push is not None and asked.frames_taken:
             follower.push.taken(asked.frames_taken)
 
-    async def _answer_push(self, follower: Follower, request: CheckedPoll) -> PollResponse:
-        poll = Poll(request, PollAnswer(request), follower, is_pushed=True)
+    # -- for pushes
+
+    async def push(self, follower: Follower, request: CheckedPoll) -> PollResponse:
+        """Returns the answer to a poll on behalf of the follower. Raises UStatusError."""
+        sight = self._sights.of(follower.caller)
+        poll = Poll(request, sight, follower.matches_for(sight), follower, is_pushed=True)
         await self.answer(follower, poll)
-        return poll.answer.response
+        return poll.response
 
-    def _window_bytes(self) -> int:
+    def window_bytes(self) -> int:
         """Returns the limit of each push, in bytes."""
-        return window_bytes_of_each(len(self._pushes), 2 * self._window_bytes_max, self._window_bytes_max)
+        return window_bytes_of_each(len(self.pushes), 2 * self._window_bytes_max, self._window_bytes_max)
 
-    def _post(self, frame: UMessage) -> None:
+    def post(self, frame: UMessage) -> None:
         self.counts["frames"] += 1
         self._responses.post(frame)
 
@@ -357,9 +517,10 @@ class Followers:
         self._sweeping = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for follower in [one for one in self._followers.values() if one.ends_at < now and not one.waits]:
-            self.counts["expired"] += 1
-            self._forget(follower)
+        for follower in list(self._followers.values()):
+            if follower.ends_at < now and all(poll.is_pushed or poll.is_cut for poll in follower.polls):
+                self.counts["expired"] += 1
+                self._forget(follower)
         if self._followers:
             self._sweeping = loop.call_later(SWEEP_S, self._sweep)
 
@@ -387,10 +548,6 @@ def _changes(asked: CommandRequest, caller: str) -> list[TopicChange]:
         period = change.follow.sample_period_ms if which == "follow" else -1
         found.append(TopicChange(plain_address(pattern.uri), pattern.uri, pattern.is_wild, period))
     return found
-
-
-def _is_hidden(topic: UUri, sight: Sight) -> bool:
-    return not uris.has_wildcard(topic) and not sight.sees(topic, None)
 
 
 def _lease_ms(asked: CommandRequest) -> int:

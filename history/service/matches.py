@@ -1,5 +1,6 @@
 """Finds the streams of a log that a request's patterns match and that its caller may see.
 
+topics -> patterns_of: valid? -> Patterns
 patterns, sight -> Match -- advance: some streams at a time --> ids, kept, and extended as streams come
      | named topics: only their streams are looked up; named authorities: only the streams of those are examined
      |-- wildcards: each kind of topic (an address without its authority) is compared once, and checked once for all
@@ -23,7 +24,7 @@ from history.records.chunk import authority_of, is_publish, kind_of, plain_addre
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication.shares import CALLERS_SHARE
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -31,13 +32,16 @@ STREAMS_PER_STEP: Final = 2_000  # examined in one step on the loop, and ...
 COMPARISONS_PER_STEP: Final = 4_000  # ... comparisons with patterns for these: some 2 ms
 LAST_RECORDS: Final = 4_000  # searched for a match before all streams: if many match, one is likely among them
 FEW_MAX: Final = 8_192  # streams whose newest records are compared one by one; of more, the newest is remembered
+PATTERNS_MAX: Final = 1_000  # of one request; a caller that wants more uses wildcards
+WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every kind of stream
+PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics in the cache of `pattern_of`; some 4 MB when it is full
 KINDS_MAX: Final = 4_096  # kinds of topics, and authorities, in the caches of one match; some 100 bytes each
 CACHED_MAX: Final = 1_024  # sets of patterns; consumers use the same ones from poll to poll
 CACHED_BYTES_MAX: Final = 64 << 20  # of the ids of their streams: five that match all of 262,144 topics
 ID_BYTES: Final = 45  # of an id in a set
 HIDDEN: Final = "the rules, or [[access]], of this streamer let you read none of these topics"
 
-MatchKey = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]  # of a sight, of patterns
+PatternKey = tuple[str, int, int, int]
 
 
 class Sight:
@@ -81,11 +85,43 @@ class Sights:
         return EVERYTHING
 
 
+class Pattern(NamedTuple):
+    key: PatternKey
+    uri: UUri
+    is_wild: bool
+
+
 class Patterns(NamedTuple):
     """The patterns of a request, and a key that is equal for equal patterns."""
 
-    key: tuple[tuple[str, int, int, int], ...]
+    key: tuple[PatternKey, ...]
     uris: tuple[UUri, ...]
+
+
+def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
+    """Returns the patterns without duplicates. A topic without authority is on the host of the `caller`. Raises
+    INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
+    if len(topics) > PATTERNS_MAX:
+        what = f"expected at most {PATTERNS_MAX} topics, got {len(topics)}: use wildcards"
+        raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+    patterns = {one.key: one for one in (pattern_of(topic.SerializeToString(), caller) for topic in topics)}
+    if sum(one.is_wild for one in patterns.values()) > WILDCARD_PATTERNS_MAX:
+        what = f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards"
+        raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+    return Patterns(tuple(sorted(patterns)), tuple(one.uri for one in patterns.values()))
+
+
+@functools.lru_cache(maxsize=PATTERNS_KNOWN_MAX)
+def pattern_of(topic: bytes, caller: str) -> Pattern:
+    """Checks one serialized topic. Valid topics are cached, because consumers repeat theirs with each poll; a topic
+    that raises is not, so junk cannot fill the cache."""
+    given = UUri.FromString(topic)
+    pattern = uris.with_authority(given, caller)
+    uris.validate(pattern)
+    if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
+        what = f"{uris.format(given)} is not a topic"
+        raise invalid(f"{what}: expected a resource of 8000 to FFFE, or the wildcard FFFF")
+    return Pattern(uris.key(pattern), pattern, uris.has_wildcard(pattern))
 
 
 class Match:
@@ -114,7 +150,7 @@ class Match:
         self._seen_whole: Cache[str, bool] = Cache(KINDS_MAX)  # whether every topic of an authority is visible
         self._seen_alike: Cache[tuple[Hashable, bytes], bool] = Cache(KINDS_MAX)
         self._comparisons = 0  # of this step
-        self._examined = 0  # streams up to this id have been examined
+        self.examined = 0  # streams up to this id have been examined
         self.ids: set[int] = set()
         self.withheld = 0
         self.withholds = False
@@ -125,12 +161,10 @@ class Match:
             for stream in chain.from_iterable(map(log.publishes_from, patterns)):
                 if stream.id not in self.ids:
                     self._take(stream)
-            self._examined = log.newest_stream_id
+            self.examined = log.newest_stream_id
 
     def __repr__(self) -> str:
-        return (
-            f"Match({len(self.ids)} streams of {self._log.name}, examined={self._examined}, withheld={self.withheld})"
-        )
+        return f"Match({len(self.ids)} streams of {self._log.name}, examined={self.examined}, withheld={self.withheld})"
 
     @property
     def memory_bytes(self) -> int:
@@ -142,27 +176,27 @@ class Match:
     def advance(self) -> bool:
         """Take one step. Returns True if every stream of the log has been examined."""
         newest = self._log.newest_stream_id
-        if self._examined == newest:
+        if self.examined == newest:
             return True
         only = self.authorities
-        if only is not None and newest - self._examined <= len(only):
+        if only is not None and newest - self.examined <= len(only):
             only = None  # few streams are new, so examining each costs less
-        streams = self._log.streams_after(self._examined, STREAMS_PER_STEP, only)
+        streams = self._log.streams_after(self.examined, STREAMS_PER_STEP, only)
         self._comparisons = 0
         for stream in streams:
-            self._examined = stream.id
+            self.examined = stream.id
             if self._is_match(stream):
                 self._take(stream)
             if self._comparisons >= COMPARISONS_PER_STEP:
-                return self._examined == newest
+                return self.examined == newest
         if len(streams) < STREAMS_PER_STEP:
-            self._examined = newest
-        return self._examined == newest
+            self.examined = newest
+        return self.examined == newest
 
     @property
     def _is_far(self) -> bool:
         """True if more than one step is left until all streams have been examined."""
-        most = self._log.newest_stream_id - self._examined
+        most = self._log.newest_stream_id - self.examined
         if most > STREAMS_PER_STEP and self.authorities is not None:
             most = sum(map(self._log.topics_of, self.authorities))
         return most > STREAMS_PER_STEP
@@ -178,7 +212,7 @@ class Match:
         if self.authorities is not None:
             self.authorities.add(topic.authority_name)
         for stream in self._log.publishes_from(topic):
-            if stream.id <= self._examined and stream.id not in self.ids:  # later ones are examined by `advance`
+            if stream.id <= self.examined and stream.id not in self.ids:  # later ones are examined by `advance`
                 self._take(stream)
 
     def discard(self, topic: UUri) -> None:
@@ -342,7 +376,7 @@ class Matches:
     def __init__(self, logs: Iterable[Log]) -> None:
         self._logs = list(logs)
         # with the authority that asked first; the most recently used is last
-        self._cached: dict[MatchKey, tuple[str, dict[Log, Match]]] = {}
+        self._cached: dict[tuple[Hashable, tuple[PatternKey, ...]], tuple[str, dict[Log, Match]]] = {}
         self._in_use: dict[Log, weakref.WeakSet[Match]] = {}  # including those that only a poll still has
         for log in self._logs:
             self._in_use[log] = weakref.WeakSet()

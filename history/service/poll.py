@@ -1,9 +1,10 @@
-"""A poll that runs, and the answer that it fills.
+"""A poll: the checks of its request, where it begins, and the answer that it fills.
 
-PollAnswer.begin: where to read each log from, gaps of logs that no longer exist or went back, frontiers up to there
-PollAnswer.read:  scan each log from there -> records of streams that match -> columns of a RecordBatch
-                                       -> gaps: retention, damage
-PollAnswer.read_up_to: the positions to go on from, each with the record there as its witness
+PollRequest, ttl -> checked -> CheckedPoll | INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+Poll.begin: where to read each log from, gaps of logs that no longer exist or went back, frontiers up to there
+Poll.read:  scan each log from there -> records of streams that match -> columns of a RecordBatch
+                                     -> gaps: retention, damage
+            `next`: the positions to go on from, each with the record there as its witness
 
 Frontiers come in pages. For each matching topic of frontiers, the newest record up to the position is sent. If epochs
 are reported in several logs that are followed into this one, older records are added until each of those is covered.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+import struct
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -21,12 +23,36 @@ from google.protobuf.message import DecodeError
 
 from history.epochs.frontier import Epoch, time_of
 from history.log.log import Log
-from history.records.chunk import Chunk, message_id, numbered
-from history.records.witness import gap_of
-from history.service.matches import Match, Sight
-from history.service.request import FRONTIERS_PAGE, CheckedPoll
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, Gap, PollResponse, Position, RecordBatch, Witness
+from history.records.chunk import INCARNATION_BYTES, Chunk, message_id, numbered
+from history.records.witness import WITNESSES_MAX, Known, gap_of
+from history.service.matches import Match, Patterns, Sight, patterns_of
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    Frontier,
+    Gap,
+    PollRequest,
+    PollResponse,
+    Position,
+    RecordBatch,
+    Witness,
+)
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.uri_pb2 import UUri
 
+POLL_RECORDS_MAX: Final = 10_000  # with some 24 bytes of columns each, and ...
+POLL_BYTES_MAX: Final = 768 << 10  # ... these of messages, a reply stays below 1 MiB, which every transport carries
+WAIT_MS_MAX: Final = 60_000  # within this time the service notices that a caller has gone
+TTL_MARGIN_MS: Final = 200  # this, or a tenth of the request's ttl, is left for the reply to arrive
+CONSUMER_LEASE_MS: Final = 60_000  # by default
+LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
+FRONTIERS_PAGE: Final = struct.Struct(f">{INCARNATION_BYTES}sq")  # a log, and the last stream of it that was listed
+# a streamer has two logs; each other one is a log that no longer exists and costs a gap in the reply
+POSITIONS_MAX: Final = 256
+DIGEST_BYTES_MAX: Final = 64  # of a witness; ours are shorter
+NANOS_MAX: Final = 999_999_999
+SECONDS_MIN: Final = -62_135_596_800  # the years 1 to 9999: the range of google.protobuf.Timestamp
+SECONDS_MAX: Final = 253_402_300_799
 # scans of one log for one poll: a caller that asks for a rare topic gets `more` and asks again, and others have a turn
 POLL_STEPS_MAX: Final = 16
 FRONTIER_TOPICS_MAX: Final = 1_024  # in one answer; each costs two reads
@@ -38,46 +64,76 @@ FRONTIERS_BESIDE_RECORDS_BYTES_MAX: Final = 128 << 10
 DIGEST_BYTES: Final = 8
 
 
-class Thinning:
-    """Keeps at most one record of a topic in each of its sample periods, by append time: the first one. It depends on
-    the log alone, so a repeated request has the same answer. Made for one answer. A record that is left out is no gap:
-    a record names as its predecessor the one before it in this answer, or none."""
+@dataclass(frozen=True, eq=False, slots=True)
+class CheckedPoll:
+    """A valid PollRequest, with its defaults and limits applied. Positions are by incarnation."""
 
-    def __init__(self, period: Callable[[Log, int], int]) -> None:
-        """`period`: of a stream in a log, in milliseconds; 0: all records are kept."""
-        self._period = period
-        self._newest: dict[tuple[Log, int], tuple[int, int]] = {}  # seq and time of the last record, kept or not
-        self._kept: dict[tuple[Log, int], int] = {}  # seq of the last record that was kept
+    asked: PollRequest
+    source: UUri  # of the caller
+    caller: str  # the caller's authority
+    patterns: Patterns
+    positions: dict[bytes, int]
+    known: dict[bytes, Known]
+    until: dict[bytes, int]
+    acked: dict[bytes, int]
+    records_max: int
+    bytes_max: int
+    wait_ms: float
+    left_ms: float  # until the caller gives up
+    lease_ms: int
 
-    async def thin(self, source: Log, chunk: Chunk) -> Chunk | None:
-        """Returns the records that are kept; None: none."""
-        if not any(self._period(source, stream) for stream in chunk.stream_set):
-            return chunk
-        kept: list[int] = []
-        prev_seqs: list[int] = []
-        for index, (seq, prev_seq, stream) in enumerate(zip(chunk.seqs, chunk.prev_seqs, chunk.streams, strict=True)):
-            period, key = self._period(source, stream), (source, stream)
-            if not period:
-                kept.append(index)
-                prev_seqs.append(prev_seq)
-                continue
-            before = await self._time_of(source, stream, prev_seq)
-            self._newest[key] = seq, chunk.time_ms
-            if before is None or before // period != chunk.time_ms // period:
-                kept.append(index)
-                prev_seqs.append(self._kept.get(key, 0))
-                self._kept[key] = seq
-        return chunk.pick(kept, prev_seqs) if kept else None
 
-    async def _time_of(self, source: Log, stream: int, seq: int) -> int | None:
-        """Returns the append time of a record in milliseconds; None: it is not there any more."""
-        newest = self._newest.get((source, stream))
-        if newest is not None and newest[0] == seq:
-            return newest[1]
-        if seq <= source.floor_seq:
-            return None
-        found = await source.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
-        return found.chunks[0].time_ms if found.chunks else None
+def checked(asked: PollRequest, attributes: UAttributes, *, bytes_max: int = POLL_BYTES_MAX) -> CheckedPoll:
+    """`bytes_max` limits the answer further. Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED for more than a limit."""
+    start = asked.WhichOneof("start")
+    if start == "after_message_id" and len(asked.after_message_id) != 16:
+        raise invalid(f"expected a message id of 16 bytes, got {len(asked.after_message_id)}")
+    if start == "after_time":
+        seconds, nanos = asked.after_time.seconds, asked.after_time.nanos
+        if not SECONDS_MIN <= seconds <= SECONDS_MAX or not 0 <= nanos <= NANOS_MAX:
+            what = f"after_time is a time of the years 1 to 9999 with 0 to {NANOS_MAX} nanos"
+            raise invalid(f"{what}, got {seconds} s and {nanos} ns")
+    if asked.follower and asked.topics:
+        raise invalid("a poll names topics, or a follower that named them before, not both")
+    if len(asked.frontiers_page) not in (0, FRONTIERS_PAGE.size):
+        what = f"frontiers_page has {FRONTIERS_PAGE.size} bytes: next_frontiers_page of the answer before"
+        raise invalid(f"{what}, got {len(asked.frontiers_page)} bytes")
+    ttl = attributes.ttl
+    left_ms = ttl - max(0, uuids.now_ms() - uuids.time_ms(attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
+    caller = attributes.source.authority_name
+    return CheckedPoll(
+        asked,
+        attributes.source,
+        caller,
+        patterns_of(asked.topics, caller),
+        _positions(asked.positions),
+        {one.incarnation: {known.seq: known.digest for known in one.witnesses} for one in asked.positions},
+        _positions(asked.until),
+        _positions(asked.acked),
+        min(asked.max_records or POLL_RECORDS_MAX, POLL_RECORDS_MAX),
+        max(1, min(asked.max_bytes or POLL_BYTES_MAX, POLL_BYTES_MAX, bytes_max)),
+        max(0, min(asked.wait_ms, WAIT_MS_MAX, left_ms)),
+        max(0, left_ms),
+        consumer_lease_ms(asked) if asked.consumer else 0,
+    )
+
+
+def consumer_lease_ms(asked: PollRequest) -> int:
+    return min(asked.lease_ms or CONSUMER_LEASE_MS, LEASE_MS_MAX)
+
+
+def _positions(given: Sequence[Position]) -> dict[bytes, int]:
+    if len(given) > POSITIONS_MAX:
+        raise invalid(f"expected at most {POSITIONS_MAX} logs in a poll, got {len(given)}")
+    for position in given:
+        if len(position.incarnation) != INCARNATION_BYTES:
+            raise invalid(f"expected an incarnation of {INCARNATION_BYTES} bytes, got {len(position.incarnation)}")
+        if len(position.witnesses) > WITNESSES_MAX:
+            what = f"expected at most {WITNESSES_MAX} witnesses of a position"
+            raise invalid(f"{what}, got {len(position.witnesses)}")
+        if any(len(one.digest) > DIGEST_BYTES_MAX for one in position.witnesses):
+            raise invalid(f"expected a witness of at most {DIGEST_BYTES_MAX} bytes")
+    return {one.incarnation: one.seq for one in given}
 
 
 class FollowedTopics(Protocol):
@@ -85,16 +141,25 @@ class FollowedTopics(Protocol):
 
     def matches_for(self, sight: Sight) -> dict[Log, Match]: ...
 
-    def thinning(self) -> Thinning | None:
-        """Returns the thinning for one answer; None: no topic is sampled."""
+    def thinning(self) -> Callable[[Log, Chunk], Awaitable[Chunk | None]] | None:
+        """Returns a function for one answer, which returns the records that are kept; None: no topic is sampled."""
 
 
 @dataclass(eq=False, slots=True)
-class PollAnswer:
-    """The answer to one request. `positions`: how far each log has been read; empty before `begin`. `agreed`, by
-    incarnation of logs that went back: the seq up to which they are still what the caller knows."""
+class Poll:
+    """A running poll, and the answer to it. `sight`: for which `matches` were made. `is_pushed`: for a push, not a
+    request. `is_cut`: answer it at once, even without records.
+
+    `positions`: how far each log has been read; empty before `begin`. `agreed`, by incarnation of logs that went back:
+    the seq up to which they are still what the caller knows."""
 
     request: CheckedPoll
+    sight: Sight
+    matches: Mapping[Log, Match]
+    follower: FollowedTopics | None = None
+    is_pushed: bool = False
+    is_cut: bool = False
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
     response: PollResponse = field(default_factory=PollResponse)
     positions: dict[Log, int] = field(default_factory=dict)
     agreed: dict[bytes, int] = field(default_factory=dict)
@@ -107,10 +172,13 @@ class PollAnswer:
 
     # -- where to begin
 
-    async def begin(self, matches: Mapping[Log, Match], sees: Callable[[Log, int], Awaitable[bool]]) -> None:
+    async def begin(self, sees: Callable[[Log, int], Awaitable[bool]]) -> None:
         """Decide where to start in each log, and report losses before that. `sees(log, seq)`: whether the caller
         may know that this record exists, whatever its topic."""
-        response, positions, logs = self.response, self.request.positions, list(matches)
+        for log, match in self.matches.items():
+            if match.examined < log.newest_stream_id:
+                await match.complete()
+        response, positions, logs = self.response, self.request.positions, list(self.matches)
         incarnations = {log.incarnation for log in logs}
         for incarnation, seq in positions.items():
             # A log that no longer exists and that the caller has never read from is no loss, unless it is known to have
@@ -134,7 +202,7 @@ class PollAnswer:
                 self.positions[log] = self.agreed[log.incarnation] = agreed
         response.begin.extend(await self.read_up_to())
         if self.request.asked.frontiers:
-            self._has_capacity = await self._add_frontiers(matches)
+            self._has_capacity = await self._add_frontiers()
 
     async def _start(self, log: Log, start: str | None, sees: Callable[[Log, int], Awaitable[bool]]) -> int:
         asked = self.request.asked
@@ -166,21 +234,19 @@ class PollAnswer:
 
     # -- records
 
-    async def read(self, matches: Mapping[Log, Match], thinning: Thinning | None) -> bool:
-        """Read on in each log, with its share of the reply, as far as the reply and some steps allow. Set `more` if
-        some records were not read.
-
-        Returns whether it reached the end that each log had at the begin.
-        """
+    async def read(self) -> bool:
+        """Read on in each log, with its share of the reply, as far as the reply and some steps allow. Returns whether
+        there is something to answer: records, gaps, or more records that were not read."""
         complete, until = self._has_capacity, self.request.until
+        thin = self.follower.thinning() if self.follower is not None else None
         records, bytes = self.request.records_max, self.request.bytes_max
         ends = {log: min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log in self.positions}
         pending = [log for log, end in ends.items() if self._has_capacity and self.positions[log] < end]
         for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
             batch = RecordBatch(incarnation=log.incarnation)
             share_records, share_bytes = max(1, records // left), max(1, bytes // left)
-            match, end = matches[log], ends[log]
-            if not match.advance():  # after this all streams that have records up to `end` have been examined
+            match, end = self.matches[log], ends[log]
+            if match.examined < log.newest_stream_id:  # streams that have records up to `end`
                 await match.complete()
             for _ in range(POLL_STEPS_MAX):
                 seq = self.positions[log]
@@ -199,7 +265,7 @@ class PollAnswer:
                     self.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, seq, found.floor_seq + 1))
                 self.response.gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *one) for one in found.gaps)
                 for chunk in found.chunks:
-                    thinned = chunk if thinning is None else await thinning.thin(log, chunk)
+                    thinned = chunk if thin is None else await thin(log, chunk)
                     if thinned is not None:
                         add_records(batch, thinned)
                 records -= share_records - found.records_left
@@ -210,14 +276,19 @@ class PollAnswer:
             if batch.seq:
                 self.response.batches.append(batch)
             complete = complete and self.positions[log] >= end
-        self.response.more = any(
+        is_done = bool(self.response.batches or self.response.gaps or not complete)
+        self.response.more = is_done and any(
             seq < min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log, seq in self.positions.items()
         )
-        return complete
+        del self.response.next[:]
+        self.response.next.extend(await self.read_up_to())
+        if not self.request.positions:
+            self.response.made.CopyFrom(uuids.new())
+        return is_done
 
     # -- frontiers
 
-    async def _add_frontiers(self, matches: Mapping[Log, Match]) -> bool:
+    async def _add_frontiers(self) -> bool:
         """Add the frontiers at the positions, as many as fit. Returns whether all of them are in the answer and
         records fit beside them."""
         response, page = self.response, self.request.asked.frontiers_page
@@ -227,7 +298,7 @@ class PollAnswer:
         for incarnation, log in list(logs.items())[[*logs].index(begin) if begin in logs else 0 :]:
             after = known if incarnation == begin else -1
             batch = RecordBatch(incarnation=incarnation)
-            for id in sorted(id for id in log.frontier_ids if id > after and id in matches[log].ids):
+            for id in sorted(id for id in log.frontier_ids if id > after and id in self.matches[log].ids):
                 if not topics_left or bytes_left <= 0:
                     response.next_frontiers_page = FRONTIERS_PAGE.pack(incarnation, after)
                     break
@@ -242,20 +313,6 @@ class PollAnswer:
                 return False
         response.has_frontiers = True
         return self.request.bytes_max - bytes_left <= FRONTIERS_BESIDE_RECORDS_BYTES_MAX
-
-
-@dataclass(eq=False, slots=True)
-class Poll:
-    """A running poll. `is_pushed`: for a push, not a request. `is_cut`: answer it at once, even without records."""
-
-    request: CheckedPoll
-    answer: PollAnswer
-    interest: FollowedTopics | None = None
-    is_pushed: bool = False
-    is_cut: bool = False
-    matches: Mapping[Log, Match] = field(default_factory=dict)
-    sight: Sight | None = None  # for which `matches` were made
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 async def _newest_frontiers(log: Log, id: int, seq: int) -> list[Chunk]:

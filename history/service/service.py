@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol
@@ -20,11 +21,9 @@ from history.log.log import Log
 from history.records.witness import seqs_of
 from history.service.consumers import Consumers, Owner, cursor_name
 from history.service.describe import Listing, describe
-from history.service.followers import TOPICS_MAX, Followers
-from history.service.matches import EVERYTHING, Matches, Sights
-from history.service.poll import Poll, PollAnswer
-from history.service.pushing import WINDOW_BYTES_MAX
-from history.service.request import checked, patterns_of
+from history.service.followers import TOPICS_MAX, WINDOW_BYTES_MAX, Followers
+from history.service.matches import EVERYTHING, Matches, Sights, patterns_of
+from history.service.poll import Poll, checked
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.communication.shares import CALLERS_SHARE, Shares, Turns
@@ -105,7 +104,6 @@ class HistoryService:
             drain_ms_max=drain_ms_max,
         )
         self._logs = list(logs)
-        self._incarnations = {log.incarnation for log in self._logs}
         self._sights = access if access is not None else Sights()
         self._sights_version = self._sights.version
         self._matches = Matches(self._logs)
@@ -118,7 +116,7 @@ class HistoryService:
             window_bytes_max = max(0, replies_bytes_max // share - reply_bytes_max)
         self.followers = Followers(
             self._matches,
-            self._sights.of,
+            self._sights,
             self._answer,
             self._server.responses,
             own.get_resource(FRAMES),
@@ -140,9 +138,6 @@ class HistoryService:
         self._stopping = False
         self.followers.open()
         self.consumers.load()
-        for log in self._logs:
-            self._seen[log] = log.newest_seq
-            self._stop_listening.append(log.on_append(lambda log=log: self._appended(log)))  # type: ignore[misc]
         await self._server.register_request_handler(DESCRIBE, self._describe)
         await self._server.register_request_handler(POLL, self._poll)
         await self._server.register_request_handler(COMMAND, self._command)
@@ -155,9 +150,6 @@ class HistoryService:
         await self.followers.close()
         for poll in self._waiting:
             poll.woken.set()
-        for end in self._stop_listening:
-            end()
-        self._stop_listening.clear()
         await self._server.close()
 
     @contextlib.contextmanager
@@ -231,86 +223,58 @@ class HistoryService:
     async def _poll(self, request: UMessage) -> PollResponse:
         with self._counted("polls"):
             asked = UPayload.of(request).unpack(PollRequest)
-            checked_poll = checked(asked, request.attributes, uuids.now_ms())
-            follower = self.followers.of(asked, checked_poll.source) if asked.follower else None
-            poll = Poll(checked_poll, PollAnswer(checked_poll), follower)
-            self._match(poll)
+            valid = checked(asked, request.attributes)
+            sight = self._sights.of(valid.source)
+            follower = self.followers.of(asked, valid.source) if asked.follower else None
+            if follower is None:
+                poll = Poll(valid, sight, self._matches.of(valid.patterns, sight, valid.caller))
+            else:
+                poll = Poll(valid, sight, follower.matches_for(sight), follower)
             if asked.consumer:
-                self.consumers.require(asked.consumer, Owner.of(checked_poll.source))
-            if checked_poll.acked and self._handing_over is not None:
-                self._handing_over.acknowledged(checked_poll.source, checked_poll.acked)
-        if follower is None:
-            await self._answer(poll)
-        else:
-            await self.followers.answer(follower, poll)
-        return poll.answer.response
+                self.consumers.require(asked.consumer, Owner.of(valid.source))
+            if valid.acked and self._handing_over is not None:
+                self._handing_over.acknowledged(valid.source, valid.acked)
+        await (self._answer(poll) if follower is None else self.followers.answer(follower, poll))
+        return poll.response
+
+    async def _answer(self, poll: Poll) -> None:
+        """Fill the response with the records at hand, or with those that come while the poll may wait."""
+        request, time = poll.request, asyncio.get_running_loop().time
+        deadline, gives_up = time() + request.wait_ms / 1000, time() + request.left_ms / 1000
+        with contextlib.ExitStack() as stack:
+            while True:
+                poll.woken.clear()
+                async with self._turns.turn(request.caller, gives_up - time()):
+                    if not poll.positions:
+                        await poll.begin(lambda log, seq: self._sees_record(poll, log, seq))
+                        self.counts["withheld"] += any(match.withholds for match in poll.matches.values())
+                        if request.asked.consumer:
+                            self._hold(poll)
+                    is_done = await poll.read()
+                if is_done or poll.has_ended() or poll.is_cut or self._stopping or deadline <= time():
+                    break
+                if poll not in self._waiting:  # then read again, so that it misses nothing that came meanwhile
+                    stack.enter_context(self._wakes(poll))
+                else:
+                    with contextlib.suppress(TimeoutError):  # then read again, so that `next` passes other records
+                        async with asyncio.timeout_at(deadline):
+                            await poll.woken.wait()
+                self._match(poll)
+        self.counts["records"] += sum(len(batch.seq) for batch in poll.response.batches)
+        self.counts["gaps"] += len(poll.response.gaps)
 
     def _match(self, poll: Poll) -> None:
-        """Find the streams that the poll asks for and its caller may see; both may change while it waits. Raises
+        """Find the streams that the poll asks for and its caller may see; both may have changed while it waited. Raises
         PERMISSION_DENIED."""
         sight = self._sights.of(poll.request.source)
-        if poll.interest is not None:
-            poll.matches = poll.interest.matches_for(sight)
-        elif poll.sight is None or poll.sight.key != sight.key:
+        if poll.follower is not None:
+            poll.matches = poll.follower.matches_for(sight)
+        elif poll.sight.key != sight.key:
             poll.matches = self._matches.of(poll.request.patterns, sight, poll.request.caller)
         poll.sight = sight
 
-    async def _answer(self, poll: Poll) -> None:
-        """Fill the response with the records at hand, or with those that come while the poll may wait.
-
-        A poll waits for wake-ups before it reads the logs, so it misses no append in between.
-        """
-        caller, response, time = poll.request.caller, poll.answer.response, asyncio.get_running_loop().time
-        deadline, gives_up = time() + poll.request.wait_ms / 1000, time() + poll.request.left_ms / 1000
-        full = self._waiting_shares.full(caller)
-        if full is None:
-            self._waiting.add(poll)
-            self._waiting_shares.add(caller, 1)
-        try:
-            while True:
-                poll.woken.clear()
-                self._match(poll)
-                is_done = await self._read(poll, gives_up - time())
-                response.more = response.more and is_done
-                if is_done or poll.answer.has_ended() or poll.is_cut or self._stopping or deadline <= time():
-                    break
-                if full is not None:
-                    whose = f" of authority {caller!r}" if full.is_of_one else ""
-                    what = f"{full.limit} polls{whose} wait already: try again later"
-                    raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-                with contextlib.suppress(TimeoutError):  # then read again, so that `next` passes other records
-                    async with asyncio.timeout_at(deadline):
-                        await poll.woken.wait()
-        finally:
-            if full is None:
-                self._waiting.discard(poll)
-                self._waiting_shares.add(caller, -1)
-        self.counts["records"] += sum(len(batch.seq) for batch in response.batches)
-        self.counts["gaps"] += len(response.gaps)
-
-    async def _read(self, poll: Poll, seconds: float) -> bool:
-        """Wait `seconds` at most for this caller's turn, then read on in the logs. Returns whether there is something
-        to answer."""
-        answer, request = poll.answer, poll.request
-        async with self._turns.turn(request.caller, seconds):
-            if not answer.positions:
-                for match in poll.matches.values():
-                    if not match.advance():
-                        await match.complete()
-                self.counts["withheld"] += any(match.withholds for match in poll.matches.values())
-                await answer.begin(poll.matches, lambda log, seq: self._sees_record(poll, log, seq))
-                if request.asked.consumer:
-                    self._hold(poll)
-            complete = await answer.read(poll.matches, poll.interest.thinning() if poll.interest is not None else None)
-            del answer.response.next[:]
-            answer.response.next.extend(await answer.read_up_to())
-            if not request.positions:
-                answer.response.made.CopyFrom(uuids.new())
-        return bool(answer.response.batches or answer.response.gaps or not complete)
-
     async def _sees_record(self, poll: Poll, log: Log, seq: int) -> bool:
         """Returns whether the caller may know that this record exists, whatever its topic."""
-        assert poll.sight is not None, "the poll was matched before it is read"
         if poll.sight is EVERYTHING:
             return True
         match = self._matches.of(patterns_of((), poll.request.caller), poll.sight, poll.request.caller)[log]
@@ -320,21 +284,43 @@ class HistoryService:
     def _hold(self, poll: Poll) -> None:
         """Let the consumer's cursor hold retention: at its acknowledged position, else at its last position, else at
         the begin of the poll."""
-        request, agreed = poll.request, poll.answer.agreed
+        request = poll.request
         consumer, owner = request.asked.consumer, Owner.of(request.source)
-        for log, position in poll.answer.positions.items():
+        for log, position in poll.positions.items():
             known = log.cursors.seq(cursor_name(consumer))
             seq = request.acked.get(log.incarnation, position if known is None else known)
-            seq = min(seq, agreed.get(log.incarnation, seq))
+            seq = min(seq, poll.agreed.get(log.incarnation, seq))
             self.consumers.hold(consumer, owner, log, seq, request.lease_ms + int(request.wait_ms))
-        poll.answer.response.lease_ms = request.lease_ms
+        poll.response.lease_ms = request.lease_ms
+
+    # -- polls that wait
+
+    @contextlib.contextmanager
+    def _wakes(self, poll: Poll) -> Iterator[None]:
+        """Wake the poll when records come that may be for it. Raises RESOURCE_EXHAUSTED."""
+        caller = poll.request.caller
+        if (full := self._waiting_shares.full(caller)) is not None:
+            whose = f" of authority {caller!r}" if full.is_of_one else ""
+            what = f"{full.limit} polls{whose} wait already: try again later"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        if not self._waiting:
+            self._seen = {log: log.newest_seq for log in self._logs}
+            self._stop_listening = [log.on_append(functools.partial(self._appended, log)) for log in self._logs]
+        self._waiting.add(poll)
+        self._waiting_shares.add(caller, 1)
+        try:
+            yield
+        finally:
+            self._waiting.discard(poll)
+            self._waiting_shares.add(caller, -1)
+            if not self._waiting:
+                for end in self._stop_listening:
+                    end()
 
     def _appended(self, log: Log) -> None:
         """Wake the polls that may be waiting for the appended records."""
         chunks = log.tail(self._seen[log])
         self._seen[log] = log.newest_seq
-        if not self._waiting:
-            return
         came: frozenset[int] = frozenset().union(*(chunk.stream_set for chunk in chunks or ()))
         is_old = self._sights_version != self._sights.version  # the matches may no longer be what callers may see
         self._sights_version = self._sights.version

@@ -19,7 +19,7 @@ from history.log.log import Log
 from history.reading.acceptor import Record
 from history.reading.client import Frames, HistoryClient
 from history.records.chunk import Origin
-from history.service.pushing import window_bytes_of_each
+from history.service.followers import window_bytes_of_each
 from storage.runtime import Runtime
 from streamer.following.covered import HeldThere
 from streamer.walk.endpoint import Endpoint, Endpoints

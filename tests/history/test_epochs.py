@@ -38,7 +38,7 @@ from history.reading.client import HistoryClient
 from history.reading.subscriber import CursorFile, GaplessSubscriber
 from history.records.chunk import Chunk, Origin, decode, encode
 from history.service import poll as poll_module
-from history.service.poll import PollAnswer
+from history.service.poll import Poll
 from tests.history.test_epochs_whole import FRONTIERS, LAP, LAPS, SIGNALS, START_MS, message
 from tests.history.world import SERVICE, HistoryWorld
 from tests.tiers import full
@@ -626,7 +626,7 @@ async def test_an_answer_without_the_frontiers_that_were_asked_for_is_refused(
     async def none(*_: object) -> bool:
         return True
 
-    monkeypatch.setattr(PollAnswer, "_add_frontiers", none)
+    monkeypatch.setattr(Poll, "_add_frontiers", none)
     async with GaplessSubscriber(world.client, SIGNALS, assembler=Assembler(SIGNALS)) as subscriber:
         with pytest.raises(UStatusError, match="expected frontiers") as caught:
             await anext(subscriber.epochs())
@@ -703,12 +703,12 @@ async def test_a_fleet_tells_in_pages_how_far_it_has_come(
 
 
 async def test_pages_without_end_are_read_no_further(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def endless(answer: PollAnswer, _: object) -> bool:
+    async def endless(answer: Poll) -> bool:
         answer.response.next_frontiers_page = bytes(24)
         answer.response.frontiers.add(incarnation=LOG, message=[bytes(500_000)])
         return False
 
-    monkeypatch.setattr(PollAnswer, "_add_frontiers", endless)
+    monkeypatch.setattr(Poll, "_add_frontiers", endless)
     monkeypatch.setattr("history.reading.client.FRONTIERS_BYTES_MAX", 5 << 20)
     with pytest.raises(UStatusError, match="name the authorities") as caught:
         await world.client.frontiers(PollRequest())

@@ -16,7 +16,7 @@ from history.reading import client as client_module
 from history.reading import feed as feeds
 from history.reading.feed import HistoryFeed
 from history.reading.subscriber import HistoryClient
-from history.service.request import POLL_BYTES_MAX
+from history.service.poll import POLL_BYTES_MAX
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import full
 from uprotocol import uri as uris

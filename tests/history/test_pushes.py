@@ -13,7 +13,7 @@ from history.log.log import Log
 from history.reading.acceptor import Acceptor
 from history.reading.client import Frames, HistoryClient
 from history.service import poll as poll_module
-from history.service.pushing import WINDOW_BYTES_MIN
+from history.service.followers import WINDOW_BYTES_MIN
 from tests.history.world import SERVICE, HistoryWorld, publishes, virtually
 from tests.tiers import seeds
 from transports.local import LocalTransport
