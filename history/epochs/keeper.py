@@ -110,7 +110,7 @@ class Keeper:
             for one, state in self._in.items():
                 state.stream = one.stream_id(self.topic, wanted=True)
                 state.plain.add(state.stream)
-                one.keep_epochs(self)
+                one.keep_epochs(self, state.plain)
                 one.keep_streams(lambda state=state: (state.stream,))  # type: ignore[misc]
                 one.on_forgotten(lambda ids, one=one: self._forgotten(one, ids))  # type: ignore[misc]
             self._look()
@@ -170,8 +170,6 @@ class Keeper:
 
     def mark(self, one: Log, append: Append) -> None:
         state = self._in[one]
-        if state.plain.issuperset(append.streams):
-            return
         shares: dict[GroupEpochs, list[int]] = {}
         epochs: list[Epoch | None] = append.epochs or [None] * len(append.streams)
         for index, id in enumerate(append.streams):
@@ -228,7 +226,7 @@ class Keeper:
 
     def _forgotten(self, one: Log, ids: frozenset[int]) -> None:
         state = self._in[one]
-        state.plain -= ids
+        state.plain.difference_update(ids)
         for id in ids & state.of.keys():
             del state.of[id]
 

@@ -19,7 +19,7 @@ import structlog
 
 from history.file import damage as kinds
 from history.file.damage import Damage, Ledger
-from history.file.load import Cursor, Extent
+from history.file.load import Cursor
 from history.file.reader import ScanLimits
 from history.file.store import RETENTION_BYTES, LogChanges
 from history.file.writer import GATHER_MS, Append, FollowedFrom, Retention, Written
@@ -173,8 +173,12 @@ class Log(Streams):
         self._append_callbacks: list[Callable[[], None]] = []
         self._loss_callbacks: list[Callable[[RetentionLoss], None]] = []
         self._epoch_marker: EpochMarker | None = None
+        self._without_epochs = set[int]()
         self.keep_streams(lambda: (stream for append in self._appending for stream in append.streams))
-        self._apply_extent(loaded.extent)
+        extent = self.extent = loaded.extent  # disk_bytes, disk_free_bytes: sampled every second
+        self.oldest_seq = extent.oldest_seq  # of the records that are there; 0: none
+        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
+        self.floor_seq = extent.floor_seq
 
     @classmethod
     async def open(
@@ -243,6 +247,11 @@ class Log(Streams):
         return self.healthy and not self._closed
 
     @property
+    def disk_limit_bytes(self) -> int:
+        """Returns how much its files may take: less than `retention_bytes` where the disk has less."""
+        return self.extent.bytes_max or self.retention_bytes
+
+    @property
     def damage(self) -> list[Damage]:
         """What is known to be lost or damaged and was not acknowledged by a person; kept over restarts."""
         return self.losses.ledger.open
@@ -279,16 +288,17 @@ class Log(Streams):
         append = Append(list(streams), list(messages), done, self.failures, followed)
         if followed is not None:
             append.epochs = followed.epochs
-        if self._epoch_marker is not None:
+        if self._epoch_marker is not None and not self._without_epochs.issuperset(streams):
             self._epoch_marker.mark(self, append)
         self._queued += len(append.messages)
         self._appending.add(append)
         self._storage.append(append)
         return done
 
-    def keep_epochs(self, marker: EpochMarker) -> None:
-        """`marker` sets the epochs of each append, and adds frontiers in front of and behind its messages."""
-        self._epoch_marker = marker
+    def keep_epochs(self, marker: EpochMarker, without: set[int]) -> None:
+        """`marker` sets the epochs of each append that is not of these streams alone, and adds frontiers in front of
+        and behind its messages."""
+        self._epoch_marker, self._without_epochs = marker, without
 
     def _on_written(self, written: Written) -> None:
         """On the loop, after each transaction, and after each step of retention."""
@@ -300,7 +310,8 @@ class Log(Streams):
                 callback(loss)
         for number in written.acknowledged:
             self.losses.ledger.acknowledge_one(number)
-        self._apply_extent(written.extent)
+        extent = self.extent = written.extent
+        self.oldest_seq, self.newest_seq, self.floor_seq = extent.oldest_seq, extent.newest_seq, extent.floor_seq
         batch = written.batch
         if batch is None:
             self.cursors.drop_ended_leases()
@@ -330,15 +341,6 @@ class Log(Streams):
         self._grown.set()
         for notify in list(self._append_callbacks):
             notify()
-
-    def _apply_extent(self, extent: Extent) -> None:
-        self.oldest_seq = extent.oldest_seq  # of the records that are there; 0: none
-        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
-        self.floor_seq = extent.floor_seq
-        self.stored_bytes = extent.stored_bytes  # of the records that are there
-        # of all files, and free on their disk; sampled every second; volatile: 0
-        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes
-        self.disk_limit_bytes = extent.bytes_max or self.retention_bytes  # less where the disk has less
 
     def _failed(self, batch: list[Append], error: UStatusError) -> None:
         self.trouble = error.message

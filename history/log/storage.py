@@ -93,6 +93,8 @@ class DurableStorage:
         be called from any thread."""
         self._on_written = on_written
         self.writer = Writer(self._store, retention, self._written, self._now_ms, self._name, self._gather_ms)
+        # stores the messages; `on_written` reports it, also if it fails
+        self.append: Callable[[Append], None] = self.writer.worker.put
 
     async def close(self) -> None:
         """Write everything that is queued, and release the file."""
@@ -102,10 +104,6 @@ class DurableStorage:
         await self.writer.stop()
         await self._loop.run_in_executor(self._executor, self._reader.close)
         self._executor.shutdown(wait=False)
-
-    def append(self, append: Append) -> None:
-        """Store the messages; `on_written` reports it, also if it fails."""
-        self.writer.worker.put(append)
 
     def _written(self, written: Written) -> None:
         for chunk in written.chunks:

@@ -128,7 +128,7 @@ def _log_state(log: Log, newest_match_seq: int) -> LogState:
         durable=log.durable,
         oldest_seq=log.oldest_seq,
         newest_seq=log.newest_seq,
-        stored_bytes=log.stored_bytes,
+        stored_bytes=log.extent.stored_bytes,
         retention_ms=log.retention_ms,
         retention_bytes=log.retention_bytes,
         newest_match_seq=newest_match_seq,

@@ -177,7 +177,7 @@ def of_log(log: Log) -> Iterator[Sample]:
     label = (log.name,)
     yield "log_newest_seq", label, log.newest_seq
     yield "log_oldest_seq", label, log.oldest_seq
-    yield "log_bytes", label, log.stored_bytes
+    yield "log_bytes", label, log.extent.stored_bytes
     yield "log_healthy", label, log.healthy
     yield "log_topics", label, log.stream_count
     yield "log_topics_forgotten", label, log.streams_forgotten
@@ -185,9 +185,9 @@ def of_log(log: Log) -> Iterator[Sample]:
     yield "log_holes", label, len(log.holes)
     yield from each("log_damage", label, Counter(one.kind for one in log.damage))
     if log.durable:
-        yield "log_disk_bytes", label, log.disk_bytes
+        yield "log_disk_bytes", label, log.extent.disk_bytes
         yield "log_disk_limit_bytes", label, log.disk_limit_bytes
-        yield "disk_free_bytes", label, log.disk_free_bytes
+        yield "disk_free_bytes", label, log.extent.disk_free_bytes
 
 
 def of_epochs(keeper: Keeper) -> Iterator[Sample]:

@@ -186,7 +186,7 @@ async def test_a_volatile_log_forgets_the_oldest_when_its_memory_is_full() -> No
     async with await Log.open(None, name="a", retention_bytes=50_000) as log:
         for _ in range(100):
             await append(log, 0, data=b"x" * 1000)
-        assert log.stored_bytes <= 50_000
+        assert log.extent.stored_bytes <= 50_000
         assert log.oldest_seq > 50
         assert log.floor_seq == log.oldest_seq - 1
         assert log.newest_seq == 100

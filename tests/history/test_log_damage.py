@@ -151,8 +151,8 @@ async def test_a_new_log_has_nothing_to_tell(tmp_path: Path) -> None:
     async with await Log.open(tmp_path / "l.db", name="new") as log:
         assert log.damage == []
         assert log.dropped == {}
-        assert log.disk_bytes > 10 * PAGE_BYTES
-        assert log.disk_free_bytes > 0
+        assert log.extent.disk_bytes > 10 * PAGE_BYTES
+        assert log.extent.disk_free_bytes > 0
 
 
 async def test_another_process_may_acknowledge(tmp_path: Path) -> None:

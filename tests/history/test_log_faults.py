@@ -491,7 +491,7 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
             assert log.durable
             log._storage.writer._next_retention = 0.0
         async with asyncio.timeout(20):
-            while log.stored_bytes > 2_000_000:  # noqa: ASYNC110 - retention tells nobody
+            while log.extent.stored_bytes > 2_000_000:  # noqa: ASYNC110 - retention tells nobody
                 await asyncio.sleep(0.02)
         assert log.newest_seq == 2_000
         assert log.oldest_seq > 1_500
@@ -562,9 +562,9 @@ async def test_records_that_a_failed_retention_removed_are_reported(tmp_path: Pa
         assert [(one.after, one.before) for one in losses] == [(3, 11)]
         assert [seq for chunk in losses[0].chunks for seq in chunk.seqs] == list(range(4, 11))
         assert (log.floor_seq, log.oldest_seq) == (10, 11)
-        stored = log.stored_bytes
+        stored = log.extent.stored_bytes
     async with await Log.open(tmp_path / "l.db", name="again") as log:
-        assert log.stored_bytes == stored
+        assert log.extent.stored_bytes == stored
 
 
 async def test_a_file_that_is_deleted_or_moved_while_it_is_used_takes_nothing_until_it_is_back(tmp_path: Path) -> None:

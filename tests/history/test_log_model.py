@@ -181,7 +181,7 @@ class LogMachine(RuleBasedStateMachine):
         cutoff = ages.cutoff_ms - ages.late_ms
         held = min((seq for seq, until in self.leases.values() if until >= self.now), default=1 << 62)
         chunks = await self._chunks()
-        assert self.log.stored_bytes <= 30_000 or len(chunks) == 1
+        assert self.log.extent.stored_bytes <= 30_000 or len(chunks) == 1
         # what is old is gone, unless a lease needs it or what is in front of it
         for first_seq, last_seq, time_ms in chunks[:-1]:
             assert time_ms >= cutoff or last_seq > held or chunks[0][1] > held, (first_seq, last_seq, held)

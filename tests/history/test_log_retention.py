@@ -195,9 +195,9 @@ async def test_the_bytes_of_retention_are_what_the_disk_shows(tmp_path: Path, ba
             highest = max(highest, disk_bytes(tmp_path))
         assert highest <= bound
         assert log.floor_seq > 0
-        assert log.stored_bytes > bound // 2, "most of it is for records"
-        await until(log, lambda: log.disk_bytes > bound // 2)
-        assert log.disk_bytes <= bound
+        assert log.extent.stored_bytes > bound // 2, "most of it is for records"
+        await until(log, lambda: log.extent.disk_bytes > bound // 2)
+        assert log.extent.disk_bytes <= bound
 
 
 async def test_a_reader_that_never_ends_does_not_keep_the_log_from_being_bounded_again(tmp_path: Path) -> None:

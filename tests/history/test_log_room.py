@@ -100,7 +100,7 @@ async def test_the_oldest_records_go_before_the_disk_is_full(runtime: Runtime, f
         assert await append(log, 2 * DISK_BYTES // MIB) == 2 * DISK_BYTES // MIB
         assert log.disk_limit_bytes < DISK_BYTES - RESERVE_BYTES < log.retention_bytes
         assert log.floor_seq > 0
-        assert log.stored_bytes > DISK_BYTES // 2, "most of the disk is for records"
+        assert log.extent.stored_bytes > DISK_BYTES // 2, "most of the disk is for records"
         assert runtime.disk.reserve.is_whole
         assert (folder / "history.db-wal").stat().st_size <= RESERVE_BYTES
         assert await is_whole(log)
@@ -123,14 +123,14 @@ async def test_a_disk_that_another_program_has_filled(runtime: Runtime, disk: Sm
 async def test_a_program_that_takes_whatever_is_deleted(runtime: Runtime, disk: SmallDisk | RealSmallDisk) -> None:
     async with await open_log(runtime) as log:
         await append(log, 10)
-        kept, filler = log.stored_bytes, disk.fill()
+        kept, filler = log.extent.stored_bytes, disk.fill()
         refused = 0
         for _ in range(24):
             refused += not await append(log, 1)
             filler.again()
         assert refused > 0
         assert not log.healthy
-        assert log.stored_bytes > kept // 4, "it is of no use to delete all for it"
+        assert log.extent.stored_bytes > kept // 4, "it is of no use to delete all for it"
         newest = log.newest_seq
         filler.end()
         await until(lambda: log.healthy and disk.reserve.is_whole)

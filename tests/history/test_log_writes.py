@@ -367,7 +367,7 @@ async def test_the_index_names_nothing_that_was_deleted_after_the_next_checkpoin
     async with await open_log(copy, clock) as log:
         assert (log.floor_seq, log.damage) == (25, [])
         assert ask(copy, query.format(25)) == [(0,)]
-        stored = log.stored_bytes
+        stored = log.extent.stored_bytes
     assert verify(copy).is_sound
     assert ask(copy, "SELECT sum(bytes) FROM chunk") == [(stored,)]
 
