@@ -27,8 +27,7 @@ from history.epochs.assembling import (
     concerns,
 )
 from history.epochs.frontier import NOTHING, Antichain, Time, is_covered, maximal, minimal, not_passed, raised
-from history.epochs.group_state import GROUPS_MAX, REST
-from history.epochs.merging import LOGS_MAX, is_replaced, passed_unread, times_of
+from history.epochs.merging import GROUPS_MAX, LOGS_MAX, REST, is_replaced, passed_unread, times_of
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier, GroupFrontier, RecordBatch

@@ -33,7 +33,6 @@ READING = {
     "history.records.witness",
     "history.epochs.frontier",
     "history.epochs.assembling",
-    "history.epochs.group_state",
     "history.epochs.merging",
 }
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from campaigns.simulation.apps import RETRY_S, Publisher
 from history.epochs.assembling import Assembled, Assembler
 from history.epochs.frontier import Epoch, Time, is_ahead, precedes
-from history.epochs.group_state import REST
+from history.epochs.merging import REST
 from history.log.log import Log
 from history.reading.acceptor import Record
 from history.reading.client import Frames, HistoryClient

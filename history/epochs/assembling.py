@@ -30,16 +30,17 @@ from history.epochs.frontier import (
     raised,
     time_of,
 )
-from history.epochs.group_state import (
+from history.epochs.merging import (
     REST,
     GroupKey,
     GroupState,
     GroupTable,
+    KeeperAddress,
+    LogFrontier,
     PendingEpoch,
     first_log,
     restored_time,
 )
-from history.epochs.merging import KeeperAddress, LogFrontier, MergedFrontiers
 from history.reading.acceptor import Positions, Record
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
@@ -109,7 +110,7 @@ class Assembler:
         self._plain: Positions = {}  # up to where records without an epoch were delivered
         self._is_suspect = False  # there was a gap, and no snapshot since
         self._bytes = 0
-        self._due: float | None = None  # loop time before which nothing is overdue; None: nothing waits
+        self.due: float | None = None  # loop time at which to call `overdue`; None: nothing waits
         self.counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -300,17 +301,14 @@ class Assembler:
         merged.is_settled, lower = True, merged.lower
         group.filter = raised(not_passed(group.filter, lower), self._beyond.get(key[0], NOTHING))
         over = sorted(time for time in group.pending if merged.is_over(time))
-        ready = [self._deliver(key, group, time, self._silent(merged, time)) for time in over]
+        silent = [(time, merged.missing(time)) for time in over]
+        why = f"has reported nothing for {self._timeout_s} s"
+        ready = [self._deliver(key, group, time, who and f"{who} {why}") for time, who in silent]
         if not self._is_suspect:
             group.suspect = not_passed(group.suspect, lower)
         for time in [time for time in group.incomplete if time not in group.pending and not is_ahead(lower, time)]:
             del group.incomplete[time]
         return ready
-
-    def _silent(self, merged: MergedFrontiers, time: Time) -> str:
-        """Returns which logs are no longer waited for; empty: none."""
-        who = merged.missing(time)
-        return who and f"{who} has reported nothing for {self._timeout_s} s"
 
     def _deliver(self, key: GroupKey, group: GroupState, time: Time, why: str = "") -> Assembled:
         pending = group.pending.pop(time)
@@ -328,9 +326,9 @@ class Assembler:
     def overdue(self, now: float) -> list[Assembled]:
         """Returns the epochs that only silent logs hold back."""
         ready: list[Assembled] = []
-        if self._due is None or now < self._due:
+        if self.due is None or now < self.due:
             return ready
-        self._due = None
+        self.due = None
         for key, group in self._groups.items():
             at = group.due(self._timeout_s)
             if at is not None and at <= now:
@@ -345,17 +343,12 @@ class Assembler:
             self._expect(group)
         return ready
 
-    @property
-    def due(self) -> float | None:
-        """Returns the loop time at which to call `overdue`; None: nothing waits."""
-        return self._due
-
     def _expect(self, group: GroupState) -> None:
         """Update the due time after the pending epochs of the group have changed."""
         group.reported_frontiers.is_settled = False
         at = group.due(self._timeout_s)
         if at is not None:
-            self._due = at if self._due is None else min(self._due, at)
+            self.due = at if self.due is None else min(self.due, at)
 
     def _shrink(self) -> list[Assembled]:
         ready: list[Assembled] = []

@@ -153,7 +153,7 @@ class GroupEpochs(abc.ABC):
         self._ended: list[GroupFrontier.Ended] = []  # not reported yet
         self._is_changed = False  # in what `resume` needs
         self.spoiled: dict[Time, None] = {}  # ended by records that the log then refused; the newest ones
-        self._reported = GroupFrontier()
+        self.reported = GroupFrontier()  # the last report
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group.name}, {self.frontier}, {dict(self.counts)})"
@@ -182,9 +182,6 @@ class GroupEpochs(abc.ABC):
 
     # -- common to all kinds
 
-    def _epoch(self, time: Time) -> Epoch:
-        return Epoch(self.group.name, time)
-
     def _release(self, *times: Time) -> PassedTimes:
         passed = self.frontier.release(*times)
         for time in passed.completed:
@@ -204,44 +201,31 @@ class GroupEpochs(abc.ABC):
         return (
             self._is_changed
             or bool(self._ended)
-            or self._lower != _times(self._reported.lower)
-            or self._active != _times(self._reported.active)
+            or self.frontier.lower != _times(self.reported.lower)
+            or self.frontier.seen != _times(self.reported.active)
         )
-
-    @property
-    def _lower(self) -> set[Time]:
-        return set(self.frontier.lower)
-
-    @property
-    def _active(self) -> set[Time]:
-        return set(self.frontier.seen)
-
-    @property
-    def reported(self) -> GroupFrontier:
-        """Returns the last report."""
-        return self._reported
 
     def report(self) -> GroupFrontier:
         """Returns the whole state, with the changes since the last report."""
-        before, was_active = _times(self._reported.lower), _times(self._reported.active)
+        before, lower, active = _times(self.reported.lower), self.frontier.lower, self.frontier.seen
         self.version += 1
         report = GroupFrontier(group=self.group.name, ended=self._ended, version=self.version)
-        report.lower.extend(map(wire_time, sorted(self._lower)))
-        report.active.extend(map(wire_time, sorted(self._active)))
-        report.opened.extend(map(wire_time, sorted(self._active - was_active)))
-        changes = [(time, -1) for time in before - self._lower] + [(time, 1) for time in self._lower - before]
+        report.lower.extend(map(wire_time, sorted(lower)))
+        report.active.extend(map(wire_time, sorted(active)))
+        report.opened.extend(map(wire_time, sorted(active - _times(self.reported.active))))
+        changes = [(time, -1) for time in before - lower] + [(time, 1) for time in lower - before]
         report.updates.extend(
             GroupFrontier.Update(time=wire_time(time), change=change) for time, change in sorted(changes)
         )
         self._ended, self._is_changed = [], False
         self._keep(report.kept)
-        self._reported = report
+        self.reported = report
         return report
 
     def report_again(self) -> GroupFrontier:
         """Returns the last report without changes."""
         report = GroupFrontier()
-        report.CopyFrom(self._reported)
+        report.CopyFrom(self.reported)
         report.group, report.version, report.kept.kind = self.group.name, self.version, self.kind
         for name in ("opened", "updates", "ended"):
             report.ClearField(name)
@@ -267,11 +251,11 @@ class GroupEpochs(abc.ABC):
         self.version = report.version
         self.frontier = Frontier(held, *(map(time_of, one) for one in (kept.seen, kept.passed, kept.floor)))
         self.incomplete = {time_of(one.time): one.incomplete for one in kept.incomplete}
-        self._reported = report
+        self.reported = report
 
-    @abc.abstractmethod
     def _resumed(self, report: GroupFrontier, now: float) -> list[Time]:
         """Returns the times that are held."""
+        return list(map(time_of, report.lower))
 
 
 class Buckets(GroupEpochs):
@@ -326,7 +310,7 @@ class Buckets(GroupEpochs):
         if time not in seen:
             self.frontier.see(time)
             self._ends[time] = now + self.group.timeout_ms / 1_000
-        return self._epoch(time)
+        return Epoch(self.group.name, time)
 
     def settle(self, now: float) -> None:
         if self.frontier.held:
@@ -367,9 +351,6 @@ class Buckets(GroupEpochs):
             self.incomplete.setdefault(seen, INTERRUPTED)
             self._ends[seen] = now + self.group.timeout_ms / 1_000
 
-    def _resumed(self, report: GroupFrontier, now: float) -> list[Time]:
-        return list(map(time_of, report.lower))
-
 
 @dataclass(slots=True)
 class Received:
@@ -388,6 +369,11 @@ class OpenEpoch:
     is_closing: bool = False
     last: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)  # by topic: last id and count, as announced
     had: dict[bytes, Received] = field(default_factory=dict)  # by topic
+
+    def count(self, topic: bytes, id: bytes) -> None:
+        had = self.had.setdefault(topic, Received())
+        had.count += 1
+        had.newest_id = max(had.newest_id, id)
 
     def missing(self) -> str:
         """Returns why it can't end yet; empty: it can."""
@@ -520,9 +506,13 @@ class Progress(GroupEpochs):
                 return None
             time = min(self.frontier.lower)
         else:
-            self._count(own[time], record, time, id, now)
+            own[time].count(record.topic, id)
+            if own[time].is_closing:
+                self._settled.append((record.publisher, time))
+            else:
+                own[time].ends_at = now + self.group.timeout_ms / 1_000
         self.frontier.see(time)
-        return self._epoch(time)
+        return Epoch(self.group.name, time)
 
     def _current(self, own: dict[Time, OpenEpoch], topic: bytes, id: bytes) -> Time | None:
         """Returns the epoch of a record that does not name one."""
@@ -533,22 +523,11 @@ class Progress(GroupEpochs):
         self.counts["unnamed"] += len(open) > 1
         return min(open, default=None)
 
-    def _count(self, held: OpenEpoch, record: IncomingRecord, time: Time, id: bytes, now: float) -> None:
-        had = held.had.setdefault(record.topic, Received())
-        had.count += 1
-        had.newest_id = max(had.newest_id, id)
-        if held.is_closing:
-            self._settled.append((record.publisher, time))
-        else:
-            held.ends_at = now + self.group.timeout_ms / 1_000
-
     def count_stored(self, publisher: PublisherAddress, topic: bytes, id: bytes, time: Time) -> None:
         """Count a record that was stored before a restart."""
         held = self.publishers.get(publisher, {}).get(time)
         if held is not None:
-            had = held.had.setdefault(topic, Received())
-            had.count += 1
-            had.newest_id = max(had.newest_id, id)
+            held.count(topic, id)
             self._settled.append((publisher, time))
 
     def refused(self, publisher: PublisherAddress, topic: bytes, time: Time) -> None:
@@ -565,15 +544,10 @@ class Progress(GroupEpochs):
 
     def settle(self, now: float) -> None:
         settled, self._settled = self._settled, []
-        over = [one for one in dict.fromkeys(settled) if self._is_over(*one)]
-        self._end(over)
+        held = ((one, self.publishers.get(one[0], {}).get(one[1])) for one in dict.fromkeys(settled))
+        self._end([one for one, epoch in held if epoch is not None and not epoch.missing()])
 
-    def _is_over(self, publisher: PublisherAddress, time: Time) -> bool:
-        held = self.publishers.get(publisher, {}).get(time)
-        return held is not None and not held.missing()
-
-    def _end(self, over: Iterable[tuple[PublisherAddress, Time]]) -> None:
-        over = list(over)
+    def _end(self, over: Sequence[tuple[PublisherAddress, Time]]) -> None:
         for publisher, time in over:
             del self.publishers[publisher][time]
             if not self.publishers[publisher]:
@@ -592,7 +566,7 @@ class Progress(GroupEpochs):
         ]
         for (authority, ue_id), time, held in overdue:
             self.incomplete[time] = f"{authority}/{ue_id:X}: {held.missing() or UNCLOSED}"
-        self._end((publisher, time) for publisher, time, _ in overdue)
+        self._end([(publisher, time) for publisher, time, _ in overdue])
 
     @property
     def due(self) -> float | None:

@@ -33,7 +33,7 @@ from history.epochs.groups import (
 )
 from history.file.writer import Append
 from history.log.log import Log
-from history.records.chunk import is_publish
+from history.records.chunk import is_publish, message_id
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier, ProgressRequest, ProgressResponse
@@ -162,7 +162,7 @@ class Keeper:
                         if epoch is not None and epoch.group == kept.group.name:
                             source = streams[id].source
                             whose = (source.authority_name, source.ue_id)
-                            kept.count_stored(whose, streams[id].source_bytes, _id(message), epoch.time)
+                            kept.count_stored(whose, streams[id].source_bytes, message_id(message), epoch.time)
                 seq = chunks[-1].last_seq if chunks else one.newest_seq
         kept.settle(self._loop.time())
 
@@ -387,7 +387,3 @@ def _ignore_error(done: asyncio.Future[int]) -> None:
     """Mark an error as retrieved, since nobody may wait for it."""
     if not done.cancelled():
         done.exception()
-
-
-def _id(message: Carried) -> bytes:
-    return EncodedMessage.of(message).id_bytes if not isinstance(message, EncodedMessage) else message.id_bytes

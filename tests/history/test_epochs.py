@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from history.epochs import groups as epochs_module
 from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED, Assembled, Assembler
 from history.epochs.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
-from history.epochs.group_state import GROUPS_MAX, REST, UNREPORTED_MAX
 from history.epochs.groups import (
     ACTIVE_EACH_MAX,
     ACTIVE_MAX,
@@ -31,6 +30,7 @@ from history.epochs.groups import (
     untimed,
 )
 from history.epochs.keeper import Keeper
+from history.epochs.merging import GROUPS_MAX, REST, UNREPORTED_MAX
 from history.file.store import Store
 from history.log.log import Log
 from history.reading.acceptor import Record

@@ -16,7 +16,7 @@ import pytest
 from campaigns.simulation.loop import VirtualLoop
 from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED
 from history.epochs.frontier import Epoch
-from history.epochs.group_state import GROUPS_MAX, REST
+from history.epochs.merging import GROUPS_MAX, REST
 from history.reading.client import HistoryClient
 from spark_ingest import epochs, offsets, source
 from spark_ingest.client import History, Options
