@@ -27,12 +27,13 @@ from history.log.log import RETENTION_MS, Log
 from history.service.service import REPLY_BYTES_MAX, HistoryService
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
-from uprotocol.communication import MessageOptions, Publisher, SimplePublisher
+from uprotocol.communication import MessageOptions, Publisher
+from uprotocol.communication.pubsub import finished
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, ProgressRequest
 from uprotocol.encoded import decoded
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.status import OK, UStatusError, invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -96,17 +97,18 @@ class HistoryPublisher(Publisher):
         self._announce_s, self._runtime = announce_s, runtime
         self._groups = list(groups)
         self._keeper: Keeper | None = None
-        self._publisher: SimplePublisher | None = None  # None: not open
+        self._log: Log | None = None  # None: not open
+        self._appending: set[asyncio.Future[int]] = set()
         self._opened = contextlib.AsyncExitStack()
         self.counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        state = "closed" if self._publisher is None else "open"
+        state = "closed" if self._log is None else "open"
         return f"HistoryPublisher({uris.format(self.service)}, {state}, {dict(self.counts)})"
 
     async def __aenter__(self) -> Self:
         """Raises UStatusError as Log.open and the transport do; then nothing is open."""
-        assert self._publisher is None, "a publisher is opened once at a time"
+        assert self._log is None, "a publisher is opened once at a time"
         async with contextlib.AsyncExitStack() as stack:
             kept = await stack.enter_async_context(await self._open_log())
             keeper = await self._keep(kept, stack)  # even without groups: it ends open epochs of earlier groups
@@ -115,10 +117,9 @@ class HistoryPublisher(Publisher):
             stack.push_async_callback(copies.close)
             announcing = asyncio.create_task(self._announce(kept), name=f"announcements {kept.name}")
             stack.push_async_callback(_ended, announcing)
-            into_log = _IntoLog(kept, self._transport.message_bytes_max)
-            stack.push_async_callback(into_log.settled)
+            stack.push_async_callback(self._settled)
             self._opened = stack.pop_all()
-        self._publisher, self._keeper = SimplePublisher(into_log, self._local), keeper
+        self._log, self._keeper = kept, keeper
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -127,7 +128,7 @@ class HistoryPublisher(Publisher):
     async def close(self) -> None:
         """Stop publishing. Appends that have begun are finished; plain copies are sent for DRAIN_S_MAX at most. May be
         called twice."""
-        self._publisher = None
+        self._log = None
         await self._opened.aclose()
 
     async def publish(
@@ -140,10 +141,18 @@ class HistoryPublisher(Publisher):
         than the transport carries; RESOURCE_EXHAUSTED or UNAVAILABLE as Log.append; FAILED_PRECONDITION outside of
         `async with`.
         """
-        if self._publisher is None:
+        if self._log is None:
             raise UStatusError(UCode.FAILED_PRECONDITION, "the publisher is not open: use `async with`")
         try:
-            await self._publisher.publish(resource_id, payload, **options)
+            message = finished(UMessageBuilder.publish(self._local.get_resource(resource_id)), payload, options)
+            longest = self._transport.message_bytes_max
+            if len(message.payload) > longest:  # it could be stored, but neither sent nor polled
+                what = f"expected a payload of at most {longest} bytes on this network, got {len(message.payload)}"
+                raise invalid(what)
+            appending = self._log.append([self._log.stream_id(message.attributes.source)], [message])
+            self._appending.add(appending)
+            appending.add_done_callback(self._appending.discard)
+            await appending
         except UStatusError:
             self.counts["refused"] += 1
             raise
@@ -157,13 +166,18 @@ class HistoryPublisher(Publisher):
         FAILED_PRECONDITION for one that is over, or if the publisher is not open; INVALID_ARGUMENT and
         RESOURCE_EXHAUSTED as a gateway does.
         """
-        if self._publisher is None or self._keeper is None:
+        if self._log is None or self._keeper is None:
             raise UStatusError(UCode.FAILED_PRECONDITION, "the publisher is not open: use `async with`")
         asked = ProgressRequest(group=group)
         for change, times in ((1, opens), (-1, closes)):
             for time in times:
                 asked.changes.add(time=wire_time(time), change=change)
         await self._keeper.progress(self._local.get_source(), asked)
+
+    async def _settled(self) -> None:
+        """Wait until every append so far has succeeded or failed."""
+        if self._appending:
+            await asyncio.wait(self._appending)
 
     async def _keep(self, kept: Log, stack: contextlib.AsyncExitStack) -> Keeper:
         topic = ids.of_publisher(self._local.get_source(), ids.FRONTIERS)
@@ -206,38 +220,6 @@ class HistoryPublisher(Publisher):
             (status,) = await _send_batch(self._transport, [message])
             self.counts["announced"] += not status.code
             await asyncio.sleep(self._announce_s * self._runtime.rng.uniform(1 - ANNOUNCE_JITTER, 1 + ANNOUNCE_JITTER))
-
-
-class _IntoLog(UTransport):
-    """The transport of the SimplePublisher: a message counts as sent when it is committed to the log."""
-
-    def __init__(self, kept: Log, message_bytes_max: int) -> None:
-        self._log, self.message_bytes_max = kept, message_bytes_max
-        self._appending: set[asyncio.Future[int]] = set()
-
-    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        try:
-            await self._append(messages)
-        except UStatusError as error:
-            return [error.status] * len(messages)
-        return [OK] * len(messages)
-
-    async def _append(self, messages: Sequence[UMessage]) -> None:
-        """Append all messages in one commit, possibly together with others."""
-        longest = max(len(message.payload) for message in messages)
-        if longest > self.message_bytes_max:  # it could be stored, but neither sent nor polled
-            raise invalid(
-                f"expected a payload of at most {self.message_bytes_max} bytes on this network, got {longest}"
-            )
-        appending = self._log.append([self._log.stream_id(one.attributes.source) for one in messages], messages)
-        self._appending.add(appending)
-        appending.add_done_callback(self._appending.discard)
-        await appending
-
-    async def settled(self) -> None:
-        """Wait until every append so far has succeeded or failed."""
-        if self._appending:
-            await asyncio.wait(self._appending)
 
 
 class _Copies:

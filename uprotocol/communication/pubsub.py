@@ -26,7 +26,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 
-def _finish(builder: UMessageBuilder, payload: UPayload | None, options: MessageOptions) -> UMessage:
+def finished(builder: UMessageBuilder, payload: UPayload | None, options: MessageOptions) -> UMessage:
+    """Returns the valid message. Raises INVALID_ARGUMENT."""
     if (priority := options.get("priority")) is not None:
         builder.with_priority(priority)
     if (ttl_ms := options.get("ttl_ms")) is not None:
@@ -46,7 +47,7 @@ class SimplePublisher(Publisher):
         self, resource_id: int, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
         builder = UMessageBuilder.publish(self._local.get_resource(resource_id))
-        await self._transport.send(_finish(builder, payload, options))
+        await self._transport.send(finished(builder, payload, options))
 
 
 class SimpleNotifier(Notifier):
@@ -60,7 +61,7 @@ class SimpleNotifier(Notifier):
     ) -> None:
         sink = uris.with_authority(destination, self._local.get_authority())
         builder = UMessageBuilder.notification(self._local.get_resource(resource_id), sink)
-        await self._transport.send(_finish(builder, payload, options))
+        await self._transport.send(finished(builder, payload, options))
 
     async def register_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
         _require_topic(topic)  # with a wildcard resource the pair (FFFF, 0) would match responses, too
