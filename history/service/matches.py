@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -297,54 +297,40 @@ class Match:
         If many streams have not been examined yet, the last records are searched first; all streams are examined only
         if none of those matches.
         """
-        seq = await self._newest_of_last() if self._is_far else 0
-        if seq:
-            return seq
-        await self.complete()
         log = self._log
+        if self._is_far:
+            last = max(log.in_memory_after, log.newest_seq - LAST_RECORDS)
+            seq = await self._newest_after(last, functools.cache(self._is_seen))
+            if seq:
+                return seq
+        await self.complete()
         if len(self.ids) <= FEW_MAX:
             return max((log.stream(id).newest_seq for id in self.ids if log.knows_stream(id)), default=0)
         end, in_memory = log.newest_seq, log.in_memory_after
         is_sure = self._counted_seq >= in_memory and not self._is_doubtful
         self._is_doubtful = False
-        seq = await self._newest_after(max(self._counted_seq, in_memory))
+        seq = await self._newest_after(max(self._counted_seq, in_memory), self.ids.__contains__)
         if not seq:
             seq = self._newest_seq if is_sure else await self._newest_of_all()
         self._newest_seq, self._counted_seq = seq, end
         return seq
 
-    async def _newest_after(self, seq: int) -> int:
-        """Returns the newest matching record after `seq`; all these records are in memory. 0: none."""
-        looked_at = 0
-        for chunk in reversed(self._log.tail(seq) or ()):
-            if not self.ids.isdisjoint(chunk.stream_set):
-                numbers = zip(reversed(chunk.seqs), reversed(chunk.streams), strict=True)
-                return next(one for one, stream in numbers if stream in self.ids)
-            looked_at += len(chunk.stream_set)
-            if looked_at >= STREAMS_PER_STEP:
-                looked_at = 0
-                await asyncio.sleep(0)
-        return 0
-
-    async def _newest_of_last(self) -> int:
-        """Returns the newest matching record among the last ones in memory, checking the stream of each; 0: none."""
-        log, known = self._log, dict[int, bool]()
-        records = reversed(log.tail(max(log.in_memory_after, log.newest_seq - LAST_RECORDS)) or ())
+    async def _newest_after(self, seq: int, is_match: Callable[[int], bool]) -> int:
+        """Returns the newest record after `seq` of a stream that matches; all these records are in memory. 0: none."""
+        records = reversed(self._log.tail(seq) or ())
         pairs = (pair for one in records for pair in zip(reversed(one.seqs), reversed(one.streams), strict=True))
         self._comparisons = 0
-        for number, (seq, id) in enumerate(pairs, 1):
-            found = known.get(id)
-            if found is None:
-                found = known[id] = log.knows_stream(id) and self._is_seen(log.stream(id))
-            if found:
-                return seq
+        for number, (found, id) in enumerate(pairs, 1):
+            if is_match(id):
+                return found
             if number % STREAMS_PER_STEP == 0 or self._comparisons >= COMPARISONS_PER_STEP:
                 self._comparisons = 0
                 await asyncio.sleep(0)
         return 0
 
-    def _is_seen(self, stream: Stream) -> bool:
-        if not self._is_match(stream):
+    def _is_seen(self, id: int) -> bool:
+        """Returns whether a stream matches, whether or not it has been examined."""
+        if not self._log.knows_stream(id) or not self._is_match(stream := self._log.stream(id)):
             return False
         is_seen = self._sight is EVERYTHING or self._sees(stream)
         self.withholds = self.withholds or not is_seen
