@@ -185,9 +185,9 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "more than # logs", 1, ["history.service.poll:POSITIONS_MAX"]),
     ("history", "at most # topics and # KiB of them", 1, [
-        "history.service.describe:PAGE_TOPICS_MAX", "history.service.describe:PAGE_BYTES_MAX/1024",
+        "history.service.service:PAGE_TOPICS_MAX", "history.service.service:PAGE_BYTES_MAX/1024",
     ]),
-    ("history", "where more than # match", 1, ["history.service.describe:TOPICS_AT_ONCE_MAX"]),
+    ("history", "where more than # match", 1, ["history.service.service:TOPICS_AT_ONCE_MAX"]),
     ("history", "has at most # of the # names", 1, [
         "history.service.consumers:CONSUMERS_MAX/4", "history.service.consumers:CONSUMERS_MAX",
     ]),

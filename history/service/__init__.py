@@ -1,7 +1,6 @@
 """The service of core.ustreamer: what is asked of a history.
 
 consumers.py          The owners of consumers' names
-describe.py           Describe: the logs, each with its newest matching record; topics all at once, or in pages
 followers.py          The followers: the topics that each of them follows, and pushes to them
 gaps.py               Publishes gaps, which are records that are lost, on a topic of core.ustreamer
 matches.py            Finds the streams of a log that a request's patterns match and that its caller may see

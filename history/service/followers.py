@@ -94,10 +94,9 @@ class Pushing:
     an error that is not temporary."""
 
     def __init__(self, asked: PushRequest, follower: Follower, all: Followers) -> None:
-        """`asked` is checked."""
+        """`asked` is checked, and the push's own."""
         self._asked, self._follower, self._all = asked, follower, all
-        self._request = PollRequest()
-        self._request.CopyFrom(asked.poll)
+        self._request = asked.poll  # the next one
         self._not_taken: deque[tuple[int, int]] = deque()  # number and bytes of frames
         self._bytes = self.frames = 0
         self._last_tell = 0  # the last frame that asks for progress, and bytes sent since
@@ -116,7 +115,7 @@ class Pushing:
     @property
     def consumer(self) -> tuple[str, int]:
         """The consumer's name, and its lease in milliseconds; "": no consumer."""
-        return self._asked.poll.consumer, consumer_lease_ms(self._asked.poll)
+        return self._request.consumer, consumer_lease_ms(self._request)
 
     def stop(self) -> None:
         self._task.cancel()

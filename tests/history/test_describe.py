@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from history.log.log import Log
 from history.reading.subscriber import HistoryClient
-from history.service import describe as describe_module
-from history.service.describe import Listing, describe
+from history.service import service as service_module
 from history.service.matches import Match
+from history.service.service import Listing, describe
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import examples
 from uprotocol import uri as uris
@@ -104,8 +104,8 @@ async def test_beyond_the_old_limit_all_logs_are_listed_and_the_answer_stays_sma
 
 
 async def test_pages_are_bounded_in_topics_and_in_bytes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe_module, "PAGE_TOPICS_MAX", 40)
-    monkeypatch.setattr(describe_module, "PAGE_BYTES_MAX", 2_000)
+    monkeypatch.setattr(service_module, "PAGE_TOPICS_MAX", 40)
+    monkeypatch.setattr(service_module, "PAGE_BYTES_MAX", 2_000)
     short = [topic(1, place) for place in range(100)]
     long = [uris.uri("x" * 128, 0x10, 1, 0x8000 + place) for place in range(100)]
     await world.append(*short)
@@ -129,8 +129,8 @@ async def test_pages_are_bounded_in_topics_and_in_bytes(world: World, monkeypatc
 async def test_where_few_match_a_page_looks_no_further_than_it_may(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(describe_module, "STREAMS_PER_STEP", 10)
-    monkeypatch.setattr(describe_module, "STREAMS_PER_PAGE", 50)
+    monkeypatch.setattr(service_module, "STREAMS_PER_STEP", 10)
+    monkeypatch.setattr(service_module, "STREAMS_PER_PAGE", 50)
     await world.append(*(topic(vehicle, int(vehicle == 390)) for vehicle in range(400)))
     rare = uris.pattern(resource=0x8001)
     answer = await world.ask(DescribeRequest(topics=[rare], listing=DescribeRequest.LISTING_PAGE))
@@ -170,7 +170,7 @@ async def test_any_page_that_can_be_one_is_borne(world: World) -> None:
 async def test_a_log_that_is_removed_between_two_pages_duplicates_no_record_of_the_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(describe_module, "PAGE_TOPICS_MAX", 3)
+    monkeypatch.setattr(service_module, "PAGE_TOPICS_MAX", 3)
     await world.append(*(topic(1, place) for place in range(5)))
     await world.append(*(topic(2, place) for place in range(5)), log=world.volatile)
     first = await world.ask(DescribeRequest(listing=DescribeRequest.LISTING_PAGE))
@@ -203,13 +203,13 @@ async def test_a_service_that_gives_one_page_for_ever_is_found_out(
 
 @contextlib.contextmanager
 def small_pages(topics: int, step: int) -> Iterator[None]:
-    before = describe_module.PAGE_TOPICS_MAX, describe_module.STREAMS_PER_STEP, describe_module.STREAMS_PER_PAGE
-    describe_module.PAGE_TOPICS_MAX, describe_module.STREAMS_PER_STEP = topics, step  # type: ignore[misc]
-    describe_module.STREAMS_PER_PAGE = 3 * step  # type: ignore[misc]
+    before = service_module.PAGE_TOPICS_MAX, service_module.STREAMS_PER_STEP, service_module.STREAMS_PER_PAGE
+    service_module.PAGE_TOPICS_MAX, service_module.STREAMS_PER_STEP = topics, step  # type: ignore[misc]
+    service_module.STREAMS_PER_PAGE = 3 * step  # type: ignore[misc]
     try:
         yield
     finally:
-        describe_module.PAGE_TOPICS_MAX, describe_module.STREAMS_PER_STEP, describe_module.STREAMS_PER_PAGE = before  # type: ignore[misc]
+        service_module.PAGE_TOPICS_MAX, service_module.STREAMS_PER_STEP, service_module.STREAMS_PER_PAGE = before  # type: ignore[misc]
 
 
 @settings(deadline=None, max_examples=examples(150))
