@@ -114,9 +114,6 @@ class Spans:
     def __init__(self, spans: Iterable[tuple[Time, Time]] = ()) -> None:
         self.spans = sorted(spans)
 
-    def __repr__(self) -> str:
-        return f"Spans({self.spans})"
-
     def __contains__(self, time: Time) -> bool:
         return any(precedes(first, time) and precedes(time, last) for first, last in self.spans)
 

@@ -42,9 +42,6 @@ class Cursors:
         self._cursors = dict(known)
         self._next_lease_end_ms = 0  # no lease ends earlier; Unix milliseconds
 
-    def __repr__(self) -> str:
-        return f"Cursors({len(self._cursors)} of the log {self._log_name})"
-
     def __len__(self) -> int:
         return len(self._cursors)
 
@@ -147,9 +144,6 @@ class FollowedLogs:
         self._log_name, self._storage = log_name, storage
         self._known = dict(storage.loaded.positions)
         self.under_way: Counter[str] = Counter()  # appends by key
-
-    def __repr__(self) -> str:
-        return f"FollowedLogs({len(self._known)} known, {self.under_way.total()} appends under way)"
 
     def positions(self) -> dict[str, bytes]:
         """Returns the committed position of each followed log, by key. One that moved alone may not be on disk yet."""

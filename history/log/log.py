@@ -78,9 +78,6 @@ class LogLosses:
         for damage in storage.loaded.found:
             self._count(damage)
 
-    def __repr__(self) -> str:
-        return f"LogLosses({self.ledger})"
-
     def on_found(self, callback: Callable[[Damage], None]) -> None:
         """`callback(damage)` on the loop when new damage is found. What was found when the log was opened is in
         `Log.damage` already."""
@@ -99,10 +96,6 @@ class LogLosses:
         if due:
             self._storage.save(LogChanges(damage=self.ledger.acknowledge(due.__contains__)))
         return due
-
-    def knows_lost(self, incarnation: bytes) -> bool:
-        """Returns True if the log with this incarnation was here once, and was lost with its records."""
-        return self.ledger.knows(incarnation)
 
     def report(self, kind: str, detail: str) -> None:
         """Report a loss of another part (history.file.damage.OTHERS): it is kept until a person has acknowledged it."""

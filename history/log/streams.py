@@ -255,7 +255,7 @@ class Streams(abc.ABC):
         return max((known.get(authority, 0) for authority in (*authorities, OTHERS)), default=0)
 
     def _sweep(self) -> None:
-        more = self._find_empty(self.floor_seq, self._loop.time())
+        more = self._find_empty(self._loop.time())
         more = bool(self._forget()) or more
         again_s = SWEEP_AGAIN_S if more else min(SWEEP_S, self.forget_after_s)
         self._sweeping = self._loop.call_later(again_s, self._sweep)
@@ -266,8 +266,12 @@ class Streams(abc.ABC):
         if not self._is_writable:
             return 0
         now = self._loop.time()
-        self._find_empty(self.floor_seq, now)
-        candidates = self._candidates(self.floor_seq, now, at_once=at_once)
+        self._find_empty(now)
+        if at_once:
+            candidates = self._take(self._empty, now, FORGOTTEN_AT_ONCE)
+        else:
+            latest = now - self.forget_after_s
+            candidates = self._take(self._empty, latest, CHECKED_MAX) + self._take(self._fresh, latest, CHECKED_MAX)
         used = set[int]().union(*(callback() for callback in self._using)) if candidates else set[int]()
         self._empty.update((stream.id, now) for stream in candidates if stream.id in used)
         doomed = [stream for stream in candidates if stream.id not in used]
@@ -279,16 +283,16 @@ class Streams(abc.ABC):
                 callback(ids)
         return len(ids)
 
-    def _find_empty(self, floor_seq: int, now_s: float) -> bool:
-        """Find streams without a record beyond `floor_seq`. A bounded step; returns True if there is more to check."""
-        due, table = self._due, self._streams
+    def _find_empty(self, now_s: float) -> bool:
+        """Find streams without a record. A bounded step; returns True if there is more to check."""
+        due, table, floor_seq = self._due, self._streams, self.floor_seq
         for id in list(islice(self._fresh, CHECKED_MAX)):
             if table[id].records:
                 heapq.heappush(due, table[id].newest_seq << 64 | id)
                 del self._fresh[id]
         for _ in range(CHECKED_MAX):
             if not due or due[0] >> 64 > floor_seq:
-                break
+                return False
             id = due[0] & (1 << 64) - 1
             newest_seq = table[id].newest_seq
             if newest_seq > floor_seq:
@@ -296,25 +300,15 @@ class Streams(abc.ABC):
             else:
                 heapq.heappop(due)
                 self._empty[id] = now_s
-        else:
-            return True
-        return False
+        return True
 
-    def _candidates(self, floor_seq: int, now_s: float, *, at_once: bool) -> list[Stream]:
-        """Take the streams that have been empty for long enough, or with `at_once` the first empty ones, from those
-        that are waiting."""
-        if at_once:
-            return self._take(self._empty, now_s, floor_seq, FORGOTTEN_AT_ONCE)
-        latest = now_s - self.forget_after_s
-        found = self._take(self._empty, latest, floor_seq, CHECKED_MAX)
-        return found + self._take(self._fresh, latest, floor_seq, CHECKED_MAX)
-
-    def _take(self, waiting: dict[int, float], latest: float, floor_seq: int, count: int) -> list[Stream]:
+    def _take(self, waiting: dict[int, float], latest: float, count: int) -> list[Stream]:
+        """Take the first streams that have waited without a record since `latest` at least."""
         found: list[Stream] = []
         looked: list[int] = []
         for id, since in islice(waiting.items(), count):
             stream = self._streams[id]
-            if stream.newest_seq > floor_seq:  # it has records
+            if stream.newest_seq > self.floor_seq:  # it has records
                 heapq.heappush(self._due, stream.newest_seq << 64 | id)
             elif since > latest:
                 break

@@ -77,9 +77,6 @@ class Consumers:
         self._by_authority = Shares[str](CONSUMERS_MAX, share=share)
         self._by_owner = Shares[Owner](self._by_authority.each_pieces_max, share=OWNERS_SHARE)
 
-    def __repr__(self) -> str:
-        return f"Consumers({len(self._owners)} names)"
-
     def __len__(self) -> int:
         return len(self._owners)
 

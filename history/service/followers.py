@@ -102,11 +102,8 @@ class Pushing:
         self._last_tell = 0  # the last frame that asks for progress, and bytes sent since
         self._bytes_since_tell = 0
         self._opened = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name="push")
-        self._task.add_done_callback(lambda _: all.pushes.discard(self))
-
-    def __repr__(self) -> str:
-        return f"Pushing({self.frames} frames, {self._bytes} bytes not taken)"
+        self.task = asyncio.create_task(self._run(), name="push")
+        self.task.add_done_callback(lambda _: all.pushes.discard(self))
 
     @property
     def _window(self) -> int:
@@ -116,12 +113,6 @@ class Pushing:
     def consumer(self) -> tuple[str, int]:
         """The consumer's name, and its lease in milliseconds; "": no consumer."""
         return self._request.consumer, consumer_lease_ms(self._request)
-
-    def stop(self) -> None:
-        self._task.cancel()
-
-    async def ended(self) -> None:
-        await asyncio.gather(self._task, return_exceptions=True)
 
     def taken(self, number: int) -> None:
         """Note that the follower has taken all frames up to this number."""
@@ -267,14 +258,13 @@ class Follower:
                 is_new_match = is_new_match or is_wild
                 for match in self._matches.values() if not is_wild else ():
                     match.add(topic) if period_ms >= 0 else match.discard(topic)
-            if period_ms >= 0:
-                self.topics[address] = period_ms
-            else:
+            if period_ms < 0:
                 self.topics.pop(address, None)
-            if is_wild and period_ms >= 0:
-                self.patterns[address] = topic
-            elif is_wild:
                 self.patterns.pop(address, None)
+            else:
+                self.topics[address] = period_ms
+                if is_wild:
+                    self.patterns[address] = topic
         self._periods.clear()
         if is_new_match:
             self._make_matches()
@@ -291,7 +281,7 @@ class Follower:
 
     def stop_push(self) -> None:
         if self.push is not None:
-            self.push.stop()
+            self.push.task.cancel()
             self.push = None
 
     def thinning(self) -> Callable[[Log, Chunk], Awaitable[Chunk | None]] | None:
@@ -370,7 +360,8 @@ class Followers:
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
-        await asyncio.gather(*(push.ended() for push in self.pushes))  # including those that were stopped before
+        tasks = [push.task for push in self.pushes]  # including those that were stopped before
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- polls
 

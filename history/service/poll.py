@@ -184,7 +184,7 @@ class Poll:
             # A log that no longer exists and that the caller has never read from is no loss, unless it is known to have
             # had records.
             is_missing = incarnation not in incarnations
-            if is_missing and (seq or any(log.losses.knows_lost(incarnation) for log in logs)):
+            if is_missing and (seq or any(log.losses.ledger.knows(incarnation) for log in logs)):
                 response.gaps.append(gap_of(Gap.REASON_INCARNATION, incarnation, seq))
         start = self.request.asked.WhichOneof("start")
         for log in logs:
