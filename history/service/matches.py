@@ -1,6 +1,6 @@
 """Finds the streams of a log that a request's patterns match and that its caller may see.
 
-topics -> patterns_of: valid? -> Patterns
+topics -> Matches.of: valid? -> patterns
 patterns, sight -> Match -- advance: some streams at a time --> ids, kept, and extended as streams come
      | named topics: only their streams are looked up; named authorities: only the streams of those are examined
      |-- wildcards: each kind of topic (an address without its authority) is compared once, and checked once for all
@@ -89,26 +89,6 @@ class Pattern(NamedTuple):
     key: PatternKey
     uri: UUri
     is_wild: bool
-
-
-class Patterns(NamedTuple):
-    """The patterns of a request, and a key that is equal for equal patterns."""
-
-    key: tuple[PatternKey, ...]
-    uris: tuple[UUri, ...]
-
-
-def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
-    """Returns the patterns without duplicates. A topic without authority is on the host of the `caller`. Raises
-    INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
-    if len(topics) > PATTERNS_MAX:
-        what = f"expected at most {PATTERNS_MAX} topics, got {len(topics)}: use wildcards"
-        raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-    patterns = {one.key: one for one in (pattern_of(topic.SerializeToString(), caller) for topic in topics)}
-    if sum(one.is_wild for one in patterns.values()) > WILDCARD_PATTERNS_MAX:
-        what = f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards"
-        raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-    return Patterns(tuple(sorted(patterns)), tuple(one.uri for one in patterns.values()))
 
 
 @functools.lru_cache(maxsize=PATTERNS_KNOWN_MAX)
@@ -372,18 +352,26 @@ class Matches:
         for match in self._in_use[log]:
             match.forget(ids)
 
-    def of(self, patterns: Patterns, sight: Sight, caller: str) -> dict[Log, Match]:
-        """Returns a match for each log. Raises PERMISSION_DENIED if the caller may see none of the patterns' topics."""
-        key = (sight.key, patterns.key)
+    def of(self, topics: Sequence[UUri], sight: Sight, caller: str) -> dict[Log, Match]:
+        """Returns a match for each log. A topic without authority is on the host of the `caller`; without `topics`
+        every topic matches. Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED, or PERMISSION_DENIED if the caller may see
+        none of them."""
+        if len(topics) > PATTERNS_MAX:
+            what = f"expected at most {PATTERNS_MAX} topics, got {len(topics)}: use wildcards"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        patterns = {one.key: one for one in (pattern_of(topic.SerializeToString(), caller) for topic in topics)}
+        if sum(one.is_wild for one in patterns.values()) > WILDCARD_PATTERNS_MAX:
+            what = f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        key = (sight.key, tuple(sorted(patterns)))
         known = self._cached.pop(key, None)
         if known is None:
             # Exact topics of which none may be seen are refused. That depends on no log, so the refusal reveals nothing
             # about one.
-            seen = (uris.has_wildcard(topic) or sight.sees(topic, None) for topic in patterns.uris)
-            if patterns.uris and not any(seen):
+            if patterns and not any(one.is_wild or sight.sees(one.uri, None) for one in patterns.values()):
                 raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
             self._evict(caller)
-            known = (caller, self.make(patterns.uris or (uris.ANY,), sight))
+            known = (caller, self.make([one.uri for one in patterns.values()] or [uris.ANY], sight))
         self._cached[key] = known
         return known[1]
 

@@ -25,7 +25,7 @@ from history.epochs.frontier import Epoch, time_of
 from history.log.log import Log
 from history.records.chunk import INCARNATION_BYTES, Chunk, message_id, numbered
 from history.records.witness import WITNESSES_MAX, Known, gap_of
-from history.service.matches import Match, Patterns, Sight, patterns_of
+from history.service.matches import Match, Sight
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Frontier,
@@ -71,7 +71,6 @@ class CheckedPoll:
     asked: PollRequest
     source: UUri  # of the caller
     caller: str  # the caller's authority
-    patterns: Patterns
     positions: dict[bytes, int]
     known: dict[bytes, Known]
     until: dict[bytes, int]
@@ -105,7 +104,6 @@ def checked(asked: PollRequest, attributes: UAttributes, *, bytes_max: int = POL
         asked,
         attributes.source,
         caller,
-        patterns_of(asked.topics, caller),
         _positions(asked.positions),
         {one.incarnation: {known.seq: known.digest for known in one.witnesses} for one in asked.positions},
         _positions(asked.until),

@@ -31,7 +31,7 @@ from history.log.log import Log, Stream
 from history.records.witness import seqs_of
 from history.service.consumers import Consumers, Owner, cursor_name
 from history.service.followers import TOPICS_MAX, WINDOW_BYTES_MAX, Followers
-from history.service.matches import EVERYTHING, Match, Matches, Sights, patterns_of
+from history.service.matches import EVERYTHING, Match, Matches, Sights
 from history.service.poll import Poll, checked
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
@@ -191,8 +191,7 @@ class HistoryService:
         with self._counted("describes"):
             asked = UPayload.of(request).unpack(DescribeRequest)
             listing = Listing.of(asked)
-            patterns = patterns_of(asked.topics, caller.authority_name)
-            matches = self._matches.of(patterns, self._sights.of(caller), caller.authority_name)
+            matches = self._matches.of(asked.topics, self._sights.of(caller), caller.authority_name)
         async with self._turns.turn(caller.authority_name, request.attributes.ttl / 1000):
             response = await describe(matches, listing)
         self.counts["withheld"] += any(match.withholds for match in matches.values())
@@ -247,7 +246,7 @@ class HistoryService:
             sight = self._sights.of(valid.source)
             follower = self.followers.of(asked, valid.source) if asked.follower else None
             if follower is None:
-                poll = Poll(valid, sight, self._matches.of(valid.patterns, sight, valid.caller))
+                poll = Poll(valid, sight, self._matches.of(asked.topics, sight, valid.caller))
             else:
                 poll = Poll(valid, sight, follower.matches_for(sight), follower)
             if asked.consumer:
@@ -290,14 +289,14 @@ class HistoryService:
         if poll.follower is not None:
             poll.matches = poll.follower.matches_for(sight)
         elif poll.sight.key != sight.key:
-            poll.matches = self._matches.of(poll.request.patterns, sight, poll.request.caller)
+            poll.matches = self._matches.of(poll.request.asked.topics, sight, poll.request.caller)
         poll.sight = sight
 
     async def _sees_record(self, poll: Poll, log: Log, seq: int) -> bool:
         """Returns whether the caller may know that this record exists, whatever its topic."""
         if poll.sight is EVERYTHING:
             return True
-        match = self._matches.of(patterns_of((), poll.request.caller), poll.sight, poll.request.caller)[log]
+        match = self._matches.of((), poll.sight, poll.request.caller)[log]
         await match.complete()
         return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
 

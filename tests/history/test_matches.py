@@ -17,7 +17,7 @@ from history.log.log import Log, Stream
 from history.records.chunk import is_publish
 from history.service import matches as matches_module
 from history.service import poll as poll_module
-from history.service.matches import EVERYTHING, Match, Matches, Patterns, Sight
+from history.service.matches import EVERYTHING, Match, Matches, Sight
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from tests.tiers import examples
 from uprotocol import uri as uris
@@ -94,7 +94,7 @@ def test_it_is_as_if_all_streams_had_been_looked_at(
     async def run() -> None:
         log = await Log.open(None, name="ring", retention_bytes=5_000, forget_after_s=3_600)
         sight = Odd() if is_odd else EVERYTHING
-        cached = Matches([log]).of(Patterns(tuple(sorted(map(uris.key, patterns))), tuple(patterns)), EVERYTHING, "me")
+        cached = Matches([log]).of(patterns, EVERYTHING, "me")
         match = cached[log] if sight is EVERYTHING else Match(log, patterns or [uris.ANY], sight)
         for place, kind in does:
             if kind == 9:
@@ -253,11 +253,11 @@ async def test_what_is_kept_is_bounded_and_what_is_asked_for_last_stays(monkeypa
 
     async def ask(place: int) -> Match:
         pattern = uris.pattern(ue_id=0xFFFF_0010, resource=0x8000 + place)
-        match = known.of(Patterns((uris.key(pattern),), (pattern,)), EVERYTHING, f"caller{place}")[log]
+        match = known.of([pattern], EVERYTHING, f"caller{place}")[log]
         await match.complete()
         return match
 
-    wide = known.of(Patterns((), ()), EVERYTHING, "me")[log]
+    wide = known.of((), EVERYTHING, "me")[log]
     await wide.complete()
     asked = [await ask(place) for place in range(10)]
     assert await ask(9) is asked[9]
