@@ -111,7 +111,10 @@ class HistoryPublisher(Publisher):
         assert self._log is None, "a publisher is opened once at a time"
         async with contextlib.AsyncExitStack() as stack:
             kept = await stack.enter_async_context(await self._open_log())
-            keeper = await self._keep(kept, stack)  # even without groups: it ends open epochs of earlier groups
+            frontiers = ids.of_publisher(self._local.get_source(), ids.FRONTIERS)
+            keeper = Keeper(frontiers, self._groups, [kept], self._runtime.now_ms)
+            await keeper.open()  # even without groups: it ends open epochs of earlier groups
+            stack.callback(keeper.close)
             await self._serve(kept, keeper, stack)
             copies = _Copies(kept, self._transport, self.counts)
             stack.push_async_callback(copies.close)
@@ -178,13 +181,6 @@ class HistoryPublisher(Publisher):
         """Wait until every append so far has succeeded or failed."""
         if self._appending:
             await asyncio.wait(self._appending)
-
-    async def _keep(self, kept: Log, stack: contextlib.AsyncExitStack) -> Keeper:
-        topic = ids.of_publisher(self._local.get_source(), ids.FRONTIERS)
-        keeper = Keeper(topic, self._groups, [kept], self._runtime.now_ms)
-        await keeper.open()
-        stack.callback(keeper.close)
-        return keeper
 
     async def _open_log(self) -> Log:
         return await Log.open(

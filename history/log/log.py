@@ -446,7 +446,8 @@ class Log(Streams):
             limits = limits._replace(after=max(after, self.floor_seq))
             found = self._tail.scan(Scan(*limits, floor_seq=self.floor_seq), streams)
         else:
-            found = await self._storage.scan(limits, streams, _newest_seqs(self._streams, streams), self.holes)
+            newest = _newest_seqs(self._streams, streams)
+            found = await self._storage.run(self._storage.reader.scan, limits, streams, newest, self.holes)
             if found.is_index_wrong:
                 self._storage.save(LogChanges(distrusts_index=True))
                 self.losses.note(kinds.INDEX, "the index of streams is rebuilt at the next start")
@@ -459,17 +460,17 @@ class Log(Streams):
 
     async def seq_of_id(self, id: bytes) -> int | None:
         """Returns the seq of the newest record with this message id (16 bytes, big endian)."""
-        return await self._storage.find_id(id)
+        return await self._storage.run(self._storage.reader.find_id, id)
 
     async def seq_before_time(self, time_ms: int) -> int:
         """Returns a seq so that all records appended after `time_ms` (Unix milliseconds) are beyond it."""
-        first = await self._storage.first_after_time(time_ms)
+        first = await self._storage.run(self._storage.reader.first_after_time, time_ms)
         return self.newest_seq if first is None else min(first - 1, self.newest_seq)
 
     async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
         """Returns the stream and the id (16 bytes) of the newest `count` records, oldest first, for a duplicate window
         after a restart. An id is unique only together with its source."""
-        return await self._storage.recent_ids(count)
+        return await self._storage.run(self._storage.reader.recent_ids, count)
 
 
 def _newest_seqs(known: Mapping[int, Stream], ids: Set[int] | None) -> dict[int, int] | None:

@@ -1,7 +1,7 @@
 """Where a log keeps its records: a file (DurableStorage), or a ring in memory (VolatileStorage).
 
 durable:  append, save -> Writer (its thread) -> on the loop: tail -> on_written
-          scan, ... -> Reader (some threads): records that are no longer in the tail
+          reader.scan, ... -> Reader (some threads): records that are no longer in the tail
 volatile: append -> number -> chunks -> tail, which holds all records -> on_written
                                         '-- oldest records: too many, or too old -> losses -> on_written
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from history.file.load import Cursor, Loaded
-from history.file.reader import Reader, ScanLimits
+from history.file.reader import Reader
 from history.file.store import LogChanges, Store
 from history.file.writer import (
     CHUNK_RECORDS_MAX,
@@ -43,11 +43,8 @@ T = TypeVar("T")
 
 
 class DurableStorage:
-    """Queries raise UStatusError: UNAVAILABLE, DATA_LOSS. Use `open`.
-
-    `loaded`: the log as it was opened. The streams in it belong to the log, which applies what `on_written` reports.
-    `tail`: the newest records.
-    """
+    """Use `open`. `loaded`: the log as it was opened. The streams in it belong to the log, which applies what
+    `on_written` reports. `tail`: the newest records. `reader`: for `run`; reads all records."""
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class DurableStorage:
     ) -> None:
         self.durable = True
         self.loaded, self.tail = store.loaded, Tail(store.extent.newest_seq, tail_bytes)
-        self._reader = Reader(store.path, store.runtime.disk)
+        self.reader = Reader(store.path, store.runtime.disk)
         self._store, self._executor, self._name, self._now_ms = store, executor, name, now_ms
         self._gather_ms = gather_ms
         self._loop = asyncio.get_running_loop()
@@ -102,7 +99,7 @@ class DurableStorage:
         if self._flush_due is not None:
             self._flush_due.cancel()
         await self.writer.stop()
-        await self._loop.run_in_executor(self._executor, self._reader.close)
+        await self._loop.run_in_executor(self._executor, self.reader.close)
         self._executor.shutdown(wait=False)
 
     def _written(self, written: Written) -> None:
@@ -146,10 +143,8 @@ class DurableStorage:
             except sqlite3.OperationalError:
                 self.flush_soon(0)
 
-    # -- queries
-
     async def run(self, call: Callable[..., T], *arguments: object) -> T:
-        """Run `call` beside the loop."""
+        """Run `call` beside the loop, for example a method of `reader`. Raises UNAVAILABLE, DATA_LOSS."""
         if self._closed:
             raise UStatusError(UCode.UNAVAILABLE, f"the log {self._name} is closed")
         try:
@@ -158,28 +153,6 @@ class DurableStorage:
             code = UCode.UNAVAILABLE if isinstance(error, sqlite3.Error) and not is_damage(error) else UCode.DATA_LOSS
             raise UStatusError(code, f"the log {self._name} can't be read: {error}") from error
 
-    async def scan(
-        self,
-        limits: ScanLimits,
-        streams: Set[int] | None,
-        newest: Mapping[int, int] | None,
-        holes: Sequence[tuple[int, int]],
-    ) -> Scan:
-        """Same as Reader.scan."""
-        return await self.run(self._reader.scan, limits, streams, newest, holes)
-
-    async def find_id(self, id: bytes) -> int | None:
-        """Returns the seq of the newest record with this message id (16 bytes, big endian)."""
-        return await self.run(self._reader.find_id, id)
-
-    async def first_after_time(self, time_ms: int) -> int | None:
-        """Returns the first seq that was appended after `time_ms` (Unix milliseconds)."""
-        return await self.run(self._reader.first_after_time, time_ms)
-
-    async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
-        """Returns the stream and the id of the newest `count` records, oldest first."""
-        return await self.run(self._reader.recent_ids, count)
-
 
 class VolatileStorage:
     """Keeps as many records as fit into `retention_bytes` of memory, on the loop alone."""
@@ -187,7 +160,7 @@ class VolatileStorage:
     def __init__(self, incarnation: bytes, retention_bytes: int, now_ms: Callable[[], int]) -> None:
         self.durable = False
         self.loaded = Loaded(incarnation)
-        self.tail = Tail(0, retention_bytes)
+        self.tail, self.reader = Tail(0, retention_bytes), self
         self._now_ms = now_ms
         self._extent = self.loaded.extent
         self._allowance = Allowance()
@@ -255,32 +228,26 @@ class VolatileStorage:
     async def check_file(self) -> None:
         pass
 
-    # -- queries
+    # -- queries, as those of a Reader
 
     async def run(self, call: Callable[..., T], *arguments: object) -> T:
         return call(*arguments)
 
-    async def scan(
-        self,
-        limits: ScanLimits,
-        streams: Set[int] | None,
-        newest: Mapping[int, int] | None,
-        holes: Sequence[tuple[int, int]],
-    ) -> Scan:
+    def scan(self, *_: object) -> Scan:
         raise AssertionError("all records are in the tail")
 
-    async def find_id(self, id: bytes) -> int | None:
+    def find_id(self, id: bytes) -> int | None:
         for chunk in reversed(self.tail.read(self.tail.after)):
             ids = list(map(message_id, chunk.messages))
             if id in ids:
                 return chunk.seqs[len(ids) - 1 - ids[::-1].index(id)]
         return None
 
-    async def first_after_time(self, time_ms: int) -> int | None:
+    def first_after_time(self, time_ms: int) -> int | None:
         chunks = self.tail.read(self.tail.after)
         return next((chunk.first_seq for chunk in chunks if chunk.time_ms > time_ms), None)
 
-    async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
+    def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
         chunks = self.tail.read(self.tail.after)
         ids = [(id, message_id(one)) for chunk in chunks for id, one in zip(chunk.streams, chunk.messages, strict=True)]
         return ids[-count:]
