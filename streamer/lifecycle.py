@@ -72,7 +72,7 @@ async def within(seconds: float, name: str, work: Coroutine[Any, Any, None]) -> 
 class EmbeddedUSubscription:
     """Opens and starts `service` as soon as the disk allows it: a store that can't be read or written is tried again,
     at least every REOPEN_MS_MAX. Raises errors that waiting does not fix: FAILED_PRECONDITION, ALREADY_EXISTS (see
-    usubscription.store.schema)."""
+    usubscription.store.tables)."""
 
     def __init__(self, service: USubscriptionService, runtime: Runtime, on_lost: Callable[[int], None]) -> None:
         """`on_lost(changes)`: number of subscription changes that were lost with the file."""

@@ -34,11 +34,11 @@ from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.requests import ResponseTracker, Tag
-from usubscription.state import Change, Key
+from usubscription.requests import ResponseTracker
+from usubscription.state import Change
 from usubscription.store.database import Hold, Released, Sent
-from usubscription.store.reader import StoredChange
 from usubscription.store.store import SubscriptionStore
+from usubscription.store.tables import Client, StoredChange
 
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; others are read from the store when it is their turn
 CHANGES_BATCH_MAX: Final = 128  # some 400 messages: the next batch waits until the network has accepted them
@@ -71,7 +71,7 @@ class Delivery(NamedTuple):
     destination: str
     number: int
     change: Change
-    recipients: list[tuple[Key, int]]  # of HOME: none
+    recipients: list[Client]  # of HOME: none
     messages: list[UMessage]
 
 
@@ -265,7 +265,7 @@ class ChangeNotifier:
         also: Collection[str] = (),
     ) -> None:
         self._sender, self._store, self._responses = ChangeSender(transport, authority, also), store, responses
-        self._waiting: deque[tuple[StoredChange, Tag | None]] = deque()
+        self._waiting: deque[tuple[StoredChange, bytes | None]] = deque()  # with the id of the request that caused it
         self._behind = True  # the store may have changes that are not in `_waiting`
         self._news = asyncio.Event()
         self.awaited: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by the number of the change
@@ -299,9 +299,9 @@ class ChangeNotifier:
         with contextlib.suppress(UStatusError):  # then these are sent again after a restart
             self._store.submit(Sent(self.sent))
 
-    def add(self, changes: Sequence[StoredChange], tag: Tag | None) -> None:
+    def add(self, changes: Sequence[StoredChange], request: bytes | None) -> None:
         if not self._behind and len(self._waiting) + len(changes) <= CHANGES_WAITING_MAX:
-            self._waiting.extend((change, tag) for change in changes)
+            self._waiting.extend((change, request) for change in changes)
         else:
             self._behind = True
         self._news.set()
@@ -381,10 +381,8 @@ class ChangeNotifier:
         else:
             self._waiting.extend(added)
 
-    async def _send_batch(self, batch: list[tuple[StoredChange, Tag | None]]) -> None:
-        tags = {tag for _, tag in batch if tag is not None}
-        if tags:
-            await self._responses.left(tags)
+    async def _send_batch(self, batch: list[tuple[StoredChange, bytes | None]]) -> None:
+        await self._responses.left({request for _, request in batch if request is not None})
         deliveries: list[Delivery] = []
         for count, stored in enumerate(stored for stored, _ in batch if stored.number > self.sent):
             if count and not count % CHANGES_SLICE:

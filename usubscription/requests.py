@@ -25,8 +25,7 @@ from typing import Final
 
 import structlog
 
-from storage.runtime import BATCH_MAX
-from uprotocol import attributes as attrs
+from storage.runtime import BATCH_MAX, WAITING_MAX
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import RequestCheck, Responses
@@ -43,7 +42,6 @@ from uprotocol.core.usubscription.wire import (
     Unsubscribe,
     service,
 )
-from uprotocol.message import PROTOBUF
 from uprotocol.status import UStatusError
 from uprotocol.transport import ConnectionCallback, UBatchListener, UListener, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -52,7 +50,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.store.database import Commanded, Outcome
-from usubscription.store.store import WAITING_MAX, SubscriptionStore
+from usubscription.store.store import SubscriptionStore
 
 COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)
 RESPONSES_WAITING_MAX: Final = 20_000  # as many as requests may wait for the store
@@ -63,9 +61,6 @@ DRAIN_MS_MAX: Final = 5_000  # how long stop() waits until the network has accep
 
 _CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
 
-Tag = tuple[int, int]
-"""The id of a request: msb and lsb."""
-
 log = structlog.get_logger()
 
 
@@ -74,8 +69,8 @@ class ResponseTracker:
     (C-23)."""
 
     def __init__(self) -> None:
-        # -> loop time after which a change no longer waits for it, ascending; so it has the responses of one second
-        self._expected: dict[Tag, float] = {}
+        # loop time after which a change no longer waits for it, ascending; so it has the responses of one second
+        self._expected: dict[bytes, float] = {}  # by the id of the request
         self._news = asyncio.Event()
         # not set while many commands wait: from when they exceed one transaction until none is left
         self.lull = asyncio.Event()
@@ -85,23 +80,23 @@ class ResponseTracker:
         """The number of responses that are still to be sent."""
         return len(self._expected)
 
-    def expect(self, tag: Tag) -> None:
-        """The response to `tag` will be sent. Call it in the turn of the event loop in which the response is queued."""
+    def expect(self, request: bytes) -> None:
+        """The response to `request` will be sent. Call it in the turn of the event loop in which it is queued."""
         now = asyncio.get_running_loop().time()
-        self._expected[tag] = now + ANSWER_WAIT_MS_MAX / 1000
+        self._expected[request] = now + ANSWER_WAIT_MS_MAX / 1000
         while (first := next(iter(self._expected.items())))[1] <= now:
             del self._expected[first[0]]
 
     def sent(self, messages: Sequence[UMessage]) -> None:
         """The messages were sent, or have failed."""
         for message in messages:
-            self._expected.pop((message.attributes.reqid.msb, message.attributes.reqid.lsb), None)
+            self._expected.pop(uuids.to_bytes(message.attributes.reqid), None)
         self._news.set()
 
-    async def left(self, tags: set[Tag]) -> None:
-        """Wait until the expected responses to `tags` were sent, or ANSWER_WAIT_MS_MAX is over for each."""
+    async def left(self, requests: set[bytes]) -> None:
+        """Wait until the expected responses to `requests` were sent, or ANSWER_WAIT_MS_MAX is over for each."""
         loop = asyncio.get_running_loop()
-        while waiting := [at for tag in tags if (at := self._expected.get(tag, 0.0)) > loop.time()]:
+        while waiting := [at for one in requests if (at := self._expected.get(one, 0.0)) > loop.time()]:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(max(waiting)):
@@ -201,30 +196,19 @@ class PendingRequest:
     topic: UUri | None  # of Subscribe, exactly as it was passed
     who: UEntity
     weight: int
-    tag: Tag
     waits: bool = True
 
     def answered(self, answer: Outcome | BaseException) -> None:
-        """dsn~service-error-model-success-response~1."""
         if not self.waits:
             return
         self.waits = False
         self.entry.is_waiting(self.who, -self.weight)
-        request, responses = self.request, self.entry.responses
         if isinstance(answer, BaseException):
-            responses.refuse(request, answer)
+            self.entry.responses.refuse(self.request, answer)
             return
         codec, topic = self.codec, self.topic
         payload = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
-        response = UMessage(payload=payload.SerializeToString())
-        attributes = response.attributes
-        attributes.id.CopyFrom(uuids.new())
-        attributes.type = attrs.RESPONSE
-        attributes.source.CopyFrom(request.sink)
-        attributes.sink.CopyFrom(request.source)
-        attributes.reqid.CopyFrom(request.id)
-        attributes.priority, attributes.ttl, attributes.payload_format = request.priority, request.ttl, PROTOBUF
-        responses.post(response)
+        self.entry.responses.respond(self.request, payload)
 
 
 class CommandEntry:
@@ -280,7 +264,7 @@ class CommandEntry:
     def _take(self, request: UMessage) -> None:
         """Raises UStatusError; RESOURCE_EXHAUSTED for a caller that has too many waiting requests."""
         attributes = request.attributes
-        source, id, codec = attributes.source, attributes.id, CODECS[attributes.sink.ue_version_major]
+        source, codec = attributes.source, CODECS[attributes.sink.ue_version_major]
         subscribes = attributes.sink.resource_id == codec.methods[SUBSCRIBE].resource
         self.requests[f"{SUBSCRIBE if subscribes else UNSUBSCRIBE}_v{codec.major}"] += 1
         if self._check is not None:
@@ -295,9 +279,8 @@ class CommandEntry:
             event, topic = codec.read_subscribe(request, host)
         else:
             event = codec.read_unsubscribe(request, host)
-        pending = PendingRequest(self, codec, attributes, topic, who, size, (id.msb, id.lsb))
-        command = Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big"))
-        self._store.writer().put((command, pending.tag), pending.answered)
+        pending = PendingRequest(self, codec, attributes, topic, who, size)
+        self._store.writer().put(Commanded(event, uuids.to_bytes(attributes.id)), pending.answered)
         self.is_waiting(who, size)
 
     def is_waiting(self, who: UEntity, more: int) -> None:

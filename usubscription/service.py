@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
 from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import (
@@ -179,7 +180,7 @@ class USubscriptionService:
         """Open the store, so that `subscriptions` works. The transport is not used yet.
 
         Raises UStatusError: ALREADY_EXISTS, FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see
-        schema.open_store).
+        tables.open_store).
         """
         if not self._is_open:
             await self.store.start()
@@ -275,13 +276,13 @@ class USubscriptionService:
         return codec.done(REGISTER)
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
-        caller, id = uris.format(request.attributes.source), request.attributes.id
+        caller = uris.format(request.attributes.source)
         host = None if self._may_reset == "all" else self._host(request)
         try:
             codec.check_reset(request)
             if self._may_reset == "off":
                 raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off (usubscription.reset = "off")')
-            await self.store.submit(Reset(host), (id.msb, id.lsb))
+            await self.store.submit(Reset(host, uuids.to_bytes(request.attributes.id)))
         except UStatusError as error:
             if error.code == UCode.PERMISSION_DENIED:
                 self._refused["reset"] += 1
@@ -346,10 +347,10 @@ class USubscriptionService:
             if outcome.many_changes:
                 self.remote.forget_all()
                 self.notifier.look()
-            if outcome.tag is not None:
-                self._gate.responses.expect(outcome.tag)
+            if outcome.request is not None:
+                self._gate.responses.expect(outcome.request)
             if outcome.changes:
-                self.notifier.add(outcome.changes, outcome.tag)
+                self.notifier.add(outcome.changes, outcome.request)
             for stored in outcome.changes:
                 expires_ms = stored.change.expires_ms
                 if expires_ms is not None and (self._next_expiry_ms is None or expires_ms < self._next_expiry_ms):

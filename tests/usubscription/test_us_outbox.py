@@ -236,6 +236,10 @@ def test_what_is_held_is_bounded_and_the_destination_that_holds_most_loses_first
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def request(number: int) -> bytes:
+    return (1 << 64 | number).to_bytes(16, "big")
+
+
 def response(number: int) -> UMessage:
     message = UMessage()
     message.attributes.reqid.msb, message.attributes.reqid.lsb = 1, number
@@ -245,20 +249,20 @@ def response(number: int) -> UMessage:
 async def test_no_burst_is_so_large_that_answers_are_forgotten() -> None:
     """Each batch after 20,000 answers used to wait for a whole second."""
     answers = ResponseTracker()
-    tags = [(1, number) for number in range(60_000)]
-    for tag in tags:
-        answers.expect(tag)
-    answers.sent([response(number) for _, number in tags])
+    requests = [request(number) for number in range(60_000)]
+    for one in requests:
+        answers.expect(one)
+    answers.sent([response(number) for number in range(60_000)])
     async with asyncio.timeout(ANSWER_WAIT_MS_MAX / 1000 / 2):
-        await answers.left(set(tags[:16]))
-        await answers.left(set(tags[-16:]))
+        await answers.left(set(requests[:16]))
+        await answers.left(set(requests[-16:]))
     assert not len(answers)
 
 
 async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() -> None:
     answers = ResponseTracker()
-    answers.expect((1, 1))
-    waiting = asyncio.ensure_future(answers.left({(1, 1), (1, 99)}))  # the second one was never expected
+    answers.expect(request(1))
+    waiting = asyncio.ensure_future(answers.left({request(1), request(99)}))  # the second one was never expected
     await asyncio.sleep(0)
     assert not waiting.done()
     answers.sent([response(1)])
@@ -266,10 +270,10 @@ async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() 
         await waiting
     loop = asyncio.get_running_loop()
     for number in range(100):
-        answers.expect((2, number))
+        answers.expect(request(1_000 + number))
     start = loop.time()
     for number in range(100):  # dropped responses: one wait for all of them
-        await answers.left({(2, number)})
+        await answers.left({request(1_000 + number)})
     assert ANSWER_WAIT_MS_MAX / 1000 * 0.9 < loop.time() - start < ANSWER_WAIT_MS_MAX / 1000 * 3
 
 

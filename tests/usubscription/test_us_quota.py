@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from storage.runtime import WAITING_MAX
 from streamer.quotas.limits import MemoryLimits
 from tests.tiers import full
 from uprotocol import uri as uris
@@ -21,7 +22,6 @@ from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
 from usubscription.store.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
-from usubscription.store.store import WAITING_MAX
 from usubscription_client import Subscription
 
 WHOLE = 64  # a caller has 16 of them, another authority 8, the own one 48

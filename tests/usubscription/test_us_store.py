@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status, Subscribe
-from usubscription.store import database, schema
+from usubscription.store import database, tables
 from usubscription.store.database import Database, Hold, Outcome, Register, Unregister
 from usubscription.store.store import SubscriptionStore
 from usubscription.store.tables import Tables
@@ -40,6 +41,16 @@ def path(tmp_path: Path) -> Path:
     db.apply([Subscribe(TOPIC, APP, 4)], 0)
     db.close()
     return made
+
+
+def executing(statements: list[str]) -> Callable[[sqlite3.Connection], None]:
+    """A step of a migration."""
+
+    def execute(db: sqlite3.Connection) -> None:
+        for statement in statements:
+            db.execute(statement)
+
+    return execute
 
 
 def refused(path: Path, authority: str = "dev1") -> UStatusError:
@@ -113,7 +124,7 @@ def test_another_programs_database_is_refused_also_where_it_has_tables_of_these_
 
 
 def test_a_newer_schema_is_refused(path: Path) -> None:
-    execute(path, f"PRAGMA user_version={schema.SCHEMA_VERSION + 1}")
+    execute(path, f"PRAGMA user_version={tables.SCHEMA_VERSION + 1}")
     error = refused(path)
     assert error.code == UCode.FAILED_PRECONDITION
     assert "use a newer program" in error.message
@@ -132,12 +143,12 @@ def test_a_store_of_a_development_version_is_refused_unharmed(path: Path, change
 
 
 def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = schema.SCHEMA_VERSION
-    monkeypatch.setattr(schema, "STORE", replace(schema.STORE, version=old + 2))
+    old = tables.SCHEMA_VERSION
+    monkeypatch.setattr(database, "STORE", replace(tables.STORE, version=old + 2))
     assert "too old to migrate" in refused(path).message
     steps = {old: ["ALTER TABLE link ADD COLUMN one"], old + 1: ["CREATE TABLE two(x)"]}
-    migrations = {version: schema.executing(statements) for version, statements in steps.items()}
-    monkeypatch.setattr(schema, "STORE", replace(schema.STORE, migrations=migrations))
+    migrations = {version: executing(statements) for version, statements in steps.items()}
+    monkeypatch.setattr(database, "STORE", replace(database.STORE, migrations=migrations))
     db = Database(path, "dev1")
     db.open()
     assert db._file.connect().execute("PRAGMA user_version").fetchone() == (old + 2,)
@@ -146,9 +157,9 @@ def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeyp
 
 
 def test_a_migration_that_fails_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = schema.SCHEMA_VERSION
-    migrations = {old: schema.executing(["CREATE TABLE one(x)", "no SQL"])}
-    monkeypatch.setattr(schema, "STORE", replace(schema.STORE, version=old + 1, migrations=migrations))
+    old = tables.SCHEMA_VERSION
+    migrations = {old: executing(["CREATE TABLE one(x)", "no SQL"])}
+    monkeypatch.setattr(database, "STORE", replace(tables.STORE, version=old + 1, migrations=migrations))
     with pytest.raises(UStatusError):
         Database(path, "dev1").open()
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
@@ -29,9 +29,18 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import state
 from usubscription.state import Change, Key, RemoteLink, Status, Subscribe, TopicEvent, Unsubscribe
-from usubscription.store import schema
-from usubscription.store.reader import StoredChange, StoreReader
-from usubscription.store.tables import NO_TOPIC, Handled, StoredRecords, Tables
+from usubscription.store.reader import StoreReader
+from usubscription.store.tables import (
+    NO_TOPIC,
+    PRAGMAS,
+    STORE,
+    Client,
+    Handled,
+    StoredChange,
+    StoredRecords,
+    Tables,
+    open_store,
+)
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
 REGISTRATIONS_MAX: Final = 200_000  # for topics: one per topic and streamer
@@ -66,9 +75,11 @@ class Unregister:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Delete what is shared with the authority `of`, or everything (None), and notify the clients concerned."""
+    """Delete what is shared with the authority `of`, or everything (None), and notify the clients concerned. `request`:
+    as in Commanded."""
 
     of: str | None = None
+    request: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ class Commanded:
 class Hold:
     """Keep these changes (destination, number, change, recipients there) until their destination accepts them."""
 
-    changes: tuple[tuple[str, int, Change, tuple[tuple[Key, int], ...]], ...]
+    changes: tuple[tuple[str, int, Change, tuple[Client, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,7 @@ class Outcome:
     link: RemoteLink | None = None  # of `topic`, if it changed
     many_changes: bool = False  # too many for `changes`: they are only in the outbox
     links: list[tuple[Key, RemoteLink]] = field(default_factory=list)  # of a Reset: those that it changed
-    tag: Any = None
+    request: bytes | None = None  # the id of the request that caused it, if its response is to leave first
 
 
 class Database:
@@ -146,9 +157,9 @@ class Database:
         self._own = frozenset((authority, *also))
         self._subscriptions_max = subscriptions_max
         self._majors = majors or {}
-        pragmas = (*schema.PRAGMAS, f"journal_size_limit = {WAL_BYTES_MAX}")
-        self._file = SqliteFile(schema.STORE, self.path, disk, pragmas)
-        self._tables = Tables(self._file, outbox_changes_max)
+        pragmas = (*PRAGMAS, f"journal_size_limit = {WAL_BYTES_MAX}")
+        self._file = SqliteFile(STORE, self.path, disk, pragmas)
+        self._tables = Tables(outbox_changes_max)
         self._handled = Handled(self._tables)
         self._is_loaded = False  # the counts in memory agree with the file
         self.refused: Counter[str] = Counter()  # by limit
@@ -165,14 +176,14 @@ class Database:
         return self._tables.dropped
 
     def open(self) -> None:
-        """Raises UStatusError as schema.open_store and FileKind.not_opened. A damaged file is left unchanged."""
+        """Raises UStatusError as tables.open_store and FileKind.not_opened. A damaged file is left unchanged."""
         with_room(self._file.disk.reserve, self.path, self._open)
 
     def _open(self) -> None:
         try:
-            db = schema.open_store(self._file, self.authority)
+            self._tables.db = open_store(self._file, self.authority)
             self._load()
-            self._compare_mark(db)
+            self._compare_mark()
         except (sqlite3.Error, OSError, DamagedError) as error:
             self.close()
             raise self._file.kind.not_opened(error, self.path) from error
@@ -191,10 +202,18 @@ class Database:
     # -- counts in memory
 
     def _load(self) -> None:
+        """Stored entries stay, even if they exceed the current limits."""
         self._make_quotas()
-        self._load_quotas()
+        execute = self._tables.db.execute
+        stored = """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?)
+                    FROM subscription s JOIN uri c ON c.id = s.subscriber GROUP BY s.subscriber"""
+        for authority, ue_id, count in execute(stored, (UNIT_BYTES,)):
+            self.subscriptions.add((authority, ue_id), count)
+        registered = "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
+        for authority, ue_id, topic in execute(registered):
+            (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
         self._tables.load()
-        (last,) = self._tables.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
+        (last,) = execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
         self._handled.forget()
         self._is_loaded = True
@@ -209,24 +228,11 @@ class Database:
         quota.add(client[:2], more)
         self._added.append((quota, client[:2], more))
 
-    def _load_quotas(self) -> None:
-        """Stored entries stay, even if they exceed the current limits."""
-        stored = self._tables.execute(
-            """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?)
-               FROM subscription s JOIN uri c ON c.id = s.subscriber GROUP BY s.subscriber""",
-            (UNIT_BYTES,),
-        )
-        for authority, ue_id, count in stored:
-            self.subscriptions.add((authority, ue_id), count)
-        query = "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
-        for authority, ue_id, topic in self._tables.execute(query):
-            (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
-
-    def _compare_mark(self, db: sqlite3.Connection) -> None:
+    def _compare_mark(self) -> None:
         """SQLite silently ignores the rest of a damaged write-ahead log; the mark beside the file has the number of the
         last change."""
         marked: Marked | None = None
-        tables, path = self._tables, str(self.path)
+        tables, db, path = self._tables, self._tables.db, str(self.path)
         try:
             marked = read_mark(self.path)
         except (OSError, BadMarkError) as error:
@@ -263,7 +269,7 @@ class Database:
     def _apply_all(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         tables = self._tables
         try:
-            db = self._file.writable(WAL_HELD_BYTES_MAX)
+            db = tables.db = self._file.writable(WAL_HELD_BYTES_MAX)
             if not self._is_loaded:
                 self._load()
             number, held = tables.number, tables.held
@@ -291,25 +297,33 @@ class Database:
 
     def _apply(self, event: StoreEvent, now_ms: int) -> Outcome | UStatusError:
         tables = self._tables
+        if isinstance(event, Commanded):  # networks may redeliver a request after later ones
+            about = Handled.about(event.event.subscriber, event.event.topic)
+            if self._handled.is_past(event.request, about):  # its id says nothing about the order: clocks go back
+                why = "this request was handled before, and later ones about its topic since: it changes nothing"
+                return UStatusError(UCode.ABORTED, why)
+            done = self._apply(event.event, now_ms)
+            if isinstance(done, Outcome):
+                self._handled.add(event.request, about)
+                done.request = event.request
+            return done
         match event:
             case Sent(number):
-                tables.execute("DELETE FROM outbox WHERE id <= ?", (number,))
+                tables.db.execute("DELETE FROM outbox WHERE id <= ?", (number,))
             case Probe():
-                tables.execute("INSERT OR REPLACE INTO meta VALUES('probed_ms', ?)", (str(now_ms),))
+                tables.db.execute("INSERT OR REPLACE INTO meta VALUES('probed_ms', ?)", (str(now_ms),))
             case Hold(changes):
                 tables.hold(changes)
             case Released(destination, number):
-                tables.release(destination, number)
+                tables.delete_held("destination = ? AND number <= ?", (destination, number))
             case Unregister():
                 self._unregister(event)
             case Settle():
                 self._settle(now_ms)
-            case Commanded(command, request):
-                return self._command(command, request, now_ms)
             case Register():
                 return self._register(event)
-            case Reset():
-                return self._reset() if event.of is None else self._reset_shared(event.of, now_ms)
+            case Reset(of, request):
+                return self._reset(request) if of is None else self._reset_shared(of, request, now_ms)
             case Subscribe() if (refusal := self._refusal(event, now_ms)) is not None:
                 return refusal
             case _:
@@ -334,17 +348,6 @@ class Database:
     def _full(self, reason: str, why: str) -> UStatusError:
         self.refused[reason] += 1
         return UStatusError(UCode.RESOURCE_EXHAUSTED, why)
-
-    def _command(self, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
-        """Networks may redeliver a request after later ones. Its id says nothing about the order: clocks go back."""
-        about = Handled.about(command.subscriber, command.topic)
-        if self._handled.is_past(request, about):
-            why = "this request was handled before, and later ones about its topic since: it changes nothing"
-            return UStatusError(UCode.ABORTED, why)
-        done = self._apply(command, now_ms)
-        if isinstance(done, Outcome):
-            self._handled.add(request, about)
-        return done
 
     def _step(self, event: TopicEvent, now_ms: int) -> Outcome:
         tables = self._tables
@@ -380,7 +383,7 @@ class Database:
             if uris.is_one_of(topic[0], self._own) == is_linked:
                 self._step(state.Moved(topic), now_ms)
         answers_for = " ".join(sorted(self._own))
-        self._tables.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (answers_for,))
+        self._tables.db.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (answers_for,))
 
     def _register(self, event: Register) -> Outcome | UStatusError:
         topic = 0 if event.topic is None else self._tables.id(event.topic)
@@ -400,16 +403,16 @@ class Database:
 
     # -- resetting
 
-    def _reset(self) -> Outcome:
+    def _reset(self, request: bytes | None) -> Outcome:
         """Delete everything, and notify all who were subscribed or registered."""
         self._tables.reset()
         self._handled.reset()
         for quota in (self.subscriptions, self._for_topics, self._for_all):
             for (authority, ue_id), has in quota.all():
                 self._count(quota, (authority, ue_id, 0, 0), -has)
-        return Outcome(many_changes=True)
+        return Outcome(many_changes=True, request=request)
 
-    def _reset_shared(self, authority: str, now_ms: int) -> Outcome | UStatusError:
+    def _reset_shared(self, authority: str, request: bytes | None, now_ms: int) -> Outcome | UStatusError:
         """End our links to the service of `authority`, and the subscriptions and registrations of its clients here;
         it must not end those of others."""
         if uris.is_one_of(authority, self._own):
@@ -419,7 +422,7 @@ class Database:
             return _denied(f"nothing is shared with the uSubscription of {authority}, so it can reset nothing")
         ended = [self._step(state.Ended(topic), now_ms) for topic in topics]
         ended += [self._step(Unsubscribe(topic, subscriber, V3), now_ms) for topic, subscriber in subscribed]
-        outcome = Outcome(changes=[stored for one in ended for stored in one.changes])
+        outcome = Outcome(changes=[stored for one in ended for stored in one.changes], request=request)
         outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
         abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
         self._handled.reset(abouts)

@@ -8,26 +8,16 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from storage.disk import REAL_DISK, Disk
 from storage.faults import DamagedError
 from uprotocol import uri as uris
-from usubscription.state import Change, Command, Key, RemoteLink, Row, Status
-from usubscription.store.schema import PRAGMAS, STORE
+from usubscription.state import Key, RemoteLink, Row, Status
+from usubscription.store.tables import PRAGMAS, STORE, URI_IS, StoredChange, read_change, read_link, to_key
 
-
-class StoredChange(NamedTuple):
-    """A change in the outbox: its number, and the recipients of its Notification with their major versions."""
-
-    number: int
-    change: Change
-    recipients: tuple[tuple[Key, int], ...]
-
-
-URI_IS: Final = "authority = ? AND ue_id = ? AND version = ? AND resource = ?"
 _STATUSES: Final = tuple(Status)
 _ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authority, c.ue_id, c.version, c.resource,
     s.status, s.expires_ms, s.sample_period_ms, s.details, s.seq
@@ -65,7 +55,7 @@ class StoreReader:
                AND (s.expires_ms IS NULL OR s.expires_ms >= ?) ORDER BY s.seq LIMIT ? OFFSET ?)""",
             (*topic, now_ms, limit + 1, offset),
         ).fetchone()
-        found = [_to_key(parts) for parts in json.loads(text)]
+        found = [to_key(parts) for parts in json.loads(text)]
         return found[:limit], len(found) > limit
 
     def pairs(self) -> Iterator[tuple[Key, Key, int | None]]:
@@ -157,7 +147,7 @@ class StoreReader:
         """Raises DATA_LOSS for text that can't be read: SQLite does not detect damage there."""
         rows = self._db.execute(query, values).fetchall()
         try:
-            return [_read_change(number, text) for number, text in rows]
+            return [read_change(number, text) for number, text in rows]
         except (ValueError, TypeError, AttributeError) as error:
             damage = DamagedError(f"a change in it can't be read: {error!r}")
             raise STORE.fault(damage, self.path, "read") from None
@@ -214,36 +204,3 @@ def _matches(alias: str, column: str, pattern: Key) -> tuple[str, list[Any]]:
     if len(equal) == 4:  # no wildcards: use the index
         return f"s.{column} = (SELECT id FROM uri WHERE {URI_IS})", list(pattern)
     return " AND ".join(f"{expression} = ?" for expression in equal) or "1", list(equal.values())
-
-
-def read_link(row: Sequence[Any]) -> RemoteLink:
-    return RemoteLink(Status(row[0]), row[1], Command(row[2]) if row[2] is not None else None, row[3], row[4], row[5])
-
-
-_encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would create an encoder at each call
-
-
-def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
-    *head, details, bare, _, status_changed = change
-    return _encode([*head, details.hex(), status_changed, recipients, int(bare)])
-
-
-def _read_change(number: int, text: str) -> StoredChange:
-    topic, subscriber, status, major, expires_ms, period, details, status_changed, recipients, bare = json.loads(text)
-    change = Change(
-        _to_key(topic),
-        _to_key(subscriber),
-        Status(status),
-        major,
-        expires_ms,
-        period,
-        bytes.fromhex(details),
-        bare=bool(bare),
-        status_changed=status_changed,
-    )
-    return StoredChange(number, change, tuple((_to_key(key), major) for key, major in recipients))
-
-
-def _to_key(parts: list[Any]) -> Key:
-    authority, ue_id, version, resource = parts
-    return (authority, ue_id, version, resource)

@@ -17,13 +17,13 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from storage.faults import DamagedError
-from storage.runtime import BATCH_MAX, REAL, WAITING_MAX, Answerer, Gathering, Runtime, give
+from storage.runtime import BATCH_MAX, REAL, Answerer, Gathering, Runtime, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status
 from usubscription.store.database import Database, Outcome, StoreEvent
 from usubscription.store.reader import StoreReader
-from usubscription.store.schema import STORE
+from usubscription.store.tables import STORE
 
 READ_BATCH_MAX: Final = 8  # queries: each answer may be a page of 768 KiB, and all are in memory together
 GATHER_MS: Final = 4  # a request waits at most so long for others: a commit of more requests costs less for each
@@ -101,7 +101,7 @@ class SubscriptionStore:
         self._committed, self._answered, self._on_trouble = committed, answered, on_trouble
         self._now_ms = runtime.now_ms
         self._start_worker = runtime.worker
-        self._writer: Answerer[tuple[StoreEvent, Any], Outcome] | None = None
+        self._writer: Answerer[StoreEvent, Outcome] | None = None
         self._readers: dict[str, Answerer[Callable[[StoreReader], Any], Any]] = {}
         self._reading: dict[str, StoreReader] = {}
         self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by the writer's queue
@@ -127,15 +127,18 @@ class SubscriptionStore:
             return
         self._writer = Answerer(
             "usubscription-writer",
-            self._write,
+            lambda events: self.database.apply(events, self._now_ms()),
             self._written,
             gathering=Gathering(GATHER_MS, BATCH_MAX),
             worker=self._start_worker,
         )
         for name, reader in self._reading.items():
-            answer = functools.partial(_answer_reads, reader)
             self._readers[name] = Answerer(
-                f"usubscription-{name}", answer, self._read, batch_max=READ_BATCH_MAX, worker=self._start_worker
+                f"usubscription-{name}",
+                functools.partial(_answer_reads, reader),
+                lambda batch, answers: give(batch, self._without_damage(answers)),
+                batch_max=READ_BATCH_MAX,
+                worker=self._start_worker,
             )
         self._answering = asyncio.ensure_future(self._answer())
 
@@ -155,7 +158,7 @@ class SubscriptionStore:
                 found[index] = UStatusError(UCode.UNAVAILABLE, answer.message)
         return found
 
-    def writer(self) -> Answerer[tuple[StoreEvent, Any], Outcome]:
+    def writer(self) -> Answerer[StoreEvent, Outcome]:
         """Returns the writer. Raises UNAVAILABLE while the store can't be used."""
         if self.trouble is not None:
             raise UStatusError(UCode.UNAVAILABLE, self.trouble)
@@ -166,9 +169,6 @@ class SubscriptionStore:
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
         is_failed = any(isinstance(answer, UStatusError) for answer in answers)
         self._batches.put_nowait((batch, self._without_damage(answers) if is_failed else answers))
-
-    def _read(self, batch: list[Any], answers: Sequence[Any]) -> None:
-        give(batch, self._without_damage(answers))
 
     def _open(self) -> None:
         self.database.open()
@@ -202,22 +202,14 @@ class SubscriptionStore:
             await asyncio.gather(self._answering, return_exceptions=True)
         await asyncio.to_thread(self._close)
 
-    def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
-        """Apply `event`; the future completes when it is on disk. `tag` is returned in the outcome."""
-        return self.writer().ask((event, tag))
+    def submit(self, event: StoreEvent) -> asyncio.Future[Outcome]:
+        """Apply `event`; the future completes when it is on disk."""
+        return self.writer().ask(event)
 
     def read(self, query: Callable[[StoreReader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
         """Run `query(reader)` on a reader's thread; one that may read the whole store belongs to the LONG lane."""
         self.writer()
         return self._readers[lane].ask(query)
-
-    def _write(self, events: list[tuple[StoreEvent, Any]]) -> Sequence[Outcome | BaseException]:
-        """Runs on the writer's thread."""
-        outcomes = self.database.apply([event for event, _ in events], self._now_ms())
-        for outcome, (_, tag) in zip(outcomes, events, strict=True):
-            if isinstance(outcome, Outcome):
-                outcome.tag = tag
-        return outcomes
 
     async def _answer(self) -> None:
         """For each batch: update the index, call `committed`, give the answers, call `answered`."""
@@ -255,6 +247,3 @@ def _answer_reads(reader: StoreReader, queries: list[Callable[[StoreReader], Any
         except Exception as error:
             answers.append(error)
     return answers
-
-
-__all__ = ["LONG", "QUICK", "WAITING_MAX", "SubscriptionStore"]
