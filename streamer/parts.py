@@ -38,8 +38,7 @@ from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
-from usubscription_client import EmbeddedInterest, InterestSource, ServiceInterest
-from usubscription_client.static_file import StaticFile
+from usubscription_client import EmbeddedInterest, InterestSource, ServiceInterest, StaticFile
 
 RESERVE_NAME: Final = "reserve"  # in a data_dir
 ENTITY: Final = 0x0004  # core.ustreamer

@@ -1,56 +1,37 @@
-"""Which authorities want which topics: a streamer looks this up before it forwards.
+"""Which authorities want which topics: a streamer looks this up before it forwards. Pure.
 
-uSubscription of A --fetch, notifications-> ServiceInterest ---+
-uSubscription in this process --hook------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
-the file of the Rust streamer ------------> StaticFile --------+
+a source (sources.py): put(subscription), replace(all) --> topics --> wants(topic) -> {authority: Want}
+                            since: the log positions after which a new subscription counts
+several sources -> Interest: wants(topic) -> {authority: Want}, version
 
-A pending subscription counts like a confirmed one: the streamer must be ready before the first message. While a service
-is away, its last known interest stays, and `healthy` is False. Until its first complete answer every topic is
-undecided: more authorities may want it.
+A pending subscription counts like a confirmed one: the streamer must be ready before the first message. Until the first
+complete answer of a source every topic is undecided: more authorities may want it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
-from typing import Final, Protocol
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
-import structlog
-
-from storage.runtime import REAL, Runtime
 from uprotocol import callbacks
 from uprotocol import uri as uris
 from uprotocol.callbacks import Remove
-from uprotocol.core.usubscription.asking import end
-from uprotocol.core.usubscription.wire import Entry, Status, Subscription, to_uri
-from uprotocol.pacing import Backoff
-from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.core.usubscription.wire import WANTING, Status, Subscription, to_uri
 from uprotocol.uri import Key
-from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.client import CALL_MS, PROBE_MS, USubscriptionClient
-from usubscription_client.saved_interest import SavedInterest
-from usubscription_client.table import (
-    SUBSCRIPTIONS_MAX,
-    Changed,
-    InterestSource,
-    LogPositions,
-    Topics,
-    Want,
-    is_wide,
-    merge,
-)
 
-# between fetches while the service answers: they only correct what lost notifications left out
-REFRESH_MS: Final = 60_000
-RETRY_FIRST_MS: Final = 500  # least time between two fetches; after a failure twice as long, which doubles up to ...
-RETRY_MAX_MS: Final = 15_000  # ... so that a service that is back is used soon
-FORGET_CANDIDATES_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
+LogPositions = tuple[int, ...]
+"""The last position in each log, in the order of the logs. Later positions are greater; () is before all others."""
+
+Topics = frozenset[Key] | None
+"""The topics, or patterns of topics, whose interest has changed. None: any of them may have changed."""
+Changed = Callable[[Topics], None]
+
+FROM_THE_CURSOR: Final[LogPositions] = ()
 TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; each costs a registration there
 # topics of one authority, so that one that invents topics blocks only its own
 AUTHORITY_TOPICS_ASKED_MAX: Final = TOPICS_ASKED_MAX // 8
@@ -59,304 +40,232 @@ ASKS_AT_ONCE: Final = 32  # calls in flight to services that can't list
 ANSWERS_UNTIL_RETRY: Final = 256
 # entries of the journal of changed topics, some 150 bytes each: more than change between two calls of `changed_since`
 JOURNAL_TOPICS_MAX: Final = 4_096
-# the service stores the same itself: this copy is only for the case that its file is damaged
-EMBEDDED_SAVE_DELAY_S: Final = 60.0
-
-log = structlog.get_logger()
+CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; with more the fetch starts again
+SUBSCRIPTIONS_MAX: Final = 5_000_000  # the same as in our own service
 
 
-class ServiceInterest(InterestSource):
-    """The subscriptions of the uSubscription service of `authority`, fetched over `transport`."""
+@dataclass(frozen=True, slots=True)
+class Want:
+    """The interest of one authority in one topic. `sample_period_ms` None: every message.
 
-    def __init__(
-        self,
-        transport: UTransport,
-        local: LocalUriProvider,
-        authority: str,
-        *,
-        refresh_ms: int = REFRESH_MS,
-        call_ms: int = CALL_MS,
-        saved: Path | None = None,
-        runtime: Runtime = REAL,
-        lives_there: Callable[[str], bool] = lambda authority: True,
-        subscriptions_max: int = SUBSCRIPTIONS_MAX,
-    ) -> None:
-        """`saved`: a file that keeps the interest over a restart, in case the service is away then.
-
-        `lives_there(authority)`: the authority is in the service's own network. A subscription is ignored if neither
-        its topic nor its subscriber is.
-        """
-        super().__init__(authority, subscriptions_max=subscriptions_max)
-        self._lives_there = lives_there
-        self.ignored = 0  # subscriptions
-        self._saved = SavedInterest(saved, self.subscriptions, runtime.disk) if saved is not None else None
-        probe_ms = min(call_ms, PROBE_MS)
-        self._client = USubscriptionClient(
-            transport, local, authority, call_ms=call_ms, probe_ms=probe_ms, listed_max=subscriptions_max
-        )
-        self._client.on_change(self._on_change)
-        self._refresh_ms, self._random = refresh_ms, runtime.rng.random
-        self.healthy, self._why = False, ""  # the last error
-        self._asked: dict[str, dict[Key, UUri]] = {}  # by authority; the longest known topics first
-        self._asked_count = 0
-        self._unanswered: set[Key] = set()
-        self._answered: set[Key] = set()
-        self._fetching = asyncio.Lock()
-        self._was_full = False  # when a topic was to be asked
-        self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._is_loaded = False
-        self._first_answer = asyncio.Event()  # or the first failure
-        self._transport = transport
-        transport.on_connection(self._connection_changed)
-
-    @property
-    def can_list(self) -> bool:  # type: ignore[override]
-        return self._client.version != 3
-
-    async def load(self) -> None:
-        """Read the interest that was saved before the restart; it is used until the service answers."""
-        if self._saved is None or self._is_loaded:
-            return
-        self._is_loaded = True
-        known = self._saved.load()
-        if changed := self.replace(known):
-            self.changed(changed)
-        for subscription in known:
-            self._note_asked(subscription.topic)
-        self.on_change(self._saved.changed)
-
-    async def start(self) -> None:
-        if self._task is not None:
-            return
-        await self.load()
-        self._task = asyncio.ensure_future(self._run())
-        await self.answered()
-
-    async def answered(self) -> None:
-        if self._transport.connected and self._task is not None:
-            await self._first_answer.wait()
-
-    async def stop(self) -> None:
-        task, self._task = self._task, None
-        await end(task)
-        await self._client.close()
-        if self._saved is not None:
-            await self._saved.close()
-
-    async def ask(self, topic: UUri) -> None:
-        """FetchSubscribers and RegisterForNotifications, once per topic; the next refresh repeats failures."""
-        authority = topic.authority_name
-        asked = self._asked.get(authority, {})
-        if self.can_list or uris.key(topic) in asked:
-            return
-        freed: UUri | None = None
-        if self._asked_count >= TOPICS_ASKED_MAX or len(asked) >= AUTHORITY_TOPICS_ASKED_MAX:
-            freed = self._forget_one(authority if asked else max(self._asked, key=lambda one: len(self._asked[one])))
-            if freed is None:
-                limits = {"authority": self.name, "of": authority, "topics": len(asked)}
-                log.warning("the limit of topics to ask of this service is reached", **limits)
-                self._was_full = True
-                return
-        self._note_asked(topic)
-        if not await self._ask(topic):
-            self._news.set()
-        if freed is not None:
-            self.changed(frozenset([uris.key(freed)]))  # it is undecided again
-            with contextlib.suppress(UStatusError):  # then more notifications come, which is harmless
-                await self._client.unregister_for_notifications(freed)
-
-    def _note_asked(self, topic: UUri) -> None:
-        asked = self._asked.setdefault(topic.authority_name, {})
-        self._asked_count += uris.key(topic) not in asked
-        asked[uris.key(topic)] = topic
-
-    def _forget_one(self, authority: str) -> UUri | None:
-        """Forget a topic of `authority` that nobody wants; it is asked again if it is published again. Returns None if
-        all are wanted."""
-        asked = self._asked[authority]
-        for key in list(islice(asked, FORGET_CANDIDATES_MAX)):
-            topic = asked.pop(key)
-            if not self.wants(topic):
-                self._asked_count -= 1
-                self._answered.discard(key)
-                self._unanswered.discard(key)
-                return topic
-            asked[key] = topic  # moved to the end
-        return None
-
-    def decided(self, topic: UUri) -> bool:
-        return self.complete if self.can_list else uris.key(topic) in self._answered
-
-    async def _run(self) -> None:
-        backoff = Backoff(2 * RETRY_FIRST_MS, RETRY_MAX_MS)
-        loop = asyncio.get_running_loop()
-        while True:
-            self._news.clear()
-            if not self._transport.connected:  # a call would wait for the network, and delay the first useful one
-                await self._news.wait()
-                continue
-            # a limit also for notifications, which cost their sender nothing
-            earliest = loop.time() + RETRY_FIRST_MS / 1000
-            await self.refresh()
-            self._first_answer.set()
-            if self.healthy:
-                backoff.reset()
-            if self._was_full:
-                self._was_full = False
-                self.changed(None)  # so that the topics are asked again
-            wait_ms = (self._refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_ms / 1000):
-                    await self._news.wait()
-            await asyncio.sleep(max(earliest - loop.time(), 0))
-
-    async def refresh(self) -> None:
-        async with self._fetching:
-            try:
-                await self._client.open()
-                await self._fetch()
-            except UStatusError as error:
-                if self.healthy or str(error) != self._why:
-                    what = "uSubscription does not answer: the last known interest is used"
-                    log.warning(what, authority=self.name, why=str(error))
-                self.healthy, self._why = False, str(error)
-            except Exception:
-                log.exception("fetching from uSubscription failed", authority=self.name)
-                self.healthy = False
-            else:
-                self.healthy = not self._unanswered
-
-    async def _fetch(self) -> None:
-        could_list = self.can_list
-        version = await self._client.find_version()
-        if self.can_list != could_list:
-            self.changed(None)  # which topics are undecided depends on `can_list`
-        if version == 4:
-            await self._take_all(self._fetch_all)
-            return
-        topics = [topic for asked in self._asked.values() for topic in asked.values()]
-        for start in range(0, len(topics), ASKS_AT_ONCE):
-            answered = await asyncio.gather(*(self._ask(topic) for topic in topics[start : start + ASKS_AT_ONCE]))
-            if not any(answered):
-                raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service has stopped answering")
-
-    async def _fetch_all(self) -> Iterable[Subscription]:
-        """Register first, then fetch."""
-        await self._client.register_for_notifications()
-        return filter(self._is_its_own, await self._client.fetch_subscriptions())
-
-    def _is_its_own(self, subscription: Subscription) -> bool:
-        """False if the service has no authority over this subscription."""
-        topic, subscriber = subscription.topic, subscription.subscriber
-        is_topic = not is_wide(uris.key(topic)) and uris.is_topic(topic)
-        if is_topic and (self._lives_there(topic.authority_name) or self._lives_there(subscriber.authority_name)):
-            return True
-        if not self.ignored:
-            what = "a uSubscription reports a subscription outside of its network, which is ignored"
-            addresses = {"topic": uris.format(topic), "subscriber": uris.format(subscriber)}
-            log.warning(what, authority=self.name, **addresses)
-        self.ignored += 1
-        return False
-
-    async def _ask(self, topic: UUri) -> bool:
-        key = uris.key(topic)
-        try:
-            await self._client.register_for_notifications(topic)
-            subscribers = await self._client.fetch_subscribers(topic)
-        except UStatusError as error:
-            log.warning("the subscribers of a topic could not be fetched", topic=uris.format(topic), why=str(error))
-            self._unanswered.add(key)
-            self.healthy = False
-            return False
-        self._unanswered.discard(key)
-        known = [Subscription(topic, subscriber, Status.SUBSCRIBED) for subscriber in subscribers]
-        if self.replace(filter(self._is_its_own, known), only=topic) or key not in self._answered:
-            self._answered.add(key)
-            self.changed(frozenset([key]))
-        return True
-
-    def _on_change(self, change: Subscription) -> None:
-        if not change.topic.resource_id:
-            self._news.set()  # after a Reset our registration is lost, too
-        elif self._is_its_own(change):
-            self._take([change])
-
-    def _connection_changed(self, connected: bool) -> None:
-        if connected:
-            self._news.set()
-        elif self._task is not None:
-            self.healthy = False
-
-
-class EmbeddedService(Protocol):
-    """The part of usubscription.service.USubscriptionService that EmbeddedInterest uses."""
-
-    authority: str
-
-    @property
-    def also(self) -> Collection[str]: ...
-
-    async def subscriptions(self) -> Sequence[Entry]: ...
-
-    def on_change(self, hook: Callable[[Sequence[Entry]], Awaitable[None] | None]) -> None:
-        """Call `hook` after each commit, before the answers are sent."""
-
-
-class EmbeddedInterest(InterestSource):
-    """The subscriptions of the service in this process: current before a subscriber gets its answer.
-
-    `saved`: a file that keeps the interest over a restart, in case the service's own file is damaged then.
+    `since`: it counts for records after these positions; FROM_THE_CURSOR: for all records after the peer's cursor.
     """
 
-    def __init__(self, service: EmbeddedService, saved: Path | None = None, runtime: Runtime = REAL) -> None:
-        super().__init__(service.authority)
-        self._service, self.also = service, service.also
-        self._saved: SavedInterest | None = None
-        if saved is not None:
-            self._saved = SavedInterest(saved, self.one_of_each_authority, runtime.disk, EMBEDDED_SAVE_DELAY_S)
-        self.healthy = False
-        self._is_loaded = False
-        service.on_change(self._changed)
+    sample_period_ms: int | None = None
+    since: LogPositions = FROM_THE_CURSOR
+
+
+NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
+
+
+@dataclass(slots=True, eq=False)
+class _Topic:
+    uri: UUri
+    subscribers: dict[Key, Want] = field(default_factory=dict)
+    wants: Mapping[str, Want] | None = None  # by authority; None: has to be computed
+
+
+class InterestSource:
+    """One source of subscriptions, a service or a file, as a table: topic -> subscribers -> authorities. A lookup costs
+    some dictionary accesses, independent of the number of topics with wildcards.
+
+    `scope`: the authority whose clients and topics this source knows; the wildcard: all. `positions()`: the current
+    end of each log. A subscription in the first answer after a start may be older than records in the logs, so it
+    counts from each peer's cursor; a later one counts from the end of the logs at that time.
+    """
+
+    can_list = True  # False: it knows only topics that it was asked about
+    healthy = True  # False while its data may be stale
+    complete = False  # True from the first complete answer after a start
+
+    def __init__(self, name: str, scope: str | None = None, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
+        self.name, self.scope, self._most = name, scope if scope is not None else name, subscriptions_max
+        self.also: Collection[str] = ()  # other authorities, or families of them, whose topics it knows
+        self.positions: Callable[[], LogPositions] = tuple
+        self._meanwhile: list[Subscription] | None = None  # changes during a fetch
+        self.count = 0  # subscriptions
+        self.left_out = 0  # subscriptions beyond `subscriptions_max`
+        self._topics: dict[Key, _Topic] = {}
+        # topics by their wildcards: version 4 allows wildcard instances and versions, a static file also others
+        self._shapes: Counter[uris.Shape] = Counter()
+        self._callbacks: list[Changed] = []
+
+    def __len__(self) -> int:
+        return len(self._topics)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}, topics={len(self)}, healthy={self.healthy})"
+
+    def wants(self, topic: UUri) -> Mapping[str, Want]:
+        """Which authorities want `topic`."""
+        key = uris.key(topic)
+        if not self._shapes:
+            return self.wants_by_name(key)
+        keys = {key: None} | {uris.masked(key, shape): None for shape in self._shapes}
+        return merge([self.wants_by_name(one) for one in keys])
+
+    def wants_by_name(self, topic: Key) -> Mapping[str, Want]:
+        """Which authorities have subscribed to exactly `topic`, which may be a pattern."""
+        entry = self._topics.get(topic)
+        if entry is None:
+            return NOBODY
+        if entry.wants is None:
+            entry.wants = wants = dict[str, Want]()
+            for (authority, *_), want in entry.subscribers.items():
+                wants[authority] = _both(wants[authority], want) if authority in wants else want
+        return entry.wants
+
+    def topics(self) -> list[UUri]:
+        return [entry.uri for entry in self._topics.values()]
+
+    def subscriptions(self) -> Iterator[Subscription]:
+        """All subscriptions; pending ones count as subscribed. Changes during the iteration may be missed."""
+        for entry in list(self._topics.values()):
+            for key, want in list(entry.subscribers.items()):
+                yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, want.sample_period_ms)
+
+    def one_of_each_authority(self) -> Iterator[Subscription]:
+        """What forwarding needs: for each topic one subscriber of each authority, with the smallest sample period of
+        that authority. Changes during the iteration may be missed."""
+        for topic, entry in list(self._topics.items()):
+            named = {key[0]: key for key in reversed(entry.subscribers)}  # the first subscriber of each authority
+            for authority, want in list(self.wants_by_name(topic).items()):
+                yield Subscription(entry.uri, to_uri(named[authority]), Status.SUBSCRIBED, None, want.sample_period_ms)
+
+    def put(self, subscription: Subscription) -> bool:
+        """Add, update or remove one subscription. True if that changed anything."""
+        topic_key, subscriber = uris.key(subscription.topic), uris.key(subscription.subscriber)
+        entry = self._topics.get(topic_key)
+        if subscription.status in WANTING:
+            known = entry.subscribers.get(subscriber) if entry is not None else None
+            if known is not None and known.sample_period_ms == subscription.sample_period_ms:
+                return False
+            if known is None and self.count >= self._most:
+                self.left_out += 1
+                return False
+            if entry is None:
+                entry = self._topics[topic_key] = _Topic(subscription.topic)
+                if (shape := uris.shape(topic_key)) != uris.EXACT:
+                    self._shapes[shape] += 1
+            self.count += known is None
+            if known is not None:
+                since = known.since
+            else:
+                since = self.positions() if self.decided(subscription.topic) else FROM_THE_CURSOR
+            entry.subscribers[subscriber] = Want(subscription.sample_period_ms, since)
+        else:
+            if entry is None or subscriber not in entry.subscribers:
+                return False
+            del entry.subscribers[subscriber]
+            self.count -= 1
+            if not entry.subscribers:
+                del self._topics[topic_key]
+                if (shape := uris.shape(topic_key)) != uris.EXACT:
+                    self._shapes -= Counter([shape])
+        entry.wants = None
+        return True
+
+    def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> frozenset[Key]:
+        """Replace everything (or everything about topic `only`) by `subscriptions`. Returns the changed topics."""
+        listed = {(uris.key(one.topic), uris.key(one.subscriber)): one for one in subscriptions}
+        topics = self._topics if only is None else {uris.key(only)} & self._topics.keys()
+        removed = [
+            Subscription(self._topics[topic].uri, to_uri(subscriber), Status.UNSUBSCRIBED)
+            for topic in topics
+            for subscriber in self._topics[topic].subscribers
+            if (topic, subscriber) not in listed
+        ]
+        return self.put_all((*removed, *listed.values()))
+
+    def put_all(self, subscriptions: Iterable[Subscription]) -> frozenset[Key]:
+        """Put each of them. Returns the changed topics."""
+        return frozenset([uris.key(one.topic) for one in subscriptions if self.put(one)])
+
+    def on_change(self, callback: Changed) -> None:
+        self._callbacks.append(callback)
+
+    def changed(self, topics: Topics) -> None:
+        for callback in self._callbacks:
+            callback(topics)
 
     async def load(self) -> None:
-        if not self._is_loaded:
-            self._is_loaded = True
-            await self.refresh()
+        """Read the data on disk. Called before `start`, or by it."""
 
     async def start(self) -> None:
+        """Start to keep the table current. Returns as `answered`; a failure of a service is retried, not raised."""
         await self.load()
 
+    async def answered(self) -> None:
+        """Wait until the first fetch after `start` has succeeded or failed. Returns at once while the network to the
+        service is away."""
+
     async def stop(self) -> None:
-        """The service itself is stopped by its owner."""
-        if self._saved is not None:
-            await self._saved.close()
+        """End what `start` began."""
 
     async def refresh(self) -> None:
-        """Read everything. If the service can't read its file, the last known interest is used."""
+        """Fetch everything now."""
+
+    def decided(self, topic: UUri) -> bool:
+        """False until the first complete answer after a start, or (if the source can't list) until the first answer
+        about `topic`."""
+        return self.complete
+
+    async def ask(self, topic: UUri) -> None:
+        """Fetch the subscribers of `topic` and keep them current. A source that can list does nothing. Never raises
+        UStatusError."""
+
+    async def _take_all(self, fetch: Callable[[], Awaitable[Iterable[Subscription]]]) -> None:
+        """Replace everything by the result of `fetch`, then apply the changes that arrived during the fetch."""
         try:
-            await self._take_all(self._read)
-        except UStatusError as error:
-            what = "the subscriptions can't be read: the last known interest is used"
-            log.error(what, authority=self.name, why=str(error))
-            self.healthy = False
-            if not self.complete and self._saved is not None and (changed := self.replace(self._saved.load())):
-                self.changed(changed)
+            meanwhile: list[Subscription] | None = None
+            while meanwhile is None or len(meanwhile) >= CHANGES_KEPT_MAX:
+                self._meanwhile = meanwhile = []
+                subscriptions = await fetch()
+        finally:
+            self._meanwhile = None
+        changed = self.replace(subscriptions) | self.put_all(meanwhile)
+        if not self.complete:
+            self.complete = True
+            self.changed(None)  # no topic is undecided any more
+        elif changed:
+            self.changed(changed)
 
-    async def _read(self) -> Iterable[Subscription]:
-        entries = await self._service.subscriptions()
-        self.healthy = True
-        if self._saved is not None and not self.complete:
-            self.on_change(self._saved.changed)
-        return map(_subscription, entries)
-
-    def _changed(self, changes: Sequence[Entry]) -> None:
-        self._take(_subscription(change) for change in changes if change.topic[3])
+    def _take(self, changes: Iterable[Subscription]) -> None:
+        changes = list(changes)
+        if self._meanwhile is not None:
+            self._meanwhile += changes[: CHANGES_KEPT_MAX - len(self._meanwhile)]
+        if changed := self.put_all(changes):
+            self.changed(changed)
 
 
-def _subscription(entry: Entry) -> Subscription:
-    topic, subscriber = to_uri(entry.topic), to_uri(entry.subscriber)
-    return Subscription(topic, subscriber, entry.status, entry.expires_ms, entry.sample_period_ms)
+def is_wide(key: Key) -> bool:
+    """True if `key` has wildcards that the specification forbids in subscriptions."""
+    authority, ue_id, _, resource = key
+    return (
+        authority == uris.WILDCARD_AUTHORITY
+        or ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE
+        or resource == uris.WILDCARD_RESOURCE
+    )
+
+
+def _both(one: Want, other: Want) -> Want:
+    """The interest that satisfies both subscribers of an authority."""
+    mine, others = one.sample_period_ms, other.sample_period_ms
+    period_ms = None if mine is None or others is None else min(mine, others)  # None is every message (A-33)
+    return Want(period_ms, min(one.since, other.since))
+
+
+def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
+    """The union of `parts`, with the smallest sample periods and the earliest positions."""
+    filled = [part for part in parts if part]
+    if len(filled) <= 1:
+        return filled[0] if filled else NOBODY
+    merged = dict(filled[0])
+    for part in filled[1:]:
+        for authority, want in part.items():
+            known = merged.get(authority)
+            merged[authority] = want if known is None else _both(known, want)
+    return merged
 
 
 class Interest:
@@ -473,10 +382,6 @@ class Interest:
         key = uris.key(topic)
         return merge([source.wants_by_name(key) for source in self.sources])
 
-    def names(self, topic: UUri) -> bool:
-        """True if somebody has subscribed to exactly `topic`."""
-        return any(source.names(topic) for source in self.sources)
-
     def topics(self) -> list[UUri]:
         """Every topic and pattern that somebody wants, once each."""
         return list({uris.key(topic): topic for source in self.sources for topic in source.topics()}.values())
@@ -489,10 +394,6 @@ class Interest:
     def complete(self) -> bool:
         """True when every source that can list has given its first complete answer."""
         return all(source.complete for source in self.sources if source.can_list)
-
-    @property
-    def healthy(self) -> bool:
-        return not self.unhealthy
 
     @property
     def unhealthy(self) -> list[str]:

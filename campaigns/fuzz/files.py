@@ -35,8 +35,7 @@ from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription_client import static_file
-from usubscription_client.saved_interest import SavedInterest
+from usubscription_client.sources import SavedInterest, read_static
 
 INVALID: Final = UCode.INVALID_ARGUMENT
 
@@ -195,7 +194,7 @@ def remembered_interest(data: bytes) -> None:
 @target
 def static_interest(data: bytes) -> None:
     with refusing(INVALID):
-        for one in static_file.read(file_of(data, "static.json")):
+        for one in read_static(file_of(data, "static.json")):
             assert uris.is_topic(one.topic) or one.topic.resource_id == uris.WILDCARD_RESOURCE
             assert one.subscriber.authority_name
 

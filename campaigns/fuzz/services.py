@@ -57,7 +57,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.state import Change
-from usubscription_client import table
+from usubscription_client.interest import InterestSource
 
 OWN: Final = "vin"
 CALLER: Final = uris.uri("cloud", 0x20, 1, 0)
@@ -414,7 +414,7 @@ def usubscription_answers(data: bytes) -> None:
 
 def believed(*subscriptions: Subscription) -> None:
     """Checks what a streamer believes: the topics that it listens to and the subscribers that it sends to are valid."""
-    source = table.InterestTable()
+    source = InterestSource("fuzz")
     source.replace(subscriptions)
     for topic in source.topics():
         uris.validate(topic)

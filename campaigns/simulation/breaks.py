@@ -34,7 +34,7 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def _restart_that_records() -> Patches:
-    from usubscription_client.table import InterestSource
+    from usubscription_client.interest import InterestSource
 
     # so what is known counts from the newest seq, independent of when it became known
     return [(InterestSource, "decided", lambda self, topic: True)]
@@ -86,7 +86,7 @@ def _silent_service() -> Patches:
 
 
 def _order_of_commands() -> Patches:
-    from usubscription.requests import CommandEntry
+    from usubscription.service import CommandEntry
 
     take = CommandEntry.on_receive_batch
 

@@ -477,7 +477,7 @@ class World:
             if (
                 self.machines["V"].ready
                 and streamer is not None
-                and streamer.interest.healthy
+                and not streamer.interest.unhealthy
                 and not streamer.interest.can_list
             ):
                 self.checker.want("L", key, self.hops("L", key), confirmed=True)

@@ -45,7 +45,7 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError, code_name, settle
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription_client.table import Topics
+from usubscription_client.interest import Topics
 
 # read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall
 WINDOW_MESSAGES_MAX = 2_000

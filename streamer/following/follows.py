@@ -37,8 +37,7 @@ from uprotocol.transport import LocalUriProvider, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.interest import Interest
-from usubscription_client.table import Topics
+from usubscription_client.interest import Interest, Topics
 
 STATES: Final = ("handed_over", "beside_copies", "away")  # of a conversation; values of a label of the metrics
 FOLLOWED_MAX: Final = 4_096  # services: a fleet behind one gateway; each has a task and positions

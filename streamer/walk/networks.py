@@ -39,8 +39,7 @@ from uprotocol.transport import Capability, UListener
 from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.interest import Interest
-from usubscription_client.table import Topics
+from usubscription_client.interest import Interest, Topics
 
 JUST_GONE_S: Final = 5.0  # a network that went away more recently may be back soon (a broker restarts), so ...
 BACK_SOON_S: Final = 2.0  # ... a Subscribe is answered once it is back, or after this time; callers wait longer

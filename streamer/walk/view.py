@@ -28,8 +28,7 @@ from uprotocol.cache import Cache
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.interest import Interest
-from usubscription_client.table import Topics
+from usubscription_client.interest import Interest, Topics
 
 SIGHTS_CACHED_MAX: Final = 65_536  # callers whose sight is cached; the cache is cleared when it is full
 
@@ -133,7 +132,7 @@ Version = tuple[int, int, int]
 
 
 class View:
-    """Pure. `logs` have the order of the positions of subscriptions (usubscription_client.table.Positions)."""
+    """Pure. `logs` have the order of the positions of subscriptions (usubscription_client.interest.LogPositions)."""
 
     def __init__(
         self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused
@@ -213,7 +212,7 @@ class View:
 
     def names(self, topic: UUri) -> bool:
         """True if a subscription names exactly `topic`."""
-        return self._interest.names(topic)
+        return bool(self._interest.wants_by_name(topic))
 
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
         """True if `topic` is published at `origin`, and somebody on another network has subscribed to exactly this

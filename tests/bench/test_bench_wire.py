@@ -18,7 +18,7 @@ from transports.mqtt5 import wire as mqtt_wire
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import message as messages
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription_client import static_file
+from usubscription_client.sources import read_static
 
 
 def payloads(run: int, messages: int, size: int = wire.PAYLOAD_BYTES) -> list[bytes]:
@@ -243,7 +243,7 @@ def test_a_configuration_has_what_a_scene_asks_for(tmp_path: Path) -> None:
     assert {endpoint.settings["in_flight_max"] for endpoint in config.endpoint[1:]} == {77}
     assert (config.history.retention_mib, config.streamer.admin) == (9, "127.0.0.1:0")
     assert config.limits.memory_mib > 512  # else one authority may not have so many topics
-    (entry,) = static_file.read(tmp_path / "interest.json")[:1]
+    (entry,) = read_static(tmp_path / "interest.json")[:1]
     assert entry.topic == wire.EVERY_TOPIC
 
 

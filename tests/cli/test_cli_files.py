@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from streamer.commands import cli
 from tests.certificates import DAY, TestAuthority
-from usubscription_client import static_file
+from usubscription_client.sources import read_static
 
 CONFIG = """[streamer]
 data_dir = "{folder}/data"
@@ -129,7 +129,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(config: Path) -> None:
         path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
     done = check(config, "--json")
     assert done.exit_code == 0, done.output
-    assert static_file.read(config.parent / "static.json") == []
+    assert read_static(config.parent / "static.json") == []
 
 
 def test_each_missing_file_is_reported_with_its_line(config: Path) -> None:

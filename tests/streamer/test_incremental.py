@@ -35,8 +35,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client import USubscriptionClient
 from usubscription_client import interest as interests
-from usubscription_client.interest import Interest
-from usubscription_client.table import InterestSource
+from usubscription_client.interest import Interest, InterestSource
 
 RECORD = '[history]\nrecord = ["//mcu1/8002/FF/FFFF"]\n'
 HOMES = {"vehicle1": "vehicle", "mcu1": "mcu", "cloud": "cloud"}

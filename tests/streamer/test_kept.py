@@ -55,7 +55,7 @@ async def test_what_comes_before_the_interest_is_known_after_a_restart_goes_out(
     await heard.expect(1)
     await world.stop()
     started, go_on = asyncio.Event(), asyncio.Event()
-    from usubscription_client.interest import EmbeddedInterest
+    from usubscription_client.sources import EmbeddedInterest
 
     load = EmbeddedInterest.load
 
@@ -365,7 +365,7 @@ async def test_a_store_that_cant_be_opened_leaves_the_last_known_interest(
     await vehicle.send(publish(SPEED, "still forwarded"))
     await heard.expect(1)
     refused.set()
-    await world.until(lambda: world.streamer.interest.healthy)
+    await world.until(lambda: not world.streamer.interest.unhealthy)
     await vehicle.send(publish(SPEED, "and again"))
     await heard.expect(2)
     assert not [problem for problem in world.streamer.problems() if "usubscription" in problem.lower()]
@@ -373,13 +373,13 @@ async def test_a_store_that_cant_be_opened_leaves_the_last_known_interest(
 
 async def test_interest_is_remembered_once_for_each_authority(tmp_path: Path) -> None:
     from usubscription_client import Status, Subscription
-    from usubscription_client.table import InterestTable
+    from usubscription_client.interest import InterestSource
 
-    table = InterestTable()
+    table = InterestSource("test")
     for entity, period in ((1, 100), (2, 50), (3, None)):
         table.put(Subscription(SPEED, uris.uri("cloud", entity, 1, 0), Status.SUBSCRIBED, None, period))
     table.put(Subscription(SPEED, uris.uri("other", 1, 1, 0), Status.SUBSCRIBED, None, 7))
-    again = InterestTable()
+    again = InterestSource("test")
     assert again.replace(list(table.one_of_each_authority()))
     assert len(list(again.subscriptions())) == 2
     assert again.wants(SPEED) == table.wants(SPEED)

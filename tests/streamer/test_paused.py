@@ -43,7 +43,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription_client.client import USubscriptionClient
-from usubscription_client.table import Want
+from usubscription_client.interest import Want
 
 MakeWorld = Any
 Publish = Callable[..., UMessage]

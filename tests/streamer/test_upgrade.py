@@ -15,7 +15,7 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.store.database import Database
-from usubscription_client.saved_interest import SavedInterest
+from usubscription_client.sources import SavedInterest
 
 OldData = Callable[[str], Path]
 NAMES = pytest.mark.parametrize("name", ["stopped", "killed"])

@@ -24,7 +24,7 @@ from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.table import Want
+from usubscription_client.interest import Want
 
 AUTHORITIES = ["a1", "a2", "b1", "c1", "elsewhere"]
 TOPICS = [uris.uri(authority, 0x8001, 1, resource) for authority in AUTHORITIES for resource in (0x8001, 0x8002)]

@@ -15,8 +15,8 @@ from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription_client import ServiceInterest, Status, Subscription, Want, interest
-from usubscription_client.table import InterestTable, merge
+from usubscription_client import ServiceInterest, Status, Subscription, Want, sources
+from usubscription_client.interest import InterestSource, merge
 
 LOCAL = LocalUriProvider("dev1", 0x99, 1)
 MINE = "//dev1/20/1/8001"
@@ -107,7 +107,7 @@ async def test_notifications_that_say_nothing_make_nobody_fetch_all_the_time(
 ) -> None:
     """A notification without a topic follows a Reset: the client fetches again, but not once for each of them."""
     liar = await Liar(await world.transport("dev1", 0, 4)).open()
-    monkeypatch.setattr(interest, "RETRY_FIRST_MS", 60_000)
+    monkeypatch.setattr(sources, "RETRY_FIRST_MS", 60_000)
     source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1")
     await source.start()
     before = liar.asked
@@ -131,7 +131,7 @@ TOPICS = st.builds(
 
 @given(st.lists(st.tuples(TOPICS, st.sampled_from("bcd"), st.booleans()), max_size=20), TOPICS)
 def test_a_lookup_finds_what_a_look_at_all_patterns_would(steps: list[tuple[Any, str, bool]], asked: Any) -> None:
-    table = InterestTable()
+    table = InterestSource("test")
     for topic, authority, wanting in steps:
         status = Status.SUBSCRIBED if wanting else Status.UNSUBSCRIBED
         table.put(Subscription(topic, uris.uri(authority, 1, 1, 0), status))
@@ -139,13 +139,13 @@ def test_a_lookup_finds_what_a_look_at_all_patterns_would(steps: list[tuple[Any,
     assert table.count == len(every)
     expected = merge([{one.subscriber.authority_name: Want(None)} for one in every if uris.matches(one.topic, asked)])
     assert table.wants(asked) == expected
-    again = InterestTable()
+    again = InterestSource("test")
     again.replace(every)
     assert (again.wants(asked), again.count) == (expected, len(every))
 
 
 def test_a_lookup_looks_at_few_of_many_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = InterestTable()
+    table = InterestSource("test")
     for number in range(1_000):
         table.put(
             Subscription(uris.uri("a", 0xFFFF0000 + number, 1, 0x8001), uris.uri("b", 1, 1, 0), Status.SUBSCRIBED)
@@ -157,7 +157,7 @@ def test_a_lookup_looks_at_few_of_many_patterns(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_full_table_takes_what_it_knows_and_nothing_more() -> None:
-    table = InterestTable(subscriptions_max=2)
+    table = InterestSource("test", subscriptions_max=2)
     assert table.put(sub("//a/1/1/8001", "//b/1/1/0"))
     assert table.put(sub("//a/1/1/8001", "//c/1/1/0"))
     assert not table.put(sub("//a/1/1/8002", "//b/1/1/0"))

@@ -30,9 +30,10 @@ from usubscription_client import (
     Subscription,
     Want,
     interest,
+    sources,
 )
-from usubscription_client.interest import REFRESH_MS
-from usubscription_client.table import InterestSource, InterestTable, merge
+from usubscription_client.interest import InterestSource, merge
+from usubscription_client.sources import REFRESH_MS
 
 TOPIC = uris.parse("//dev1/20/1/8001")
 OTHER = uris.parse("//dev1/20/1/8002")
@@ -67,7 +68,7 @@ def sub(topic: str, subscriber: str, status: Status = Status.SUBSCRIBED, period:
 
 
 def test_both_pending_and_subscribed_want_and_the_smallest_period_wins() -> None:
-    table = InterestTable()
+    table = InterestSource("test")
     table.put(sub("//a/1/1/8001", "//b/1/1/0", period=500))
     table.put(sub("//a/1/1/8001", "//b/2/1/0", Status.SUBSCRIBE_PENDING, period=200))
     table.put(sub("//a/1/1/8001", "//c/1/1/0"))
@@ -82,7 +83,7 @@ def test_both_pending_and_subscribed_want_and_the_smallest_period_wins() -> None
 
 
 def test_wildcard_topics_match_beside_exact_ones() -> None:
-    table = InterestTable()
+    table = InterestSource("test")
     table.put(sub("//a/FFFF0001/1/8001", "//b/1/1/0", period=100))
     table.put(sub("//a/1/1/8001", "//b/2/1/0", period=50))
     assert table.wants(uris.parse("//a/1/1/8001")) == {"b": Want(50)}
@@ -104,7 +105,7 @@ SUBSCRIPTIONS = st.builds(
 def test_whatever_came_before_the_table_is_what_was_put_last(
     before: list[Subscription], after: list[Subscription]
 ) -> None:
-    table, fresh = InterestTable(), InterestTable()
+    table, fresh = InterestSource("test"), InterestSource("test")
     for one in before:
         table.put(one)
         table.wants(TOPIC)  # fills the cache
@@ -159,7 +160,7 @@ async def test_service_interest_fetches_and_follows(world: Any) -> None:
 async def test_service_interest_serves_on_and_says_so_while_the_service_is_away(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interest, "RETRY_FIRST_MS", 20)
+    monkeypatch.setattr(sources, "RETRY_FIRST_MS", 20)
     await world.service()
     client = await world.client()
     await client.subscribe(TOPIC)
@@ -281,7 +282,7 @@ async def test_a_foreign_v3_service_is_asked_topic_by_topic_once_and_followed(wo
 async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_returns(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interest, "RETRY_FIRST_MS", 20)
+    monkeypatch.setattr(sources, "RETRY_FIRST_MS", 20)
     old = OldService(await world.transport("old", 0, 3))
     await old.open()
     topic = uris.parse("//old/20/1/8001")
@@ -302,8 +303,9 @@ async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_return
 
 
 async def test_topics_that_somebody_makes_up_keep_out_no_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interest, "AUTHORITY_TOPICS_ASKED_MAX", 20)
-    monkeypatch.setattr(interest, "ASKS_AT_ONCE", 2)
+    for module in (interest, sources):
+        monkeypatch.setattr(module, "AUTHORITY_TOPICS_ASKED_MAX", 20)
+        monkeypatch.setattr(module, "ASKS_AT_ONCE", 2)
     old = OldService(await world.transport("old", 0, 3))
     await old.open()
     real, honest = uris.parse("//dev1/20/1/8001"), uris.parse("//dev2/20/1/8001")
@@ -415,7 +417,6 @@ async def test_the_union_of_several_sources(world: Any, tmp_path: Path) -> None:
     await union.start()
     before = union.version
     assert union.wants(TOPIC) == {"far": Want(None)}
-    assert not union.healthy
     assert union.unhealthy == ["nobody"]
     await client.subscribe(TOPIC, sample_period_ms=10)
     assert union.version > before
@@ -471,8 +472,9 @@ def test_a_filter_of_a_topic_goes_by_who_has_subscribed_to_just_that() -> None:
 async def test_a_topic_that_found_no_room_among_those_to_be_asked_is_looked_at_again(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interest, "AUTHORITY_TOPICS_ASKED_MAX", 3)
-    monkeypatch.setattr(interest, "ASKS_AT_ONCE", 1)
+    for module in (interest, sources):
+        monkeypatch.setattr(module, "AUTHORITY_TOPICS_ASKED_MAX", 3)
+        monkeypatch.setattr(module, "ASKS_AT_ONCE", 1)
     old = OldService(await world.transport("old", 0, 3))
     await old.open()
     source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "old", call_ms=5_000)

@@ -111,7 +111,7 @@ async def test_a_registration_alone_is_something_shared(world: Any) -> None:
 
 
 async def test_the_dispatcher_in_this_process_keeps_the_interest_of_others(world: Any) -> None:
-    from usubscription_client.interest import EmbeddedInterest
+    from usubscription_client.sources import EmbeddedInterest
 
     service = await world.service()
     interest = EmbeddedInterest(service)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
-from usubscription_client import saved_interest
-from usubscription_client.saved_interest import SavedInterest
-from usubscription_client.table import InterestTable
+from usubscription_client import sources
+from usubscription_client.interest import InterestSource
+from usubscription_client.sources import SavedInterest
 
 
-def table_of(count: int) -> InterestTable:
-    table = InterestTable()
+def table_of(count: int) -> InterestSource:
+    table = InterestSource("test")
     for number in range(count):
         topic = uris.uri("vehicle1", 0x8001, 1, 0x8000 + number)
         table.put(Subscription(topic, uris.uri("cloud", 1, 1, 0), Status.SUBSCRIBED, None, number or None))
@@ -21,7 +21,7 @@ def table_of(count: int) -> InterestTable:
 
 
 async def test_the_loop_goes_on_while_much_is_saved_and_what_changes_meanwhile_harms_nothing(tmp_path: Path) -> None:
-    count = 10 * saved_interest.STEP_ENTRIES
+    count = 10 * sources.STEP_ENTRIES
     table = table_of(count)
     saved = SavedInterest(tmp_path / "interest.json", table.subscriptions)
 
@@ -44,7 +44,7 @@ async def test_the_loop_goes_on_while_much_is_saved_and_what_changes_meanwhile_h
 
 async def test_the_larger_the_file_the_later_it_follows_a_change(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    for count, least_s in ((10, saved_interest.SAVE_DELAY_S), (5_000, 5.0)):
+    for count, least_s in ((10, sources.SAVE_DELAY_S), (5_000, 5.0)):
         saved = SavedInterest(tmp_path / "interest.json", table_of(count).subscriptions)
         await saved.save()
         before = loop.time()
