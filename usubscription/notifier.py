@@ -15,7 +15,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -30,16 +30,16 @@ from uprotocol.message import PROTOBUF
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, OK, RETRYABLE, UStatusError, code_name
 from uprotocol.transport import Capability, UTransport
-from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
-from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.requests import ResponseTracker
 from usubscription.state import Change
 from usubscription.store.database import Hold, Released, Sent
 from usubscription.store.store import SubscriptionStore
 from usubscription.store.tables import Client, StoredChange
 
+# how long a change waits for the response of its request, from the commit on: a dropped response is never sent
+ANSWER_WAIT_MS_MAX: Final = 1_000
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; others are read from the store when it is their turn
 CHANGES_BATCH_MAX: Final = 128  # some 400 messages: the next batch waits until the network has accepted them
 CHANGES_SLICE: Final = 16  # changes in one turn of the event loop, 1 ms, so that answers are not delayed
@@ -65,6 +65,45 @@ PRIORITY: Final = UPriority.UPRIORITY_CS2
 log = structlog.get_logger()
 
 
+class ResponseTracker:
+    """Knows which responses are still to be sent, so that changes are sent after the response that caused them
+    (C-23)."""
+
+    def __init__(self) -> None:
+        # loop time after which a change no longer waits for it, ascending; so it has the responses of one second
+        self._expected: dict[bytes, float] = {}  # by the id of the request
+        self._news = asyncio.Event()
+        # not set while many commands wait: from when they exceed one transaction until none is left
+        self.lull = asyncio.Event()
+        self.lull.set()
+
+    def __len__(self) -> int:
+        """The number of responses that are still to be sent."""
+        return len(self._expected)
+
+    def expect(self, request: bytes) -> None:
+        """The response to `request` will be sent. Call it in the turn of the event loop in which it is queued."""
+        now = asyncio.get_running_loop().time()
+        self._expected[request] = now + ANSWER_WAIT_MS_MAX / 1000
+        while (first := next(iter(self._expected.items())))[1] <= now:
+            del self._expected[first[0]]
+
+    def sent(self, messages: Sequence[UMessage]) -> None:
+        """The messages were sent, or have failed."""
+        for message in messages:
+            self._expected.pop(uuids.to_bytes(message.attributes.reqid), None)
+        self._news.set()
+
+    async def left(self, requests: set[bytes]) -> None:
+        """Wait until the expected responses to `requests` were sent, or ANSWER_WAIT_MS_MAX is over for each."""
+        loop = asyncio.get_running_loop()
+        while waiting := [at for one in requests if (at := self._expected.get(one, 0.0)) > loop.time()]:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(max(waiting)):
+                    await self._news.wait()
+
+
 class Delivery(NamedTuple):
     """The messages of one change to one destination."""
 
@@ -76,7 +115,7 @@ class Delivery(NamedTuple):
 
 
 class ChangeSender:
-    """Builds the messages of changes and sends them. `sent` and `dropped` count messages."""
+    """Builds the messages of changes and sends them. `dropped` counts messages."""
 
     def __init__(self, transport: UTransport, authority: str, also: Collection[str] = ()) -> None:
         """`also`: authorities, or families of them, for whose clients this service has their own authority."""
@@ -89,7 +128,6 @@ class ChangeSender:
             for major in CODECS
         }
         self._publishes = Capability.PUBLISH_WITHOUT_SINK in transport.capabilities
-        self.sent = 0
         self.dropped: Counter[str] = Counter()
 
     def deliveries(self, stored: StoredChange, held_for: str | None = None) -> list[Delivery]:
@@ -102,7 +140,8 @@ class ChangeSender:
             payload = payloads[major]
             if change.bare and (client, major) == (change.subscriber, V3_CODEC.major):  # with the topic of its request
                 payload = V3_CODEC.change(change, bare=True).SerializeToString()
-            message = self._message(NOTIFICATION, major, payload)
+            message = UMessage(attributes=self._attributes[NOTIFICATION, major], payload=payload)
+            message.attributes.id.CopyFrom(uuids.new())
             if self._also and uris.is_one_of(client[0], self._also):
                 message.attributes.source.authority_name = client[0]
             fill_uri(message.attributes.sink, client)
@@ -110,14 +149,12 @@ class ChangeSender:
             delivery.recipients.append((client, major))
             delivery.messages.append(message)
         if self._publishes if held_for is None else held_for == HOME:
-            messages = [self._message(PUBLISH, major, payload) for major, payload in payloads.items()]
-            deliveries[HOME] = Delivery(HOME, number, change, [], messages)
+            delivery = deliveries[HOME] = Delivery(HOME, number, change, [], [])
+            for major, payload in payloads.items():
+                message = UMessage(attributes=self._attributes[PUBLISH, major], payload=payload)
+                message.attributes.id.CopyFrom(uuids.new())
+                delivery.messages.append(message)
         return list(deliveries.values())
-
-    def _message(self, type: UMessageType.ValueType, major: int, payload: bytes) -> UMessage:
-        message = UMessage(attributes=self._attributes[type, major], payload=payload)
-        message.attributes.id.CopyFrom(uuids.new())
-        return message
 
     async def send(self, deliveries: Sequence[Delivery]) -> tuple[list[Delivery], UStatus]:
         """Send them. Returns those that have to be sent again later, and the error of the first of them.
@@ -136,19 +173,12 @@ class ChangeSender:
             results = list(itertools.islice(statuses, len(delivery.messages)))
             failure = next((status for status in results if status.code and status.code not in FINAL), None)
             if failure is None and delivery.destination not in destinations:
-                self.count(results)
+                self.dropped.update(code_name(status.code) for status in results if status.code)
                 continue
             why = failure if failure is not None and not failed else why
             destinations.add(delivery.destination)
             failed.append(delivery)
         return failed, why
-
-    def count(self, statuses: Iterable[UStatus]) -> None:
-        for status in statuses:
-            if status.code == UCode.OK:
-                self.sent += 1
-            else:
-                self.dropped[code_name(status.code)] += 1
 
 
 @dataclass(slots=True)
@@ -158,10 +188,6 @@ class _Trouble:
     tries: int = 0  # of the oldest change
     # of the oldest changes, by number: a retry sends the same messages
     deliveries: dict[int, Delivery] = field(default_factory=dict)
-
-    def keep(self, delivery: Delivery) -> None:
-        if len(self.deliveries) < HELD_BATCH_MAX:
-            self.deliveries[delivery.number] = delivery
 
 
 class Troubles(CommandQueue[str, _Trouble]):
@@ -187,21 +213,6 @@ class Troubles(CommandQueue[str, _Trouble]):
             trouble = _Trouble()
             self.put(destination, trouble, RETRY_FIRST_MS)
         return trouble
-
-    @contextlib.contextmanager
-    def holding(self, deliveries: Sequence[Delivery]) -> Iterator[None]:
-        """While the deliveries are being stored, their destinations do not count as caught up."""
-        # a destination may have caught up meanwhile, so it begins again
-        troubles = {delivery.destination: self.begin(delivery.destination) for delivery in deliveries}
-        for delivery in deliveries:
-            troubles[delivery.destination].keep(delivery)
-        for trouble in troubles.values():
-            trouble.holding += 1
-        try:
-            yield
-        finally:
-            for trouble in troubles.values():
-                trouble.holding -= 1
 
     def retry_now(self) -> None:
         """Retry at once: the network is back."""
@@ -234,8 +245,7 @@ class Troubles(CommandQueue[str, _Trouble]):
         deliveries = [
             trouble.deliveries.get(stored.number) or self._sender.deliveries(stored, destination)[0] for stored in found
         ]
-        for delivery in deliveries:
-            trouble.keep(delivery)
+        trouble.deliveries |= {delivery.number: delivery for delivery in deliveries}
         failed, why = await self._sender.send(deliveries)
         done = len(deliveries) - len(failed)
         if not done:
@@ -243,7 +253,7 @@ class Troubles(CommandQueue[str, _Trouble]):
             if trouble.tries < TRIES_MAX:
                 return False
             log.warning("a change was refused too often and is dropped", destination=destination, why=why.message)
-            self._sender.count([why])
+            self._sender.dropped[code_name(why.code)] += 1
             done = 1
         trouble.tries = 0
         for delivery in deliveries[:done]:
@@ -388,35 +398,37 @@ class ChangeNotifier:
             if count and not count % CHANGES_SLICE:
                 await asyncio.sleep(0)
             deliveries += self._sender.deliveries(stored)
-        troubled = self.troubles.commands
-        held = [delivery for delivery in deliveries if delivery.destination in troubled]
-        held += await self._send([delivery for delivery in deliveries if delivery.destination not in troubled])
-        if held:
-            await self._hold(held)
+        await self._deliver(deliveries)
         await self.notified_up_to(batch[-1][0].number)
         self._last = asyncio.get_running_loop().time()
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)
 
-    async def _send(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Returns what was not accepted. The destination of the first failure is in trouble; the failed deliveries to
-        others are sent once more without it."""
-        held: list[Delivery] = []
-        while deliveries:
-            failed, _ = await self._sender.send(deliveries)
-            if not failed:
-                break
-            troubled = failed[0].destination
-            self.troubles.begin(troubled)
-            held += [delivery for delivery in failed if delivery.destination == troubled]
-            deliveries = [delivery for delivery in failed if delivery.destination != troubled]
-        return held
-
-    async def _hold(self, held: list[Delivery]) -> None:
-        """Store the deliveries before later changes count as sent."""
+    async def _deliver(self, deliveries: list[Delivery]) -> None:
+        """Send them. What is not accepted is stored before later changes count as sent: the destination of the first
+        failure is in trouble, and the failed deliveries to others are sent once more without it."""
+        troubled = self.troubles.commands
+        held = [one for one in deliveries if one.destination in troubled]
+        rest = [one for one in deliveries if one.destination not in troubled]
+        while rest:
+            rest, _ = await self._sender.send(rest)
+            if rest:
+                failing = rest[0].destination
+                self.troubles.begin(failing)
+                held += [one for one in rest if one.destination == failing]
+                rest = [one for one in rest if one.destination != failing]
+        if not held:
+            return
+        # a destination that has caught up meanwhile begins again, and has not caught up before these are stored
+        troubles = {one.destination: self.troubles.begin(one.destination) for one in held}
+        for one in held:
+            if len(known := troubles[one.destination].deliveries) < HELD_BATCH_MAX:
+                known[one.number] = one
+        for trouble in troubles.values():
+            trouble.holding += 1
         event = Hold(tuple((one.destination, one.number, one.change, tuple(one.recipients)) for one in held))
         backoff = Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS)
-        with self.troubles.holding(held):
+        try:
             while True:
                 try:
                     await self._store.submit(event)
@@ -424,3 +436,6 @@ class ChangeNotifier:
                 except UStatusError as error:
                     log.warning("changes for a destination that is away can't be stored: waiting", why=error.message)
                 await backoff.wait()
+        finally:
+            for trouble in troubles.values():
+                trouble.holding -= 1

@@ -19,7 +19,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription import notifier
-from usubscription.requests import ANSWER_WAIT_MS_MAX, ResponseTracker
+from usubscription.notifier import ANSWER_WAIT_MS_MAX, ResponseTracker
 from usubscription.state import Change, Key, Status
 from usubscription.store.database import Database, Hold
 

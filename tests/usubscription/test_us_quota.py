@@ -127,8 +127,7 @@ def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> N
         else:
             db.apply(batch, chance.choice([0, 6]))
         counted = counts(db)
-        db._make_quotas()
-        db._load_quotas()
+        db._load()
         assert counted == counts(db)
     db.close()
 
@@ -258,7 +257,7 @@ async def test_a_listing_without_end_is_given_up(world: Any, version: int) -> No
 
 async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, before the store has answered any of them."""
-    monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
+    monkeypatch.setattr("usubscription.service.WAITING_MAX", WHOLE)
     service = await world.service()
     entry = service.entry
     method = uris.uri("dev1", 0, 4, 1)
@@ -284,7 +283,7 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
 
 
 async def test_large_requests_take_the_room_of_many(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
+    monkeypatch.setattr("usubscription.service.WAITING_MAX", WHOLE)
     service = await world.service()
     entry = service.entry
     method = uris.uri("dev1", 0, 3, 1)
