@@ -23,9 +23,6 @@ class Backoff:
         self._attempts = 0
         self._woken = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"Backoff(attempts={self._attempts})"
-
     def sibling(self) -> Backoff:
         """Returns a new Backoff with the same limits."""
         return Backoff(self._min_ms, self._max_ms, self._rng)
@@ -68,9 +65,6 @@ class Pace:
         self.at_once = per_s if at_once is None else at_once
         self._refill_per_s = per_s if at_once is None else per_s - at_once
         self._left, self._at = float(self.at_once), -math.inf
-
-    def __repr__(self) -> str:
-        return f"Pace({self.at_once} at once, {self._refill_per_s} a second, left={self._left:.1f})"
 
     def available(self) -> int:
         """Returns how many units may go now; 0 or less: none."""

@@ -78,9 +78,6 @@ class Auditor:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        return f"Auditor(suspects={len(self._suspects)}, partners={len(self._partners.known)})"
-
     @property
     def quiet(self) -> bool:
         """True if no round is requested and there are no suspects."""
@@ -228,9 +225,6 @@ class Partners:
         self._changes = self._saved = 0
         self._saving: asyncio.Future[None] | None = None
         self._saved_at = -math.inf  # loop time
-
-    def __repr__(self) -> str:
-        return f"Partners({len(self.known)})"
 
     async def load(self) -> None:
         """Read the file. If it can't be read, that is logged: the links in the store have the current partners."""

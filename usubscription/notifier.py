@@ -197,9 +197,6 @@ class Troubles(CommandQueue[str, _Trouble]):
         super().__init__(self._catch_up, 1)
         self._sender, self._store = sender, store
 
-    def __repr__(self) -> str:
-        return f"Troubles({len(self)})"
-
     async def start(self) -> None:
         """Begin with the destinations of changes that were held before a restart. Raises UStatusError if the store
         can't be read."""
@@ -287,10 +284,6 @@ class ChangeNotifier:
         self.dropped = self._sender.dropped
         self.troubles = Troubles(self._sender, store)
         transport.on_connection(lambda connected: self.troubles.retry_now() if connected else None)
-
-    def __repr__(self) -> str:
-        waiting = f"{len(self._waiting)}{'+' if self._behind else ''}"
-        return f"ChangeNotifier(sent={self.sent}, waiting={waiting}, {self.troubles!r})"
 
     def start(self) -> None:
         self._news.set()

@@ -165,10 +165,6 @@ class Remote:
         self._open = False
         transport.on_connection(self._connection_changed)
 
-    def __repr__(self) -> str:
-        commands = sum(map(len, self.commands.values()))
-        return f"Remote({self._authority}, authorities={len(self.commands)}, commands={commands}, {self.auditor!r})"
-
     async def start(self) -> None:
         """Register listeners, then repeat the commands that were not answered before the restart."""
         self._open = True
@@ -305,9 +301,6 @@ class AuthorityCommands(CommandQueue[Key, _RemoteCommand]):
         self._loop = asyncio.get_running_loop()
         self._answered_at = self._retried_at = self._loop.time()
         self._departure = asyncio.Lock()  # keeps the order of the commands
-
-    def __repr__(self) -> str:
-        return f"AuthorityCommands({self.authority}, {super().__repr__()})"
 
     def update(self, topic: Key, link: RemoteLink, after: int) -> None:
         """As Remote.update."""

@@ -121,9 +121,6 @@ class ServiceTransport(UTransport):
         self.unserved = Unserved(inner)
         self.responses = ResponseTracker()
 
-    def __repr__(self) -> str:
-        return f"ServiceTransport({uris.format(self._sink)}, {sum(map(len, self._listeners.values()))} listeners)"
-
     @property
     def connected(self) -> bool:
         return self._inner.connected
@@ -239,9 +236,6 @@ class CommandEntry:
         self.responses = Responses(gate, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
         self.dropped = self.responses.dropped
         self.requests = Counter({f"{name}_v{major}": 0 for major in CODECS for name in COMMANDS})
-
-    def __repr__(self) -> str:
-        return f"CommandEntry(waiting={self.waiting.used}, responses={len(self.responses)})"
 
     async def open(self) -> None:
         for sink in self._sinks:
@@ -363,9 +357,6 @@ class USubscriptionService:
         self._calls: Counter[str] = Counter()
         self._may_reset: MayReset = reset
         self._refused: Counter[str] = Counter()
-
-    def __repr__(self) -> str:
-        return f"USubscriptionService({self.authority}, {self.store.database!r}, {self.notifier!r}, {self.remote!r})"
 
     @property
     def healthy(self) -> bool:

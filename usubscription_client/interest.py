@@ -304,9 +304,6 @@ class Interest:
         self._changed(None)
         await source.stop()
 
-    def __repr__(self) -> str:
-        return f"Interest({', '.join(map(repr, self.sources))}, version={self.version})"
-
     async def load(self) -> None:
         """Read the data on disk. Raises UStatusError for a file that has to be repaired."""
         await asyncio.gather(*(source.load() for source in self.sources))

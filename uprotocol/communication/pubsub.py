@@ -79,9 +79,6 @@ class InMemorySubscriber(Subscriber):
         self._transport, self._local, self._usubscription = transport, local, usubscription
         self._listeners: dict[tuple[str, int, int, int], list[UListener]] = {}
 
-    def __repr__(self) -> str:
-        return f"InMemorySubscriber({self._local}, topics={len(self._listeners)})"
-
     async def subscribe(self, topic: UUri, listener: UListener, **options: Any) -> Any:
         topic = self._complete(topic)
         listeners = self._listeners.setdefault(uris.key(topic), [])

@@ -107,9 +107,6 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self.used.pieces
 
-    def __repr__(self) -> str:
-        return f"FairQueue({self.used!r})"
-
     @property
     def is_over(self) -> bool:
         return self.used.pieces > self.used.pieces_max or self.used.bytes > self.used.bytes_max
@@ -235,9 +232,6 @@ class Quota:
         self._authorities = Shares[str](whole, share=AUTHORITIES_SHARE)
         self.own_max = whole - whole // CALLERS_SHARE
         self.used = 0
-
-    def __repr__(self) -> str:
-        return f"Quota({self._what}, {self.used} of {self.whole}, {len(self._clients.used)} clients)"
 
     @property
     def caller_max(self) -> int:

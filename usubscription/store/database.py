@@ -167,9 +167,6 @@ class Database:
         self.lost_changes = 0
         self._make_quotas()
 
-    def __repr__(self) -> str:
-        return f"Database({self.path}, {self.authority}, subscriptions={self.subscriptions!r})"
-
     @property
     def outbox_dropped(self) -> int:
         """Changes that were dropped because too many waited."""

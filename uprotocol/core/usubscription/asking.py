@@ -61,9 +61,6 @@ class CommandQueue(Generic[K, C]):
         self._running: dict[K, asyncio.Task[None]] = {}
         self._started: dict[K, C] = {}  # running commands
 
-    def __repr__(self) -> str:
-        return f"CommandQueue(commands={len(self)}, running={len(self._running)}, window={self.window})"
-
     def __len__(self) -> int:
         return len(self.commands)
 
