@@ -238,23 +238,37 @@ class Codec:
         return UPayload(request.payload, request.attributes.payload_format).unpack(type)
 
     def _naming(self, subscriber: UUri | None) -> dict[str, Any]:
-        return {}
+        return {"subscriber": v3.SubscriberInfo(uri=subscriber)} if self._nests and subscriber is not None else {}
 
     def _topic(self, asked: Any, own: str) -> Key:
+        """Version 3 allows no wildcards, and an empty authority is the local one. In version 4 authority, entity type
+        and resource must be given; instance and version may be wildcards."""
         if not asked.HasField("topic"):
             raise invalid("expected a topic in the request, got none")
         topic: UUri = asked.topic
         uris.validate(topic)
-        self._check_topic(topic)
+        if self.major == 3:
+            if uris.has_wildcard(topic):
+                raise invalid(f"expected a topic without wildcards, got {uris.format(topic)}")
+        elif topic.authority_name in ("", uris.WILDCARD_AUTHORITY):
+            raise invalid(f"expected a topic with a concrete authority, got {uris.format(topic)}")
+        elif topic.ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE:
+            raise invalid(f"expected a topic with a concrete entity type, got {uris.format(topic)}")
         if not uris.is_topic(topic):
             raise invalid(f"a topic has a resource of 8000 to FFFE, got {uris.format(topic)}")
         return (topic.authority_name or own, topic.ue_id, topic.ue_version_major, topic.resource_id)
 
-    def _check_topic(self, topic: UUri) -> None:
-        raise NotImplementedError
-
     def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
-        return caller_of(request, own)
+        """The caller, with resource 0; or the subscriber that an older client of version 3 names, if it has the
+        authority of the caller: nobody may subscribe for other authorities (C-11). The transport has checked that the
+        source has no wildcards."""
+        source = request.attributes.source
+        authority = source.authority_name or own
+        if self._nests and asked.HasField("subscriber") and asked.subscriber.HasField("uri"):
+            named = _named_entity(asked.subscriber.uri, authority)
+            if named[0] == authority:
+                return named
+        return (authority, source.ue_id, source.ue_version_major, uris.RESOURCE_REPLY)
 
     # answers and changes: the service writes, a client reads
 
@@ -271,11 +285,14 @@ class Codec:
         not all fit and the caller can't read pages."""
         response = self.methods[FETCH_SUBSCRIPTIONS].answer()
         last = _fill_page(response.subscriptions, rows, self._fill, page)
-        self._mark_more(response, last, page)
+        if self._nests:
+            response.has_more_records = last is not None
+        elif last is not None:
+            if not page.asked:
+                why = f"more subscriptions match than fit into one answer ({page.bytes_max} bytes)"
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{why}: narrow the filters, or request pages")
+            response.MergeFromString(PageGiven(next=last).SerializeToString())
         return response  # type: ignore[no-any-return]
-
-    def _mark_more(self, response: Any, last: int | None, page: PageLimits) -> None:
-        raise NotImplementedError
 
     def change(self, change: Entry, *, bare: bool = False) -> Message:
         """`bare`: without the authority of the topic."""
@@ -329,7 +346,16 @@ class Codec:
         return found if strict else list(filter(_is_possible, found)), following
 
     def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
-        raise NotImplementedError
+        if self._nests:
+            count = len(page.subscriptions)
+            return page.subscriptions, after + count if page.has_more_records and count else None
+        given = PageGiven.FromString(page.SerializeToString())
+        if not given.HasField("next"):
+            return page.subscriptions, None
+        if given.next <= after:
+            why = f"the uSubscription service answers page {after} with next page {given.next}: the pages never end"
+            raise UStatusError(UCode.DATA_LOSS, why)
+        return page.subscriptions, given.next
 
     def read_change(self, payload: UPayload, *, strict: bool = False) -> Subscription:
         """The changed subscription. If it has no topic (the resource is 0), everything has changed.
@@ -384,9 +410,6 @@ class V3(Codec):
     def registration(self, topic: UUri | None) -> Message:
         return v3.NotificationsRequest(topic=topic)
 
-    def _naming(self, subscriber: UUri | None) -> dict[str, Any]:
-        return {"subscriber": v3.SubscriberInfo(uri=subscriber)} if subscriber is not None else {}
-
     def read_fetch(self, request: UMessage, own: str) -> Fetch:
         asked = self._read(request, FETCH_SUBSCRIPTIONS)
         match asked.WhichOneof("request"):
@@ -402,29 +425,6 @@ class V3(Codec):
         """Returns the topic and the offset."""
         asked = self._read(request, FETCH_SUBSCRIBERS)
         return self._topic(asked, own), asked.offset
-
-    def _check_topic(self, topic: UUri) -> None:
-        """Wildcards are not allowed; an empty authority is the local one."""
-        if uris.has_wildcard(topic):
-            raise invalid(f"expected a topic without wildcards, got {uris.format(topic)}")
-
-    def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
-        """The caller; or the subscriber that an older client names, if it has the authority of the caller: nobody may
-        subscribe for other authorities (C-11)."""
-        caller = caller_of(request, own)
-        if not asked.HasField("subscriber") or not asked.subscriber.HasField("uri"):
-            return caller
-        named = _named_entity(asked.subscriber.uri, caller[0])
-        return named if named[0] == caller[0] else caller
-
-    # answers
-
-    def _mark_more(self, response: Any, last: int | None, page: PageLimits) -> None:
-        response.has_more_records = last is not None
-
-    def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
-        count = len(page.subscriptions)
-        return page.subscriptions, after + count if page.has_more_records and count else None
 
     def subscribers(self, subscribers: Iterable[Key], more: bool, page: PageLimits) -> Message:
         response = v3.FetchSubscribersResponse()
@@ -473,32 +473,6 @@ class V4(Codec):
         page = PageAsked.FromString(asked.SerializeToString())  # an extension of the specification: paging.proto
         return Fetch(topic, subscriber, after=min(page.after, SEQ_MAX) if page.HasField("after") else None)
 
-    def _check_topic(self, topic: UUri) -> None:
-        """Authority, entity type and resource must be given; instance and version may be wildcards."""
-        if topic.authority_name in ("", uris.WILDCARD_AUTHORITY):
-            raise invalid(f"expected a topic with a concrete authority, got {uris.format(topic)}")
-        if topic.ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE:
-            raise invalid(f"expected a topic with a concrete entity type, got {uris.format(topic)}")
-
-    # answers
-
-    def _mark_more(self, response: Any, last: int | None, page: PageLimits) -> None:
-        if last is None:
-            return
-        if not page.asked:
-            why = f"more subscriptions match than fit into one answer ({page.bytes_max} bytes)"
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{why}: narrow the filters, or request pages")
-        response.MergeFromString(PageGiven(next=last).SerializeToString())
-
-    def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
-        given = PageGiven.FromString(page.SerializeToString())
-        if not given.HasField("next"):
-            return page.subscriptions, None
-        if given.next <= after:
-            why = f"the uSubscription service answers page {after} with next page {given.next}: the pages never end"
-            raise UStatusError(UCode.DATA_LOSS, why)
-        return page.subscriptions, given.next
-
 
 V3_CODEC: Final = V3()
 V4_CODEC: Final = V4()
@@ -519,12 +493,6 @@ def to_uri(key: Key) -> UUri:
 
 def fill_uri(uri: UUri, key: Key) -> None:
     uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id = key
-
-
-def caller_of(request: UMessage, own: str) -> Key:
-    """The sender of the request, with authority and resource 0. The transport has checked that it has no wildcards."""
-    source = request.attributes.source
-    return (source.authority_name or own, source.ue_id, source.ue_version_major, uris.RESOURCE_REPLY)
 
 
 def _named_entity(uri: UUri, own: str) -> Key:
