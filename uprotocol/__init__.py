@@ -7,7 +7,6 @@ cache.py           A bounded dict for values that can be computed again
 callbacks.py       Lists of callbacks: who adds one gets what removes it again
 encoded.py         A message that is routed, counted, stored and forwarded without being parsed
 pacing.py          Backoff: pauses after failures. Pace: a rate limit. Every package uses these two
-permissions.py     Permission levels (CAP, spec basics/permissions.adoc)
 """
 
 import os

@@ -176,20 +176,10 @@ def validate_rest(attributes: UAttributes) -> None:
     if (type != RESPONSE and (has("reqid") or has("commstatus"))) or (
         type != REQUEST and (has("permission_level") or has("token"))
     ):
-        name, only = next((name, only) for name, only in _ONLY_OF.items() if only != type and has(name))
-        raise invalid(f"only a {RULES[only].name} has the attribute {name}, but this message has type {type}")
-    if type in _RPC:
-        _validate_rpc(attributes, type)
-
-
-def has_valid_traceparent(attributes: UAttributes) -> bool:
-    """True without a traceparent, too (dsn~up-attributes-traceparent~1). A sender gets an error for an invalid one; a
-    receiver removes it from the message."""
-    traceparent = attributes.traceparent
-    return not traceparent or _TRACEPARENT.fullmatch(traceparent) is not None
-
-
-def _validate_rpc(attributes: UAttributes, type: int) -> None:
+        odd, only = next((odd, only) for odd, only in _ONLY_OF.items() if only != type and has(odd))
+        raise invalid(f"only a {RULES[only].name} has the attribute {odd}, but this message has type {type}")
+    if type not in _RPC:
+        return
     priority = attributes.priority
     if priority < _CS4:
         name = UPriority.Name(priority) if priority in UPriority.values() else priority
@@ -202,6 +192,13 @@ def _validate_rpc(attributes: UAttributes, type: int) -> None:
         )
     if type == RESPONSE and attributes.commstatus < 0:
         raise invalid(f"a commstatus is 0 or more, got {attributes.commstatus}")
+
+
+def has_valid_traceparent(attributes: UAttributes) -> bool:
+    """True without a traceparent, too (dsn~up-attributes-traceparent~1). A sender gets an error for an invalid one; a
+    receiver removes it from the message."""
+    traceparent = attributes.traceparent
+    return not traceparent or _TRACEPARENT.fullmatch(traceparent) is not None
 
 
 def validate_payload(attributes: UAttributes, has_payload: bool) -> None:

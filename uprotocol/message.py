@@ -5,7 +5,6 @@ UMessageBuilder.publish(topic).with_priority(CS2).build_from_upayload(UPayload.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -90,8 +89,6 @@ def is_expired(message: UMessage, now_ms: int | None = None) -> bool:
 class UMessageBuilder:
     """Builds one message. `build`, `build_from_upayload` and `pack` validate it, so every built message is valid."""
 
-    new_id: Callable[[], UUID] = staticmethod(uuids.new)
-
     def __init__(self, type: UMessageType.ValueType, source: UUri, sink: UUri | None = None) -> None:
         self._attributes = UAttributes(type=type, source=source, sink=sink)
         self._id: UUID | None = None
@@ -158,7 +155,7 @@ class UMessageBuilder:
 
     def build_from_upayload(self, payload: UPayload | None) -> UMessage:
         message = UMessage(attributes=self._attributes)
-        message.attributes.id.CopyFrom(self._id if self._id is not None else self.new_id())
+        message.attributes.id.CopyFrom(self._id if self._id is not None else uuids.new())
         if payload is not None:
             message.payload = payload.data
             message.attributes.payload_format = payload.format

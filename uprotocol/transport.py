@@ -304,24 +304,24 @@ class UTransport(abc.ABC):
 
 
 _T, _M, _R, _W = "topic", "method", "reply", "wildcard"
-VALID_FILTER_PAIRS: Final = frozenset({(_T, None), (_W, None), (_T, _R), (_R, _M), (_M, _R), (_W, _R), (_W, _W)})
+_FILTER_PAIRS: Final = frozenset({(_T, None), (_W, None), (_T, _R), (_R, _M), (_M, _R), (_W, _R), (_W, _W)})
 """Valid kinds of the resources of (source filter, sink filter) (spec up-l1, valid filter pairs)."""
-
-
-def _kind(uri: UUri) -> str:
-    resource = uri.resource_id
-    if resource == uris.WILDCARD_RESOURCE:
-        return _W
-    return _R if resource == uris.RESOURCE_REPLY else _M if resource <= uris.RESOURCE_METHOD_MAX else _T
 
 
 def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
     """Raises UStatusError(INVALID_ARGUMENT) for a malformed filter or a pair that the specification does not list."""
-    uris.validate(source_filter)
-    if sink_filter is not None:
-        uris.validate(sink_filter)
-    pair = (_kind(source_filter), None if sink_filter is None else _kind(sink_filter))
-    if pair not in VALID_FILTER_PAIRS:
+    kinds: list[str | None] = []
+    for filter in (source_filter, sink_filter):
+        if filter is None:
+            kinds.append(None)
+            continue
+        uris.validate(filter)
+        resource = filter.resource_id
+        if resource in (uris.WILDCARD_RESOURCE, uris.RESOURCE_REPLY):
+            kinds.append(_W if resource else _R)
+        else:
+            kinds.append(_M if resource <= uris.RESOURCE_METHOD_MAX else _T)
+    if tuple(kinds) not in _FILTER_PAIRS:
         sink = "no sink filter" if sink_filter is None else f"sink filter {uris.format(sink_filter)}"
         raise invalid(
             f"source filter {uris.format(source_filter)} with {sink} can match no message; "

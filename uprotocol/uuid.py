@@ -67,25 +67,21 @@ class UUIDGenerator:
 
 _of_this_process: Final = UUIDGenerator()
 os.register_at_fork(after_in_child=_of_this_process.renew)
-_generate: Callable[[], UUID] = _of_this_process
-
-
-def new() -> UUID:
-    """Returns a new id."""
-    return _generate()
+new: Callable[[], UUID] = _of_this_process
+"""Returns a new id. Not to be imported by its name, since a simulation replaces it."""
 
 
 @contextlib.contextmanager
 def simulated(time_ns: Callable[[], int], generate: Callable[[], UUID]) -> Iterator[None]:
     """Replace the clock and the generator of this process while the context is active, so that a simulation can repeat
     a run from its seed."""
-    global _time_ns, _generate
-    before = _time_ns, _generate
-    _time_ns, _generate = time_ns, generate
+    global _time_ns, new
+    before = _time_ns, new
+    _time_ns, new = time_ns, generate
     try:
         yield
     finally:
-        _time_ns, _generate = before
+        _time_ns, new = before
 
 
 def is_v7(id: UUID) -> bool:

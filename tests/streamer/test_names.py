@@ -15,6 +15,7 @@ from streamer.config import Config, loads
 from streamer.parts import endpoints_of
 from streamer.walk.names import CARRIED, Names
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
@@ -506,7 +507,7 @@ def test_whatever_the_platform_services_carry_comes_back_as_it_went(key: Any, ad
     carried = about(CARRIED[key], address)
     payload = UPayload.pack(carried) if wrapped else UPayload(carried.SerializeToString(), 2)
     if is_response:
-        builder = UMessageBuilder.response(service, peer, UMessageBuilder.new_id()).with_ttl(1000)
+        builder = UMessageBuilder.response(service, peer, uuids.new()).with_ttl(1000)
     elif uris.is_topic(service):
         builder = UMessageBuilder.notification(service, peer)
     else:
@@ -533,7 +534,7 @@ def test_a_payload_that_is_no_such_thing_passes_as_it_is(payload: bytes) -> None
 
 def test_a_page_with_a_record_that_is_no_message_passes_as_it_is() -> None:
     page = ustreamer_pb2.PollResponse(batches=[ustreamer_pb2.RecordBatch(message=[b"\xff\xff\xff"])])
-    response = UMessageBuilder.response(uris.parse("//ecu1/4/1/2"), APP, UMessageBuilder.new_id()).with_ttl(1000)
+    response = UMessageBuilder.response(uris.parse("//ecu1/4/1/2"), APP, uuids.new()).with_ttl(1000)
     message = EncodedMessage.of(response.build_from_upayload(UPayload(page.SerializeToString(), 2)))
     sent = INSIDE.leave(message)
     assert (sent.attributes.source.authority_name, sent.payload) == ("ecu1.vin1", message.payload)

@@ -6,8 +6,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import ServiceDescriptor
 
-from uprotocol import permissions
 from uprotocol import uoptions_pb2 as options
+from uprotocol.communication import api as permissions
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3_pb2
 from uprotocol.v1.uattributes_pb2 import UAttributes
 

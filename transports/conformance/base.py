@@ -24,7 +24,7 @@ import pytest_asyncio
 from transports.conformance.deadline import close_in_time, in_time, limited
 from transports.conformance.messages import ALPHA, BETA, PROBE, example, notification, reply, topic
 from transports.conformance.sinks import Changes, Gated, Sink
-from uprotocol.message import UMessageBuilder
+from uprotocol import uuid as uuids
 from uprotocol.status import OK, RETRYABLE, UStatusError, is_nobody_listening
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -315,7 +315,7 @@ class TransportHarness:
         heard.probes = 0
         for _ in range(int(self.deadline_s / PROBE_EVERY_S)):
             probe = UMessage(attributes=message.attributes, payload=PROBE)
-            probe.attributes.id.CopyFrom(UMessageBuilder.new_id())
+            probe.attributes.id.CopyFrom(uuids.new())
             await sender.send_batch([probe])
             with contextlib.suppress(AssertionError):
                 return await heard.until(lambda: heard.probes > 0, "a probe", PROBE_EVERY_S)

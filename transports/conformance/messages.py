@@ -10,6 +10,7 @@ from typing import Final
 
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
@@ -65,7 +66,7 @@ def request(payload: bytes = b"", source: UUri | None = None, sink: UUri | None 
 def response(
     payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None, request_id: UUID | None = None
 ) -> UMessage:
-    builder = UMessageBuilder.response(source or method(ALPHA), sink or reply(), request_id or UMessageBuilder.new_id())
+    builder = UMessageBuilder.response(source or method(ALPHA), sink or reply(), request_id or uuids.new())
     return builder.with_ttl(TTL_MS).build_from_upayload(raw(payload))
 
 

@@ -3,6 +3,9 @@
 Publisher ---- publish ---->  Subscriber              one topic, all subscribers
 Notifier ----- notify ----->  NotificationListener    one topic, one destination
 RpcClient ---- request ---->  RpcServer               one method; the response is the result of the call
+
+Permission levels (CAP, spec basics/permissions.adoc) are transported and readable, not enforced: an application that
+enforces them compares `claimed` with `declared` in the `check` of its InMemoryRpcServer.
 """
 
 from __future__ import annotations
@@ -12,16 +15,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypedDict, Unpack
 
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
+from uprotocol import uoptions_pb2 as proto_options
 from uprotocol.message import UPayload
 from uprotocol.transport import UListener
-from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 # the default of a call: longer than a reconnect of a broker takes, short enough for a waiting person
 TIMEOUT_MS: Final = 10_000
+LEVEL_DEFAULT: Final = 0  # the level of a caller that claims none
+LEVEL_MAX: Final = 0xFFFF_FFFF  # N, the most permissive: the specification gives no number, the field has 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +142,19 @@ class RpcServer(abc.ABC):
     @abc.abstractmethod
     async def unregister_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
         """Raises UStatusError(NOT_FOUND) if `handler` does not serve this method."""
+
+
+def claimed(attributes: UAttributes) -> int:
+    """The level in the attributes of a request (local~cap-carry)."""
+    return attributes.permission_level if attributes.HasField("permission_level") else LEVEL_DEFAULT
+
+
+def declared(method: MethodDescriptor) -> int:
+    """The level that `method` declares, else its service, else N (local~cap-missing)."""
+    of_method = method.GetOptions()
+    if of_method.HasExtension(proto_options.method_permission_level):
+        return of_method.Extensions[proto_options.method_permission_level]
+    of_service = method.containing_service.GetOptions()
+    if of_service.HasExtension(proto_options.service_permission_level):
+        return of_service.Extensions[proto_options.service_permission_level]
+    return LEVEL_MAX
