@@ -118,7 +118,7 @@ class StoreView:
             uris.key(uris.with_authority(pattern, own)) if pattern is not None else None
             for pattern in (topic, subscriber)
         ]
-        return self._reader.subscriptions(filters[0], filters[1], uuids.now_ms())[0]
+        return [row for _, row in self._reader.each(filters[0], filters[1], uuids.now_ms())]
 
 
 def _text(key: Key) -> str:

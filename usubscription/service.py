@@ -469,10 +469,10 @@ class USubscriptionService:
 
     async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
         """Subscriptions that match the patterns, in their order. Raises UNAVAILABLE if the service does not run."""
-        rows, _ = await self.store.read(
-            lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()), lane=LONG
+        now_ms = self._now_ms()
+        return await self.store.read(
+            lambda reader: [row for _, row in reader.each(topic, subscriber, now_ms)], lane=LONG
         )
-        return rows
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -505,6 +505,7 @@ class USubscriptionService:
                 self._refused["reset"] += 1
                 log.warning("a Reset was refused", caller=caller, why=error.message)
             raise
+        self.remote.auditor.now()  # which of our subscriptions do other services still have?
         of = "all" if host is None else "its own authority"
         log.warning("a Reset has ended subscriptions", caller=caller, of=of)
         return codec.done(RESET)
@@ -574,12 +575,8 @@ class USubscriptionService:
                     self._next_expiry_ms = expires_ms
                     self._expiry_news.set()
             number = outcome.changes[-1].number if outcome.changes else 0
-            if outcome.link is not None and outcome.topic is not None:
-                self.remote.update(outcome.topic, outcome.link, number)
             for topic, link in outcome.links:
                 self.remote.update(topic, link, number)
-            if outcome.links:
-                self.remote.auditor.now()
 
     # -- expiry --------------------------------------------------------------------------------------------------------
 

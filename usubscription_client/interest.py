@@ -132,38 +132,41 @@ class InterestSource:
             for authority, want in list(self.wants_by_name(topic).items()):
                 yield Subscription(entry.uri, to_uri(named[authority]), Status.SUBSCRIBED, None, want.sample_period_ms)
 
-    def put(self, subscription: Subscription) -> bool:
-        """Add, update or remove one subscription. True if that changed anything."""
-        topic_key, subscriber = uris.key(subscription.topic), uris.key(subscription.subscriber)
-        entry = self._topics.get(topic_key)
-        if subscription.status in WANTING:
+    def put(self, *subscriptions: Subscription) -> frozenset[Key]:
+        """Add, update or remove them. Returns the topics for which that changed anything."""
+        changed: set[Key] = set()
+        for subscription in subscriptions:
+            topic, subscriber = uris.key(subscription.topic), uris.key(subscription.subscriber)
+            entry = self._topics.get(topic)
             known = entry.subscribers.get(subscriber) if entry is not None else None
-            if known is not None and known.sample_period_ms == subscription.sample_period_ms:
-                return False
-            if known is None and self.count >= self._most:
-                self.left_out += 1
-                return False
-            if entry is None:
-                entry = self._topics[topic_key] = _Topic(subscription.topic)
-                if (shape := uris.shape(topic_key)) != uris.EXACT:
-                    self._shapes[shape] += 1
-            self.count += known is None
-            if known is not None:
-                since = known.since
+            if subscription.status in WANTING:
+                if known is not None and known.sample_period_ms == subscription.sample_period_ms:
+                    continue
+                if known is None and self.count >= self._most:
+                    self.left_out += 1
+                    continue
+                if entry is None:
+                    entry = self._topics[topic] = _Topic(subscription.topic)
+                    if (shape := uris.shape(topic)) != uris.EXACT:
+                        self._shapes[shape] += 1
+                self.count += known is None
+                if known is not None:
+                    since = known.since
+                else:
+                    since = self.positions() if self.decided(subscription.topic) else FROM_THE_CURSOR
+                entry.subscribers[subscriber] = Want(subscription.sample_period_ms, since)
             else:
-                since = self.positions() if self.decided(subscription.topic) else FROM_THE_CURSOR
-            entry.subscribers[subscriber] = Want(subscription.sample_period_ms, since)
-        else:
-            if entry is None or subscriber not in entry.subscribers:
-                return False
-            del entry.subscribers[subscriber]
-            self.count -= 1
-            if not entry.subscribers:
-                del self._topics[topic_key]
-                if (shape := uris.shape(topic_key)) != uris.EXACT:
-                    self._shapes -= Counter([shape])
-        entry.wants = None
-        return True
+                if entry is None or known is None:
+                    continue
+                del entry.subscribers[subscriber]
+                self.count -= 1
+                if not entry.subscribers:
+                    del self._topics[topic]
+                    if (shape := uris.shape(topic)) != uris.EXACT:
+                        self._shapes -= Counter([shape])
+            entry.wants = None
+            changed.add(topic)
+        return frozenset(changed)
 
     def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> frozenset[Key]:
         """Replace everything (or everything about topic `only`) by `subscriptions`. Returns the changed topics."""
@@ -175,11 +178,7 @@ class InterestSource:
             for subscriber in self._topics[topic].subscribers
             if (topic, subscriber) not in listed
         ]
-        return self.put_all((*removed, *listed.values()))
-
-    def put_all(self, subscriptions: Iterable[Subscription]) -> frozenset[Key]:
-        """Put each of them. Returns the changed topics."""
-        return frozenset([uris.key(one.topic) for one in subscriptions if self.put(one)])
+        return self.put(*removed, *listed.values())
 
     def on_change(self, callback: Changed) -> None:
         self._callbacks.append(callback)
@@ -223,7 +222,7 @@ class InterestSource:
                 subscriptions = await fetch()
         finally:
             self._meanwhile = None
-        changed = self.replace(subscriptions) | self.put_all(meanwhile)
+        changed = self.replace(subscriptions) | self.put(*meanwhile)
         if not self.complete:
             self.complete = True
             self.changed(None)  # no topic is undecided any more
@@ -234,7 +233,7 @@ class InterestSource:
         changes = list(changes)
         if self._meanwhile is not None:
             self._meanwhile += changes[: CHANGES_KEPT_MAX - len(self._meanwhile)]
-        if changed := self.put_all(changes):
+        if changed := self.put(*changes):
             self.changed(changed)
 
 

@@ -273,12 +273,12 @@ class Subscriptions(RuleBasedStateMachine):
     # -----------------------------------------------------------------------------------------------------------------
 
     def stored(self) -> Any:
-        rows, _ = self.reader.subscriptions(None, None, -(10**15))
+        rows = [row for _, row in self.reader.each(None, None, -(10**15))]
         return rows, self.reader.links(), self.reader.outbox(0, 10_000), self.reader.registrations()
 
     @invariant()
     def records_are_what_clients_expect(self) -> None:
-        rows, _ = self.reader.subscriptions(None, None, -(10**15))
+        rows = [row for _, row in self.reader.each(None, None, -(10**15))]
         assert {(row.topic, row.subscriber): row.expires_ms for row in rows} == self.model
         links = dict(self.reader.links())
         for row in rows:
@@ -300,7 +300,7 @@ class Subscriptions(RuleBasedStateMachine):
                     view.pop(key, None)
                 else:
                     view[key] = stored.change.status
-        rows, _ = self.reader.subscriptions(None, None, -(10**15))
+        rows = [row for _, row in self.reader.each(None, None, -(10**15))]
         assert view == {(row.topic, row.subscriber): row.status for row in rows}
 
     def settle(self) -> None:
@@ -319,7 +319,7 @@ class Subscriptions(RuleBasedStateMachine):
         assert all(link.state is Status.SUBSCRIBED and link.command is None for link in links.values())
         self.tell(10_000, crash=False)
         assert self.reader.outbox(0, 1) == []
-        for row in self.reader.subscriptions(None, None, self.now)[0]:
+        for _, row in list(self.reader.each(None, None, self.now)):
             self.unsubscribe(row.topic, row.subscriber, 4)
         self.tell(10_000, crash=False)
         for topic, link in self.reader.links():

@@ -27,6 +27,9 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 CALLS_PENDING_MAX: Final = 10_000  # ten seconds of a thousand calls a second; some 3 KB each
 
+_Call = tuple[UMessage, "asyncio.Future[UMessage]"]
+"""A request, and its response."""
+
 
 class InMemoryRpcClient(RpcClient):
     """One listener for all responses to the own address; calls run concurrently.
@@ -41,7 +44,8 @@ class InMemoryRpcClient(RpcClient):
         self._transport, self._local = transport, local
         self._calls_pending_max = calls_pending_max
         self._pending: dict[tuple[int, int], asyncio.Future[UMessage]] = {}
-        self._outgoing = _Outgoing(transport)
+        self._outgoing: list[_Call] = []  # of this turn of the event loop: all of them are sent in one batch
+        self._sending: set[asyncio.Task[None]] = set()
         self._open = False
         self.dropped: Counter[str] = Counter()
 
@@ -63,7 +67,10 @@ class InMemoryRpcClient(RpcClient):
                 call.set_exception(UStatusError(UCode.CANCELLED, "the RPC client was closed while the call waited"))
         with contextlib.suppress(UStatusError):  # a transport that was closed earlier has no listeners
             await self._transport.unregister_listener(uris.ANY, self, self._local.get_source())
-        await self._outgoing.close()
+        sending = list(self._sending)
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -89,11 +96,14 @@ class InMemoryRpcClient(RpcClient):
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         request = self._request(method, payload, options)
         key = (request.attributes.id.msb, request.attributes.id.lsb)
-        call = self._pending[key] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        call = self._pending[key] = loop.create_future()
+        if not self._outgoing:
+            loop.call_soon(self._send_outgoing)
+        self._outgoing.append((request, call))
         timer = asyncio.timeout(options.timeout_ms / 1000)
         try:
             async with timer:
-                await self._outgoing.put(request)
                 response = await call
         except TimeoutError:
             if not timer.expired():
@@ -118,6 +128,26 @@ class InMemoryRpcClient(RpcClient):
             builder.with_traceparent(options.traceparent)
         return builder.build_from_upayload(payload)
 
+    def _send_outgoing(self) -> None:
+        """A call that has ended already is not sent."""
+        batch, self._outgoing = [one for one in self._outgoing if not one[1].done()], []
+        if batch:
+            task = asyncio.ensure_future(self._send(batch))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _send(self, batch: list[_Call]) -> None:
+        """A call whose request the network does not accept ends with that error."""
+        errors: list[Exception | None]
+        try:
+            statuses = await self._transport.send_batch([request for request, _ in batch])
+            errors = [UStatusError.from_status(status) if status.code else None for status in statuses]
+        except Exception as error:
+            errors = [error] * len(batch)
+        for (_, call), failed in zip(batch, errors, strict=True):
+            if failed is not None and not call.done():
+                call.set_exception(failed)
+
     def on_receive(self, message: UMessage) -> None:
         attributes = message.attributes
         if attributes.type != RESPONSE:
@@ -132,59 +162,6 @@ class InMemoryRpcClient(RpcClient):
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         for message in messages:
             self.on_receive(message)
-
-
-_OutgoingRequest = tuple[UMessage, "asyncio.Future[None]"]
-
-
-class _Outgoing:
-    """Sends requests in order; all of one turn of the event loop in one batch."""
-
-    def __init__(self, transport: UTransport) -> None:
-        self._transport = transport
-        self._waiting: list[_OutgoingRequest] = []
-        self._sending: dict[asyncio.Task[None], list[_OutgoingRequest]] = {}
-
-    def put(self, request: UMessage) -> asyncio.Future[None]:
-        """The future completes when the network has accepted the request, or fails with the UStatusError. If it is
-        cancelled before, the request is not sent."""
-        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._go)
-        self._waiting.append((request, taken))
-        return taken
-
-    def _go(self) -> None:
-        batch, self._waiting = [one for one in self._waiting if not one[1].done()], []
-        if batch:
-            task = asyncio.ensure_future(self._send(batch))
-            self._sending[task] = batch
-            task.add_done_callback(self._sending.pop)
-
-    async def _send(self, batch: list[_OutgoingRequest]) -> None:
-        errors: list[Exception | None]
-        try:
-            statuses = await self._transport.send_batch([request for request, _ in batch])
-            errors = [UStatusError.from_status(status) if status.code else None for status in statuses]
-        except Exception as error:
-            errors = [error] * len(batch)
-        for (_, taken), failed in zip(batch, errors, strict=True):
-            if taken.done():
-                continue
-            if failed is None:
-                taken.set_result(None)
-            else:
-                taken.set_exception(failed)
-
-    async def close(self) -> None:
-        """End all waiting with CANCELLED."""
-        sending = list(self._sending)
-        for _, taken in [*self._waiting, *(one for batch in self._sending.values() for one in batch)]:
-            if not taken.done():
-                taken.set_exception(UStatusError(UCode.CANCELLED, "the RPC client was closed while the call waited"))
-        for task in sending:
-            task.cancel()
-        await asyncio.gather(*sending, return_exceptions=True)
 
 
 def _result(response: UMessage) -> UPayload:

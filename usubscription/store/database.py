@@ -132,10 +132,8 @@ class Outcome:
 
     answer: Status = Status.UNSUBSCRIBED
     changes: list[StoredChange] = field(default_factory=list)
-    topic: Key | None = None
-    link: RemoteLink | None = None  # of `topic`, if it changed
+    links: list[tuple[Key, RemoteLink]] = field(default_factory=list)  # topics whose link has changed
     many_changes: bool = False  # too many for `changes`: they are only in the outbox
-    links: list[tuple[Key, RemoteLink]] = field(default_factory=list)  # of a Reset: those that it changed
     request: bytes | None = None  # the id of the request that caused it, if its response is to leave first
 
 
@@ -367,9 +365,8 @@ class Database:
         outcome = Outcome(done.answer, tables.add_changes(topic, done.changes))
         if done.link != link:
             tables.keep_link(topic, done.link)
-            outcome.topic, outcome.link = event.topic, done.link
-        elif isinstance(event, state.TimedOut):
-            outcome.topic, outcome.link = event.topic, link
+        if done.link != link or isinstance(event, state.TimedOut):
+            outcome.links.append((event.topic, done.link))
         if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
             tables.unused.add(topic)  # checked at the end of the transaction
         return outcome
@@ -420,7 +417,7 @@ class Database:
         ended = [self._step(state.Ended(topic), now_ms) for topic in topics]
         ended += [self._step(Unsubscribe(topic, subscriber, V3), now_ms) for topic, subscriber in subscribed]
         outcome = Outcome(changes=[stored for one in ended for stored in one.changes], request=request)
-        outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
+        outcome.links = [link for one in ended for link in one.links]
         abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
         self._handled.reset(abouts)
         notified = {recipient for stored in outcome.changes for recipient in stored.recipients}

@@ -68,14 +68,6 @@ class StoreReader:
         ):
             yield keys[topic], keys[subscriber], expires_ms
 
-    def subscriptions(
-        self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None
-    ) -> tuple[list[Row], bool]:
-        """Subscriptions that match both patterns (None: any), in their order, and whether more follow."""
-        asked = -1 if limit is None else limit + 1
-        found = [row for _, row in self.each(topic, subscriber, now_ms, offset=offset, limit=asked)]
-        return found[:limit], limit is not None and len(found) > limit
-
     def each(
         self,
         topic: Key | None,
@@ -84,17 +76,17 @@ class StoreReader:
         *,
         after: int = 0,
         offset: int = 0,
-        limit: int = -1,
     ) -> Generator[tuple[int, Row], None, None]:
-        """The same as an iterator with the number of each, beginning after number `after`."""
+        """Subscriptions that match both patterns (None: any), with their numbers, in their order, beginning after
+        number `after` and then with the one at `offset`."""
         wheres, values = ["(s.expires_ms IS NULL OR s.expires_ms >= ?)", "s.seq > ?"], [now_ms, after]
         for alias, column, pattern in (("t", "topic", topic), ("c", "subscriber", subscriber)):
             if pattern is not None:
                 condition, parameters = _matches(alias, column, pattern)
                 wheres.append(condition)
                 values.extend(parameters)
-        query = f"{_ROWS} WHERE {' AND '.join(wheres)} ORDER BY s.seq LIMIT ? OFFSET ?"
-        for row in self._db.execute(query, (*values, limit, offset)):
+        query = f"{_ROWS} WHERE {' AND '.join(wheres)} ORDER BY s.seq LIMIT -1 OFFSET ?"
+        for row in self._db.execute(query, (*values, offset)):
             yield row[12], Row(row[0:4], row[4:8], _STATUSES[row[8]], row[9], row[10], row[11] or b"")
 
     def expired(self, now_ms: int, limit: int) -> tuple[list[tuple[Key, Key]], int | None]:

@@ -128,7 +128,7 @@ class SubscriptionStore:
         self._writer = Answerer(
             "usubscription-writer",
             lambda events: self.database.apply(events, self._now_ms()),
-            self._written,
+            lambda batch, answers: self._batches.put_nowait((batch, self._without_damage(answers))),
             gathering=Gathering(GATHER_MS, BATCH_MAX),
             worker=self._start_worker,
         )
@@ -165,10 +165,6 @@ class SubscriptionStore:
         if self._writer is None:
             raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
         return self._writer
-
-    def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
-        is_failed = any(isinstance(answer, UStatusError) for answer in answers)
-        self._batches.put_nowait((batch, self._without_damage(answers) if is_failed else answers))
 
     def _open(self) -> None:
         self.database.open()

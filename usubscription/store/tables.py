@@ -16,6 +16,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from storage.disk import FileKind, SqliteFile, insert_rows, pragma, tables_of
@@ -518,12 +519,13 @@ class Handled:
         self._unsaved.clear()
 
 
+@dataclass(slots=True)
 class StoredRecords:
     """The records of one topic, for state.step."""
 
-    def __init__(self, tables: Tables, topic: int) -> None:
-        self._tables, self._topic = tables, topic
-        self.seen: dict[Key, SubscriptionRecord] = {}  # by subscriber: those that were read
+    _tables: Tables
+    _topic: int
+    seen: dict[Key, SubscriptionRecord] = field(default_factory=dict)  # by subscriber: those that were read
 
     def get(self, subscriber: Key, /) -> SubscriptionRecord | None:
         who = self._tables.find(subscriber)
