@@ -111,11 +111,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> Non
             await service.stop()
 
 
-def _print(state: dict[str, Any]) -> None:
-    print(json.dumps(state), flush=True)
-
-
-def run(config: ServiceConfig, ready: Ready = _print) -> int:
+def run(config: ServiceConfig, ready: Ready = lambda state: print(json.dumps(state), flush=True)) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code. Prints to stdout when it is ready, and errors to stderr."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)

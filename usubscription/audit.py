@@ -78,11 +78,6 @@ class Auditor:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def quiet(self) -> bool:
-        """True if no round is requested and there are no suspects."""
-        return not self._suspects and not self._wake.is_set()
-
     def start(self) -> None:
         self._task = asyncio.ensure_future(self._run())
 

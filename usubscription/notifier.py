@@ -335,10 +335,6 @@ class ChangeNotifier:
                 if not woken % WOKEN_AT_ONCE:
                     await asyncio.sleep(0)
 
-    @property
-    def idle(self) -> bool:
-        return not self._waiting and not self._behind
-
     async def _run(self) -> None:
         backoff: Backoff | None = None  # after a failure
         begun = False

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -75,41 +74,18 @@ RETRY_NOW_MS: Final = 1_000
 log = structlog.get_logger()
 
 
-class FreshCalls:
+class FreshCalls(asyncio.Semaphore):
     """Limits how many calls to remote services are fresh; waiting calls start in order. A call is fresh until it is
     answered, or for FRESH_MS, so a silent service delays calls to others only for that long."""
 
     def __init__(self) -> None:
-        self._free = FRESH_MAX
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        super().__init__(FRESH_MAX)
         self.answered_at = -math.inf  # loop time of the last answer of any service
-
-    def __repr__(self) -> str:
-        return f"FreshCalls(free={self._free}, waiting={len(self._waiting)})"
 
     async def begin(self) -> FreshCall:
         """Wait until one more call may start."""
-        if self._free:
-            self._free -= 1
-        else:
-            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(mine)
-            try:
-                await mine
-            except asyncio.CancelledError:
-                if mine.done() and not mine.cancelled():
-                    self.release()
-                raise
+        await self.acquire()
         return FreshCall(self)
-
-    def release(self) -> None:
-        """Let the next waiting call start."""
-        while self._waiting:
-            following = self._waiting.popleft()
-            if not following.done():
-                following.set_result(None)
-                return
-        self._free += 1
 
 
 class FreshCall:

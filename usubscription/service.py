@@ -387,7 +387,7 @@ class USubscriptionService:
     @property
     def dropped(self) -> Counter[str]:
         """Messages that were not sent or not accepted, by reason."""
-        total = Counter(outbox_full=self.store.database.outbox_dropped)
+        total = Counter(outbox_full=self.store.database.tables.dropped)
         servers = (server.dropped for server in self._servers.values())
         for dropped in (self.notifier.dropped, self.entry.dropped, *servers):
             total.update(dropped)

@@ -203,7 +203,7 @@ async def test_a_fleet_that_is_away_gets_no_more_than_its_network_may_hold(
     answered = asyncio.Event()
     service, raw, fleet = await begin(world, lambda vehicle: [SUBSCRIBED] if answered.is_set() else [])
     await asyncio.gather(*subscribe_all(raw, TOPICS))
-    await until(lambda: f"free=0, waiting={len(TOPICS) - 16}" in repr(service.remote.fresh_calls))
+    await until(lambda: f"locked, waiters:{len(TOPICS) - 16}]" in repr(service.remote.fresh_calls))
     await until(lambda: len(fleet.asked) >= 16)
     assert len(fleet.asked) == 16
 

@@ -27,7 +27,7 @@ async def test_calls_begin_in_order_and_each_ends_once() -> None:
     assert await settled(*waiting) == [True, True, True]
     for call in (*fresh, waiting[0].result(), waiting[2].result()):
         call.end()
-    assert f"free={remote.FRESH_MAX}, waiting=0" in repr(calls)
+    assert f"unlocked, value:{remote.FRESH_MAX}]" in repr(calls)
 
 
 async def test_a_call_that_is_cancelled_when_it_may_begin_lets_the_next_begin() -> None:
@@ -38,7 +38,7 @@ async def test_a_call_that_is_cancelled_when_it_may_begin_lets_the_next_begin() 
     fresh[0].end()
     waiting.cancel()  # in the turn of the loop in which it may begin
     await settled(waiting)
-    assert "free=1, waiting=0" in repr(calls)
+    assert "unlocked, value:1]" in repr(calls)
 
 
 async def test_a_silent_call_is_fresh_for_a_while_and_longer_if_nobody_answers() -> None:
@@ -50,7 +50,7 @@ async def test_a_silent_call_is_fresh_for_a_while_and_longer_if_nobody_answers()
         for others_answer, fresh_s in ((True, remote.FRESH_MS / 1000), (False, remote.FRESH_SILENT_MS / 1000)):
             await calls.begin()
             began = late
-            while f"free={remote.FRESH_MAX}" not in repr(calls):
+            while f"value:{remote.FRESH_MAX}]" not in repr(calls):
                 calls.answered_at = loop.time() if others_answer else 0.0
                 late += 0.1
                 await asyncio.sleep(0)

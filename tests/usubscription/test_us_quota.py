@@ -329,13 +329,13 @@ def test_changes_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
     hold("away", 1, 20, b"x" * DETAILS_BYTES_MAX)
     (size,) = db._file.connect().execute("SELECT sum(length(change)) FROM held").fetchone()
     assert size <= 64 * 2 * UNIT_BYTES
-    assert db.outbox_dropped > 0
+    assert db.tables.dropped > 0
     hold("other", 100, 10, b"")
     assert len(db.reader().held("other", 100)) == 10, "who holds most loses"
-    before = db._tables.held
+    before = db.tables.held
     db.close()
     db.open()
-    assert db._tables.held == before
+    assert db.tables.held == before
     db.apply([Released("away", 99), Released("other", 200)], 0)
-    assert db._tables.held == 0
+    assert db.tables.held == 0
     db.close()

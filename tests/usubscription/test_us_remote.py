@@ -819,7 +819,7 @@ async def _is(condition: bool) -> bool:
 
 
 async def _audited(service: Any) -> bool:
-    return service.remote.auditor.quiet
+    return not service.remote.auditor._suspects and not service.remote.auditor._wake.is_set()
 
 
 async def test_responses_and_notifications_of_the_remote_leg_carry_valid_attributes(world: Any) -> None:

@@ -298,7 +298,7 @@ def test_the_oldest_changes_leave_a_full_outbox_and_are_counted(tmp_path: Path) 
     kept = reader.outbox(0, -1)
     assert len(kept) < 1100
     assert kept[-1].number == 1100
-    assert db.outbox_dropped == 1100 - len(kept)
+    assert db.tables.dropped == 1100 - len(kept)
     reader.close()
     db.close()
 

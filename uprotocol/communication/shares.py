@@ -230,28 +230,21 @@ class Quota:
         self._what, self._own, self.whole = what, own, whole
         self._clients = Shares[UEntity](whole, share=CALLERS_SHARE)
         self._authorities = Shares[str](whole, share=AUTHORITIES_SHARE)
-        self.own_max = whole - whole // CALLERS_SHARE
+        self.own_max, self.caller_max = whole - whole // CALLERS_SHARE, self._clients.each_pieces_max
+        self.authority_max = self._authorities.each_pieces_max
         self.used = 0
-
-    @property
-    def caller_max(self) -> int:
-        return self._clients.each_pieces_max
-
-    @property
-    def authority_max(self) -> int:
-        return self._authorities.each_pieces_max
 
     def refusal(self, who: UEntity, more: int = 1) -> str | None:
         """None if `more` units fit; else the reason, for the caller."""
         authority, what = who[0], self._what
         if self.used + more > self.whole:
             return f"{self.used} {what} are there, which is the limit"
-        is_own, authority_max = uris.is_one_of(authority, self._own), self._authorities.each_pieces_max
-        limit, has = self.own_max if is_own else authority_max, self._authorities.pieces_of(authority)
+        is_own = uris.is_one_of(authority, self._own)
+        limit, has = self.own_max if is_own else self.authority_max, self._authorities.pieces_of(authority)
         if has + more > limit:
             return f"the uEntities of {authority} have {has} {what}, and may have {limit}"
         is_whole = is_own or who[1] == USUBSCRIPTION
-        limit = self._clients.each_pieces_max if is_whole else max(1, authority_max // CLIENTS_SHARE)
+        limit = self.caller_max if is_whole else max(1, self.authority_max // CLIENTS_SHARE)
         if (has := self._clients.pieces_of(who)) + more > limit:
             return f"uEntity {who[1]:X} of {authority} has {has} {what}, and may have {limit}"
         return None

@@ -157,18 +157,13 @@ class Database:
         self._majors = majors or {}
         pragmas = (*PRAGMAS, f"journal_size_limit = {WAL_BYTES_MAX}")
         self._file = SqliteFile(STORE, self.path, disk, pragmas)
-        self._tables = Tables(outbox_changes_max)
-        self._handled = Handled(self._tables)
+        self.tables = Tables(outbox_changes_max)
+        self._handled = Handled(self.tables)
         self._is_loaded = False  # the counts in memory agree with the file
         self.refused: Counter[str] = Counter()  # by limit
         # committed changes that are missing: the file or its write-ahead log was damaged, or is an older copy
         self.lost_changes = 0
         self._make_quotas()
-
-    @property
-    def outbox_dropped(self) -> int:
-        """Changes that were dropped because too many waited."""
-        return self._tables.dropped
 
     def open(self) -> None:
         """Raises UStatusError as tables.open_store and FileKind.not_opened. A damaged file is left unchanged."""
@@ -176,7 +171,7 @@ class Database:
 
     def _open(self) -> None:
         try:
-            self._tables.db = open_store(self._file, self.authority)
+            self.tables.db = open_store(self._file, self.authority)
             self._load()
             self._compare_mark()
         except (sqlite3.Error, OSError, DamagedError) as error:
@@ -199,7 +194,7 @@ class Database:
     def _load(self) -> None:
         """Stored entries stay, even if they exceed the current limits."""
         self._make_quotas()
-        execute = self._tables.db.execute
+        execute = self.tables.db.execute
         stored = """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?)
                     FROM subscription s JOIN uri c ON c.id = s.subscriber GROUP BY s.subscriber"""
         for authority, ue_id, count in execute(stored, (UNIT_BYTES,)):
@@ -207,7 +202,7 @@ class Database:
         registered = "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
         for authority, ue_id, topic in execute(registered):
             (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
-        self._tables.load()
+        self.tables.load()
         (last,) = execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
         self._handled.forget()
@@ -227,7 +222,7 @@ class Database:
         """SQLite silently ignores the rest of a damaged write-ahead log; the mark beside the file has the number of the
         last change."""
         marked: Marked | None = None
-        tables, db, path = self._tables, self._tables.db, str(self.path)
+        tables, db, path = self.tables, self.tables.db, str(self.path)
         try:
             marked = read_mark(self.path)
         except (OSError, BadMarkError) as error:
@@ -262,7 +257,7 @@ class Database:
         return with_room(self._file.disk.reserve, self.path, lambda: self._apply_all(batch, now_ms))
 
     def _apply_all(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
-        tables = self._tables
+        tables = self.tables
         try:
             db = tables.db = self._file.writable(WAL_HELD_BYTES_MAX)
             if not self._is_loaded:
@@ -291,7 +286,7 @@ class Database:
         return outcomes
 
     def _apply(self, event: StoreEvent, now_ms: int) -> Outcome | UStatusError:
-        tables = self._tables
+        tables = self.tables
         if isinstance(event, Commanded):  # networks may redeliver a request after later ones
             about = Handled.about(event.event.subscriber, event.event.topic)
             if self._handled.is_past(event.request, about):  # its id says nothing about the order: clocks go back
@@ -334,8 +329,8 @@ class Database:
         full = self.subscriptions.refusal(event.subscriber[:2], weight(size))
         if full is None or state.is_past(event.expires_ms, now_ms):
             return None
-        topic = self._tables.find(event.topic)
-        known = StoredRecords(self._tables, topic).get(event.subscriber) if topic is not None else None
+        topic = self.tables.find(event.topic)
+        known = StoredRecords(self.tables, topic).get(event.subscriber) if topic is not None else None
         if known is not None and weight(len(known.details)) >= weight(size):
             return None
         return self._full("subscriptions", full)
@@ -345,7 +340,7 @@ class Database:
         return UStatusError(UCode.RESOURCE_EXHAUSTED, why)
 
     def _step(self, event: TopicEvent, now_ms: int) -> Outcome:
-        tables = self._tables
+        tables = self.tables
         remote = not uris.is_one_of(event.topic[0], self._own)
         creates = isinstance(event, Subscribe | state.Orphaned)
         topic = tables.id(event.topic) if creates else tables.find(event.topic)
@@ -373,33 +368,33 @@ class Database:
 
     def _settle(self, now_ms: int) -> None:
         """The changes are in the outbox."""
-        for topic, is_linked in self._tables.topics():
+        for topic, is_linked in self.tables.topics():
             if uris.is_one_of(topic[0], self._own) == is_linked:
                 self._step(state.Moved(topic), now_ms)
         answers_for = " ".join(sorted(self._own))
-        self._tables.db.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (answers_for,))
+        self.tables.db.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (answers_for,))
 
     def _register(self, event: Register) -> Outcome | UStatusError:
-        topic = 0 if event.topic is None else self._tables.id(event.topic)
-        if not self._tables.register(topic, event.client, event.major):
+        topic = 0 if event.topic is None else self.tables.id(event.topic)
+        if not self.tables.register(topic, event.client, event.major):
             return Outcome()  # it was registered already
         quota = self._for_topics if topic else self._for_all
         if (why := quota.refusal(event.client[:2])) is not None:
-            self._tables.unregister(topic, event.client, event.major)
+            self.tables.unregister(topic, event.client, event.major)
             return self._full("registrations", why)
         self._count(quota, event.client, 1)
         return Outcome()
 
     def _unregister(self, event: Unregister) -> None:
-        topic = 0 if event.topic is None else self._tables.find(event.topic)
-        if topic is not None and self._tables.unregister(topic, event.client, event.major):
+        topic = 0 if event.topic is None else self.tables.find(event.topic)
+        if topic is not None and self.tables.unregister(topic, event.client, event.major):
             self._count(self._for_topics if topic else self._for_all, event.client, -1)
 
     # -- resetting
 
     def _reset(self, request: bytes | None) -> Outcome:
         """Delete everything, and notify all who were subscribed or registered."""
-        self._tables.reset()
+        self.tables.reset()
         self._handled.reset()
         for quota in (self.subscriptions, self._for_topics, self._for_all):
             for (authority, ue_id), has in quota.all():
@@ -411,7 +406,7 @@ class Database:
         it must not end those of others."""
         if uris.is_one_of(authority, self._own):
             return _denied(f"this is the uSubscription of {authority}: only another one may reset what it shares")
-        topics, subscribed, registered = self._tables.shared(authority)
+        topics, subscribed, registered = self.tables.shared(authority)
         if not (topics or subscribed or registered):
             return _denied(f"nothing is shared with the uSubscription of {authority}, so it can reset nothing")
         ended = [self._step(state.Ended(topic), now_ms) for topic in topics]
@@ -426,7 +421,7 @@ class Database:
             if (client, major) not in notified:
                 notified.add((client, major))
                 change = Change(topic or NO_TOPIC, client, Status.UNSUBSCRIBED, major)
-                outcome.changes.append(self._tables.add_change(change, [(client, major)]))
+                outcome.changes.append(self.tables.add_change(change, [(client, major)]))
         return outcome
 
 
