@@ -5,16 +5,15 @@ Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> 
                                      +------------- LINK_... to every record -----+<-- its answer, its notifications,
                                                                                        a timeout
 
-`step` takes the stored state of one topic and an event, and returns what to store and which changes to send. Both
-levels are tables: a record is the subscription of one subscriber, a link is the subscription of this service at the
-topic's own service. Only links are ever UNSUBSCRIBE_PENDING: a client's Unsubscribe takes effect at once, whatever the
-remote service answers.
+`step` takes the stored state of one topic and an event, and returns what to store and which changes to send. A record
+is the subscription of one subscriber, a link is the subscription of this service at the topic's own service, and has a
+table of transitions. A record of an own topic is SUBSCRIBED, one of a remote topic follows its link. Only links are
+ever UNSUBSCRIBE_PENDING: a client's Unsubscribe takes effect at once, whatever the remote service answers.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
@@ -140,42 +139,7 @@ class StepResult:
     answer: Status = U
 
 
-# -- the tables --------------------------------------------------------------------------------------------------------
-
-
-class RecordEvent(enum.Enum):
-    SUBSCRIBE_LOCAL = enum.auto()
-    SUBSCRIBE_LINKED = enum.auto()  # remote topic, link confirmed
-    SUBSCRIBE_UNLINKED = enum.auto()  # remote topic, link not confirmed yet
-    UNSUBSCRIBE = enum.auto()
-    EXPIRE = enum.auto()
-    LINK_SUBSCRIBED = enum.auto()
-    LINK_PENDING = enum.auto()
-    LINK_UNSUBSCRIBED = enum.auto()
-
-
-R = RecordEvent
-RECORD_TRANSITIONS: Final[Mapping[tuple[Status, RecordEvent], Status]] = {
-    (U, R.SUBSCRIBE_LOCAL): S,
-    (U, R.SUBSCRIBE_LINKED): S,
-    (U, R.SUBSCRIBE_UNLINKED): SP,
-    (S, R.SUBSCRIBE_LOCAL): S,
-    (S, R.SUBSCRIBE_LINKED): S,
-    (SP, R.SUBSCRIBE_UNLINKED): SP,
-    (SP, R.LINK_SUBSCRIBED): S,
-    (SP, R.LINK_PENDING): SP,
-    (SP, R.LINK_UNSUBSCRIBED): U,
-    (SP, R.UNSUBSCRIBE): U,
-    (SP, R.EXPIRE): U,
-    (S, R.LINK_SUBSCRIBED): S,
-    (S, R.LINK_PENDING): SP,
-    (S, R.LINK_UNSUBSCRIBED): U,
-    (S, R.UNSUBSCRIBE): U,
-    (S, R.EXPIRE): U,
-    (U, R.UNSUBSCRIBE): U,
-    (U, R.EXPIRE): U,
-}
-"""A missing entry can't occur: records are never UNSUBSCRIBE_PENDING, and follow their link."""
+# -- the table of links ------------------------------------------------------------------------------------------------
 
 
 class LinkEvent(enum.Enum):
@@ -206,7 +170,7 @@ class Send(enum.Enum):
 class LinkRule(NamedTuple):
     state: Status
     send: Send = Send.NOTHING
-    records: RecordEvent | None = None
+    records_follow: bool = False  # the records of the topic get this state, too
 
 
 L = LinkEvent
@@ -215,22 +179,22 @@ LINK_TRANSITIONS: Final[Mapping[tuple[Status, LinkEvent], LinkRule]] = {
     (U, L.ORPHANED): LinkRule(UP, Send.UNSUBSCRIBE),
     (SP, L.UNWANT): LinkRule(UP, Send.UNSUBSCRIBE),
     (SP, L.WANT_MORE): LinkRule(SP, Send.SUBSCRIBE),
-    (SP, L.ANSWER_SUBSCRIBED): LinkRule(S, Send.DONE, R.LINK_SUBSCRIBED),
+    (SP, L.ANSWER_SUBSCRIBED): LinkRule(S, Send.DONE, True),
     (SP, L.ANSWER_PENDING): LinkRule(SP, Send.DONE),  # it has to ask another service: a notification follows
-    (SP, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
+    (SP, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, True),
     (SP, L.TIMEOUT): LinkRule(SP, Send.REPEAT),
-    (SP, L.NOTIFIED_SUBSCRIBED): LinkRule(S, Send.DONE, R.LINK_SUBSCRIBED),
-    (SP, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
+    (SP, L.NOTIFIED_SUBSCRIBED): LinkRule(S, Send.DONE, True),
+    (SP, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, True),
     (SP, L.LOST): LinkRule(SP, Send.SUBSCRIBE),
     (S, L.UNWANT): LinkRule(UP, Send.UNSUBSCRIBE),
     (S, L.WANT_MORE): LinkRule(S, Send.SUBSCRIBE),  # messages continue meanwhile, so no record becomes pending
     (S, L.ANSWER_SUBSCRIBED): LinkRule(S, Send.DONE),
-    (S, L.ANSWER_PENDING): LinkRule(SP, Send.DONE, R.LINK_PENDING),
-    (S, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
+    (S, L.ANSWER_PENDING): LinkRule(SP, Send.DONE, True),
+    (S, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, True),
     (S, L.TIMEOUT): LinkRule(S, Send.REPEAT),
-    (S, L.NOTIFIED_PENDING): LinkRule(SP, Send.DONE, R.LINK_PENDING),
-    (S, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
-    (S, L.LOST): LinkRule(SP, Send.SUBSCRIBE, R.LINK_PENDING),
+    (S, L.NOTIFIED_PENDING): LinkRule(SP, Send.DONE, True),
+    (S, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, True),
+    (S, L.LOST): LinkRule(SP, Send.SUBSCRIBE, True),
     (UP, L.WANT): LinkRule(SP, Send.SUBSCRIBE),
     (UP, L.ANSWER_SUBSCRIBED): LinkRule(U, Send.DONE),  # any answer ends it
     (UP, L.ANSWER_PENDING): LinkRule(U, Send.DONE),
@@ -248,7 +212,7 @@ LINK_IGNORES: Final = frozenset(
         (S, L.NOTIFIED_SUBSCRIBED),
     }
 )
-"""These pairs change nothing. Together with LINK_TRANSITIONS they are all pairs."""
+"""These pairs change nothing. Together with LINK_TRANSITIONS they are all pairs (test_us_stateful)."""
 
 _ANSWERS: Final = {S: L.ANSWER_SUBSCRIBED, SP: L.ANSWER_PENDING, U: L.ANSWER_UNSUBSCRIBED, UP: L.ANSWER_UNSUBSCRIBED}
 _NOTIFICATIONS: Final = {
@@ -272,11 +236,11 @@ def step(
             machine.subscribe(event)
         case Unsubscribe():
             # in version 4 the answer is enough (C-16)
-            machine.remove(event.subscriber, R.UNSUBSCRIBE, notify_subscriber=event.major == 3)
+            machine.remove(event.subscriber, notify_subscriber=event.major == 3)
         case Expire():
             known = records.get(event.subscriber)
             if known is not None and is_past(known.expires_ms, now_ms):
-                machine.remove(event.subscriber, R.EXPIRE)
+                machine.remove(event.subscriber)
         case Answered() | TimedOut() if link.command is not None and event.generation == link.generation:
             machine.move(_ANSWERS[event.status] if isinstance(event, Answered) else L.TIMEOUT)
         # while a command is not answered, its answer decides: this may be older than the command
@@ -286,7 +250,7 @@ def step(
             machine.change_service()
         case Ended():
             machine.step.link = RemoteLink()
-            machine.update_all(R.LINK_UNSUBSCRIBED)
+            machine.update_all(U)
         case Orphaned() if link.state is U:
             machine.step.link = link._replace(major=event.major)
             machine.move(L.ORPHANED)
@@ -319,13 +283,12 @@ class _Machine:
         # the last request counts in every version: docs/adr/usubscription.md
         expires_ms = event.expires_ms
         if is_past(expires_ms, self.now_ms):
-            self.remove(event.subscriber, R.EXPIRE)
+            self.remove(event.subscriber)
             return
-        kind = R.SUBSCRIBE_LOCAL
+        status = S
         if self.remote:
             self._want(event)
-            kind = R.SUBSCRIBE_LINKED if self.step.link.state is S else R.SUBSCRIBE_UNLINKED
-        status = RECORD_TRANSITIONS[known.status if known is not None else U, kind]
+            status = S if self.step.link.state is S else SP
         record = SubscriptionRecord(
             status, event.major, expires_ms, event.sample_period_ms or None, event.details, event.bare
         )
@@ -348,13 +311,12 @@ class _Machine:
             self.step.link = link._replace(sample_period_ms=period)
             self.move(L.WANT_MORE)
 
-    def remove(self, subscriber: Key, why: RecordEvent, *, notify_subscriber: bool = True) -> None:
+    def remove(self, subscriber: Key, *, notify_subscriber: bool = True) -> None:
         known = self.records.get(subscriber)
         if known is None:
             return
-        status = RECORD_TRANSITIONS[known.status, why]
         self.step.records[subscriber] = None
-        self._add_change(subscriber, known._replace(status=status), notify_subscriber=notify_subscriber)
+        self._add_change(subscriber, known._replace(status=U), notify_subscriber=notify_subscriber)
         if self.remote and not self.records.has_others(subscriber):
             self.move(L.UNWANT)
 
@@ -385,13 +347,12 @@ class _Machine:
             case Send.DONE:
                 link = link._replace(command=None, attempt=0)
         self.step.link = link
-        if rule.records is not None:
-            self.update_all(rule.records)
+        if rule.records_follow:
+            self.update_all(rule.state)
 
-    def update_all(self, event: RecordEvent) -> None:
+    def update_all(self, status: Status) -> None:
         """Apply a change of the link to every record."""
         for subscriber, record in self.records.items():
-            status = RECORD_TRANSITIONS[record.status, event]
             if status is not record.status:
                 changed = record._replace(status=status)
                 self.step.records[subscriber] = None if status is U else changed
@@ -408,10 +369,3 @@ class _Machine:
         notify = notify_subscriber and (status_changed or record.major >= 4)
         change = Change(self.topic, subscriber, record.status, record.major, *record[2:], notify, status_changed)
         self.step.changes.append(change)
-
-
-PAIRS: Final = frozenset(itertools.product((U, SP, S, UP), LinkEvent))
-assert frozenset(LINK_TRANSITIONS) | LINK_IGNORES == PAIRS, (
-    "every pair of state and event must be in the table or ignored"
-)
-assert not frozenset(LINK_TRANSITIONS) & LINK_IGNORES, "no pair may be in both"

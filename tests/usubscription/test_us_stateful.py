@@ -20,7 +20,6 @@ from uprotocol.status import UStatusError
 from usubscription.state import (
     LINK_IGNORES,
     LINK_TRANSITIONS,
-    RECORD_TRANSITIONS,
     Answered,
     Command,
     Expire,
@@ -29,7 +28,6 @@ from usubscription.state import (
     Lost,
     Notified,
     Orphaned,
-    RecordEvent,
     RemoteLink,
     Status,
     Subscribe,
@@ -403,9 +401,9 @@ def test_every_pair_of_link_state_and_event_is_decided() -> None:
 
 
 def test_records_are_never_unsubscribe_pending() -> None:
-    assert Status.UNSUBSCRIBE_PENDING not in set(RECORD_TRANSITIONS.values()) | {
-        status for status, _ in RECORD_TRANSITIONS
-    }
+    followed = [rule.state for rule in LINK_TRANSITIONS.values() if rule.records_follow]
+    assert Status.UNSUBSCRIBE_PENDING not in followed
+    assert len(followed) == 9
 
 
 @pytest.mark.spec("dsn~usubscription-state-machine~1", doc="v3")
@@ -413,18 +411,24 @@ def test_records_are_never_unsubscribe_pending() -> None:
 @pytest.mark.parametrize(
     ("start", "event", "end"),
     [
-        (Status.UNSUBSCRIBED, RecordEvent.SUBSCRIBE_LOCAL, Status.SUBSCRIBED),
-        (Status.UNSUBSCRIBED, RecordEvent.SUBSCRIBE_UNLINKED, Status.SUBSCRIBE_PENDING),
-        (Status.SUBSCRIBE_PENDING, RecordEvent.LINK_SUBSCRIBED, Status.SUBSCRIBED),
-        (Status.SUBSCRIBED, RecordEvent.UNSUBSCRIBE, Status.UNSUBSCRIBED),
+        (Status.UNSUBSCRIBED, Subscribe(LOCAL_TOPICS[0], SUBSCRIBERS[0], 4), Status.SUBSCRIBED),
+        (Status.UNSUBSCRIBED, Subscribe(REMOTE_TOPICS[0], SUBSCRIBERS[0], 4), Status.SUBSCRIBE_PENDING),
+        (Status.SUBSCRIBE_PENDING, Answered(REMOTE_TOPICS[0], 1, Status.SUBSCRIBED), Status.SUBSCRIBED),
+        (Status.SUBSCRIBED, Unsubscribe(LOCAL_TOPICS[0], SUBSCRIBERS[0], 4), Status.UNSUBSCRIBED),
         (Status.SUBSCRIBED, LinkEvent.UNWANT, Status.UNSUBSCRIBE_PENDING),
         (Status.UNSUBSCRIBE_PENDING, LinkEvent.ANSWER_UNSUBSCRIBED, Status.UNSUBSCRIBED),
     ],
     ids=str,
 )
 def test_the_edges_that_the_specification_draws(start: Status, event: Any, end: Status) -> None:
-    found = RECORD_TRANSITIONS[start, event] if isinstance(event, RecordEvent) else LINK_TRANSITIONS[start, event].state
-    assert found is end
+    if isinstance(event, LinkEvent):
+        assert LINK_TRANSITIONS[start, event].state is end
+        return
+    known = {} if start is Status.UNSUBSCRIBED else {SUBSCRIBERS[0]: SubscriptionRecord(start, 3)}
+    link = RemoteLink(start, 4, Command.SUBSCRIBE, 1) if start is Status.SUBSCRIBE_PENDING else RemoteLink()
+    remote = event.topic == REMOTE_TOPICS[0]
+    (change,) = step(event, DictRecords(known), link, remote=remote, now_ms=0, generation=1).changes
+    assert change.status is end
 
 
 @given(st.integers(1, 100), st.floats(0, 0.999))
