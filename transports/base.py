@@ -63,8 +63,7 @@ class SendChecks:
                 present = attributes.source if attributes.HasField("source") else None
                 attrs.validate_route(attributes.type, present, sink)
                 self._valid_routes[route] = True
-            attrs.validate_rest(attributes)
-            attrs.validate_payload(attributes, message.HasField("payload"))
+            attrs.validate_rest(attributes, has_payload=message.HasField("payload"))
         except UStatusError as error:
             return error.status
         if attributes.ttl and attrs.is_expired(attributes, now_ms):

@@ -110,14 +110,15 @@ def completed(message: UMessage, authority: str) -> UMessage:
     return copy
 
 
-def validate(attributes: UAttributes) -> None:
-    """Check `attributes` against the rules of their type. Raises UStatusError(INVALID_ARGUMENT) for the first error."""
+def validate(attributes: UAttributes, *, has_payload: bool = True) -> None:
+    """Check `attributes` against the rules of their type, and as `validate_rest`. Raises UStatusError(INVALID_ARGUMENT)
+    for the first error."""
     _validate_route_once(
         attributes.type,
         attributes.source.SerializeToString() if attributes.HasField("source") else None,
         attributes.sink.SerializeToString() if attributes.HasField("sink") else None,
     )
-    validate_rest(attributes)
+    validate_rest(attributes, has_payload=has_payload)
 
 
 @functools.lru_cache(maxsize=ROUTES_KNOWN_MAX)
@@ -157,8 +158,13 @@ def _validate_address(
         raise invalid(f"the {part} of a {type_name} names one resource, but {uris.format(address)} has wildcards")
 
 
-def validate_rest(attributes: UAttributes) -> None:
-    """Check what differs for each message. Raises UStatusError(INVALID_ARGUMENT)."""
+def validate_rest(attributes: UAttributes, *, has_payload: bool = True) -> None:
+    """Check what differs for each message. Raises UStatusError(INVALID_ARGUMENT).
+
+    `has_payload` False: a payload format is an error, too (dsn~up-attributes-payload-format~1).
+    """
+    if not has_payload and attributes.payload_format:
+        raise invalid(f"a message without payload has no payload format, got {attributes.payload_format}")
     if not uuids.is_message_id(attributes.id):
         given = uuids.format(attributes.id) if attributes.HasField("id") else "none"
         raise invalid(f"a message has an id, which is a UUID of version 7 with a time until the year 9999, got {given}")
@@ -199,9 +205,3 @@ def has_valid_traceparent(attributes: UAttributes) -> bool:
     receiver removes it from the message."""
     traceparent = attributes.traceparent
     return not traceparent or _TRACEPARENT.fullmatch(traceparent) is not None
-
-
-def validate_payload(attributes: UAttributes, has_payload: bool) -> None:
-    """Raises INVALID_ARGUMENT for a payload format without payload (dsn~up-attributes-payload-format~1)."""
-    if not has_payload and attributes.payload_format:
-        raise invalid(f"a message without payload has no payload format, got {attributes.payload_format}")

@@ -78,8 +78,7 @@ class UPayload:
 def validate(message: UMessage) -> None:
     """Check the attributes, and that there is no payload format without payload. Raises
     UStatusError(INVALID_ARGUMENT)."""
-    attrs.validate(message.attributes)
-    attrs.validate_payload(message.attributes, message.HasField("payload"))
+    attrs.validate(message.attributes, has_payload=message.HasField("payload"))
 
 
 def is_expired(message: UMessage, now_ms: int | None = None) -> bool:

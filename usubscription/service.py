@@ -74,7 +74,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.notifier import ChangeNotifier, ResponseTracker
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
-from usubscription.state import Change, Expire, Key, Row
+from usubscription.state import Change, Expire, Row
 from usubscription.store.database import (
     SUBSCRIPTIONS_MAX,
     Commanded,
@@ -467,12 +467,10 @@ class USubscriptionService:
         awaitable, that is awaited."""
         self._hooks.append(hook)
 
-    async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
-        """Subscriptions that match the patterns, in their order. Raises UNAVAILABLE if the service does not run."""
+    async def subscriptions(self) -> list[Row]:
+        """All subscriptions, in their order. Raises UNAVAILABLE if the service does not run."""
         now_ms = self._now_ms()
-        return await self.store.read(
-            lambda reader: [row for _, row in reader.each(topic, subscriber, now_ms)], lane=LONG
-        )
+        return await self.store.read(lambda reader: [row for _, row in reader.each(None, None, now_ms)], lane=LONG)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -357,11 +357,11 @@ def test_a_traceparent_is_of_the_w3c(make: Callable[[], UAttributes]) -> None:
 @spec("dsn~up-attributes-payload-format~1")
 def test_no_payload_no_format() -> None:
     attributes = publish()
-    attrs.validate_payload(attributes, has_payload=False)
+    attrs.validate(attributes, has_payload=False)
     attributes.payload_format = UPayloadFormat.UPAYLOAD_FORMAT_TEXT
-    attrs.validate_payload(attributes, has_payload=True)
+    attrs.validate(attributes, has_payload=True)
     with pytest.raises(UStatusError):
-        attrs.validate_payload(attributes, has_payload=False)
+        attrs.validate(attributes, has_payload=False)
 
 
 @spec("dsn~up-attributes-priority~1")

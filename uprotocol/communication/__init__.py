@@ -11,41 +11,21 @@ None of them blocks; failures are UStatusError (dsn~communication-layer-impl-asy
 dsn~communication-layer-impl-error-handling~1).
 """
 
-from uprotocol.communication.api import (
-    DEFAULT_OPTIONS,
-    CallOptions,
-    MessageOptions,
-    NotificationListener,
-    Notifier,
-    Publisher,
-    RequestCheck,
-    RequestHandler,
-    RpcClient,
-    RpcServer,
-    Subscriber,
-    SubscriptionService,
-)
-from uprotocol.communication.pubsub import InMemorySubscriber, SimpleNotifier, SimplePublisher
-from uprotocol.communication.rpc_client import InMemoryRpcClient
-from uprotocol.communication.rpc_server import InMemoryRpcServer, Responses
-
-__all__ = [
-    "DEFAULT_OPTIONS",
-    "CallOptions",
-    "InMemoryRpcClient",
-    "InMemoryRpcServer",
-    "InMemorySubscriber",
-    "MessageOptions",
-    "NotificationListener",
-    "Notifier",
-    "Publisher",
-    "RequestCheck",
-    "RequestHandler",
-    "Responses",
-    "RpcClient",
-    "RpcServer",
-    "SimpleNotifier",
-    "SimplePublisher",
-    "Subscriber",
-    "SubscriptionService",
-]
+from uprotocol.communication.api import DEFAULT_OPTIONS as DEFAULT_OPTIONS
+from uprotocol.communication.api import CallOptions as CallOptions
+from uprotocol.communication.api import MessageOptions as MessageOptions
+from uprotocol.communication.api import NotificationListener as NotificationListener
+from uprotocol.communication.api import Notifier as Notifier
+from uprotocol.communication.api import Publisher as Publisher
+from uprotocol.communication.api import RequestCheck as RequestCheck
+from uprotocol.communication.api import RequestHandler as RequestHandler
+from uprotocol.communication.api import RpcClient as RpcClient
+from uprotocol.communication.api import RpcServer as RpcServer
+from uprotocol.communication.api import Subscriber as Subscriber
+from uprotocol.communication.api import SubscriptionService as SubscriptionService
+from uprotocol.communication.pubsub import InMemorySubscriber as InMemorySubscriber
+from uprotocol.communication.pubsub import SimpleNotifier as SimpleNotifier
+from uprotocol.communication.pubsub import SimplePublisher as SimplePublisher
+from uprotocol.communication.rpc_client import InMemoryRpcClient as InMemoryRpcClient
+from uprotocol.communication.rpc_server import InMemoryRpcServer as InMemoryRpcServer
+from uprotocol.communication.rpc_server import Responses as Responses

@@ -66,11 +66,8 @@ class Register:
     topic: Key | None
 
 
-@dataclass(frozen=True, slots=True)
-class Unregister:
-    client: Key
-    major: int
-    topic: Key | None
+class Unregister(Register):
+    """Undo it."""
 
 
 @dataclass(frozen=True, slots=True)
