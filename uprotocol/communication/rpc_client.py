@@ -27,7 +27,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 CALLS_PENDING_MAX: Final = 10_000  # ten seconds of a thousand calls a second; some 3 KB each
 
-_Call = tuple[UMessage, "asyncio.Future[UMessage]"]
+_OutgoingCall = tuple[UMessage, "asyncio.Future[UMessage]"]
 """A request, and its response."""
 
 
@@ -44,7 +44,7 @@ class InMemoryRpcClient(RpcClient):
         self._transport, self._local = transport, local
         self._calls_pending_max = calls_pending_max
         self._pending: dict[tuple[int, int], asyncio.Future[UMessage]] = {}
-        self._outgoing: list[_Call] = []  # of this turn of the event loop: all of them are sent in one batch
+        self._outgoing: list[_OutgoingCall] = []  # of this turn of the event loop: all of them are sent in one batch
         self._sending: set[asyncio.Task[None]] = set()
         self._open = False
         self.dropped: Counter[str] = Counter()
@@ -136,7 +136,7 @@ class InMemoryRpcClient(RpcClient):
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def _send(self, batch: list[_Call]) -> None:
+    async def _send(self, batch: list[_OutgoingCall]) -> None:
         """A call whose request the network does not accept ends with that error."""
         errors: list[Exception | None]
         try:

@@ -418,7 +418,7 @@ class Database:
             if (client, major) not in notified:
                 notified.add((client, major))
                 change = Change(topic or NO_TOPIC, client, Status.UNSUBSCRIBED, major)
-                outcome.changes.append(self.tables.add_change(change, [(client, major)]))
+                outcome.changes += self.tables.add_changes(0, [change], only=(client, major))
         return outcome
 
 

@@ -128,7 +128,7 @@ class SubscriptionStore:
         self._writer = Answerer(
             "usubscription-writer",
             lambda events: self.database.apply(events, self._now_ms()),
-            lambda batch, answers: self._batches.put_nowait((batch, self._without_damage(answers))),
+            lambda batch, answers: self._batches.put_nowait((batch, answers)),
             gathering=Gathering(GATHER_MS, BATCH_MAX),
             worker=self._start_worker,
         )
@@ -213,7 +213,9 @@ class SubscriptionStore:
             batch, answers = await self._batches.get()
             try:
                 outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
-                self._commits = bool(outcomes) or not any(isinstance(answer, BaseException) for answer in answers)
+                if len(outcomes) < len(answers):
+                    answers = self._without_damage(answers)
+                self._commits = bool(outcomes) or not answers
                 if outcomes:
                     self.index.apply(outcomes)
                     result = self._committed(outcomes)

@@ -368,27 +368,26 @@ class Tables:
 
     # -- changes to be sent
 
-    def add_changes(self, topic: int, changes: Sequence[Change]) -> list[StoredChange]:
-        """Add changes for their subscribers, and for the clients that are registered for `topic`."""
-        if changes and self._clients is None:  # from memory: usually none, or one streamer for everything
-            self._clients = {}
-            for registered_topic, client, major in self._registrations():
-                self._clients.setdefault(registered_topic, []).append((self.key(client), major))
+    def add_changes(self, topic: int, changes: Sequence[Change], only: Client | None = None) -> list[StoredChange]:
+        """Add changes to the outbox, which is written at the end of the batch: for their subscribers and for the
+        clients that are registered for `topic`, or for one client `only`."""
         stored = []
         for change in changes:
-            assert self._clients is not None
-            recipients = [(change.subscriber, change.major)] if change.notify_subscriber else []
-            for who in (*self._clients.get(0, ()), *self._clients.get(topic, ())):
-                if who not in recipients and (who[1] >= 4 or change.status_changed):
-                    recipients.append(who)
-            stored.append(self.add_change(change, recipients))
+            recipients = [only] if only is not None else []
+            if only is None:
+                if self._clients is None:  # from memory: usually none, or one streamer for everything
+                    self._clients = {}
+                    for registered_topic, client, major in self._registrations():
+                        self._clients.setdefault(registered_topic, []).append((self.key(client), major))
+                if change.notify_subscriber:
+                    recipients.append((change.subscriber, change.major))
+                for who in (*self._clients.get(0, ()), *self._clients.get(topic, ())):
+                    if who not in recipients and (who[1] >= 4 or change.status_changed):
+                        recipients.append(who)
+            self.number += 1
+            self._changes.append((self.number, write_change(change, recipients)))
+            stored.append(StoredChange(self.number, change, tuple(recipients)))
         return stored
-
-    def add_change(self, change: Change, recipients: Sequence[Client]) -> StoredChange:
-        """Add a change to the outbox; it is written at the end of the batch."""
-        self.number += 1
-        self._changes.append((self.number, write_change(change, recipients)))
-        return StoredChange(self.number, change, tuple(recipients))
 
     def hold(self, changes: Iterable[tuple[str, int, Change, Sequence[Client]]]) -> None:
         """Store changes for their destinations. At the limit the oldest changes of the destination with the most are
