@@ -65,12 +65,6 @@ def is_expired(attributes: UAttributes, now_ms: int) -> bool:
     return ttl > 0 and now_ms > (attributes.id.msb >> 16) + ttl
 
 
-def expires_ms(attributes: UAttributes) -> int | None:
-    """The last Unix millisecond in which the message is valid; None: it never expires."""
-    ttl = attributes.ttl
-    return (attributes.id.msb >> 16) + ttl if ttl else None
-
-
 def is_streamer_sink(sink: UUri) -> bool:
     """True for the sink that only a streamer sets in a publish: a named authority, everything else a wildcard
     (dsn~up-attributes-publish-sink~2)."""

@@ -81,10 +81,6 @@ def validate(message: UMessage) -> None:
     attrs.validate(message.attributes, has_payload=message.HasField("payload"))
 
 
-def is_expired(message: UMessage, now_ms: int | None = None) -> bool:
-    return attrs.is_expired(message.attributes, uuids.now_ms() if now_ms is None else now_ms)
-
-
 class UMessageBuilder:
     """Builds one message. `build`, `build_from_upayload` and `pack` validate it, so every built message is valid."""
 

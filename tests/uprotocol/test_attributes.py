@@ -382,14 +382,12 @@ def test_expired_is_strictly_after_id_time_plus_ttl(created: int, ttl: int, now:
     assert attrs.is_expired(attributes, now) == (ttl > 0 and now > created + ttl)
     assert not attrs.is_expired(attributes, created + ttl)
     assert attrs.is_expired(attributes, created + ttl + 1) == (ttl > 0)
-    assert attrs.expires_ms(attributes) == (created + ttl if ttl else None)
 
 
 @spec("dsn~up-attributes-ttl~1")
 def test_without_ttl_nothing_expires() -> None:
     attributes = UAttributes(id=UUID(msb=0x7000, lsb=1 << 63))
     assert not attrs.is_expired(attributes, 2**60)
-    assert attrs.expires_ms(attributes) is None
 
 
 @given(st.binary(max_size=120))

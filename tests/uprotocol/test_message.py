@@ -8,6 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uprotocol import attributes as attrs
 from uprotocol import message as messages
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -142,9 +143,9 @@ def test_an_error_response_says_why(code: UCode.ValueType, text: str) -> None:
 def test_a_message_expires() -> None:
     message = UMessageBuilder.publish(TOPIC).with_ttl(100).build()
     created = uuids.time_ms(message.attributes.id)
-    assert not messages.is_expired(message)
-    assert not messages.is_expired(message, created + 100)
-    assert messages.is_expired(message, created + 101)
+    assert not attrs.is_expired(message.attributes, uuids.now_ms())
+    assert not attrs.is_expired(message.attributes, created + 100)
+    assert attrs.is_expired(message.attributes, created + 101)
 
 
 @spec("dsn~up-attributes-publish-sink~2")

@@ -24,6 +24,7 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
+from uprotocol.v1.uuid_pb2 import UUID
 
 spec = pytest.mark.spec
 RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
@@ -467,11 +468,11 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
 @spec("dsn~up-attributes-ttl-timeout~1")
 async def test_an_expired_request_is_not_handled(bench: Bench) -> None:
     seen: list[UMessage] = []
-    far_future = uuids.now_ms() + 10**9
-    server = InMemoryRpcServer(bench.server_transport, SERVICE, now_ms=lambda: far_future)
+    server = InMemoryRpcServer(bench.server_transport, SERVICE)
     await server.register_request_handler(1, seen.append)
-    async with unanswered(bench):
-        await until(lambda: server.dropped["expired"] == 1)
+    old = UUID(msb=(uuids.now_ms() - 1_001) << 16 | 0x7000, lsb=1 << 63)
+    server.on_receive(UMessageBuilder.request(APP.get_source(), GET, 1_000).with_id(old).build())
+    assert server.dropped["expired"] == 1
     assert not seen
     await server.close()
 

@@ -74,11 +74,9 @@ class InMemoryRpcServer(RpcServer):
         responses_bytes_max: int = RESPONSES_BYTES_MAX,
         share: int = CALLERS_SHARE,
         drain_ms_max: int = DRAIN_MS_MAX,
-        now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         self._transport, self._local = transport, local
-        self._check, self._now_ms = check, now_ms
-        self._drain_ms_max = drain_ms_max
+        self._check, self._drain_ms_max = check, drain_ms_max
         self._methods: dict[int, RequestHandler] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._shares = Shares[str](requests_running_max, requests_bytes_max, share)  # running requests, by authority
@@ -138,7 +136,7 @@ class InMemoryRpcServer(RpcServer):
         self.on_receive_batch([message])
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
-        now_ms = self._now_ms()
+        now_ms = uuids.now_ms()
         for request in messages:
             if attrs.is_expired(request.attributes, now_ms):
                 self.dropped["expired"] += 1
