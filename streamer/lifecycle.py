@@ -102,7 +102,7 @@ class EmbeddedUSubscription:
     async def _start(self) -> bool:
         await self._attempt(self.service.start)
         self.is_started = not self._trouble
-        if self.is_started and (lost := self.service.lost_changes):
+        if self.is_started and (lost := self.service.store.database.lost_changes):
             self._on_lost(lost)
         return self.is_started
 
@@ -121,8 +121,8 @@ class EmbeddedUSubscription:
     def conditions(self) -> Iterator[Condition]:
         if self._trouble:
             yield Condition(f"usubscription: {self._trouble}", is_fatal=True)
-        elif self.service.trouble is not None:
+        elif self.service.store.trouble is not None:
             what = "uSubscription answers nobody, and the last known subscriptions serve"
-            yield Condition(f"{what}: {self.service.trouble}", is_fatal=True)
-        elif not self.service.healthy:
+            yield Condition(f"{what}: {self.service.store.trouble}", is_fatal=True)
+        elif not self.service.store.healthy:
             yield Condition("the subscriptions can't be stored", is_fatal=True)

@@ -103,9 +103,9 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> Non
         gc.collect()
         gc.freeze()  # a full collection would examine the loaded objects again, which takes 30 ms
         try:
-            state = {"ready": service.trouble is None, "service": "core.usubscription", "authority": config.authority}
-            trouble = {"trouble": service.trouble} if service.trouble is not None else {}
-            ready({**state, "transport": config.transport, **trouble})
+            state = {"ready": service.store.trouble is None, "service": "core.usubscription"}
+            trouble = {"trouble": service.store.trouble} if service.store.trouble is not None else {}
+            ready({**state, "authority": config.authority, "transport": config.transport, **trouble})
             await stop.wait()
         finally:
             await service.stop()

@@ -136,7 +136,12 @@ class Remote:
         self._started_at = -math.inf  # loop time
         self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), runtime.disk)
         self.auditor = Auditor(
-            store, self.partners, fetch=self._fetch, is_busy=self._is_busy, interval_ms=audit_ms, random=self.random
+            store,
+            self.partners,
+            fetch=self._fetch,
+            is_busy=lambda topic: topic[0] in self.commands and self.commands[topic[0]].is_busy(topic),
+            interval_ms=audit_ms,
+            random=self.random,
         )
         self._open = False
         transport.on_connection(self._connection_changed)
@@ -186,16 +191,6 @@ class Remote:
             commands.clear()
         self.auditor.now()
 
-    # -- called by AuthorityCommands -----------------------------------------------------------------------------------
-
-    def idle(self, commands: AuthorityCommands) -> None:
-        """`commands` is empty."""
-        if self.commands.get(commands.authority) is commands:
-            del self.commands[commands.authority]
-
-    def _is_busy(self, topic: Key) -> bool:
-        return topic[0] in self.commands and self.commands[topic[0]].is_busy(topic)
-
     # -- the calls -----------------------------------------------------------------------------------------------------
 
     async def call(self, topic: Key, link: RemoteLink) -> Status:
@@ -219,7 +214,8 @@ class Remote:
         commands = self.commands.get(source)
         if commands is not None:
             commands.retry_now()  # the service is available
-            if change.status is Status.SUBSCRIBED and commands.confirm(topic):
+            if change.status is Status.SUBSCRIBED and (command := commands.commands.get(topic)) is not None:
+                command.confirmed = True
                 return  # most services send this after each answer
         elif change.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners.known:
             self.auditor.stranger((source, major))  # it has a subscription that we don't know: our store was lost
@@ -272,11 +268,15 @@ class AuthorityCommands(CommandQueue[Key, _RemoteCommand]):
     """
 
     def __init__(self, remote: Remote, authority: str) -> None:
-        super().__init__(self._run_until_answered, WINDOW_FIRST, idle=lambda: remote.idle(self))
+        super().__init__(self._run_until_answered, WINDOW_FIRST, idle=self._leave)
         self._remote, self.authority = remote, authority
         self._loop = asyncio.get_running_loop()
         self._answered_at = self._retried_at = self._loop.time()
         self._departure = asyncio.Lock()  # keeps the order of the commands
+
+    def _leave(self) -> None:
+        if self._remote.commands.get(self.authority) is self:
+            del self._remote.commands[self.authority]
 
     def update(self, topic: Key, link: RemoteLink, after: int) -> None:
         """As Remote.update."""
@@ -290,13 +290,6 @@ class AuthorityCommands(CommandQueue[Key, _RemoteCommand]):
             self.put(topic, _RemoteCommand(link, after), delay_ms)
         if known is not None:
             known.news.set()
-
-    def confirm(self, topic: Key) -> bool:
-        """A notification says that `topic` is SUBSCRIBED. Returns True if there is a command for it."""
-        command = self.commands.get(topic)
-        if command is not None:
-            command.confirmed = True
-        return command is not None
 
     def clear(self) -> None:
         running = self.running()

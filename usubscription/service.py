@@ -359,22 +359,6 @@ class USubscriptionService:
         self._refused: Counter[str] = Counter()
 
     @property
-    def healthy(self) -> bool:
-        """False while the store can't write, and permanently if there is `trouble`."""
-        return self.store.healthy
-
-    @property
-    def trouble(self) -> str | None:
-        """How the store is damaged, and what to do about it. Meanwhile every request is answered UNAVAILABLE with this
-        text."""
-        return self.store.trouble
-
-    @property
-    def lost_changes(self) -> int:
-        """Stored changes of subscriptions that were missing at the start: their clients have to subscribe again."""
-        return self.store.database.lost_changes
-
-    @property
     def requests(self) -> Counter[str]:
         """Requests by method and version, for example `subscribe_v4`."""
         return self._calls + self.entry.requests
@@ -405,13 +389,13 @@ class USubscriptionService:
 
     async def start(self) -> None:
         """Open the store, continue where the last process stopped, and serve. The transport must be open or being
-        opened. It also serves with a damaged store: see `trouble`.
+        opened. It also serves with a damaged store: see SubscriptionStore.trouble.
 
         Raises UStatusError as `open`, or the error of the transport.
         """
         await self.open()
         try:
-            if self.trouble is None:
+            if self.store.trouble is None:
                 await self._resume()
             for major, server in self._servers.items():
                 for name, handle in self._handlers.items():
@@ -423,7 +407,7 @@ class USubscriptionService:
         except BaseException:
             await self.stop()
             raise
-        if self.trouble is None:
+        if self.store.trouble is None:
             self._expirer = asyncio.ensure_future(self._expire_loop())
         self._started = True
 

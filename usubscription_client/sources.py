@@ -162,7 +162,6 @@ class ServiceInterest(InterestSource):
         self._refresh_ms, self._random = refresh_ms, runtime.rng.random
         self.healthy, self._why = False, ""  # the last error
         self._asked: dict[str, dict[Key, UUri]] = {}  # by authority; the longest known topics first
-        self._asked_count = 0
         self._unanswered: set[Key] = set()
         self._answered: set[Key] = set()
         self._fetching = asyncio.Lock()
@@ -187,7 +186,9 @@ class ServiceInterest(InterestSource):
         if changed := self.replace(known):
             self.changed(changed)
         for subscription in known:
-            self._note_asked(subscription.topic)
+            self._asked.setdefault(subscription.topic.authority_name, {})[uris.key(subscription.topic)] = (
+                subscription.topic
+            )
         self.on_change(self._saved.changed)
 
     async def start(self) -> None:
@@ -215,25 +216,20 @@ class ServiceInterest(InterestSource):
         if self.can_list or uris.key(topic) in asked:
             return
         freed: UUri | None = None
-        if self._asked_count >= TOPICS_ASKED_MAX or len(asked) >= AUTHORITY_TOPICS_ASKED_MAX:
+        if sum(map(len, self._asked.values())) >= TOPICS_ASKED_MAX or len(asked) >= AUTHORITY_TOPICS_ASKED_MAX:
             freed = self._forget_one(authority if asked else max(self._asked, key=lambda one: len(self._asked[one])))
             if freed is None:
                 limits = {"authority": self.name, "of": authority, "topics": len(asked)}
                 log.warning("the limit of topics to ask of this service is reached", **limits)
                 self._was_full = True
                 return
-        self._note_asked(topic)
+        self._asked.setdefault(authority, {})[uris.key(topic)] = topic
         if not await self._ask(topic):
             self._news.set()
         if freed is not None:
             self.changed(frozenset([uris.key(freed)]))  # it is undecided again
             with contextlib.suppress(UStatusError):  # then more notifications come, which is harmless
                 await self._client.unregister_for_notifications(freed)
-
-    def _note_asked(self, topic: UUri) -> None:
-        asked = self._asked.setdefault(topic.authority_name, {})
-        self._asked_count += uris.key(topic) not in asked
-        asked[uris.key(topic)] = topic
 
     def _forget_one(self, authority: str) -> UUri | None:
         """Forget a topic of `authority` that nobody wants; it is asked again if it is published again. Returns None if
@@ -242,7 +238,6 @@ class ServiceInterest(InterestSource):
         for key in list(islice(asked, FORGET_CANDIDATES_MAX)):
             topic = asked.pop(key)
             if not self.wants(topic):
-                self._asked_count -= 1
                 self._answered.discard(key)
                 self._unanswered.discard(key)
                 return topic

@@ -46,7 +46,7 @@ async def all_unavailable(world: Any, service: Any) -> None:
             with pytest.raises(UStatusError) as error:
                 await caller.call(major, method.resource, asked.get(name))
             assert error.value.code == UCode.UNAVAILABLE, (major, name)
-            assert error.value.message == service.trouble
+            assert error.value.message == service.store.trouble
     with pytest.raises(UStatusError) as error:
         await service.subscriptions()
     assert error.value.code == UCode.UNAVAILABLE
@@ -97,10 +97,10 @@ async def test_with_a_damaged_store_it_starts_touches_nothing_and_answers_why(wo
     damage(path)
     before = path.read_bytes()
     service = await world.service()
-    assert not service.healthy
-    assert service.trouble is not None
-    assert str(path) in service.trouble
-    assert "backup" in service.trouble
+    assert not service.store.healthy
+    assert service.store.trouble is not None
+    assert str(path) in service.store.trouble
+    assert "backup" in service.store.trouble
     await all_unavailable(world, service)
     await world.stop()
     assert path.read_bytes() == before
@@ -115,7 +115,7 @@ async def test_a_write_ahead_log_is_not_moved_into_a_damaged_store(world: Any) -
         overwrite(path)
         before = path.read_bytes()
         service = await world.service()
-        assert service.trouble is not None
+        assert service.store.trouble is not None
         await world.stop()
         assert path.read_bytes() == before
     held.close()
@@ -130,8 +130,8 @@ async def test_after_the_repair_it_starts_as_before(world: Any) -> None:
     await world.stop()
     path.write_bytes(good)
     service = await world.service()
-    assert service.trouble is None
-    assert service.healthy
+    assert service.store.trouble is None
+    assert service.store.healthy
     assert len(await service.subscriptions()) == 500
 
 
@@ -184,8 +184,8 @@ async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm
             assert error.value.code == UCode.UNAVAILABLE
         else:
             assert await subscribe_until_refused(raw) == UCode.UNAVAILABLE
-        assert service.trouble is not None
-        assert not service.healthy
+        assert service.store.trouble is not None
+        assert not service.store.healthy
         await service._halting
         await all_unavailable(world, service)
         await world.stop()
@@ -203,11 +203,11 @@ async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(world: 
     disk.trouble = f"max_page_count={pages}"  # SQLite reports a full disk
     db.execute(f"PRAGMA {disk.trouble}")
     assert await subscribe_until_refused(raw) == UCode.RESOURCE_EXHAUSTED
-    assert not service.healthy
-    assert service.trouble is None
+    assert not service.store.healthy
+    assert service.store.trouble is None
     disk.trouble = ""
     async with asyncio.timeout(20):
-        while not service.healthy:  # noqa: ASYNC110 - a property, which has no event
+        while not service.store.healthy:  # noqa: ASYNC110 - a property, which has no event
             await asyncio.sleep(0.02)
     await raw.call(4, 1, v4.SubscribeRequest(topic=TOPIC))
 

@@ -324,7 +324,7 @@ async def test_topics_that_somebody_makes_up_keep_out_no_others(world: Any, monk
         await asyncio.wait(list(union._asking.values()))
     for number in range(1_000):
         await union.ask(uris.uri("dev1", 0x67, 1, 0x8000 + number))
-    assert source._asked_count == sum(map(len, source._asked.values())) == 20 + 1
+    assert sum(map(len, source._asked.values())) == 20 + 1
     assert len(source._answered) == 20 + 1
     assert source.decided(real), "what somebody wants stays"
     await source.stop()

@@ -399,10 +399,10 @@ async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any, troubled
     with pytest.raises(UStatusError) as error:
         await client.subscribe(topic)
     assert error.value.code == UCode.UNAVAILABLE
-    assert not service.healthy
+    assert not service.store.healthy
     disk.trouble = ""
     await client.subscribe(topic)
-    assert service.healthy
+    assert service.store.healthy
     assert len(await service.subscriptions()) == 1
 
 

@@ -107,12 +107,13 @@ class SubscriptionStore:
         self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by the writer's queue
         self._answering: asyncio.Task[None] | None = None
         self._commits = True
+        # how the file is damaged, and what to do about it; every request is answered UNAVAILABLE with this text
         self.trouble: str | None = None
         self.index = Index()
 
     @property
     def healthy(self) -> bool:
-        """False while the store can't write."""
+        """False while the store can't write, and permanently if there is `trouble`."""
         return self._commits and self.trouble is None
 
     async def start(self) -> None:
