@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -27,7 +28,7 @@ ViewEntry = dict[str, Any]
 """One line for the operator, with plain values for JSON."""
 
 
-class StoreView:
+class StoreView(AbstractContextManager["StoreView"]):
     """The store at `path`. Raises UStatusError: NOT_FOUND, FAILED_PRECONDITION (not ours, newer), DATA_LOSS."""
 
     def __init__(self, path: str | Path) -> None:
@@ -37,14 +38,8 @@ class StoreView:
             raise UStatusError(UCode.NOT_FOUND, why)
         self._reader = StoreReader(self.path, from_outside=True)
 
-    def close(self) -> None:
-        self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._reader.close()
 
     def subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[ViewEntry]:
         """Subscriptions that match both patterns (None: any), in their order."""

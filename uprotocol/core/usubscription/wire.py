@@ -199,6 +199,10 @@ class Codec:
     def unsubscribe(self, topic: UUri, subscriber: UUri | None = None) -> Message:
         return self.methods[UNSUBSCRIBE].request(topic=topic, **self._naming(subscriber))  # type: ignore[no-any-return]
 
+    def registration(self, topic: UUri | None) -> Message:
+        """For `topic`; in version 4 for everything."""
+        return v3.NotificationsRequest(topic=topic) if self._nests else v4.NotificationsRequest()
+
     def reset(self) -> Message:
         return self.methods[RESET].request()  # type: ignore[no-any-return]
 
@@ -407,9 +411,6 @@ class V3(Codec):
     def fetch_subscribers(self, topic: UUri, offset: int = 0) -> Message:
         return v3.FetchSubscribersRequest(topic=topic, offset=offset or None)
 
-    def registration(self, topic: UUri | None) -> Message:
-        return v3.NotificationsRequest(topic=topic)
-
     def read_fetch(self, request: UMessage, own: str) -> Fetch:
         asked = self._read(request, FETCH_SUBSCRIPTIONS)
         match asked.WhichOneof("request"):
@@ -462,9 +463,6 @@ class V4(Codec):
         # an extension of the specification: paging.proto
         request.MergeFromString(PageAsked(after=after).SerializeToString())
         return request
-
-    def registration(self, topic: UUri | None) -> Message:
-        return v4.NotificationsRequest()
 
     def read_fetch(self, request: UMessage, own: str) -> Fetch:
         asked = self._read(request, FETCH_SUBSCRIPTIONS)
