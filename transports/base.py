@@ -178,7 +178,7 @@ class TransportBase(UTransport):
         return self.listeners.mended
 
     def take_ttl_counts(self) -> TtlCounts:
-        """Messages with a ttl that arrived since the last call, so there should be one caller."""
+        """As ListenerTable.take_ttl_counts."""
         return self.listeners.take_ttl_counts()
 
     @property
@@ -222,18 +222,16 @@ class TransportBase(UTransport):
     def register_before_open(self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener) -> list[UStatus]:
         statuses: list[UStatus] = []
         for source, sink in filters:
+            status, filter = OK, None
             try:
                 filter = self.listeners.add(source, sink, listener)
                 if filter is not None:
-                    try:
-                        self.listen_at_open(filter)
-                    except UStatusError:
-                        self.listeners.remove(source, sink, listener)
-                        raise
+                    self.listen_at_open(filter)
             except UStatusError as error:
-                statuses.append(error.status)
-            else:
-                statuses.append(OK)
+                status = error.status
+                if filter is not None:
+                    self.listeners.remove(source, sink, listener)
+            statuses.append(status)
         return statuses
 
     async def unregister_listener(

@@ -454,7 +454,7 @@ class ListenerTable:
         self._ages_ms.append(age_ms)
 
     def take_ttl_counts(self) -> TtlCounts:
-        """Returns the counts since the last call."""
+        """Returns the counts since the last call, so there should be one caller."""
         counts = TtlCounts(self._with_ttl, self._expired_count, tuple(self._ages_ms))
         self._with_ttl = self._expired_count = 0
         self._ages_ms.clear()

@@ -256,10 +256,6 @@ class _NewReader:
     made: asyncio.Task[int] | None = None
     octets: int = 0  # of the partitions' names
 
-    def can_take(self, partition: str) -> bool:
-        is_full = len(self.owners) >= NAMES_MAX or self.octets + len(partition) > NAMES_BYTES_MAX
-        return self.made is not None and not is_full and partition not in self.owners
-
 
 class Registrations:
     """The readers of one session's filters, and the peers that must find them. On the event loop."""
@@ -319,14 +315,10 @@ class Registrations:
     async def register(self, filter: Filter) -> None:
         """Returns when the peers know the reader of `filter`. Raises UStatusError."""
         try:
-            await asyncio.shield(self._reader(filter))
+            await asyncio.shield(self.reader(filter))
         except UStatusError:
             self._tokens.pop(filter, None)
             raise
-
-    async def register_all(self, filters: Iterable[Filter]) -> None:
-        """As `register`, for a session that is closed if one of them fails."""
-        await asyncio.gather(*(self._reader(filter) for filter in filters))
 
     async def release(self, filter: Filter) -> None:
         reader = self._tokens.pop(filter, None)
@@ -335,26 +327,22 @@ class Registrations:
             if self._is_open:  # else `close` removes it
                 await asyncio.wrap_future(self._executor.submit(self._readers.leave, token, self._partition(filter)))
 
-    def _reader(self, filter: Filter) -> asyncio.Task[int]:
+    def reader(self, filter: Filter) -> asyncio.Task[int]:
         """Make the reader of `filter` unless it exists. Filters without wildcards that come while another reader is
         being made share the next one."""
         if filter not in self._tokens:
-            partition = self._partition(filter)
+            partition, new = self._partition(filter), self._next
+            is_full = len(new.owners) >= NAMES_MAX or new.octets + len(partition) > NAMES_BYTES_MAX
             if mapping.is_pattern(partition):
-                self._tokens[filter] = asyncio.ensure_future(self._make(_NewReader({partition: filter})))
-            else:
-                self._tokens[filter] = self._join(partition, filter)
+                new = _NewReader({})
+            elif is_full or new.made is None or partition in new.owners:
+                new = self._next = _NewReader({})
+            new.owners[partition] = filter
+            new.octets += len(partition)
+            if new.made is None:
+                new.made = asyncio.ensure_future(self._make(new))
+            self._tokens[filter] = new.made
         return self._tokens[filter]
-
-    def _join(self, partition: str, filter: Filter) -> asyncio.Task[int]:
-        new = self._next
-        if not new.can_take(partition):
-            new = self._next = _NewReader({})
-        new.owners[partition] = filter
-        new.octets += len(partition)
-        if new.made is None:
-            new.made = asyncio.ensure_future(self._make(new))
-        return new.made
 
     async def _make(self, new: _NewReader) -> int:
         async with self._making:

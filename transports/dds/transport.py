@@ -4,8 +4,6 @@ send_batch -> one hop to the writers' thread: check, encode, write -> DDS: parti
            <- nobody_listens: a publish whose writer no reader has matched; later on_heard([partition, ...])
 listener   <- decode <- Arrivals <- the readers' thread            <-
 register_listener -> Registrations: a reader that every peer has found
-
-mapping.py is pure, config.py has the settings; link.py, writers.py, readers.py and roll_call.py may block.
 """
 
 from __future__ import annotations
@@ -178,7 +176,7 @@ class DdsTransport(TransportBase):
         registrations.open(session.readers)
         try:
             self._session = session
-            await registrations.register_all(self.listeners.filters)
+            await asyncio.gather(*map(registrations.reader, self.listeners.filters))
             await registrations.discovered(self._config.discovery_quiet_ms / 1000)
             self.is_open = True
         except BaseException:

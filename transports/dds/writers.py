@@ -183,7 +183,7 @@ class _HeldWriters:
     def __init__(self, participant: Participant) -> None:
         self._participant = participant
         self._writers: dict[int, _Writer] = {}  # by identity
-        self._logged: dict[frozenset[bytes], str] = {}  # culprits -> their names
+        self.culprits: dict[frozenset[bytes], str] = {}  # of each writer -> their names, as logged
         self.troubles: tuple[str, ...] = ()  # replaced at each change, so any thread may read it
 
     def __len__(self) -> int:
@@ -203,10 +203,6 @@ class _HeldWriters:
         if released:
             self._report()
 
-    def have_culprit(self, writer: _Writer) -> bool:
-        """True if a participant that holds a writer back has a reader of `writer`."""
-        return bool(self._logged) and not writer.receivers().isdisjoint(frozenset().union(*self._logged))
-
     def clear(self) -> None:
         self._writers.clear()
         self.troubles = ()
@@ -219,8 +215,8 @@ class _HeldWriters:
         troubles: list[str] = []
         for culprits, partitions in held.items():
             names = " or ".join(sorted(map(self._participant.name, culprits))) or "a receiver that no longer exists"
-            logged[culprits] = self._logged.get(culprits, names)
-            if culprits not in self._logged:
+            logged[culprits] = self.culprits.get(culprits, names)
+            if culprits not in self.culprits:
                 log.warning(
                     "a DDS receiver does not take what is sent to it; other topics go on",
                     culprit=names,
@@ -230,9 +226,9 @@ class _HeldWriters:
                 f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as "
                 f"{partitions[0]}"
             )
-        for culprits in self._logged.keys() - logged.keys():
-            log.info("a DDS receiver takes what is sent to it again, or has ended", culprit=self._logged[culprits])
-        self._logged = logged
+        for culprits in self.culprits.keys() - logged.keys():
+            log.info("a DDS receiver takes what is sent to it again, or has ended", culprit=self.culprits[culprits])
+        self.culprits = logged
         self.troubles = tuple(troubles[:TROUBLES_MAX])
 
 
@@ -555,7 +551,7 @@ class Writers:
 
     def _hold_if_suspect(self, writer: _Writer) -> bool:
         """True if a receiver of this full writer holds others back already: then there is no need to wait for it."""
-        if not self._held.have_culprit(writer):
+        if not self._held.culprits or writer.receivers().isdisjoint(frozenset().union(*self._held.culprits)):
             return False
         self._hold(writer)
         return True

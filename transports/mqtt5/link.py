@@ -83,7 +83,12 @@ class Link:
         self._client_id = config.client_id or generated
         self._clean_start = config.clean_start  # until the broker has accepted a login
         self.session_expiry_s = config.session_expiry_s  # or less, as the broker has granted last
-        self._dialler = _dialler_of(config)
+        self._dialler = Dialler(config.host, config.port)
+        if config.websocket is not None:
+            # aiohttp takes 0.1 s and 11 MiB, so only users of WebSocket import it
+            from transports.mqtt5.websocket import WebSocketDialler
+
+            self._dialler = WebSocketDialler(config.host, config.port, config.websocket)
         self._tls: TlsFiles | None = None
         if (tls := config.tls) is not None:
             files = (tls.ca_file, tls.cert_file, tls.key_file)
@@ -158,20 +163,22 @@ class Link:
 
         Raises RefusedError if the broker refuses, and UNAVAILABLE if the connection is lost meanwhile.
         """
-        said = await self._ask(lambda packet_id: packets.subscribe(packet_id, topic_filter, retained=retained))
-        if said.reason >= reasons.FAILURE_MIN:
-            raise reasons.refused(f"the subscription to {topic_filter}", said.reason, said.properties)
-        return said.reason
+        return await self._ask(
+            lambda packet_id: packets.subscribe(packet_id, topic_filter, retained=retained),
+            f"the subscription to {topic_filter}",
+        )
 
     async def unsubscribe(self, topic_filter: str) -> None:
         """Raises as `subscribe` does."""
-        said = await self._ask(lambda packet_id: packets.unsubscribe(packet_id, topic_filter))
-        if said.reason >= reasons.FAILURE_MIN:
-            raise reasons.refused(f"the end of the subscription to {topic_filter}", said.reason, said.properties)
+        what = f"the end of the subscription to {topic_filter}"
+        await self._ask(lambda packet_id: packets.unsubscribe(packet_id, topic_filter), what)
 
-    async def _ask(self, packet_of: Callable[[int], bytes]) -> packets.Answer:
-        """`packet_of` makes the packet for a packet id. Some brokers (mochi) mix up our packet ids with those of their
-        own messages: then others are tried, far from the first."""
+    async def _ask(self, packet_of: Callable[[int], bytes], what: str) -> int:
+        """Ask for `what`, with the packet that `packet_of` makes for a packet id. Returns the reason code.
+
+        Some brokers (mochi) mix up our packet ids with those of their own messages: then others are tried, far from the
+        first.
+        """
         assert self.connection is not None, "no subscription before `up`"
         for _ in range(IDENTIFIERS_TRIED_MAX):
             packet_id = self.next_packet_id()
@@ -183,7 +190,9 @@ class Link:
                 break
             for _ in range(IDENTIFIERS_SKIPPED):
                 self.next_packet_id()
-        return said
+        if said.reason >= reasons.FAILURE_MIN:
+            raise reasons.refused(what, said.reason, said.properties)
+        return said.reason
 
     def _lost(self, failure: BaseException) -> str:
         return f"the connection to the broker at {self.address} is lost ({failure}): try again when it is back"
@@ -353,12 +362,3 @@ def _tls_context(tls: TlsConfig, alpn: list[str]) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
-
-
-def _dialler_of(config: Mqtt5Config) -> Dialler:
-    if config.websocket is None:
-        return Dialler(config.host, config.port)
-    # aiohttp takes 0.1 s and 11 MiB, so only users of WebSocket import it
-    from transports.mqtt5.websocket import WebSocketDialler
-
-    return WebSocketDialler(config.host, config.port, config.websocket)

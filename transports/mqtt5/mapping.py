@@ -102,11 +102,6 @@ def _authority(uri: UUri, local_authority: str) -> str:
     return "+" if name == uris.WILDCARD_AUTHORITY else name
 
 
-def waited_s(created_ms: int, now_ms: int) -> int:
-    """Whole seconds since `created_ms`; 0 if that is in the future, since clocks differ."""
-    return max(0, now_ms - created_ms) // 1000
-
-
 class Mapping:
     """The mapping of one mode, as seen from one authority. `now_ms`: the clock where a call gives no time."""
 
@@ -230,7 +225,8 @@ class Mapping:
             if priority not in _PRIORITIES:
                 raise invalid(f"expected CS0 to CS6 in the user property 5, got {priority!r}")
             attributes.priority = _PRIORITIES[priority]
-        ttl, is_restored = self._read_ttl(get, packet.expiry_s, waited_s(uuids.time_ms(attributes.id), now_ms))
+        waited_s = max(0, now_ms - uuids.time_ms(attributes.id)) // 1000  # 0 in the future, since clocks differ
+        ttl, is_restored = self._read_ttl(get, packet.expiry_s, waited_s)
         if ttl is not None:
             attributes.ttl = ttl
         if (level := get("7")) is not None:

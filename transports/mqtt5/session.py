@@ -87,11 +87,6 @@ class TopicSubscription:
     hang_ups: int = 0  # connections that were lost while it had no answer, in a row
     ask_at_s: float = 0.0  # loop time; it is not asked for again before
 
-    @property
-    def is_missing(self) -> bool:
-        """True if the broker should be asked for it, together with others."""
-        return not self.known and self.users > 0 and not self.hang_ups
-
 
 def topic_matches(topic_filter: str, topic: str) -> bool:
     """`+` matches one segment; our mapping uses no other wildcard."""
@@ -139,27 +134,19 @@ class Subscriptions(dict[str, TopicSubscription]):
             self._forget(subscription.topic_filter)
             self._on_removed(subscription.topic_filter)
 
-    def forget_all(self) -> None:
-        """The broker has lost the session."""
-        for subscription in self.values():
-            subscription.known = False
-
     def matches(self, topic: str) -> int:
         """Returns how many of our filters match `topic`."""
         found = self._matches.get(topic)
         if found is None:
-            found = self._matches[topic] = self._count(topic)
+            segments, found = topic.split("/"), 0
+            for length, wildcards in self._shapes:
+                if length == len(segments):
+                    masked = segments.copy()
+                    for index in wildcards:
+                        masked[index] = "+"
+                    found += "/".join(masked) in self
+            self._matches[topic] = found
         return found
-
-    def _count(self, topic: str) -> int:
-        segments, count = topic.split("/"), 0
-        for length, wildcards in self._shapes:
-            if length == len(segments):
-                masked = segments.copy()
-                for index in wildcards:
-                    masked[index] = "+"
-                count += "/".join(masked) in self
-        return count
 
 
 class Copies:
@@ -279,7 +266,8 @@ class Session:
         self.copies.new_connection(is_present=is_present)
         if self._has_unknown:  # until unwanted filters have been unsubscribed
             self.copies.has_unknown_filters(asyncio.get_running_loop().time())
-        self.subscriptions.forget_all()
+        for subscription in self.subscriptions.values():
+            subscription.known = False
         if not is_present:
             self._has.clear()
 
@@ -288,7 +276,11 @@ class Session:
         broker supports them. Raises UNAVAILABLE if the connection is lost meanwhile."""
         self._wildcards, self._has_lossy = wildcards, False
         tried: set[int] = set()
-        while missing := [one for one in self.subscriptions.values() if one.is_missing and id(one) not in tried]:
+        while missing := [
+            one
+            for one in self.subscriptions.values()
+            if not one.known and one.users and not one.hang_ups and id(one) not in tried
+        ]:
             for start in range(0, len(missing), SUBSCRIBES_MAX):
                 some = missing[start : start + SUBSCRIBES_MAX]
                 tried.update(map(id, some))

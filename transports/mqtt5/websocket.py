@@ -67,7 +67,8 @@ class WebSocketDialler(Dialler):
         """As Dialler.dial; `timeout_s` also for the answer to the upgrade. Raises UStatusError as well: a header's file
         can't be read, or the upgrade is refused."""
         headers = await asyncio.to_thread(_headers, self._config)
-        url = _url(self._host, self._port, self._config.path, is_tls=context is not None)
+        scheme = "ws" if context is None else "wss"
+        url = URL.build(scheme=scheme, host=self._host, port=self._port, path=self._config.path, encoded=True)
         connector = aiohttp.TCPConnector(
             ssl=context if context is not None else True,
             resolver=_Resolver(self._addresses, timeout_s),
@@ -294,11 +295,6 @@ def _headers(config: WebSocketConfig) -> dict[str, str]:
             why = f"{setting} {file} can't be used: its first line has a control character"
             raise UStatusError(UCode.FAILED_PRECONDITION, why)
     return found
-
-
-def _url(host: str, port: int, path: str, *, is_tls: bool) -> URL:
-    """Raises ValueError for an impossible host name."""
-    return URL.build(scheme="wss" if is_tls else "ws", host=host, port=port, path=path, encoded=True)
 
 
 def _refused(url: URL, error: aiohttp.WSServerHandshakeError) -> UStatusError:

@@ -43,10 +43,10 @@ from transports.mqtt5 import reasons
 from transports.mqtt5.connection import Connection, Disconnected
 from transports.mqtt5.reasons import TOPIC_NAME_INVALID
 from uprotocol import uri as uris
+from uprotocol.attributes import REQUEST
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError, nobody_listens
-from uprotocol.v1.uattributes_pb2 import UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -502,7 +502,7 @@ class Window:
         """The broker has thrown the message away. Messages that were in flight with it have their own PUBACKs: a
         subscriber may have come in between and got them."""
         message = sending.messages[index]
-        if _is_request(message):
+        if (message.stamp.type if type(message) is EncodedMessage else message.attributes.type) == REQUEST:
             return _NOBODY
         topic = self._topic_of_absence(message)
         if topic is None:
@@ -541,11 +541,6 @@ def _stream(message: Carried) -> StreamKey:
         return message.stamp.address, b"", message.stamp.priority
     attributes = message.attributes
     return attributes.source.SerializeToString(), attributes.sink.SerializeToString(), attributes.priority
-
-
-def _is_request(message: Carried) -> bool:
-    kind = message.stamp.type if type(message) is EncodedMessage else message.attributes.type
-    return kind == UMessageType.UMESSAGE_TYPE_REQUEST
 
 
 def _answer(reason: int, properties: Mapping[str, str] = MappingProxyType({})) -> UStatus:

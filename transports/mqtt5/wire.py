@@ -19,7 +19,7 @@ import struct
 from typing import Final, NamedTuple
 
 from transports.base import SendChecks
-from transports.mqtt5.mapping import FRESH_MS_MAX, FRESH_TTL, LATE_TTL, Mapping, Packet, waited_s
+from transports.mqtt5.mapping import FRESH_MS_MAX, FRESH_TTL, LATE_TTL, Mapping, Packet
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
@@ -330,7 +330,7 @@ class PublishCodec:
         if found is not None and id is not None:
             one, two, three, four, five = id.groups()
             msb = int(one + two + three, 16)
-            if found.waited_s is None or found.waited_s == waited_s(msb >> 16, self._checks.now_ms()):
+            if found.waited_s is None or found.waited_s == max(0, self._checks.now_ms() - (msb >> 16)) // 1000:
                 field = _id_field.pack(_ID_TAG, msb, _LSB_TAG, int(four + five, 16))
                 return found.topic, field + found.attributes
         packet = read_packet(publish)
@@ -340,6 +340,6 @@ class PublishCodec:
         encoded = attributes.SerializeToString()
         rest = suffix(encoded)
         if rest is not None and is_shared(attributes) and holds_id_at(properties, at):
-            waited = waited_s(time_ms(attributes.id), now_ms) if is_restored else None
+            waited = max(0, now_ms - time_ms(attributes.id)) // 1000 if is_restored else None
             self._in[key] = _InTemplate(packet.topic, rest, waited)
         return packet.topic, encoded

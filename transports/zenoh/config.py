@@ -252,31 +252,25 @@ def linked(
     """
     deadline = time.monotonic() + config.connect_timeout_ms / 1_000
     is_client = config.mode == "client"
-    session = _open_client(config, wire_bytes_max) if is_client else zenoh.open(config.to_zenoh(0, wire_bytes_max))
+    session: zenoh.Session | None = None
+    for first in range(1, len(config.connect) if is_client else 0):
+        with contextlib.suppress(zenoh.ZError):
+            session = zenoh.open(config.to_zenoh(first - 1, wire_bytes_max))
+            break
+    if session is None:
+        last = max(len(config.connect) - 1, 0) if is_client else 0
+        session = zenoh.open(config.to_zenoh(last, wire_bytes_max))
     try:
         subscribe(session)
-        if not is_client:
-            _wait_for_link(session, config, deadline)
+        while config.connect and not is_client and not session.info.transports():
+            if time.monotonic() > deadline:
+                raise zenoh.ZError(
+                    f"Unable to connect to any of {', '.join(config.connect)} within {config.connect_timeout_ms} ms"
+                )
+            time.sleep(LINK_POLL_S)
     except zenoh.ZError:
         unsubscribe()
         with contextlib.suppress(zenoh.ZError):
             session.close()  # type: ignore[no-untyped-call]
         raise
     return session
-
-
-def _open_client(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
-    for first in range(1, len(config.connect)):
-        with contextlib.suppress(zenoh.ZError):
-            return zenoh.open(config.to_zenoh(first - 1, wire_bytes_max))
-    return zenoh.open(config.to_zenoh(max(len(config.connect) - 1, 0), wire_bytes_max))
-
-
-def _wait_for_link(session: zenoh.Session, config: ZenohConfig, deadline: float) -> None:
-    """`deadline`: time.monotonic()."""
-    while config.connect and not session.info.transports():
-        if time.monotonic() > deadline:
-            raise zenoh.ZError(
-                f"Unable to connect to any of {', '.join(config.connect)} within {config.connect_timeout_ms} ms"
-            )
-        time.sleep(LINK_POLL_S)
