@@ -131,9 +131,10 @@ class Assembly:
         self.embedded: EmbeddedUSubscription | None = None
         if self.usubscription is not None:
             self.embedded = EmbeddedUSubscription(self.usubscription, runtime, self.losses.subscriptions_lost)
+        logs = tuple(self.logs)
         self.interest = Interest(
             parts.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
-            lambda: tuple(one.newest_seq for one in self.logs),
+            lambda: tuple([one.newest_seq for one in logs]),
         )
         self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
         self.paused.load()  # before a command can change it

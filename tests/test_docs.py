@@ -151,7 +151,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "history.publisher:RETENTION_BYTES/1048576", "history.log.log:RETENTION_MS/86400000",
     ]),
     ("following", "at most # publishers of one authority", 1, ["streamer.following.follows:PUBLISHERS_OF_ONE_MAX"]),
-    ("following", "has answered nothing for # s", 1, ["streamer.following.doorbell:SILENT_S"]),
+    ("following", "has answered nothing for # s", 1, ["streamer.following.sorting:SILENT_S"]),
     ("following", "At the start, and every # s or so", 1, ["history.publisher:ANNOUNCE_S"]),
     ("following", "every # s until it has taken over, every # s then", 1, [
         "streamer.following.handover:ANNOUNCE_S", "streamer.following.handover:ANNOUNCE_TAKEN_S",

@@ -157,6 +157,11 @@ def owners(authority: str) -> Iterator[str]:
     yield WILDCARD_AUTHORITY
 
 
+def family_of(authority: str) -> str:
+    """The part of a name after its first dot; "" without a dot."""
+    return authority.partition(".")[2]
+
+
 def is_one_of(authority: str, patterns: Container[str]) -> bool:
     """True if one of `patterns` (names, families, `*`) matches `authority`."""
     if not authority or authority in patterns or WILDCARD_AUTHORITY in patterns:

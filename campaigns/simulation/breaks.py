@@ -156,7 +156,7 @@ def _new_log_from_its_end() -> Patches:
 
 
 def _copies_before_a_place() -> Patches:
-    from streamer.following.doorbell import Doorbell
+    from streamer.following.sorting import Doorbell
 
     return [(Doorbell, "_is_copy", lambda self, message: True)]
 

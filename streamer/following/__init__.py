@@ -1,9 +1,8 @@
 """Other histories into our log, and ours handed over to who follows it.
 
-covered.py            Sets of topics of a followed history
-doorbell.py           Plain messages that a followed history has, too
+covered.py            The topics of a followed history that are followed without a hole
 followed.py           One history that is followed into ours
 follows.py            Which histories are followed into ours, and for which topics
 handover.py           Handing over: whether publishes are pushed to the gateway behind an endpoint
-sorting.py            What is wanted of followed histories, and where each of their records goes
+sorting.py            What is wanted of followed histories, where their records go, and which plain messages are copies
 """

@@ -1,4 +1,4 @@
-"""Sets of topics of a followed history: those that are held there for us, and those followed without a hole."""
+"""The topics of a followed history that are followed without a hole."""
 
 from __future__ import annotations
 
@@ -7,29 +7,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import HeldTopic
 from uprotocol.v1.uri_pb2 import UUri
 
 Digest = bytes  # see Covered
-
-
-class HeldThere:
-    """The records of a log that were not pushed to us before we took over: some topics, each from a seq on."""
-
-    def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
-        """Up to `pushed_to`, only the records of `held` are new to us."""
-        self.pushed_to = pushed_to
-        self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
-        self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
-
-    def is_missing(self, topic: UUri, seq: int) -> bool:
-        """Returns whether this record was not pushed to us."""
-        if seq > self.pushed_to:
-            return True
-        after = self._exact.get(uris.key(topic))
-        if after is not None and seq > after:
-            return True
-        return any(seq > after and uris.matches(pattern, topic) for pattern, after in self._wide)
 
 
 class Covered:

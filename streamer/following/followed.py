@@ -26,9 +26,8 @@ from history.log.cursors import POSITION_BYTES_MAX
 from history.log.log import Log
 from history.reading.acceptor import Accepted, Acceptor, ReaderState, Record
 from history.reading.following import Following, FollowingOptions, FollowMode
-from streamer.following.covered import Covered, Digest, HeldThere
-from streamer.following.doorbell import Doorbell
-from streamer.following.sorting import Intake, Sorted, Sorting, family_of
+from streamer.following.covered import Covered, Digest
+from streamer.following.sorting import Doorbell, HeldThere, Intake, Sorted, Sorting
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.view import AccessPattern
 from uprotocol import uri as uris
@@ -86,8 +85,8 @@ def speaks_for(service: UUri, topic: UUri, *, is_named: bool) -> bool:
     configuration names it (`is_named`)."""
     if service.ue_id >> 16:
         return ids.covers(service, topic)
-    authority, family = topic.authority_name, family_of(service.authority_name)
-    return is_named or authority == service.authority_name or (bool(family) and family_of(authority) == family)
+    authority, family = topic.authority_name, uris.family_of(service.authority_name)
+    return is_named or authority == service.authority_name or (bool(family) and uris.family_of(authority) == family)
 
 
 @dataclass
@@ -114,6 +113,8 @@ class Followed:
         self.key = f"{endpoint.name}:{uris.format(service)}"
         self._follows, self._log = follows, follows.logs.durable
         self.is_named = follow is not None and not follow.is_wide  # so it may have the records of its whole network
+        self.kind = service.ue_id >> 16  # the uEntity type of a publisher that keeps its own history
+        self.is_gateway = not self.kind
         self.counts: Counter[str] = Counter()
         self._backoff = follows.backoff()
         self._doorbell = Doorbell(self.key, self._ask_now, self._backoff, self.counts)
@@ -173,11 +174,6 @@ class Followed:
         if topic not in self._covered:
             self._begun.append(topic)
         self._covered.add(topic)
-
-    @property
-    def is_gateway(self) -> bool:
-        """False for a publisher that keeps its own history."""
-        return not self.service.ue_id >> 16
 
     def listen_for(self, topic: UUri) -> None:
         """Follow or unfollow a topic after the interest in it has changed."""

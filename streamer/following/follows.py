@@ -17,7 +17,7 @@ import structlog
 
 from storage.runtime import Runtime
 from streamer.following.followed import COVERED, Follow, Followed
-from streamer.following.sorting import Intake, family_of
+from streamer.following.sorting import Intake
 from streamer.operating.states import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
@@ -110,7 +110,7 @@ class Follows(Intake, UListener):
         for followed in [one for one in self if one.endpoint is endpoint]:
             del self._followed[followed.key]
             self.histories = len(self._followed)
-            for name in {followed.service.authority_name, family_of(followed.service.authority_name)} - {""}:
+            for name in _names_of(followed.service.authority_name):
                 self._by_name[name].remove(followed)
                 if not self._by_name[name]:
                     del self._by_name[name]
@@ -195,7 +195,7 @@ class Follows(Intake, UListener):
             return
         self._followed[followed.key] = followed
         self.histories = len(self._followed)
-        for name in {service.authority_name, family_of(service.authority_name)} - {""}:
+        for name in _names_of(service.authority_name):
             self._by_name.setdefault(name, []).append(followed)
         if followed.is_named:
             self._named.append(followed)
@@ -246,29 +246,25 @@ class Follows(Intake, UListener):
         wants_all = not (self._interest.complete and self._interest.can_list)
         if topics is None:
             self._topics.clear()
-            for topic in self._interest.topics():
-                self._note(topic, is_there=True)
-        for key in topics or ():
-            topic = to_uri(key)
-            self._note(topic, is_there=bool(self._interest.wants_by_name(topic)))
+            changed = [(topic, True) for topic in self._interest.topics()]
+        else:
+            changed = [(topic, bool(self._interest.wants_by_name(topic))) for topic in map(to_uri, topics)]
+        for topic, is_wanted in changed:
+            for name in _names_of(topic.authority_name):
+                if is_wanted:
+                    self._topics.setdefault(name, {})[uris.key(topic)] = topic
+                elif (of_name := self._topics.get(name)) is not None:
+                    of_name.pop(uris.key(topic), None)
+                    if not of_name:
+                        del self._topics[name]
         if topics is None or wants_all != self._wants_all:
             self._wants_all = wants_all
             for followed in self._followed.values():
                 followed.listen_again()
             return
-        for topic in map(to_uri, topics):
+        for topic, _ in changed:
             for followed in self._about(topic):
                 followed.listen_for(topic)
-
-    def _note(self, topic: UUri, *, is_there: bool) -> None:
-        key, authority = uris.key(topic), topic.authority_name
-        for name in {authority, family_of(authority)} - {""}:
-            if is_there:
-                self._topics.setdefault(name, {})[key] = topic
-            elif (of_name := self._topics.get(name)) is not None:
-                of_name.pop(key, None)
-                if not of_name:
-                    del self._topics[name]
 
     # -- for the ingress
 
@@ -284,10 +280,12 @@ class Follows(Intake, UListener):
 
     def _about(self, topic: UUri) -> Iterator[Followed]:
         """Returns the histories that may have this topic, and few others."""
-        authority = topic.authority_name
-        names = {authority, family_of(authority)} if authority != uris.WILDCARD_AUTHORITY else self._by_name
-        found = (one for name in names for one in self._by_name.get(name, ()))
-        return iter({one.key: one for one in chain(found, self._named)}.values())
+        authority, kinds = topic.authority_name, {topic.ue_id & 0xFFFF, topic.ue_id >> 16}
+        names = _names_of(authority) if authority != uris.WILDCARD_AUTHORITY else self._by_name
+        found = chain((one for name in names for one in self._by_name.get(name, ())), self._named)
+        if uris.WILDCARD_ENTITY_TYPE not in kinds:  # a publisher has topics of its type, and frontiers
+            found = chain(one for one in found if one.is_gateway or one.kind in kinds)
+        return iter({one.key: one for one in found}.values())
 
     # -- state
 
@@ -306,3 +304,8 @@ class Follows(Intake, UListener):
                 yield Condition(what, followed.endpoint.name)
         if self._refused:
             yield Condition(f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit")
+
+
+def _names_of(authority: str) -> set[str]:
+    """Returns the names under which histories and topics of an authority are found: its own, and that of its family."""
+    return {authority, uris.family_of(authority)} - {""}

@@ -1,6 +1,10 @@
 """Which topics of followed histories are wanted, and to which of our logs each of their records goes, if to any.
 
 record -> ours? pushed before? valid? lives there? does it speak for it? -> the ingress's verdict, ids -> log
+
+plain message of a topic that a followed history has -> Doorbell: ask the history now
+    -> made after we had a position: a copy, dropped
+    '-- no answer for SILENT_S, or refused: it is not trusted, and plain messages are stored
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final, NamedTuple
 
+import structlog
 from google.protobuf.message import DecodeError
 
 from history.epochs.frontier import Epoch
@@ -21,7 +26,6 @@ from history.reading.client import Frames, HistoryClient
 from history.records.chunk import Origin
 from history.service.followers import window_bytes_of_each
 from storage.runtime import Runtime
-from streamer.following.covered import HeldThere
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Dispatch, Ingress
@@ -30,19 +34,19 @@ from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, HeldTopic
 from uprotocol.encoded import EncodedMessage, Stamps
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 
+# if doorbells have no answer for so long, plain messages are stored until the history answers
+SILENT_S: Final = 60.0
+ASK_AGAIN_S: Final = 0.25  # after a doorbell without an answer the history is asked again
 WINDOWS_BYTES_MAX: Final = 64 << 20  # of all answers under way to us; each history gets a share
 
-
-def family_of(authority: str) -> str:
-    """Returns the part of a name after its first dot; "" without a dot."""
-    return authority.partition(".")[2]
+log = structlog.get_logger()
 
 
 class Intake:
@@ -83,7 +87,7 @@ class Intake:
 
     def _of_names(self, authority: str) -> Iterable[UUri]:
         """Returns the topics of an authority and its family."""
-        names = {authority, family_of(authority)} - {""} | {uris.WILDCARD_AUTHORITY}
+        names = {authority, uris.family_of(authority)} - {""} | {uris.WILDCARD_AUTHORITY}
         return chain.from_iterable(self._topics[name].values() for name in names if name in self._topics)
 
     def always_wanted(self) -> Iterator[UUri]:
@@ -132,6 +136,25 @@ class Sorted(NamedTuple):
     key: bytes | None  # in the window of ids
     origin: Origin | None
     epoch: Epoch | None
+
+
+class HeldThere:
+    """The records of a log that were not pushed to us before we took over: some topics, each from a seq on."""
+
+    def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
+        """Up to `pushed_to`, only the records of `held` are new to us."""
+        self.pushed_to = pushed_to
+        self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
+        self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
+
+    def is_missing(self, topic: UUri, seq: int) -> bool:
+        """Returns whether this record was not pushed to us."""
+        if seq > self.pushed_to:
+            return True
+        after = self._exact.get(uris.key(topic))
+        if after is not None and seq > after:
+            return True
+        return any(seq > after and uris.matches(pattern, topic) for pattern, after in self._wide)
 
 
 class Sorting:
@@ -212,3 +235,56 @@ class Sorting:
         if message.stamp.is_shared:
             known[message.stamp.suffix] = True
         return True
+
+
+class Doorbell:
+    """The doorbell of one history. It is used on the event loop only."""
+
+    def __init__(self, history: str, ask: Callable[[], None], backoff: Backoff, counts: Counter[str]) -> None:
+        """`ask()` asks the history now, if there is a conversation; `backoff` is the wait between two conversations."""
+        self._history, self._ask, self._backoff, self._counts = history, ask, backoff, counts
+        self.copies_since: bytes | None = None  # plain messages with later ids are copies; None: unknown yet
+        self.denied: set[uris.Key] = set()  # topics that we may not read there: their plain messages are stored
+        self.has_kept_copies = False  # plain messages were kept since this was last reset
+        self._unanswered_since: float | None = None  # loop time of the first doorbell since the last answer
+        self._is_trusted = True
+
+    def __repr__(self) -> str:
+        return f"Doorbell({self._history}, is_trusted={self._is_trusted})"
+
+    def on_doorbell(self, message: EncodedMessage) -> bool:
+        """Ask the history for the record of this plain message. Returns True for a copy, which is dropped."""
+        self._counts["doorbells"] += 1
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+            self._backoff.wake()
+            loop.call_later(ASK_AGAIN_S, self._ask_again_if_silent, now)
+        elif now - self._unanswered_since > SILENT_S:
+            self.stop_trusting_history()
+        if self._is_trusted and self._is_copy(message):
+            return True
+        self.has_kept_copies = True
+        return False
+
+    def _is_copy(self, message: EncodedMessage) -> bool:
+        if self.copies_since is None or message.id_bytes <= self.copies_since:
+            return False
+        return not self.denied or uris.key(message.stamp.attributes.source) not in self.denied
+
+    def stop_trusting_history(self) -> None:
+        """Store plain messages until the history answers."""
+        if self._is_trusted:
+            self._is_trusted = False
+            what = "a history that is followed does not answer: until it does, plain copies count again"
+            log.warning(what, service=self._history)
+
+    def _ask_again_if_silent(self, since: float) -> None:
+        """Ask again if no answer came, since the current call may never return."""
+        if self._unanswered_since == since:
+            self._ask()
+
+    def answered(self) -> None:
+        self._unanswered_since, self._is_trusted = None, True
+        self._backoff.reset()

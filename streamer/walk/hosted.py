@@ -55,10 +55,6 @@ SinkKey = tuple[int, int, int]
 """Entity, version and resource; the authority is ours."""
 
 
-def _key(sink: UUri) -> SinkKey:
-    return sink.ue_id, sink.ue_version_major, sink.resource_id
-
-
 class _Ways(NamedTuple):
     """Messages that a service sends together, by their index, grouped by their way."""
 
@@ -128,7 +124,8 @@ class HostedTransport(UTransport):
         for message in messages:
             attributes = message.attributes
             source, sink, is_heard = attributes.source, attributes.sink, False
-            for at in (_key(sink), (sink.ue_id, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE)):
+            exact = sink.ue_id, sink.ue_version_major, sink.resource_id
+            for at in (exact, (sink.ue_id, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE)):
                 there = *self._listeners.get((at, uris.key(source)), ()), *self._listeners.get((at, None), ())
                 for wanted, listener in there:
                     if uris.matches(wanted, source):
@@ -257,7 +254,8 @@ class HostedTransport(UTransport):
     def _entry(self, source_filter: UUri, sink_filter: UUri) -> tuple[UUri, tuple[SinkKey, uris.Key | None]]:
         """Returns the source filter with an authority, and the key of `_listeners`."""
         source = uris.with_authority(source_filter, self.authority)
-        return source, (_key(sink_filter), None if uris.has_wildcard(source) else uris.key(source))
+        sink = sink_filter.ue_id, sink_filter.ue_version_major, sink_filter.resource_id
+        return source, (sink, None if uris.has_wildcard(source) else uris.key(source))
 
     async def _update_entities(self) -> None:
         entities = dict.fromkeys([*self._always, *(sink[0] for sink, _ in self._listeners)])
