@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -244,7 +244,6 @@ class Repeats:
         self._emit, self._monotonic = emit, monotonic
         self._lock = threading.RLock()  # a signal handler or a finaliser may log while the lock is held
         self._kinds: dict[Any, _Kind] = {}
-        self._texts: Counter[Any] = Counter()
         self._timer: threading.Timer | None = None
         self._closed = False
 
@@ -257,11 +256,9 @@ class Repeats:
             now, whom = self._monotonic(), tuple(str(event[field]) for field in WHOM if field in event)
             key, kind = self._find(_CONDITION_OF.get(text, text), whom, now)
             if kind is None or now >= kind.until:
-                if kind is None:
-                    self._texts[key[0]] += 1
-                elif kind.held and kind.held_reason == reason:
+                if kind is not None and kind.held and kind.held_reason == reason:
                     event["repeated"] = kind.held + 1
-                elif kind.held:
+                elif kind is not None:
                     before = kind.taken()
                 self._kinds[key] = _Kind(now + PERIOD_S, reason)
             elif kind.reason == reason or kind.changes >= CHANGES_MAX or key[1] is None:
@@ -286,20 +283,17 @@ class Repeats:
         key: tuple[Any, Any] = (text, whom)
         if key in self._kinds:
             return key, self._kinds[key]
-        if self._texts[text] >= KINDS_PER_TEXT_MAX or len(self._kinds) >= KINDS_MAX:
+        if self._is_crowded(text) or len(self._kinds) >= KINDS_MAX:
             for one in [one for one, kind in self._kinds.items() if kind.until <= now and not kind.held]:
-                self._forget(one)
-        if self._texts[text] >= KINDS_PER_TEXT_MAX:
+                del self._kinds[one]
+        if self._is_crowded(text):
             key = (text, None)
         elif len(self._kinds) >= KINDS_MAX:
             key = (None, None)
         return key, self._kinds.get(key)
 
-    def _forget(self, key: tuple[Any, Any]) -> None:
-        del self._kinds[key]
-        self._texts[key[0]] -= 1
-        if not self._texts[key[0]]:
-            del self._texts[key[0]]
+    def _is_crowded(self, text: Any) -> bool:
+        return len([known for known, _ in self._kinds if known == text]) >= KINDS_PER_TEXT_MAX
 
     def _wait(self, seconds: float) -> None:
         if self._timer is None:
@@ -320,7 +314,7 @@ class Repeats:
                     due_lines.append(written)
                     self._kinds[key] = _Kind(now + PERIOD_S, kind.held_reason)
                 else:
-                    self._forget(key)
+                    del self._kinds[key]
             due = [kind.until for kind in self._kinds.values() if kind.held]
             if due and not everything:
                 self._wait(min(due) - now)
