@@ -98,9 +98,10 @@ def log_rows(data: bytes) -> None:
         places = ", ".join("CAST(? AS TEXT)" if isinstance(value, str) else "?" for value in (*row, crc))
         values = (value.encode(errors="surrogateescape") if isinstance(value, str) else value for value in (*row, crc))
         db.execute(f"INSERT INTO {table.name} VALUES ({places})", tuple(values))
-        found = table.read(db)
-        assert len(found.rows) + len(found.bad) == 1
-        for one in found.rows:
+        bad: list[rows.StoredRow] = []
+        found = list(table.read(db, bad))
+        assert len(found) + len(bad) == 1
+        for one in found:
             assert table.checksum(one) == table.checksum(row) or one == row
     finally:
         db.close()

@@ -158,7 +158,7 @@ def acknowledge(path: Path, disk: Disk = REAL_DISK) -> list[Damage]:
         if kind != (LOG.application_id, LOG.version):
             raise LOG.refusal(path, "it is not a log of this version: use the program that wrote it")
         with contextlib.closing(disk.connect(path)) as db, transaction(db):
-            ledger = Ledger(DAMAGE.read(db).rows)
+            ledger = Ledger(DAMAGE.read(db, []))
             seen = ledger.open
             DAMAGE.insert(db, ledger.acknowledge())
     except sqlite3.Error as error:

@@ -163,9 +163,9 @@ class Loading:
     def run(self) -> Loaded:
         """Raises sqlite3.Error."""
         made = self._made
-        found = self._read(rows.DAMAGE)
-        made.ledger = Ledger(found.rows)
-        for _ in found.bad:
+        found, bad = self._read(rows.DAMAGE)
+        made.ledger = Ledger(found)
+        for _ in bad:
             self._found(kinds.NOTE, "a note of earlier damage can't be read any more")
         meta = self._load_meta()
         made.incarnation = meta["incarnation"]
@@ -201,22 +201,24 @@ class Loading:
 
     # -- rows
 
-    def _read(self, table: rows.Table) -> rows.Checked:
-        found = table.read(self._db)
-        self._drop(table, found.bad)
-        return found
+    def _read(self, table: rows.Table) -> tuple[list[rows.StoredRow], list[rows.StoredRow]]:
+        """Returns the rows whose checksum is right, and the others, which are deleted."""
+        bad: list[rows.StoredRow] = []
+        found = list(table.read(self._db, bad))
+        self._drop(table, bad)
+        return found, bad
 
     def _drop(self, table: rows.Table, bad: Sequence[rows.StoredRow]) -> None:
         for row in bad:
             self._delete(table.name, table.columns[0], row[0])
 
     def _load_meta(self) -> dict[str, Any]:
-        found = self._read(rows.META)
-        meta = dict[str, Any](found.rows)
+        found, bad = self._read(rows.META)
+        meta = dict[str, Any](found)
         self._made.cursors_lost = CURSORS_LOST in meta
         prefix = FOLLOWED_PREFIX
         self._made.positions = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
-        lost = [key for key, _ in found.bad]
+        lost = [key for key, _ in bad]
         is_followed = [isinstance(key, str) and key.startswith(prefix) for key in lost]
         self._is_count_sure = all(is_followed)
         self._load_forgotten(meta)
@@ -239,12 +241,12 @@ class Loading:
         return meta
 
     def _load_holes_and_spans(self) -> None:
-        found = self._read(rows.HOLE)
-        self._made.holes = sorted(found.rows)
-        if found.bad:
+        found, bad = self._read(rows.HOLE)
+        self._made.holes = sorted(found)
+        if bad:
             self._found(kinds.HOLE, "the list of records that were lost earlier was damaged, and is rebuilt")
             self._rebuild = True
-        if self._read(rows.SPAN).bad:
+        if self._read(rows.SPAN)[1]:
             self._found(kinds.INDEX, "the append times in the index were damaged, and are rebuilt from the records")
             self._rebuild = True
 
@@ -258,7 +260,7 @@ class Loading:
 
     def _load_streams(self, meta: dict[str, Any]) -> None:
         bad: list[rows.StoredRow] = []
-        for id, source, sink, first, newest, records, newest_id, time_ms in rows.STREAM.each(self._db, bad):
+        for id, source, sink, first, newest, records, newest_id, time_ms in rows.STREAM.read(self._db, bad):
             self._made.streams[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
         self._drop(rows.STREAM, bad)
         self._bad_streams = [row[0] for row in bad if isinstance(row[0], int)]
@@ -274,15 +276,15 @@ class Loading:
 
     def _load_cursors(self) -> None:
         made = self._made
-        found = self._read(rows.CURSOR)
-        for name, seq, lease_until_ms, holds, absent_ms, holder in found.rows:
+        found, bad = self._read(rows.CURSOR)
+        for name, seq, lease_until_ms, holds, absent_ms, holder in found:
             cursor = made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms, holder)
             if seq > made.start_seq:
                 what = f"{name} was beyond the newest record ({seq}), and begins again at the oldest record"
                 self._found(kinds.CURSOR, what)
                 cursor = made.cursors[name] = replace(cursor, seq=made.extent.floor_seq)
                 self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
-        for row in found.bad:
+        for row in bad:
             self._restart_cursor(row[0], row[-1])
 
     def _restart_cursor(self, name: Any, holder: Any) -> None:

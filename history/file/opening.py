@@ -178,7 +178,7 @@ class Opening:
         """Returns the damage in a damaged file that nobody has acknowledged, as far as it can be read."""
         try:
             with contextlib.closing(self._runtime.disk.connect(path, read_only=True)) as db:
-                return Ledger(DAMAGE.read(db).rows).open
+                return Ledger(DAMAGE.read(db, [])).open
         except (sqlite3.Error, TypeError, ValueError):
             return []
 
@@ -290,16 +290,17 @@ def _fill(
     damage: Damage,
 ) -> None:
     """Copy everything whose checksum is right."""
-    read = {table.name: _read(old, table) for table in rows.CHECKED}
-    meta = dict[str, Any](read[rows.META.name].rows)
+    bad: list[rows.StoredRow] = []  # of META
+    read = {table.name: _read(old, table, bad if table is rows.META else []) for table in rows.CHECKED}
+    meta = dict[str, Any](read[rows.META.name])
     incarnation = meta.get("incarnation", marked.incarnation if marked is not None else None)
     if marked is None or marked.incarnation != incarnation:
         incarnation = random_bytes(16)  # the highest seq is unknown, and no seq may name two records
-    ledger = Ledger(read[rows.DAMAGE.name].rows)
+    ledger = Ledger(read[rows.DAMAGE.name])
     ledger.add(damage)
     rows.create(db, {}, ledger.rows)
     first_seq = _copy_chunks(old, db)
-    if not first_seq and not read[rows.CURSOR.name].rows:
+    if not first_seq and not read[rows.CURSOR.name]:
         raise _NothingError
     kept = dict.fromkeys(rows.META_KEYS, 0) | {
         "incarnation": incarnation,
@@ -309,13 +310,13 @@ def _fill(
     }
     prefixes = (FORGOTTEN_PREFIX, FOLLOWED_PREFIX)
     kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(prefixes)}
-    is_meta_whole = not read[rows.META.name].bad and meta.keys() >= set(rows.META_KEYS)
+    is_meta_whole = not bad and meta.keys() >= set(rows.META_KEYS)
     if not is_meta_whole and kept["floor_seq"]:  # rows about forgotten streams may be missing
         kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
     rows.META.insert(db, kept.items())
     for table in rows.CHECKED:
         if table not in (rows.META, rows.DAMAGE, rows.SPAN):
-            table.insert(db, read[table.name].rows)
+            table.insert(db, read[table.name])
 
 
 def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection) -> int:
@@ -328,9 +329,10 @@ def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection) -> int:
     return first
 
 
-def _read(db: sqlite3.Connection, table: rows.Table) -> rows.Checked:
-    """Returns the rows whose checksum is right, and one bad row if the table can't be read."""
+def _read(db: sqlite3.Connection, table: rows.Table, bad: list[rows.StoredRow]) -> list[rows.StoredRow]:
+    """Returns the rows whose checksum is right; no row, and a bad one, if the table can't be read."""
     try:
-        return table.read(db)
+        return list(table.read(db, bad))
     except (sqlite3.DatabaseError, TypeError, ValueError):
-        return rows.Checked(bad=[()])
+        bad.append(())
+        return []

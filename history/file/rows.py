@@ -13,7 +13,7 @@ import sqlite3
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from storage.disk import FileKind, any_text, insert_rows, tables_of
@@ -53,15 +53,9 @@ class Table:
                 pass
         return zlib.crc32(b"".join([self.name.encode(), *map(_packed, row)]))
 
-    def read(self, db: sqlite3.Connection) -> Checked:
-        """Read all rows and verify their checksums. Raises sqlite3.Error, ValueError."""
-        found = Checked()
-        found.rows.extend(self.each(db, found.bad))
-        return found
-
-    def each(self, db: sqlite3.Connection, bad: list[StoredRow]) -> Iterator[StoredRow]:
-        """Like `read`, for tables with very many rows: yields the rows whose checksum is right, and appends the others
-        to `bad`."""
+    def read(self, db: sqlite3.Connection, bad: list[StoredRow]) -> Iterator[StoredRow]:
+        """Yields the rows whose checksum is right, and appends the others to `bad`. Raises sqlite3.Error,
+        ValueError."""
         db.text_factory = any_text
         checksum = self.checksum
         for *whole, crc in db.execute(f"SELECT * FROM {self.name}"):
@@ -70,14 +64,6 @@ class Table:
                 yield values
             else:
                 bad.append(values)
-
-
-@dataclass(slots=True)
-class Checked:
-    """The rows of a table."""
-
-    rows: list[StoredRow] = field(default_factory=list)  # their checksum is right
-    bad: list[StoredRow] = field(default_factory=list)  # their checksum is wrong
 
 
 def _packed(value: Any) -> bytes:

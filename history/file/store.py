@@ -192,7 +192,7 @@ class Store:
             log.warning("a commit that had failed was on disk, and was taken back", path=str(self.path), after=newest)
         self._replaced = {}
         self._must_count = True
-        meta, extent = dict[str, int](META.read(db).rows), self.extent
+        meta, extent = dict[str, int](META.read(db, [])), self.extent
         if meta.get("floor_seq", 0) > extent.floor_seq:
             extent.floor_seq, extent.oldest_seq = meta["floor_seq"], oldest_of(db)
             unindexed = self.loaded.unindexed
@@ -326,7 +326,7 @@ class Store:
         if version == self._data_version:
             return []
         self._data_version = version
-        return [row[0] for row in DAMAGE.read(db).rows if row[-1]]
+        return [row[0] for row in DAMAGE.read(db, []) if row[-1]]
 
     def sample(self) -> None:
         """Measure what the files take, what is free, and the limit of retention. Restore the reserve if it was released

@@ -154,14 +154,15 @@ class _Verifier:
             self._note(kinds.STRUCTURE, str(error))
 
     def _read(self, table: rows.Table) -> list[rows.StoredRow]:
+        bad: list[rows.StoredRow] = []
         try:
-            found = table.read(self._db)
+            found = list(table.read(self._db, bad))
         except (sqlite3.DatabaseError, ValueError) as error:
             self._note(table.name, f"the table {table.name} can't be read: {error}")
             return []
-        for row in found.bad:
+        for row in bad:
             self._note(table.name, f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
-        return found.rows
+        return found
 
     # -- chunks
 

@@ -321,7 +321,7 @@ class Writer:
                 chunks.append(whole.slice(begin, index))
                 begin, size = index, 0
             size += len(message)
-        return [*chunks, whole.slice(begin, len(whole))]
+        return [*chunks, whole.slice(begin, len(whole))] if chunks else [whole]
 
     def _retain(self) -> None:
         store, retention, now = self._store, self._retention, self._monotonic()

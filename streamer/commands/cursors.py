@@ -163,7 +163,7 @@ def _rows(path: Path) -> tuple[list[Any], int, int]:
     try:
         db = REAL_DISK.connect(path, read_only=True)
         try:
-            rows = CURSOR.read(db).rows
+            rows = list(CURSOR.read(db, []))
             newest, oldest = db.execute("SELECT max(first_seq + records - 1), min(first_seq) FROM chunk").fetchone()
         finally:
             db.close()

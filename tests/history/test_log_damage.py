@@ -171,7 +171,7 @@ async def test_another_process_may_acknowledge(tmp_path: Path) -> None:
 
 def _acknowledge_in_the_file(path: Path) -> bool:
     db = sqlite3.connect(path, isolation_level=None)
-    rows = [(*row[:-1], 1) for row in DAMAGE.read(db).rows]
+    rows = [(*row[:-1], 1) for row in DAMAGE.read(db, [])]
     DAMAGE.insert(db, rows)
     db.close()
     return bool(rows)

@@ -259,7 +259,7 @@ async def test_a_vanished_row_is_reported_though_others_are_forgotten(durable: B
     log = await durable.open(forget_after_s=3_600)
     assert durable.known() == [99, 1]
     with sqlite3.connect(durable.path) as db:  # type: ignore[arg-type]
-        assert dict(META.read(db).rows)["streams"] == 2
+        assert dict(META.read(db, []))["streams"] == 2
 
 
 # -- room
