@@ -3,13 +3,13 @@
 walk/        endpoint -> ingress -> flow -> log -> view -> egress -> endpoint; requests, responses: egress/express
 egress/      sends the messages that the view allows to one peer: pump, holds, pauses, the express lane
 following/   copies other histories into our log; hands records over to followers of our history, without the egress
-letters/     dead letters        quotas/      quotas and memory limits
+letters/     dead letters
 operating/   admin port, metrics, control topics, states      commands/, demo/, config/      command line, settings
 app.py             Runs a streamer: lists its parts in the order in which they start, and runs them
 assembly.py        The composition root: creates and connects all parts of a streamer, and starts none
 attaching.py       Adds and removes endpoints and rules of a running streamer
 lifecycle.py       How parts start and stop; the embedded uSubscription, which starts as soon as the disk allows it
-parts.py           Creates the parts that depend only on the configuration
+parts.py           Creates the parts that depend only on the configuration, and divides the memory among them
 """
 
 from transports import plugin as plugin  # must be the first import: it checks that `uprotocol` is ours

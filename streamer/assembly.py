@@ -44,12 +44,11 @@ from streamer.operating.states import (
     conditions_of_log,
     each,
 )
-from streamer.quotas.ledger import AuthorityLedger, Pressure
-from streamer.quotas.limits import CALLERS_SHARE
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
+from streamer.walk.ledger import AuthorityLedger, Pressure
 from streamer.walk.networks import Networks
 from streamer.walk.view import Access, Rules, View
 from transports.certificates import Expiries
@@ -57,6 +56,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import raise_streams_max
 from uprotocol.callbacks import Remove
+from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.core.ustreamer import ids
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace

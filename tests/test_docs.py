@@ -13,7 +13,7 @@ import pytest
 
 from history.file.rows import SCHEMA_VERSION
 from streamer.config import loads
-from streamer.quotas.limits import MemoryLimits
+from streamer.parts import MemoryLimits
 from tools.house import PRODUCT
 
 ROOT = Path(__file__).resolve().parent.parent

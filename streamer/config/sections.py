@@ -12,8 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from history.file.writer import GATHER_MS
 from streamer.egress.holds import HELD_HOURS
 from streamer.egress.sender import SEND_MS_MAX
-from streamer.quotas.ledger import UNITS_PER_S
-from streamer.quotas.limits import MEMORY_MIB
+from streamer.walk.ledger import UNITS_PER_S
 from streamer.walk.view import AccessPattern
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris
@@ -26,6 +25,7 @@ HOURS_MIN: Final = 0.001  # some seconds; less would delete what is under way
 HOURS_MAX: Final = 876_600  # 100 years; who means "for ever" lets the bytes be the limit
 GATHER_MS_MAX: Final = 100  # who waits longer for an acknowledgement believes it lost
 EPOCH_MS_MAX: Final = 7 * 24 * 3_600_000  # who has epochs of a week does not wait for their end
+MEMORY_MIB: Final = 512  # in addition to some 100 MiB of an idle streamer
 MIB_MAX: Final = 1 << 40  # an exbibyte: beyond any disk, and far from what an integer of SQLite holds
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 

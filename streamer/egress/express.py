@@ -26,7 +26,6 @@ from typing import Final, NamedTuple
 
 from streamer.egress.sender import Sender
 from streamer.letters.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
-from streamer.quotas.limits import SENDERS_SHARE
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from uprotocol import attributes as attrs
@@ -46,6 +45,7 @@ BATCH_BYTES_MAX: Final = 4 << 20  # ... and at least one message: a transport co
 # our own answers that wait for one endpoint beside its queue, 1 KiB of memory each: thousands of calls of one authority
 # may be refused at once, and each gets an answer
 ANSWERS_MAX: Final = 16_384
+SENDERS_SHARE: Final = 2  # the callers of one authority together get a half: one host can invent many callers
 ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history that callers repeat
 
 

@@ -32,9 +32,9 @@ from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import SKIP, Plans, items_of
 from streamer.egress.sender import LAND_S, Aside, Item, Landed, OrderKey, Sender, key_of
 from streamer.letters.dead_letter import DeadLetters
-from streamer.quotas.ledger import units_of
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
+from streamer.walk.ledger import units_of
 from streamer.walk.view import Version, View
 from transports.base import NOT_TRIED
 from uprotocol import cache as caches

@@ -15,7 +15,7 @@ import contextlib
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,7 +26,6 @@ from google.protobuf.message import DecodeError
 from storage.disk import REAL_DISK, Disk, FileKind, SqliteFile, delete_rows, insert_rows, pragma, transaction
 from storage.faults import DamagedError, is_damage, move_aside, with_room
 from storage.runtime import REAL, Answerer, Runtime
-from streamer.letters.rate import PERIOD_S, PerMinute
 from streamer.operating.states import Condition
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -51,9 +50,12 @@ DISK_BYTES_MAX: Final = 128 << 20  # of all files of the store: the bounds above
 QUEUED_MAX: Final = 2_000  # letters not yet stored
 QUEUED_BYTES_MAX: Final = 8 << 20  # of their messages
 # stored letters of one authority, code and kind of reason; any more are only counted
-TOLD_PER_MINUTE: Final = 1_000
+STORED_PER_MINUTE: Final = 1_000
 # ... of these letters with payload; more would wear out the disk and fill the network
 WHOLE_BYTES_PER_MINUTE: Final = 16 << 20
+KINDS_MAX: Final = 4_096  # within one minute; all further kinds count as one
+MINUTE_S: Final = 60.0
+ALL_KINDS: Final = 8  # all kinds together have 8 times the limits of one: an attacker can invent any number of kinds
 REASON_CHARACTERS_MAX: Final = 1_000  # a reason may quote a network, or an address that a sender made up
 ENVELOPE_BYTES: Final = 4_096  # of a published letter without the message: reason, endpoint, time
 OPEN_AGAIN_S: Final = 5.0  # between two attempts to open the store, while letters arrive
@@ -109,20 +111,11 @@ _TABLE: Final = (
 )
 
 
-def _is_nameless(db: sqlite3.Connection) -> bool:
-    """Returns True for a file of version 0.1.0, which stored neither application id nor version."""
-    columns = {name for _, name, *_ in db.execute("pragma table_info(letter)")}
-    return (
-        not pragma(db, "application_id") and {"number", "time_ms", "code", "reason", "endpoint", "message"} <= columns
-    )
-
-
 LETTERS: Final = FileKind(
     "dead letter store",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    migrations={0: lambda db: None},
-    is_ours=_is_nameless,
+    migrations={},
     advice=": check it, or move it away",
 )
 
@@ -283,6 +276,39 @@ def size_of(message: Carried) -> int:
     return len(message.payload) + message.attributes.ByteSize()
 
 
+class Granted(NamedTuple):
+    stored: bool  # False: only counted
+    whole: bool  # with payload
+
+
+class PerMinute:
+    """Grants `count_max` letters of one kind per minute, `bytes_max` bytes of them with payload. All kinds together get
+    ALL_KINDS times as much."""
+
+    def __init__(self, count_max: int, bytes_max: int, monotonic: Callable[[], float]) -> None:
+        self._count_max, self._bytes_max, self._monotonic = count_max, bytes_max, monotonic
+        self._kinds: dict[Hashable, tuple[int, int]] = {}
+        self._count = self._bytes = 0  # of all kinds
+        self._until = 0.0
+
+    def happened(self, kind: Hashable, size: int) -> Granted:
+        now = self._monotonic()
+        if now >= self._until:
+            self._kinds.clear()
+            self._count = self._bytes = 0
+            self._until = now + MINUTE_S
+        if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
+            kind = None
+        count, bytes = self._kinds.get(kind, (0, 0))
+        stored = count < self._count_max and self._count < ALL_KINDS * self._count_max
+        fits = not bytes or bytes + size <= self._bytes_max
+        whole = stored and fits and self._bytes + size <= ALL_KINDS * self._bytes_max
+        self._kinds[kind] = count + stored, bytes + size * whole
+        self._count += stored
+        self._bytes += size * whole
+        return Granted(stored, whole)
+
+
 class DeadLetters:
     """Queues, stores and publishes dead letters. `add` never waits; `run` stores and publishes."""
 
@@ -304,8 +330,8 @@ class DeadLetters:
         self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
         self._queue: FairQueue[Letter] = FairQueue(QUEUED_MAX, bytes_max)
-        self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
-        self._limits_reported_at = -PERIOD_S
+        self._rate = PerMinute(STORED_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
+        self._limits_reported_at = -MINUTE_S
         self._limited: dict[str, str] = {}  # fields of the last line about a limit
         self._arrived = asyncio.Event()
         self._worker: Answerer[Sequence[LetterRow], bool] = Answerer(
@@ -344,7 +370,7 @@ class DeadLetters:
         if not granted.stored:
             self.limited += 1
             report = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
-            if report != self._limited or self._limits_reported_at + PERIOD_S <= self._monotonic():
+            if report != self._limited or self._limits_reported_at + MINUTE_S <= self._monotonic():
                 self._limits_reported_at, self._limited = self._monotonic(), report
                 what = "too many dead letters within a minute: for the rest of it they are counted only"
                 log.warning(what, **report, counted_only=self.limited)
@@ -377,10 +403,10 @@ class DeadLetters:
 
     async def _flush(self) -> None:
         batch: list[tuple[Letter, int]] = []
-        room = self._bytes_max // BATCH_SHARE
-        while self._queue and len(batch) < BATCH_MAX and room > 0:
+        left = self._bytes_max // BATCH_SHARE
+        while self._queue and len(batch) < BATCH_MAX and left > 0:
             batch.append(self._queue.take())
-            room -= batch[-1][1]
+            left -= batch[-1][1]
         if not await self._worker.ask([letter.row() for letter, _ in batch]):
             self.lost += len(batch)
         for letter, size in batch:

@@ -18,10 +18,10 @@ import structlog
 
 from history.log.log import Log, TopicsFullError
 from streamer.egress.express import Express
-from streamer.quotas.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import Appender, Flow
 from streamer.walk.hosted import HostedTransport
+from streamer.walk.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
 from streamer.walk.names import may_carry_addresses
 from streamer.walk.view import Version, View
 from transports.listeners import all_of

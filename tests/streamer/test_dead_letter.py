@@ -95,7 +95,7 @@ async def test_there_is_no_dead_letter_of_a_dead_letter(tmp_path: Path) -> None:
 
 
 async def test_a_flood_costs_no_memory_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letter, "TOLD_PER_MINUTE", 1 << 30)
+    monkeypatch.setattr(dead_letter, "STORED_PER_MINUTE", 1 << 30)
     desk = Desk(tmp_path / "letters.db")
     message = publication()
     for _ in range(dead_letter.QUEUED_MAX + 100):
@@ -333,7 +333,7 @@ async def test_large_letters_of_one_leave_room_in_bytes_for_others(
 async def test_dead_letters_of_one_kind_are_limited_per_minute_and_the_others_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letter, "TOLD_PER_MINUTE", 10)
+    monkeypatch.setattr(dead_letter, "STORED_PER_MINUTE", 10)
     now = 0.0
     desk = Desk(tmp_path / "letters.db", runtime=Runtime(monotonic=lambda: now))
     with capture_logs() as lines:

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.egress import express as expresses
-from streamer.egress.express import Express
-from streamer.quotas.limits import CALLERS_SHARE, SENDERS_SHARE, MemoryLimits
+from streamer.egress.express import SENDERS_SHARE, Express
+from streamer.parts import MemoryLimits
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.encoded import EncodedMessage, Stamp
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.pacing import Backoff

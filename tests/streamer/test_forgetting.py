@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
-from streamer.quotas.limits import MemoryLimits
+from streamer.parts import MemoryLimits
 from uprotocol import uri as uris
 from uprotocol.v1.umessage_pb2 import UMessage
 

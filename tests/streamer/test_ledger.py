@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streamer.egress.express import ANSWERS_MAX
 from streamer.operating import admin, control, metrics
-from streamer.quotas.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, AuthorityLedger, Pressure, units_of
+from streamer.walk.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, AuthorityLedger, Pressure, units_of
 from uprotocol import uri as uris
 from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.message import UMessageBuilder

@@ -1,5 +1,4 @@
-"""A whole data_dir of version 0.1.0: each store opens with all its contents; a newer one is refused and left
-unchanged."""
+"""A whole data_dir of a development version: what can be read is, and other files are refused and left unchanged."""
 
 from __future__ import annotations
 
@@ -22,18 +21,13 @@ NAMES = pytest.mark.parametrize("name", ["stopped", "killed"])
 
 
 @NAMES
-def test_dead_letters(old_data: OldData, old_content: Any, name: str) -> None:
+def test_dead_letters_of_a_development_version_are_refused_and_left_as_they_are(old_data: OldData, name: str) -> None:
     path = old_data(name) / "dead-letters.db"
-    store = dead_letter.LetterStore(path)
-    store.write([(1, UCode.INTERNAL, "new", "cloud", b"")])
-    letters = store.read()
-    store.close()
-    found = [
-        [one.number, one.time_ms, one.code, one.reason, one.endpoint, one.message.SerializeToString().hex()]
-        for one in letters
-    ]
-    assert found[:-1] == old_content["dead_letters"]
-    assert found[-1][0] == len(found)
+    before = path.read_bytes()
+    with pytest.raises(UStatusError, match="not a dead letter store") as error:
+        dead_letter.LetterStore(path)
+    assert error.value.code == UCode.FAILED_PRECONDITION
+    assert path.read_bytes() == before
 
 
 @NAMES

@@ -34,7 +34,7 @@ SLICES: Final = 40  # turns in which each account is sampled once: ten seconds
 BEHIND: Final = 0.8  # busy share of the thread's time; above it messages queue
 RELAXED_S: Final = 5.0  # overload lasts at least this long: dropping a flood makes the thread idle at once
 TOP: Final = 20  # authorities that metrics list by name
-TOLD_S: Final = 60.0  # between two log lines about one authority
+REPORTED_S: Final = 60.0  # between two log lines about one authority
 OTHERS: Final = "others"
 
 log = structlog.get_logger()
@@ -135,7 +135,7 @@ class AuthorityLedger:
         self._burst = int(units_per_s * BURST_S)
         self._accounts: dict[tuple[str, str], Account] = {}  # per endpoint: a false name uses no foreign quota
         self.pressure = pressure
-        self._place = 0  # start of the next slice
+        self._next = 0  # start of the next slice
         self._snapshot: list[Account] = []
         self.top: list[Account] = []  # highest rates some seconds ago; if equal, most messages
         self._rising: list[Account] = []  # highest rates in the slices so far
@@ -167,7 +167,7 @@ class AuthorityLedger:
         found = self._accounts.get((authority, endpoint))
         if found is None:
             if len(self._accounts) >= self._accounts_max:
-                self._make_room()
+                self._evict()
             is_limited = not self._is_named(authority, endpoint)
             found = Account(authority, endpoint, self._burst if is_limited else UNLIMITED, is_limited, self._now())
             found.seen_ms = self._now_ms()
@@ -176,7 +176,7 @@ class AuthorityLedger:
                 self.top.append(found)  # a small fleet has metrics by name from the first message
         return found
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Removes a tenth of the accounts at a time, so that the cost per account is small."""
         self._remove(heapq.nsmallest(max(1, self._accounts_max // 10), self, key=lambda account: account.seen_ms))
 
@@ -185,7 +185,7 @@ class AuthorityLedger:
             return
         for one in leaving:
             del self._accounts[one.authority, one.endpoint]
-        self._snapshot, self._place, self._rising = [], 0, []
+        self._snapshot, self._next, self._rising = [], 0, []
         self._show([one for one in self.top if (one.authority, one.endpoint) in self._accounts])
         for one in leaving:
             self._settle(one)
@@ -205,7 +205,7 @@ class AuthorityLedger:
             return False
         account.held_until = now + RELAXED_S  # dropping relieves the thread, which must not readmit the flood
         self.drop(account)
-        if now - account.reported_at >= TOLD_S or account.dropped == 1:
+        if now - account.reported_at >= REPORTED_S or account.dropped == 1:
             account.reported_at = now
             whose = {"endpoint": account.endpoint, "authority": account.authority, "dropped": account.dropped}
             log.warning("dropped: an authority sends more than its quota", **whose, quota_per_s=self._units_per_s)
@@ -245,14 +245,14 @@ class AuthorityLedger:
 
     def sample(self, now: float) -> None:
         """Samples the next slice: updates rates, `top` and `others`."""
-        if self._place >= len(self._snapshot):
+        if self._next >= len(self._snapshot):
             newer = [one for one in self.top if one not in self._rising]  # or slower
             self._show([*self._rising, *newer][:TOP])
             self._rising = []
-            self._snapshot, self._place = list(self), 0
-        end = self._place + max(1, -(-len(self._snapshot) // SLICES))
-        part = self._snapshot[self._place : end]
-        self._place = end
+            self._snapshot, self._next = list(self), 0
+        end = self._next + max(1, -(-len(self._snapshot) // SLICES))
+        part = self._snapshot[self._next : end]
+        self._next = end
         now_ms = self._now_ms()
         for account in part:
             if account not in self.top:
@@ -301,7 +301,7 @@ class AuthorityLedger:
     def notes(self) -> list[str]:
         """Returns a sentence for each authority whose messages were dropped within the last minute."""
         now = self._now()
-        late = [one for one in self.top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
+        late = [one for one in self.top if one.dropped and one.left < 0 and now - one.refilled < REPORTED_S]
         over = heapq.nlargest(5, late, key=lambda account: account.dropped)
         return [
             f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or "
