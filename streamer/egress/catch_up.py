@@ -357,6 +357,14 @@ class CatchUp:
             self._address_holds.move(hold, item[0])
         self.withdraw_trial(item)
 
+    def ends_expired(self, item: Item, now_ms: int) -> bool:
+        """Returns whether `item` has expired; then it becomes a dead letter."""
+        expired = item[1].is_expired(now_ms)
+        if expired:
+            self.skip_trial(item)
+            self.reading.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+        return expired
+
 
 def loop_time() -> float:
     return asyncio.get_running_loop().time()

@@ -44,7 +44,6 @@ from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError, code_name, settle
-from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client.interest import Topics
 
 # read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall
@@ -360,7 +359,7 @@ class Pump:
         batch: list[Item] = []
         items = aside.due() if aside else []
         while True:
-            batch += [item for item in items if not (item[1].stamp.ttl and self._ends_expired(item, now))]
+            batch += [item for item in items if not (item[1].stamp.ttl and self.catch_up.ends_expired(item, now))]
             items = sender.queue.take(sender.messages_max - len(batch), WINDOW_BYTES_MAX)
             if not items:
                 break
@@ -374,14 +373,6 @@ class Pump:
             self._active_at = asyncio.get_running_loop().time()
         if not await sender.send(batch, min([seq for seq, _, _ in batch]), is_trial=bool(aside)):
             aside.put_back(batch)
-
-    def _ends_expired(self, item: Item, now_ms: int) -> bool:
-        """Returns whether `item` has expired; then it becomes a dead letter."""
-        expired = item[1].is_expired(now_ms)
-        if expired:
-            self.catch_up.skip_trial(item)
-            self.reading.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
-        return expired
 
     def _settle(self, landed: Landed[Item]) -> None:
         """Note messages that were taken as delivered. Send the others again, hold them, or make them dead letters."""
