@@ -270,12 +270,15 @@ class Pump:
             return AT_ONCE
         if self._view.version != self._version:
             self.refresh_plans()
+        at_the_end, failure = False, ""
         try:
             at_the_end = await self._fill()
         except UStatusError as error:  # of the log
-            if self.trouble != str(error):
-                self.trouble = str(error)
-                log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=self.trouble)
+            failure = str(error)
+        if failure:
+            if self.trouble != failure:
+                self.trouble = failure
+                log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=failure)
             await self._backoff.wait()
             return AT_ONCE
         if self.trouble:

@@ -132,7 +132,7 @@ def test_a_key_is_wanted_for_the_filters_that_zenoh_would_match(
     for adds, source, sink in steps:
         key = mapping.filter_key(source, sink, "me")
         if adds or key not in there:
-            filter = Filter((key, None), source, sink)
+            filter = Filter((uris.key(source), uris.key(sink) if sink is not None else None), source, sink)
             wanted.add(key, filter)
             there[key] = filter
         else:
@@ -149,7 +149,7 @@ def test_a_key_is_wanted_for_the_filters_that_zenoh_would_match(
 
 def test_a_foreign_key_costs_no_memory_however_long() -> None:
     wanted = Wanted()
-    wanted.add(mapping.filter_key(uris.ANY, None, "me"), Filter((None, None), uris.ANY, None))
+    wanted.add(mapping.filter_key(uris.ANY, None, "me"), Filter((uris.key(uris.ANY), None), uris.ANY, None))
     assert len(wanted.by("up/" + "a" * KEY_KNOWN_CHARS + "/1/0/1/8000/{}/{}/{}/{}/{}")) == 1
     assert wanted.by("up/a/1") == ()
     assert set(wanted._known) == {"up/a/1"}

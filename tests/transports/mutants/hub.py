@@ -21,6 +21,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from transports.listeners import Filter
+from uprotocol import uri as uris
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -110,7 +111,7 @@ class Session:
                 self.queued_bytes += len(body)
                 self.write(frame(MESSAGE, self.number, body))
         else:
-            self.for_pull.append((Filter((None, None), address.source, _sink(address)), body))
+            self.for_pull.append((Filter((uris.key(address.source), None), address.source, _sink(address)), body))
 
     def write(self, data: bytes) -> None:
         if self.writer is not None:
