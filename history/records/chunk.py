@@ -150,28 +150,22 @@ class Chunk:
             epochs = None
         return Chunk(pick(self.seqs), self.time_ms, *columns, origins, epochs)
 
-    @property
-    def sizes(self) -> Iterable[int]:
-        """The bytes of each record in a reply, without the numbers that all records have: its message, its origin, and
-        its epoch."""
-        data, origins, epochs = self.data, self.origins, self.epochs
-        if origins is None and epochs is None:
-            return map(len, data)
-        sizes = list(map(len, data))
-        if origins is not None:
-            sizes = [size + ORIGIN_BYTES * (origin is not None) for size, origin in zip(sizes, origins, strict=True)]
-            sizes[0] += ORIGIN_LOG_BYTES * len({origin.incarnation for origin in origins if origin is not None})
-        if epochs is not None:
-            known: set[Epoch | None] = {None}
-            for index, epoch in enumerate(epochs):
-                sizes[index] += EPOCH_BYTES + EPOCH_EACH_BYTES * (epoch not in known)
-                known.add(epoch)
-        return sizes
-
-    def count_within(self, records_max: int, bytes_max: int) -> int:
-        """Returns how many of the first records are within both limits."""
-        fits = bisect_right(list(accumulate(self.sizes)), bytes_max)
-        return max(0, min(fits, records_max))
+    def within(self, records_max: int, bytes_max: int, at_least: int = 0) -> tuple[int, int]:
+        """Returns how many of the first records are within both limits (`at_least`: or so many), and the bytes that
+        these take in a reply: messages, origins and epochs, without the numbers that all records have."""
+        sizes = list(map(len, self.data))
+        logs: set[bytes] = set()
+        for index, origin in enumerate(self.origins or ()):
+            if origin is not None:
+                sizes[index] += ORIGIN_BYTES + ORIGIN_LOG_BYTES * (origin.incarnation not in logs)
+                logs.add(origin.incarnation)
+        known: set[Epoch | None] = {None}
+        for index, epoch in enumerate(self.epochs or ()):
+            sizes[index] += EPOCH_BYTES + EPOCH_EACH_BYTES * (epoch not in known)
+            known.add(epoch)
+        ends = list(accumulate(sizes, initial=0))
+        fits = max(at_least, min(bisect_right(ends, bytes_max) - 1, records_max))
+        return fits, ends[fits]
 
 
 class CorruptChunkError(Exception):
@@ -366,9 +360,8 @@ class Scan:
         part = chunk if wanted is None else chunk.select(wanted)
         if part is None:
             return
-        fits = part.count_within(self.records_left, self.bytes_left)
-        if not self.chunks and not self.strict:
-            fits = max(fits, 1)
+        is_taken = not self.chunks and not self.strict
+        fits, bytes = part.within(self.records_left, self.bytes_left, at_least=int(is_taken))
         if fits < len(part):
             self.full = True
             self.covered = part.seqs[fits] - 1
@@ -377,7 +370,7 @@ class Scan:
             part = part.slice(0, fits)
         self.chunks.append(part)
         self.records_left -= len(part)
-        self.bytes_left -= sum(part.sizes)
+        self.bytes_left -= bytes
         self.full = self.full or self.records_left <= 0 or self.bytes_left <= 0
 
 
@@ -475,10 +468,10 @@ class Allowance:
             if chunk.last_seq <= after:
                 continue
             chunk = chunk.after(after)
-            fits = chunk.count_within(self._records, self._bytes)
+            fits, bytes = chunk.within(self._records, self._bytes)
             if fits:
                 taken.append(chunk.slice(0, fits))
-                self._bytes -= sum(taken[-1].sizes)
+                self._bytes -= bytes
             self._records = self._records - fits if fits == len(chunk) else 0
             if not self._records:
                 break
