@@ -312,14 +312,8 @@ class Pump:
                 if self.sender.is_held:
                     return False
                 self.refresh_plans()
-            if (
-                self.topic_holds
-                or self.address_holds
-                or catch_up.targets
-                or catch_up.addresses
-                or catch_up.found
-                or catch_up.taken
-            ):
+            has_holds = self.topic_holds or self.address_holds
+            if has_holds or catch_up.targets or catch_up.addresses or catch_up.found or catch_up.taken:
                 done = await catch_up.step()
                 if done:
                     continue
