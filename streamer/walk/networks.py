@@ -61,6 +61,7 @@ class EndpointNetwork:
     def __init__(self, endpoint: Endpoint, filters: EndpointFilters) -> None:
         self.endpoint, self.filters = endpoint, filters
         self.is_open = False  # the transport has been opened
+        self.knows_all_registered = False  # it was told, since it was opened
         self.was_connected = False  # else, if it only listens, it may have no partner yet
         self.trouble = ""  # why it is not open or not listening
         self.away_since: float | None = asyncio.get_running_loop().time()
@@ -172,7 +173,7 @@ class Networks:
             log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff)
             self._has_tried(network)
             await asyncio.sleep(max(backoff.next_ms(), OPEN_MS_MIN) / 1000)
-        network.is_open, network.trouble = True, ""
+        network.is_open, network.knows_all_registered, network.trouble = True, False, ""
         self.listen_soon(is_back=True)
 
     async def _reopen_what_hangs(self, network: EndpointNetwork) -> None:
@@ -260,7 +261,8 @@ class Networks:
             log.warning("could not listen to everything; trying again", endpoint=name, error=str(error))
             return error
         network.trouble = ""
-        if self._services_listen and self._interest.complete:
+        if self._services_listen and self._interest.complete and not network.knows_all_registered:
+            network.knows_all_registered = True
             network.endpoint.all_registered()
         return None
 
