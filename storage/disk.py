@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, Self
+from typing import IO, Any, Final, NamedTuple, Self, TypeVar
 
 from storage import faults
-from storage.faults import NO_RESERVE, Reserve, with_room
+from storage.faults import NO_RESERVE, Reserve
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
+
+T = TypeVar("T")
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that this process owns is still shared with its readers, and with a backup
 STATEMENTS_CACHED: Final = 256
@@ -131,6 +133,19 @@ class Disk:
         found.reserve = reserve
         return found
 
+    def with_room(self, path: Path, work: Callable[[], T]) -> T:
+        """Run `work`, which uses the file `path`. If the disk is full, release the reserve, and run it once more.
+        Raises what the last run raises."""
+        try:
+            return work()
+        except UStatusError as error:
+            if error.code != UCode.RESOURCE_EXHAUSTED or not self.reserve.make_room(path):
+                raise
+        except (sqlite3.Error, OSError) as error:
+            if not faults.is_full(error, path) or not self.reserve.make_room(path):
+                raise
+        return work()
+
     def free_bytes(self, path: Path) -> int:
         """Returns the free bytes on the disk of the file `path`."""
         return faults.free_bytes(path)
@@ -156,7 +171,7 @@ class Disk:
 
     def replace_text(self, path: Path, text: str) -> None:
         """Replace the file. After a crash it holds the old text or the new one; after this returns, the new one."""
-        with_room(self.reserve, path, lambda: self._replace_text(path, text))
+        self.with_room(path, lambda: self._replace_text(path, text))
 
     def _replace_text(self, path: Path, text: str) -> None:
         fresh = path.with_name(path.name + ".new")

@@ -6,8 +6,8 @@ sqlite3.Error, OSError, DamagedError -> is_damage? -> move_aside, create a new f
 Reserve: a file whose blocks are allocated. On a full disk no row could be deleted without it, because deleting a row
 first needs space in the write-ahead log.
 
-allocated           full: with_room(reserve, path, work) -> work fails -> give_up: truncated -> work again
-  ^                                                                          |
+allocated           full: Disk.with_room(path, work) -> work fails -> give_up: truncated -> work again
+  ^                                                                      |
   '-- there is space again: the part that deletes old data calls `restore` <-'
 """
 
@@ -19,16 +19,10 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import structlog
-
-from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
-
-T = TypeVar("T")
 
 # A disk with fewer free bytes counts as full: SQLite reports other errors if it can't create its small files.
 FULL_BYTES: Final = 1 << 20
@@ -259,15 +253,3 @@ def _whole_bytes(path: Path) -> int:
 def existing_folder(path: Path) -> Path:
     """Returns the nearest existing folder above the file `path`."""
     return next(one for one in path.absolute().parents if one.exists())
-
-
-def with_room(reserve: Reserve, path: Path, work: Callable[[], T]) -> T:
-    """Run `work`, which uses the file `path`. If the disk is full, release the reserve, and run it once more. Raises
-    what the last run raises."""
-    try:
-        return work()
-    except (sqlite3.Error, OSError, UStatusError) as error:
-        is_short = error.code == UCode.RESOURCE_EXHAUSTED if isinstance(error, UStatusError) else is_full(error, path)
-        if not is_short or not reserve.make_room(path):
-            raise
-    return work()

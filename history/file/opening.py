@@ -61,8 +61,8 @@ class Opening:
         self.file = SqliteFile(LOG, path, runtime.disk, pragmas)
         self.loaded = Loaded()
 
-    def run(self) -> Opening:
-        """Returns itself, with the file open. Raises UStatusError as FileKind.not_opened, ALREADY_EXISTS (in use),
+    def run(self) -> None:
+        """Open the file. Raises UStatusError as FileKind.not_opened, ALREADY_EXISTS (in use),
         FAILED_PRECONDITION (newer, or not a log); then nothing was changed. Only a damaged file is moved aside."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,6 @@ class Opening:
             if isinstance(error, sqlite3.Error | OSError | DamagedError):
                 raise LOG.not_opened(error, self.path) from error
             raise
-        return self
 
     def _open(self, damage: Sequence[Damage]) -> None:
         """`damage`: what a new log has to remember of the previous one."""

@@ -56,7 +56,7 @@ from history.records.chunk import (
     unpack_streams,
 )
 from storage.disk import delete_rows, empty_wal, insert_rows, pragma, transaction
-from storage.faults import is_full, with_room
+from storage.faults import is_full
 from storage.runtime import REAL, Runtime
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a small gateway's flash has enough space
@@ -117,7 +117,8 @@ class Store:
         self.room = DiskRoom(path, self.reserve)
         self.sizes = Sizes(bytes_max, self._wal_max)
         self._is_choked = False  # a reader is active, and the disk has no space for a longer write-ahead log
-        opening = with_room(self.reserve, path, Opening(path, runtime, now_ms or runtime.now_ms, self.sizes).run)
+        opening = Opening(path, runtime, now_ms or runtime.now_ms, self.sizes)
+        runtime.disk.with_room(path, opening.run)
         self.file, self.loaded, self.extent = opening.file, opening.loaded, opening.loaded.extent
         self.allowance = Allowance()
         self.heard_seq = self.loaded.start_seq  # the loop has applied all progress up to here; set on the loop

@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, SqliteFile, read_mark, transaction
-from storage.faults import DamagedError, is_full, with_room
+from storage.faults import DamagedError, is_full
 from uprotocol import uri as uris
 from uprotocol.communication.shares import UNIT_BYTES, Quota, UEntity, weight
 from uprotocol.status import UStatusError
@@ -164,7 +164,7 @@ class Database:
 
     def open(self) -> None:
         """Raises UStatusError as tables.open_store and FileKind.not_opened. A damaged file is left unchanged."""
-        with_room(self._file.disk.reserve, self.path, self._open)
+        self._file.disk.with_room(self.path, self._open)
 
     def _open(self) -> None:
         try:
@@ -251,7 +251,7 @@ class Database:
         if the disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
         batch = list(events)
-        return with_room(self._file.disk.reserve, self.path, lambda: self._apply_all(batch, now_ms))
+        return self._file.disk.with_room(self.path, lambda: self._apply_all(batch, now_ms))
 
     def _apply_all(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         tables = self.tables
