@@ -46,11 +46,11 @@ from streamer.operating.states import (
 )
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
-from streamer.walk.hosted import HostedTransport
+from streamer.walk.hosted import Access, HostedTransport
 from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.walk.ledger import AuthorityLedger, Pressure
 from streamer.walk.networks import Networks
-from streamer.walk.view import Access, Rules, View
+from streamer.walk.view import Rules, View
 from transports.certificates import Expiries
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

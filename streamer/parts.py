@@ -27,9 +27,9 @@ from streamer.config.sections import MEMORY_MIB
 from streamer.egress.express import SENDERS_SHARE
 from streamer.following.followed import Follow
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
+from streamer.walk.hosted import USUBSCRIPTION, AccessEntry, AccessPattern, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
-from streamer.walk.view import AccessEntry, AccessPattern, Rule
+from streamer.walk.view import Rule
 from transports import plugin as plugins
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile

@@ -36,7 +36,7 @@ from streamer.config.sections import (
     is_loopback,
 )
 from streamer.walk import names
-from streamer.walk.view import AccessPattern
+from streamer.walk.hosted import AccessPattern
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids

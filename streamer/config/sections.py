@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from history.file.writer import GATHER_MS
 from streamer.egress.holds import HELD_HOURS
 from streamer.egress.sender import SEND_MS_MAX
+from streamer.walk.hosted import AccessPattern
 from streamer.walk.ledger import UNITS_PER_S
-from streamer.walk.view import AccessPattern
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.ids import ENTITY, VERSION

@@ -29,7 +29,7 @@ from history.reading.following import Following, FollowingOptions, FollowMode
 from streamer.following.covered import Covered, Digest
 from streamer.following.sorting import Doorbell, HeldThere, Intake, Sorted, Sorting
 from streamer.walk.endpoint import Endpoint
-from streamer.walk.view import AccessPattern
+from streamer.walk.hosted import AccessPattern
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids

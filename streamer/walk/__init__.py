@@ -2,7 +2,7 @@
 
 endpoint.py           Endpoints: a name, authorities
 flow.py               Holds senders back between ingress and log
-hosted.py             The transport of services inside this process
+hosted.py             The transport of services inside this process, and what their callers may read
 ingress.py            Ingress: checks the messages that an endpoint receives
 ledger.py             Counts the messages of each source authority, and enforces its quota during overload
 names.py              Names: how the authorities of this gateway are called on the network of an endpoint

@@ -15,7 +15,8 @@ from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from history.service.matches import Match
 from streamer.config import loads
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.view import Access, AccessEntry, AccessPattern, Rule, Rules
+from streamer.walk.hosted import Access, AccessEntry, AccessPattern
+from streamer.walk.view import Rule, Rules
 from tests.tiers import examples
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
