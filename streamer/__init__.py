@@ -1,6 +1,6 @@
 """uStreamer: forwards UMessages between endpoints. Each part of a message's path has its package.
 
-walk/        endpoint -> ingress -> flow -> log -> view -> egress -> endpoint; requests, responses: egress/express
+walk/        endpoint -> ingress -> flow -> log -> view -> egress -> endpoint; requests, responses: egress/sender
 egress/      sends the messages that the view allows to one peer: pump, holds, pauses, the express lane
 following/   copies other histories into our log; hands records over to followers of our history, without the egress
 letters/     dead letters

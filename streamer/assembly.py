@@ -22,10 +22,10 @@ from storage.runtime import Runtime
 from streamer import parts
 from streamer.config import Config, patterns
 from streamer.egress.claims import Claims
-from streamer.egress.express import Express
 from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.egress.paused import FILE, Paused
 from streamer.egress.pump import Pump
+from streamer.egress.sender import Express
 from streamer.following.follows import Follows
 from streamer.following.handover import HandOvers
 from streamer.letters.dead_letter import DeadLetters

@@ -24,7 +24,7 @@ from storage.faults import Reserve
 from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.config.sections import MEMORY_MIB
-from streamer.egress.express import SENDERS_SHARE
+from streamer.egress.sender import SENDERS_SHARE
 from streamer.following.followed import Follow
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, AccessEntry, AccessPattern, HostedTransport

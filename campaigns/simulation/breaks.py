@@ -253,7 +253,7 @@ def _begun_untold() -> Patches:
 
 
 def _wait_without_limit() -> Patches:
-    from streamer.egress.sender import Sends
+    from streamer.walk.endpoint import Sends
 
     return [(Sends, "_look", lambda self: None)]
 

@@ -5,14 +5,17 @@
                                               '-> refused: later; at its limit: dead letters
 
 Live records are sent meanwhile. One reading back covers everything that was found or taken before it begins.
+
+Aside: streams that don't get through though others do wait in memory, and are tried at intervals.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Final
 
 import structlog
@@ -20,11 +23,12 @@ import structlog
 from history.records.chunk import Scan
 from streamer.egress.holds import AddressHold
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.sender import Aside, Item, Sender
+from streamer.egress.sender import Item, OrderKey, PriorityQueue, Sender, key_of
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.pacing import Backoff
 from uprotocol.v1.ucode_pb2 import UCode
 
 RECHECK_TOPICS: Final = 256  # topics checked in one step, which takes the loop some milliseconds
@@ -34,6 +38,9 @@ TRY_EVERY_S: Final = 0.1  # between two rounds, so that thousands of held addres
 GATHER_S: Final = 0.2
 GATHERED_MAX: Final = 512
 LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of a hold at its limit; of more records only the range is reported
+ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; with more, the peer waits for them
+ASIDE_BYTES_MAX: Final = 16 << 20  # of payload
+ASIDE_TRIED_MAX: Final = 16  # messages of one stream, to see whether it moves again
 
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: enough to be worth a call in a thread
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
@@ -73,6 +80,95 @@ class Reading:
     def dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
         self._peer.dropped["undeliverable"] += 1
         self._dead_letters.add(item[1], code, reason, self._peer.name)
+
+
+class Aside(dict[OrderKey, deque[Item]]):
+    """The streams of `queue` that don't get through though others do, each with its items that wait. `time` is the
+    event loop's.
+
+    sent: some taken, one not -> put aside --due--> the first few of each, with the others -> taken: back to the queue
+                                   ^                                                     '-> not taken: later
+                                   '-- new messages with the same OrderKey wait behind it
+    """
+
+    def __init__(self, queue: PriorityQueue[Item], backoff: Backoff, time: Callable[[], float]) -> None:
+        super().__init__()
+        self._queue, self._backoff, self._time = queue, backoff, time
+        self._tried: set[OrderKey] = set()
+        self.due_at = 0.0  # loop time of the next try
+        self.messages = self.bytes = 0
+
+    @property
+    def streams(self) -> set[int]:
+        """Returns their ids in the log."""
+        return {item[2] for queue in self.values() for item in queue}
+
+    @property
+    def is_full(self) -> bool:
+        return self.messages >= ASIDE_MESSAGES_MAX or self.bytes >= ASIDE_BYTES_MAX
+
+    @property
+    def oldest_seq(self) -> int | None:
+        return min((item[0] for queue in self.values() for item in queue), default=None)
+
+    def takes(self, item: Item) -> bool:
+        """Have `item` wait if its stream is stuck. Returns whether it waits."""
+        queue = self.get(key_of(item[1]))
+        if queue is None:
+            return False
+        queue.append(item)
+        self._count([item], 1)
+        return True
+
+    def take_out(self, which: Callable[[Item], bool]) -> list[Item]:
+        """Remove and return the items for which `which` is true, here and from the queue."""
+        taken = list[Item]()
+        for key, queue in list(self.items()):
+            out = [item for item in queue if which(item)]
+            if out:
+                taken += out
+                ids = set(map(id, out))
+                self[key] = deque(item for item in queue if id(item) not in ids)
+                if not self[key]:
+                    del self[key]
+        self._count(taken, -1)
+        return taken + self._queue.take_out(which)
+
+    def due(self) -> list[Item]:
+        """Returns the first items of each stream, if it is time to try them. The caller then calls `put_back` with
+        those that did not get through."""
+        if not self or self._time() < self.due_at:
+            return []
+        self._tried.update(self)
+        found = [queue.popleft() for queue in self.values() for _ in range(min(len(queue), ASIDE_TRIED_MAX))]
+        self._count(found, -1)
+        return found
+
+    def put_back(self, again: Sequence[Item], stuck: Set[OrderKey] = frozenset()) -> None:
+        """Put items back that have not got through: in front of their stream if it is stuck, else of the queue. Also
+        put the rest of the streams back whose `due` items got through."""
+        apart, rest = list[Item](), list[Item]()
+        for item in again:
+            key = key_of(item[1])
+            (apart if key in stuck or key in self else rest).append(item)
+        for item in reversed(apart):
+            key = key_of(item[1])
+            self.setdefault(key, deque()).appendleft(item)
+            self._tried.discard(key)
+        self._count(apart, 1)
+        if apart:
+            self.due_at = self._time() + self._backoff.next_ms() / 1000
+        moving = [item for key in self._tried for item in self.pop(key, ())]
+        self._tried.clear()
+        self._count(moving, -1)
+        if not self:
+            self._backoff.reset()
+        # in order of seq, since the cursor depends on the first item, which has to be the oldest
+        self._queue.put_back(sorted(rest + moving, key=itemgetter(0)))
+
+    def _count(self, items: Sequence[Item], sign: int) -> None:
+        self.messages += sign * len(items)
+        self.bytes += sign * sum(len(item[1].payload) for item in items)
 
 
 class CatchUp:

@@ -17,11 +17,11 @@ import structlog
 
 from history.log.log import RetentionLoss
 from history.records.chunk import is_publish
-from streamer.egress.catch_up import CatchUp
+from streamer.egress.catch_up import Aside, CatchUp
 from streamer.egress.holds import AddressHold, Kind, OwedTopics
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.sender import Aside, Item, Sender, key_of
+from streamer.egress.sender import Item, Sender, key_of
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol.status import Settled, is_nobody_listening

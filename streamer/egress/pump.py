@@ -25,12 +25,12 @@ import structlog
 
 from history.log.log import Log, RetentionLoss
 from history.records.chunk import Chunk
-from streamer.egress.catch_up import CatchUp, Reading, loop_time
+from streamer.egress.catch_up import Aside, CatchUp, Reading, loop_time
 from streamer.egress.holding import PASSED_LETTERS_MAX, Holding
 from streamer.egress.holds import HELD_HOURS, HOLDER, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import SKIP, Plans, items_of
-from streamer.egress.sender import LAND_S, Aside, Item, Landed, OrderKey, Sender, key_of
+from streamer.egress.sender import LAND_S, Item, Landed, OrderKey, Sender, key_of
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
@@ -128,7 +128,7 @@ class Pump:
         # Paced messages leave in batches of a quarter of a second, since urgent messages wait for the batch before
         # them, and a larger batch would leave at once after its wait
         batch_max = BATCH_MESSAGES_MAX if pace is None else min(BATCH_MESSAGES_MAX, max(1, pace.per_s // 4))
-        self.sender = Sender[Item](peer.sends, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
+        self.sender = Sender[Item](peer, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
         self.aside = Aside(self.sender.queue, backoff.sibling(), loop_time)
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
         self.reading = Reading(self.plans, dead_letters, functools.partial(on_gap, peer, source))

@@ -1,47 +1,56 @@
-"""The send loop toward one peer: its queue, the streams that wait aside, the batches in flight, the transport's calls.
+"""What leaves for one peer: the send loop, and the express way.
 
 PriorityQueue -> Sender -> in flight: given to the network, not answered yet -> landed: in the order in which they left;
-      ^                    (several batches, if the network is far away)        after a failure all in flight together,
-      |                                                                         as if they were one batch
-      '-- Aside: streams that don't get through though others do, tried at intervals
-
-Sends: a call returns    -> answered; what fails is sent again by its owner
-       not within ms_max -> all calls under way are answered UNAVAILABLE and cancelled. `hung` is set: nothing is sent
-                            until the transport was closed and opened again (networks.py). A later answer is ignored
+                           (several batches, if the network is far away)        after a failure all in flight together,
+                                                                                as if they were one batch
 
 A network far away answers after a round trip. If each batch waited for the answer of the one before, only one batch
 per round trip would leave, even on a fast network.
+
+The express way: requests, responses, and frames of histories, in memory, by priority, dropped at their ttl. One queue
+and one send loop per peer. What a log keeps leaves by the pumps (pump.py).
+
+ingress -> put -> queue (bounded) -> Sender -> peer
+             |                         |
+             +--------- fail ----------+--> a request's originator gets a response that says why; a dead letter
+                                       '--> frames and answers of histories: counted, since a follower asks again
+
+A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator gets
+its answer at once.
+
+A queue is bounded in messages and bytes. So that a caller who floods a stalled peer leaves capacity for the others,
+- a caller (the uEntity that is the source of a request, or the sink of a response) has at most a quarter,
+- the uEntities of one source authority together have at most a half, since their numbers may be made up,
+- our own answers count apart, those to one authority at most a quarter of them: whoever is refused gets an answer,
+- and so do frames of histories, those of one follower at most a half of them.
+A message counts until the network has taken it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate, chain
-from operator import itemgetter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-import structlog
-
-from transports.base import NOT_TRIED
+from streamer.letters.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
+from streamer.walk.endpoint import Endpoint, Endpoints, Statuses
+from streamer.walk.hosted import HostedTransport
+from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
+from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares
+from uprotocol.core.ustreamer import ids
 from uprotocol.encoded import EncodedMessage
+from uprotocol.message import error_response
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import OK, RETRYABLE, is_nobody_listening
-from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.status import OK, RETRYABLE, code_name, is_nobody_listening, settle
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# Well above the limits of our transports: MQTT ends an idle connection after 20 s, a Zenoh put waits 5 s for a peer
-# that does not read, a DDS write 4 s for a slow receiver
-SEND_MS_MAX: Final = 60_000
-# Gives a call more time for the bytes under way: a slow link (64 kbit/s) is no hang
-BYTES_PER_S_MIN: Final = 8 << 10
-ENVELOPE_BYTES: Final = 256  # about the size of a message without its payload
 BATCHES_MAX: Final = 32  # in flight at once; each is a task of some 3 KB
 # how long a batch that is not full waits behind those in flight: a network that is near answers earlier, and what has
 # gathered until then leaves in one batch, which costs less
@@ -50,22 +59,19 @@ SPACING_S: Final = 0.005
 BYTES_MAX: Final = 16 << 20
 # how long a pump that ends waits for answers, so that the next start sends less again
 LAND_S: Final = 0.5
-ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; with more, the peer waits for them
-ASIDE_BYTES_MAX: Final = 16 << 20  # of payload
-TRIED_AT_ONCE: Final = 16  # messages of one stream, to see whether it moves again
-
-REOPENED: Final = UStatus(
-    code=UCode.UNAVAILABLE, message="the transport did not return, and is opened again: this is sent again after that"
-)
-BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
+# of the express way: messages sent at once; few, so that an urgent one does not wait long
+EXPRESS_MESSAGES_MAX: Final = 256
+EXPRESS_BYTES_MAX: Final = 4 << 20  # ... and at least one message: a transport copies what it sends
+# our own answers that wait for one endpoint beside its queue, 1 KiB of memory each: thousands of calls of one authority
+# may be refused at once, and each gets an answer
+ANSWERS_MAX: Final = 16_384
+SENDERS_SHARE: Final = 2  # the callers of one authority together get a half: one host can invent many callers
+ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history that callers repeat
 
 T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
-Statuses = list[UStatus]
 Item = tuple[int, EncodedMessage, int]  # seq, message, and the log's id of its stream
 OrderKey = tuple[bytes, int]
 """((type, source, sink), priority class): messages with the same key keep their order."""
-
-log = structlog.get_logger()
 
 
 def key_of(message: EncodedMessage) -> OrderKey:
@@ -135,227 +141,6 @@ class PriorityQueue(Generic[T]):
         return taken
 
 
-class Aside(dict[OrderKey, deque[Item]]):
-    """The streams of `queue` that don't get through though others do, each with its items that wait. `time` is the
-    event loop's.
-
-    sent: some taken, one not -> put aside --due--> the first few of each, with the others -> taken: back to the queue
-                                   ^                                                     '-> not taken: later
-                                   '-- new messages with the same OrderKey wait behind it
-    """
-
-    def __init__(self, queue: PriorityQueue[Item], backoff: Backoff, time: Callable[[], float]) -> None:
-        super().__init__()
-        self._queue, self._backoff, self._time = queue, backoff, time
-        self._tried: set[OrderKey] = set()
-        self.due_at = 0.0  # loop time of the next try
-        self.messages = self.bytes = 0
-
-    @property
-    def streams(self) -> set[int]:
-        """Returns their ids in the log."""
-        return {item[2] for queue in self.values() for item in queue}
-
-    @property
-    def is_full(self) -> bool:
-        return self.messages >= ASIDE_MESSAGES_MAX or self.bytes >= ASIDE_BYTES_MAX
-
-    @property
-    def oldest_seq(self) -> int | None:
-        return min((item[0] for queue in self.values() for item in queue), default=None)
-
-    def takes(self, item: Item) -> bool:
-        """Have `item` wait if its stream is stuck. Returns whether it waits."""
-        queue = self.get(key_of(item[1]))
-        if queue is None:
-            return False
-        queue.append(item)
-        self._count([item], 1)
-        return True
-
-    def take_out(self, which: Callable[[Item], bool]) -> list[Item]:
-        """Remove and return the items for which `which` is true, here and from the queue."""
-        taken = list[Item]()
-        for key, queue in list(self.items()):
-            out = [item for item in queue if which(item)]
-            if out:
-                taken += out
-                ids = set(map(id, out))
-                self[key] = deque(item for item in queue if id(item) not in ids)
-                if not self[key]:
-                    del self[key]
-        self._count(taken, -1)
-        return taken + self._queue.take_out(which)
-
-    def due(self) -> list[Item]:
-        """Returns the first items of each stream, if it is time to try them. The caller then calls `put_back` with
-        those that did not get through."""
-        if not self or self._time() < self.due_at:
-            return []
-        self._tried.update(self)
-        found = [queue.popleft() for queue in self.values() for _ in range(min(len(queue), TRIED_AT_ONCE))]
-        self._count(found, -1)
-        return found
-
-    def put_back(self, again: Sequence[Item], stuck: Set[OrderKey] = frozenset()) -> None:
-        """Put items back that have not got through: in front of their stream if it is stuck, else of the queue. Also
-        put the rest of the streams back whose `due` items got through."""
-        apart, rest = list[Item](), list[Item]()
-        for item in again:
-            key = key_of(item[1])
-            (apart if key in stuck or key in self else rest).append(item)
-        for item in reversed(apart):
-            key = key_of(item[1])
-            self.setdefault(key, deque()).appendleft(item)
-            self._tried.discard(key)
-        self._count(apart, 1)
-        if apart:
-            self.due_at = self._time() + self._backoff.next_ms() / 1000
-        moving = [item for key in self._tried for item in self.pop(key, ())]
-        self._tried.clear()
-        self._count(moving, -1)
-        if not self:
-            self._backoff.reset()
-        # in order of seq, since the cursor depends on the first item, which has to be the oldest
-        self._queue.put_back(sorted(rest + moving, key=itemgetter(0)))
-
-    def _count(self, items: Sequence[Item], sign: int) -> None:
-        self.messages += sign * len(items)
-        self.bytes += sign * sum(len(item[1].payload) for item in items)
-
-
-@dataclass(eq=False, slots=True)
-class _SendCall:
-    messages: int
-    bytes: int
-    began: float  # loop time
-    due: float  # loop time: if it has not returned by then, it hangs
-    answer: asyncio.Future[Statuses]
-    on_answer: Callable[[Statuses], None]
-    task: asyncio.Task[None] | None = None
-
-
-class Sends:
-    """The calls of `send_batch` of one transport, and how they end if it hangs. Lives on the event loop."""
-
-    def __init__(
-        self,
-        name: str,
-        send: Callable[[Sequence[EncodedMessage]], Awaitable[Statuses]],
-        in_flight_messages: Callable[[], int],
-    ) -> None:
-        """`send` hands messages to the network; it never raises. `in_flight_messages`: see UTransport."""
-        self._name, self._send, self.in_flight_messages = name, send, in_flight_messages
-        self.ms_max = SEND_MS_MAX
-        self.hung = asyncio.Event()
-        self.hangs = 0
-        self.trouble = ""  # says since when no call has returned; empty once one does
-        self._calls: dict[_SendCall, None] = {}  # in the order in which they began
-        self._bytes = 0  # of all these calls
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        return f"Sends({self._name}, under_way={len(self._calls)}, hangs={self.hangs})"
-
-    def begin(
-        self,
-        messages: Sequence[EncodedMessage],
-        on_answer: Callable[[Statuses], None] = lambda _: None,
-        is_held: Callable[[], bool] = lambda: False,
-    ) -> asyncio.Future[Statuses]:
-        """Send the messages behind what is under way. Returns one status for each. Cancelling it cancels the call.
-
-        `on_answer` is called in the loop step in which the network answers. Sending begins one loop step later; if
-        `is_held` is true then, the messages are not sent and are answered UNAVAILABLE.
-        """
-        loop = asyncio.get_running_loop()
-        octets = sum([len(message.payload) for message in messages]) + ENVELOPE_BYTES * len(messages)
-        self._bytes += octets
-        due = loop.time() + self.ms_max / 1_000 + self._bytes / BYTES_PER_S_MIN
-        call = _SendCall(len(messages), octets, loop.time(), due, loop.create_future(), on_answer)
-        self._calls[call] = None
-        task = call.task = loop.create_task(self._run(call, messages, is_held))
-        call.answer.add_done_callback(lambda answer: task.cancel() if answer.cancelled() else None)
-        if self._timer is None:
-            self._timer = loop.call_at(due, self._look)
-        return call.answer
-
-    async def _run(self, call: _SendCall, messages: Sequence[EncodedMessage], is_held: Callable[[], bool]) -> None:
-        try:
-            if self.hung.is_set() or is_held():
-                statuses = [REOPENED if self.hung.is_set() else BEHIND] * call.messages
-            else:
-                statuses = await self._send(messages)
-                if self.trouble and call in self._calls:
-                    self._works()
-            if call in self._calls and not call.answer.done():
-                call.on_answer(statuses)
-                call.answer.set_result(statuses)
-        except asyncio.CancelledError:
-            call.answer.cancel()
-            raise
-        finally:
-            if call in self._calls:
-                del self._calls[call]
-                self._bytes -= call.bytes
-
-    def _look(self) -> None:
-        """If a call hangs, answer and cancel all calls: the transport is about to be closed."""
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        if not self._calls:
-            return
-        due = min(call.due for call in self._calls)
-        if due > loop.time():
-            self._timer = loop.call_at(due, self._look)
-            return
-        self.hangs += 1
-        calls = list(self._calls)
-        if not self.trouble:
-            since = datetime.fromtimestamp(uuids.now_ms() / 1_000 - (loop.time() - calls[0].began), UTC)
-            self.trouble = (
-                f"since {since.isoformat(timespec='seconds')} its transport does not return from sending within "
-                f"{self.ms_max} ms (egress.send_ms_max): it is closed and opened again, and what was not answered is "
-                "sent again"
-            )
-        log.error("a transport hangs", endpoint=self._name, calls=len(calls), hangs=self.hangs, why=self.trouble)
-        self.hung.set()
-        self._calls.clear()
-        self._bytes = 0
-        for call in calls:
-            if not call.answer.done():
-                statuses = [REOPENED] * call.messages
-                call.on_answer(statuses)
-                call.answer.set_result(statuses)
-        for call in calls:
-            if call.task is not None:
-                call.task.cancel()
-
-    def resume(self) -> None:
-        """Send again: the transport was reopened. It works if a call returns, or none is under way after `ms_max`."""
-        self.hung.clear()
-        asyncio.get_running_loop().call_later(self.ms_max / 1_000, self._check_trouble)
-
-    def _check_trouble(self) -> None:
-        if self.trouble and self.is_idle:
-            self._works()
-
-    def _works(self) -> None:
-        log.info("a transport that did not return from sending works again", endpoint=self._name)
-        self.trouble = ""
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no call is under way and none hangs."""
-        return not self._calls and not self.hung.is_set()
-
-    def close(self) -> None:
-        """Send nothing more, and stop the timer, which would keep the endpoint in memory."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class Flight(NamedTuple, Generic[T]):
     """A batch in flight."""
 
@@ -378,7 +163,7 @@ class Sender(Generic[T]):
 
     def __init__(
         self,
-        sends: Sends,
+        peer: Endpoint,
         messages_max: int,
         bytes_max: int,
         *,
@@ -386,7 +171,7 @@ class Sender(Generic[T]):
         cost: Callable[[list[T]], int] = len,
     ) -> None:
         """`messages_max`, `bytes_max`: of a full batch. `cost`: units that `pace` counts for a batch."""
-        self._sends, self._cost = sends, cost
+        self._peer, self._cost = peer, cost
         self.messages_max, self.bytes_max, self.pace = messages_max, bytes_max, pace
         self.queue: PriorityQueue[T] = PriorityQueue()
         self.flights: deque[Flight[T]] = deque()
@@ -415,7 +200,7 @@ class Sender(Generic[T]):
             return 0.0 if queue.messages else None
         if self.have_failed or len(self.flights) >= BATCHES_MAX or self._bytes >= BYTES_MAX:
             return None
-        if self._messages >= self._sends.in_flight_messages():
+        if self._messages >= self._peer.in_flight_messages:
             return None
         is_full = queue.messages >= self.messages_max or queue.bytes >= self.bytes_max
         return 0.0 if is_full else self._next_at
@@ -430,11 +215,10 @@ class Sender(Generic[T]):
             self.waiting = []
             if self.have_failed:
                 return False
-        sends = self._sends
-        is_alone = not self.flights and (is_trial or self.is_failing or not sends.in_flight_messages())
+        is_alone = not self.flights and (is_trial or self.is_failing or not self._peer.in_flight_messages)
         messages = [item[1] for item in batch]
         octets = sum([len(message.payload) for message in messages])
-        answer = sends.begin(messages, self._answered, lambda: self.have_failed or self.is_held)
+        answer = self._peer.sends.begin(messages, self._answered, lambda: self.have_failed or self.is_held)
         self.flights.append(Flight(batch, octets, oldest_seq, answer))
         self.begun += 1
         self._messages += len(batch)
@@ -477,3 +261,214 @@ class Sender(Generic[T]):
         """Stop waiting for answers."""
         for flight in self.flights:
             flight.answer.cancel()
+
+
+# -- the express way
+
+
+class ExpressMessage(NamedTuple):
+    size: int
+    message: EncodedMessage
+    accounts: list[tuple[Shares[Hashable], Hashable]]  # the limits that it counts toward, and the owner in each
+
+
+def _asked_again(message: EncodedMessage) -> str:
+    """Returns the name of the drop counter of a message that the receiver asks the history for again; else "". It
+    gets no dead letter: followers that are away would cause many, which would push out those of others."""
+    if message.stamp.type == attrs.NOTIFICATION:
+        return "frames"
+    method = message.stamp.attributes.source  # of a response
+    is_of_history = (method.ue_id & 0xFFFF, method.ue_version_major) == (ids.ENTITY, ids.VERSION)
+    is_answer = message.stamp.type == attrs.RESPONSE and is_of_history and method.resource_id in ASKED_AGAIN
+    return "history_answers" if is_answer else ""
+
+
+class Express:
+    """The queues of all peers, and the answers to requests that can't be dispatched (dispatcher section of the
+    specification)."""
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        hosted: HostedTransport,
+        dead_letters: DeadLetters,
+        *,
+        messages_max: int,
+        bytes_max: int,
+        backoff: Callable[[], Backoff],
+    ) -> None:
+        """`messages_max`, `bytes_max`: limits of one endpoint's queue; our own answers have as many more bytes."""
+        self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
+        self.messages_max, self.bytes_max = messages_max, bytes_max
+        self._backoff = backoff
+        self.queues: dict[str, ExpressQueue] = {}
+        for endpoint in endpoints:
+            self.add_endpoint(endpoint)
+        self._inside: set[asyncio.Future[None]] = set()
+
+    def add_endpoint(self, endpoint: Endpoint) -> None:
+        self.queues[endpoint.name] = ExpressQueue(endpoint, self, self._backoff())
+
+    def remove_endpoint(self, name: str) -> None:
+        """Fail what waits in its queue with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
+        self.queues.pop(name).fail_all(UCode.UNAVAILABLE, f"endpoint {name!r} was removed")
+
+    def fail(
+        self,
+        message: EncodedMessage,
+        code: UCode.ValueType,
+        reason: str,
+        endpoint: Endpoint,
+        *,
+        is_withheld: bool = False,
+    ) -> None:
+        """Keep `message`, which can't be dispatched, as a dead letter. If it is a request, answer its originator.
+
+        A request of a hosted service gets no dead letter, since the service repeats it: its requests to a network that
+        is away for a day would push out the other letters.
+        """
+        if message.stamp.type != attrs.REQUEST:
+            self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
+            return
+        attributes = UAttributes.FromString(message.encoded)  # its payload is not touched
+        response = error_response(attributes, UStatus(code=code, message=reason[:REASON_CHARACTERS_MAX]))
+        if self._hosted.owns(attributes.source):
+            taken = self._hosted.deliver([response])
+            if taken is not None:
+                future = asyncio.ensure_future(taken)
+                self._inside.add(future)
+                future.add_done_callback(self._inside.discard)
+            return
+        self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
+        origin = self._endpoints.owner(response.attributes.sink.authority_name)
+        if origin is not None:
+            self.queues[origin.name].put(EncodedMessage.of(response), is_ours=True)
+
+
+class ExpressQueue:
+    """The queue and the send loop of one peer."""
+
+    def __init__(self, peer: Endpoint, express: Express, backoff: Backoff) -> None:
+        self.peer = peer
+        self._express, self._backoff = express, backoff
+        limits = express.messages_max, express.bytes_max
+        self._callers: Shares[Hashable] = Shares(*limits, CALLERS_SHARE)
+        self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by source authority
+        self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
+        self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
+        self._sender = Sender[ExpressMessage](peer, EXPRESS_MESSAGES_MAX, EXPRESS_BYTES_MAX)
+
+    def __len__(self) -> int:
+        """Returns the number of messages that wait or are being sent."""
+        return self._callers.pieces + self._frames.pieces + self._answers.pieces
+
+    @property
+    def bytes(self) -> int:
+        return self._callers.bytes + self._frames.bytes + self._answers.bytes
+
+    def put(self, message: EncodedMessage, *, is_ours: bool = False) -> None:
+        """Queue it. If the queue is full, or full for this caller, answer RESOURCE_EXHAUSTED. `is_ours`: it is our
+        answer to a refused request."""
+        attributes = message.stamp.attributes
+        accounts: list[tuple[Shares[Hashable], Hashable]]
+        if is_ours:
+            accounts = [(self._answers, attributes.sink.authority_name)]
+        else:
+            caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
+            account = caller.authority_name, caller.ue_id
+            if attributes.type == attrs.NOTIFICATION:
+                accounts = [(self._frames, account)]
+            else:
+                accounts = [(self._callers, account), (self._senders, attributes.source.authority_name)]
+        size = message.ByteSize()
+        for shares, whose in accounts:
+            if (full := shares.full(whose, size)) is not None:
+                self._refuse(message, full, is_ours=is_ours)
+                return
+        for shares, whose in accounts:
+            shares.add(whose, 1, size)
+        self._sender.queue.add([ExpressMessage(size, message, accounts)])
+        self._sender.wake.set()
+
+    def _refuse(self, message: EncodedMessage, full: Full, *, is_ours: bool) -> None:
+        """Answer a message that exceeds the limit `full`. It is not parsed: a batch of large ones would be in memory
+        twice."""
+        if is_ours:
+            self.peer.dropped["answers_full"] += 1  # answers don't leave: the caller isn't listening now
+        elif dropped := _asked_again(message):
+            self.peer.dropped[dropped] += 1
+        else:
+            limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
+            whose = " of this caller or authority" if full.is_of_one else ""
+            self.peer.dropped["express_share" if full.is_of_one else "express_full"] += 1
+            why = f"at most {limit}{whose} wait for endpoint {self.peer.name!r}"
+            self._express.fail(message, UCode.RESOURCE_EXHAUSTED, why, self.peer)
+
+    def _uncount(self, entry: ExpressMessage) -> None:
+        for shares, whose in entry.accounts:
+            shares.add(whose, -1, -entry.size)
+
+    def _end(self, entry: ExpressMessage, code: UCode.ValueType, reason: str) -> None:
+        self._uncount(entry)
+        if dropped := _asked_again(entry.message):
+            self.peer.dropped[dropped] += 1
+        else:
+            self._express.fail(entry.message, code, reason, self.peer)
+
+    def fail_all(self, code: UCode.ValueType, reason: str) -> None:
+        for entry in list(self._sender.queue):
+            self._end(entry, code, reason)
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        sender = self._sender
+        try:
+            while True:
+                sender.wake.clear()
+                landed, leaves_at = sender.landed(), sender.leaves_at()
+                if landed.items:
+                    await self._settle(*landed)
+                elif leaves_at is None or leaves_at > asyncio.get_running_loop().time():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(leaves_at):
+                            await sender.wake.wait()
+                elif batch := self._next_batch():
+                    await sender.send(batch)
+        finally:
+            sender.drop()
+
+    def _next_batch(self) -> list[ExpressMessage]:
+        """Returns the next messages, the highest class first, without those that have expired."""
+        batch: list[ExpressMessage] = []
+        now = uuids.now_ms()
+        for entry in self._sender.queue.take(EXPRESS_MESSAGES_MAX, EXPRESS_BYTES_MAX):
+            if entry.message.is_expired(now):
+                what = f"its ttl ran out before endpoint {self.peer.name!r} took it"
+                self._end(entry, UCode.DEADLINE_EXCEEDED, what)
+            else:
+                batch.append(entry)
+        return batch
+
+    async def _settle(self, batch: list[ExpressMessage], statuses: list[UStatus]) -> None:
+        """Remove messages that were taken; the others are sent again after a pause, or fail."""
+        sent, again, refused = settle(batch, statuses)
+        refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
+        for entry in sent:
+            self._uncount(entry)
+        for entry, status in refused:
+            what = status.message or code_name(status.code)
+            self._end(entry, status.code, f"endpoint {self.peer.name!r}: {what}")
+        self.peer.forwarded += len(sent)
+        # their ttl is checked when it is their turn again
+        waiting = [entry for entry, status in again if not is_nobody_listening(status)]
+        self._sender.is_failing = bool(waiting)
+        if waiting:
+            self._sender.queue.put_back(waiting)
+            await self._backoff.wait(self._soonest_expiry_ms())
+        else:
+            self._backoff.reset()
+
+    def _soonest_expiry_ms(self) -> int | None:
+        """Returns the time until the next message expires, so that its originator gets the answer in time."""
+        ends = [end for entry in self._sender.queue if (end := entry.message.expires_ms) is not None]
+        return max(min(ends) - uuids.now_ms() + 1, 0) if ends else None

@@ -1,7 +1,10 @@
 """Endpoints: a name, authorities, and the transport of one network. The table finds the endpoint of an authority.
 
 authority -> Endpoints.owner -> Endpoint      the name itself, else the longest suffix (*.vin123), else "*"
-Endpoint.send_batch -> Sends -> transport      a call that does not return is cancelled
+Endpoint.send_batch -> Sends -> transport
+    a call returns    -> answered; what fails is sent again by its owner
+    not within ms_max -> all calls under way are answered UNAVAILABLE and cancelled. `hung` is set: nothing is sent
+                         until the transport was closed and opened again (networks.py). A later answer is ignored
 Endpoint.open, ... -> transport   any exception of a plugin becomes a UStatusError, and a trouble of that endpoint
 """
 
@@ -10,14 +13,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final, TypeVar, cast
 
 import structlog
 
-from streamer.egress.sender import Sends
 from streamer.walk.names import Names, Twins, ambiguous
-from transports.base import stopped
+from transports.base import NOT_TRIED, stopped
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE, UStatusError
@@ -27,13 +32,25 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
+# Well above the limits of our transports: MQTT ends an idle connection after 20 s, a Zenoh put waits 5 s for a peer
+# that does not read, a DDS write 4 s for a slow receiver
+SEND_MS_MAX: Final = 60_000
+# Gives a call more time for the bytes under way: a slow link (64 kbit/s) is no hang
+BYTES_PER_S_MIN: Final = 8 << 10
+ENVELOPE_BYTES: Final = 256  # about the size of a message without its payload
 # cached owners; enough for thousands of vehicles, and a limit if somebody makes up names
 AUTHORITIES_CACHED_MAX: Final = 65_536
 TRIES_ALONE: Final = 3  # of a message on which a transport fails: the failure may have another cause
 # of messages that were refused, or to which nobody listened
 ADDRESSES_CACHED_MAX: Final = 8_192
 
+REOPENED: Final = UStatus(
+    code=UCode.UNAVAILABLE, message="the transport did not return, and is opened again: this is sent again after that"
+)
+BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
+
 T = TypeVar("T")
+Statuses = list[UStatus]
 log = structlog.get_logger()
 
 
@@ -62,7 +79,7 @@ class Endpoint:
         self._last_fault = ""
         self.authorities = frozenset(authorities)
         self.transport = transport
-        self.sends = Sends(name, self._send, lambda: self.in_flight_messages)
+        self.sends = Sends(name, self._send)
         self.twins = Twins(lambda: asyncio.get_running_loop().time())
         self._addressed: Cache[bytes, tuple[str, str]] = Cache(ADDRESSES_CACHED_MAX)
         self.received = 0
@@ -263,6 +280,133 @@ class Endpoint:
     def __repr__(self) -> str:
         counts = f"received={self.received}, forwarded={self.forwarded}"
         return f"Endpoint({self.name}, {','.join(sorted(self.authorities))}, {counts})"
+
+
+@dataclass(eq=False, slots=True)
+class _SendCall:
+    messages: int
+    bytes: int
+    began: float  # loop time
+    due: float  # loop time: if it has not returned by then, it hangs
+    answer: asyncio.Future[Statuses]
+    on_answer: Callable[[Statuses], None]
+    task: asyncio.Task[None] | None = None
+
+
+class Sends:
+    """The calls of `send_batch` of one transport, and how they end if it hangs. Lives on the event loop."""
+
+    def __init__(self, name: str, send: Callable[[Sequence[EncodedMessage]], Awaitable[Statuses]]) -> None:
+        """`send` hands messages to the network; it never raises."""
+        self._name, self._send = name, send
+        self.ms_max = SEND_MS_MAX
+        self.hung = asyncio.Event()
+        self.hangs = 0
+        self.trouble = ""  # says since when no call has returned; empty once one does
+        self._calls: dict[_SendCall, None] = {}  # in the order in which they began
+        self._bytes = 0  # of all these calls
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"Sends({self._name}, under_way={len(self._calls)}, hangs={self.hangs})"
+
+    def begin(
+        self,
+        messages: Sequence[EncodedMessage],
+        on_answer: Callable[[Statuses], None] = lambda _: None,
+        is_held: Callable[[], bool] = lambda: False,
+    ) -> asyncio.Future[Statuses]:
+        """Send the messages behind what is under way. Returns one status for each. Cancelling it cancels the call.
+
+        `on_answer` is called in the loop step in which the network answers. Sending begins one loop step later; if
+        `is_held` is true then, the messages are not sent and are answered UNAVAILABLE.
+        """
+        loop = asyncio.get_running_loop()
+        octets = sum([len(message.payload) for message in messages]) + ENVELOPE_BYTES * len(messages)
+        self._bytes += octets
+        due = loop.time() + self.ms_max / 1_000 + self._bytes / BYTES_PER_S_MIN
+        call = _SendCall(len(messages), octets, loop.time(), due, loop.create_future(), on_answer)
+        self._calls[call] = None
+        task = call.task = loop.create_task(self._run(call, messages, is_held))
+        call.answer.add_done_callback(lambda answer: task.cancel() if answer.cancelled() else None)
+        if self._timer is None:
+            self._timer = loop.call_at(due, self._look)
+        return call.answer
+
+    async def _run(self, call: _SendCall, messages: Sequence[EncodedMessage], is_held: Callable[[], bool]) -> None:
+        try:
+            if self.hung.is_set() or is_held():
+                statuses = [REOPENED if self.hung.is_set() else BEHIND] * call.messages
+            else:
+                statuses = await self._send(messages)
+                if self.trouble and call in self._calls:
+                    self._works()
+            if call in self._calls and not call.answer.done():
+                call.on_answer(statuses)
+                call.answer.set_result(statuses)
+        except asyncio.CancelledError:
+            call.answer.cancel()
+            raise
+        finally:
+            if call in self._calls:
+                del self._calls[call]
+                self._bytes -= call.bytes
+
+    def _look(self) -> None:
+        """If a call hangs, answer and cancel all calls: the transport is about to be closed."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if not self._calls:
+            return
+        due = min(call.due for call in self._calls)
+        if due > loop.time():
+            self._timer = loop.call_at(due, self._look)
+            return
+        self.hangs += 1
+        calls = list(self._calls)
+        if not self.trouble:
+            since = datetime.fromtimestamp(uuids.now_ms() / 1_000 - (loop.time() - calls[0].began), UTC)
+            self.trouble = (
+                f"since {since.isoformat(timespec='seconds')} its transport does not return from sending within "
+                f"{self.ms_max} ms (egress.send_ms_max): it is closed and opened again, and what was not answered is "
+                "sent again"
+            )
+        log.error("a transport hangs", endpoint=self._name, calls=len(calls), hangs=self.hangs, why=self.trouble)
+        self.hung.set()
+        self._calls.clear()
+        self._bytes = 0
+        for call in calls:
+            if not call.answer.done():
+                statuses = [REOPENED] * call.messages
+                call.on_answer(statuses)
+                call.answer.set_result(statuses)
+        for call in calls:
+            if call.task is not None:
+                call.task.cancel()
+
+    def resume(self) -> None:
+        """Send again: the transport was reopened. It works if a call returns, or none is under way after `ms_max`."""
+        self.hung.clear()
+        asyncio.get_running_loop().call_later(self.ms_max / 1_000, self._check_trouble)
+
+    def _check_trouble(self) -> None:
+        if self.trouble and self.is_idle:
+            self._works()
+
+    def _works(self) -> None:
+        log.info("a transport that did not return from sending works again", endpoint=self._name)
+        self.trouble = ""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no call is under way and none hangs."""
+        return not self._calls and not self.hung.is_set()
+
+    def close(self) -> None:
+        """Send nothing more, and stop the timer, which would keep the endpoint in memory."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Endpoints:

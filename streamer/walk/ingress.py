@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from history.log.log import Log, TopicsFullError
-from streamer.egress.express import Express
+from streamer.egress.sender import Express
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import Appender, Flow
 from streamer.walk.hosted import HostedTransport

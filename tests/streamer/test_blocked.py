@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import sender
+from streamer.egress import catch_up
+from streamer.egress.catch_up import Aside
 from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
-from streamer.egress.sender import Aside, Item, PriorityQueue
+from streamer.egress.sender import Item, PriorityQueue, key_of
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.view import Decision, Leg, Target
@@ -123,7 +124,7 @@ async def test_a_stuck_stream_holds_up_no_other_and_keeps_its_order() -> None:
 
 
 async def test_what_is_kept_aside_is_bounded_and_nothing_of_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "ASIDE_MESSAGES_MAX", 20)
+    monkeypatch.setattr(catch_up, "ASIDE_MESSAGES_MAX", 20)
     log, network, pump, running = await pumping()
     network.stuck = {0x8001}
     streams = [log.stream_id(topic) for topic in TOPICS[:2]]
@@ -172,7 +173,7 @@ def test_who_is_aside_waits_until_it_is_due() -> None:
     queue = PriorityQueue[Item]()
     aside = Aside(queue, Backoff(1_000, 1_000), lambda: now)
     messages = [made(TOPICS[0], number) for number in range(3)]
-    aside.put_back([(1, messages[0], 7)], {sender.key_of(messages[0])})
+    aside.put_back([(1, messages[0], 7)], {key_of(messages[0])})
     assert aside.takes((2, messages[1], 7))
     assert not aside.takes((3, made(TOPICS[1], 0), 8))
     assert (aside.messages, aside.oldest_seq, aside.due()) == (2, 1, [])

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.egress import express as expresses
-from streamer.egress.express import SENDERS_SHARE, Express
+from streamer.egress import sender as expresses
+from streamer.egress.sender import SENDERS_SHARE, Express
 from streamer.parts import MemoryLimits
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import uri as uris
@@ -360,7 +360,7 @@ async def test_answers_find_room_where_the_lane_is_full_and_are_bounded(monkeypa
 async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bounded_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(expresses, "BATCH_BYTES_MAX", 20_000)
+    monkeypatch.setattr(expresses, "EXPRESS_BYTES_MAX", 20_000)
     lanes, endpoints, networks, _ = express(1_000, bytes_max=100_000)
     go_on, sizes = asyncio.Event(), []
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.egress.express import ANSWERS_MAX
+from streamer.egress.sender import ANSWERS_MAX
 from streamer.operating import admin, control, metrics
 from streamer.walk.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, AuthorityLedger, Pressure, units_of
 from uprotocol import uri as uris

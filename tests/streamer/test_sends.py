@@ -144,7 +144,7 @@ class FailsOnce(UTransport):
 
 async def test_what_has_not_left_when_a_batch_fails_stays_behind_it() -> None:
     transport = FailsOnce()
-    sender = Sender[Item](hanging(transport, 60_000).sends, 1, 1)
+    sender = Sender[Item](hanging(transport, 60_000), 1, 1)
     one, two = ((seq, message, 1) for seq, message in enumerate(batch(b"1", b"2")))
     await sender.send([one])
     await asyncio.sleep(0)
