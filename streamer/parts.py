@@ -7,7 +7,6 @@ Config -> endpoints_of -> usubscription_of -> interest_sources_of
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,16 +234,12 @@ def remote_sources_of(
             refresh_ms=int(config.usubscription.refresh_s * 1000),
             saved=_saved_interest(config, authority),
             runtime=runtime,
-            lives_there=functools.partial(_lives_at, endpoints, endpoint),
+            lives_there=lambda authority: endpoints.owner(authority) is endpoint,
             subscriptions_max=limits_of(config).subscriptions_max,
         )
         for authority in section.authorities
         if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
     ]
-
-
-def _lives_at(endpoints: Endpoints, endpoint: Endpoint, authority: str) -> bool:
-    return endpoints.owner(authority) is endpoint
 
 
 def reserve_of(config: Config) -> Reserve:

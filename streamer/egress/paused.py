@@ -119,7 +119,7 @@ class Paused:
         for one in sorted(self):
             is_held = "what comes waits in the log"
             is_idle = "which is no known peer, so nothing waits"
-            yield f"paused: {one.topic} to {one.peer}; {is_held if self.is_peer(one.peer) else is_idle}"
+            yield f"paused: {one.topic} to {one.peer}; {is_idle if self._endpoint_of(one.peer) is None else is_held}"
 
     def load(self) -> None:
         """Load the pauses. If the file can't be read, none is in force, and `trouble` says so until the next change."""
@@ -159,10 +159,6 @@ class Paused:
         if topic is None or not uris.matches(topic, source):
             return False
         return pause.peer == peer.name or self._endpoints.owner(pause.peer) is peer
-
-    def is_peer(self, name: str) -> bool:
-        """Returns whether this names an endpoint, or an authority behind one."""
-        return self._endpoint_of(name) is not None
 
     async def pause(self, topic: UUri, peer: str) -> None:
         """Pause topics that match `topic` toward `peer`. A repeated call changes nothing.
