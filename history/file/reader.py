@@ -123,7 +123,7 @@ class Reader:
             if chunk.last_seq <= after:
                 continue
             read += sum(map(len, chunk.data))
-            found.take(chunk.after(after), streams)
+            found.take(chunk, streams)
             if found.full or read >= SCAN_BYTES_MAX:
                 return found
         if complete_to == until >= expected and not is_quick:

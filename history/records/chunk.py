@@ -351,10 +351,12 @@ class Scan:
         self.covered = self.after
 
     def take(self, chunk: Chunk, wanted: Set[int] | None) -> None:
-        """Add the requested records of `chunk`, which begins beyond `after`."""
+        """Add the requested records of `chunk`, which has some beyond `after`."""
         self.covered = min(chunk.last_seq, self.until)
         if chunk.first_seq > self.until:
             return
+        if chunk.first_seq <= self.after:
+            chunk = chunk.after(self.after)
         if chunk.last_seq > self.until:
             chunk = chunk.slice(0, bisect_right(chunk.seqs, self.until))
         part = chunk if wanted is None else chunk.select(wanted)
@@ -420,17 +422,17 @@ class Tail:
     def oldest(self) -> Chunk | None:
         return self.chunks[self._free] if len(self) else None
 
-    def read(self, after: int, chunks_max: int | None = None) -> list[Chunk]:
+    def read(self, after: int) -> list[Chunk]:
         """Returns the records after `after`, which must not be less than `Tail.after`."""
-        index = bisect_right(self._last_seqs, after, lo=self._free)
-        found = self.chunks[index : None if chunks_max is None else index + chunks_max]
+        found = self.chunks[bisect_right(self._last_seqs, after, lo=self._free) :]
         if found and found[0].first_seq <= after:
             found[0] = found[0].after(after)
         return found
 
     def scan(self, found: Scan, streams: Set[int] | None) -> Scan:
         """One bounded step of a scan that begins in the tail. Returns `found`."""
-        chunks = self.read(found.after, TAIL_SCAN_CHUNKS_MAX)
+        begin = bisect_right(self._last_seqs, found.after, lo=self._free)
+        chunks = self.chunks[begin : begin + TAIL_SCAN_CHUNKS_MAX]
         for chunk in chunks:
             if chunk.first_seq > found.until:
                 break
