@@ -201,6 +201,22 @@ async def test_a_stalled_transport_is_reopened_and_nothing_is_lost(make_world: M
     assert world.streamer.endpoints["cloud"].sends.hangs == 1
 
 
+async def test_a_transport_is_notified_once_per_opening_that_all_is_registered(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notified = list[LocalTransport]()
+    monkeypatch.setattr(LocalTransport, "all_registered", lambda self: notified.append(self))
+    world, hearer, publish = await _world(make_world)
+    cloud = transport_of(world)
+    await world.until(lambda: notified.count(cloud) == 1)
+    await world.streamer.networks.listen()
+    assert notified.count(cloud) == 1
+    hang(world, "before")
+    await publish("1")
+    await world.until(lambda: "1" in hearer.texts)
+    await world.until(lambda: notified.count(cloud) == 2)
+
+
 async def test_its_listeners_hear_again(make_world: MakeWorld) -> None:
     """Also where the transport has forgotten them."""
     world, hearer, publish = await _world(make_world)
