@@ -234,25 +234,31 @@ def test_one_id_of_two_sources_is_no_copy() -> None:
 
 def test_copies_are_looked_for_where_filters_overlap_or_an_earlier_process_has_left_some() -> None:
     copies = session.Copies()
-    assert not copies.may_come("a/b", 1)
-    assert copies.may_come("a/b", 2)
-    copies.left("a/+")
-    assert copies.may_come("a/b", 1)
-    assert not copies.may_come("c/d", 1)
+    subscriptions = copies.subscriptions
+    assert copies["a/b"] == 0
+    subscriptions.add("a/b")
+    subscriptions.add("c/d")
+    assert copies["a/b"] == copies["c/d"] == 1
+    wide = subscriptions.add("a/+")
+    assert copies["a/b"] == 2
+    subscriptions.remove(wide)
+    assert copies["a/b"] == 2
+    assert copies["c/d"] == 1
     copies.has_unknown_filters(10.0)
-    assert copies.may_come("c/d", 1)
+    assert copies["c/d"] == 2
+    assert copies["e/f"] == 0
     copies.tick(10.0 + session.LEFT_S - 1)
-    assert copies.may_come("c/d", 1)
+    assert copies["c/d"] == 2
     copies.tick(10.0 + session.LEFT_S)
-    assert not copies.may_come("c/d", 1)
+    assert copies["c/d"] == 1
     for number in range(session.LEFT_MAX):
-        copies.left(f"e/{number}")
-    assert not copies.may_come("a/b", 1), "the oldest was forgotten"
-    copies.left("a/b")
+        subscriptions.remove(subscriptions.add(f"e/{number}"))
+    assert copies["a/b"] == 1, "the oldest was forgotten"
+    subscriptions.remove(subscriptions.add("+/b"))
     copies.new_connection(is_present=True)
-    assert copies.may_come("a/b", 1)
+    assert copies["a/b"] == 2
     copies.new_connection(is_present=False)
-    assert not copies.may_come("a/b", 1)
+    assert copies["a/b"] == 1
 
 
 # What a broker announces.

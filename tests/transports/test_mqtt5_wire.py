@@ -12,7 +12,7 @@ from paho.mqtt.properties import Properties
 from transports.base import SendChecks
 from transports.mqtt5 import wire
 from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
-from transports.mqtt5.session import Subscriptions, topic_matches
+from transports.mqtt5.session import Copies, topic_matches
 from transports.mqtt5.wire import PublishCodec
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -297,7 +297,8 @@ _SEGMENTS = st.sampled_from("ab")
     st.lists(st.lists(_SEGMENTS, min_size=1, max_size=3).map("/".join), min_size=1, max_size=4),
 )
 def test_looking_filters_up_finds_what_comparing_each_would(steps: list[tuple[str, str]], topics: list[str]) -> None:
-    subscriptions = Subscriptions()
+    copies = Copies()
+    subscriptions = copies.subscriptions
     for step, topic_filter in steps:
         known = subscriptions.get(topic_filter)
         if step == "add" and known is None:
@@ -305,6 +306,6 @@ def test_looking_filters_up_finds_what_comparing_each_would(steps: list[tuple[st
         elif step == "remove" and known is not None:
             subscriptions.remove(known)
         for topic in topics:
-            assert subscriptions.matches(topic) == sum(
-                topic_matches(topic_filter, topic) for topic_filter in subscriptions
-            )
+            matching = sum(topic_matches(topic_filter, topic) for topic_filter in subscriptions)
+            assert subscriptions.matches(topic) == matching
+            assert bool(copies[topic]) == (matching > 0)

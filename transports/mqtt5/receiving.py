@@ -1,6 +1,6 @@
 """PUBLISH packets that arrive: read, matched with our subscriptions, delivered, and acknowledged last.
 
-on_publishes -> PublishCodec -> Subscriptions, Copies -> Arrivals -> listeners -> PUBACK
+on_publishes -> PublishCodec -> Copies -> Arrivals -> listeners -> PUBACK
                                   '-> of a resumed session, no listener yet: kept until one is registered
 
 MESSAGES_MAX or BYTES_MAX have arrived and are not taken
@@ -193,14 +193,13 @@ class PublishReceiver:
             self._dropped["too_large"] += 1
             return self._nothing(publish)
         session = self._session
-        matches = session.subscriptions.matches(topic)
-        waits = self._keeps_unclaimed and self._is_unclaimed(publish, matches, encoded)
-        if not matches and not waits:
+        times = session.copies[topic]
+        waits = self._keeps_unclaimed and self._is_unclaimed(publish, times, encoded)
+        if not times and not waits:
             self._dropped["unwanted"] += 1
             session.unwanted(topic)
             return self._nothing(publish)
-        copies_may_come = session.copies.may_come(topic, matches) or topic in self.answers.topics
-        if copies_may_come and session.copies.is_copy(encoded):
+        if (times != 1 or topic in self.answers.topics) and session.copies.is_copy(encoded):
             arrived = self._nothing(publish)
         else:
             arrived = ArrivedPublish((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)
@@ -240,11 +239,11 @@ class PublishReceiver:
 
     # Messages of a resumed session whose listeners are not registered yet.
 
-    def _is_unclaimed(self, publish: wire.Publish, matches: int, encoded: bytes) -> bool:
+    def _is_unclaimed(self, publish: wire.Publish, times: int, encoded: bytes) -> bool:
         """A listener that wants it may yet be registered, and none that is."""
         if publish.packet_id == 0 or asyncio.get_running_loop().time() >= self._unclaimed_until_s:
             return False
-        return not (matches and self._wants(encoded))
+        return not (times and self._wants(encoded))
 
     def _wants(self, encoded: bytes) -> bool:
         """A listener wants it. Off-vehicle, several pairs of filters have the same topic filter."""

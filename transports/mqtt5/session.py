@@ -103,25 +103,18 @@ class Subscriptions(dict[str, TopicSubscription]):
     """By topic filter, in the order in which they were added. Matching a topic costs one look-up for each shape in use,
     however many filters there are."""
 
-    def __init__(self, on_removed: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, changed: Callable[[str], None] = lambda _: None) -> None:
+        """`changed(topic_filter)`: it was added or removed."""
         super().__init__()
-        self._on_removed = on_removed
-        self._matches: Cache[str, int] = Cache()
+        self._changed = changed
         self._shapes: Counter[TopicShape] = Counter()
 
     def add(self, topic_filter: str) -> TopicSubscription:
         assert topic_filter not in self, f"{topic_filter} is subscribed to already"
         made = self[topic_filter] = TopicSubscription(topic_filter)
         self._shapes[_shape(topic_filter)] += 1
-        self._forget(topic_filter)
+        self._changed(topic_filter)
         return made
-
-    def _forget(self, topic_filter: str) -> None:
-        """Forget the cached counts of the topics that it matches."""
-        if "+" in topic_filter:
-            self._matches.clear()
-        else:
-            self._matches.pop(topic_filter, None)
 
     def remove(self, subscription: TopicSubscription) -> None:
         """May be called again."""
@@ -131,58 +124,73 @@ class Subscriptions(dict[str, TopicSubscription]):
             self._shapes[shape] -= 1
             if not self._shapes[shape]:
                 del self._shapes[shape]
-            self._forget(subscription.topic_filter)
-            self._on_removed(subscription.topic_filter)
+            self._changed(subscription.topic_filter)
 
     def matches(self, topic: str) -> int:
         """Returns how many of our filters match `topic`."""
-        found = self._matches.get(topic)
-        if found is None:
-            segments, found = topic.split("/"), 0
-            for length, wildcards in self._shapes:
-                if length == len(segments):
-                    masked = segments.copy()
-                    for index in wildcards:
-                        masked[index] = "+"
-                    found += "/".join(masked) in self
-            self._matches[topic] = found
+        segments, found = topic.split("/"), 0
+        for length, wildcards in self._shapes:
+            if length == len(segments):
+                masked = segments.copy()
+                for index in wildcards:
+                    masked[index] = "+"
+                found += "/".join(masked) in self
         return found
 
 
-class Copies:
-    """Messages that were taken on this connection, on topics that more than one filter of ours matches or matched; on
-    all topics while the session may have filters of an earlier process, which may match anything."""
+class Copies(Cache[str, int]):
+    """By topic, how often one message may come: 0 if no filter of ours matches it; 1; or 2, for more often.
+
+    More often: on topics that more than one filter of ours matches or matched; on all topics while the session may have
+    filters of an earlier process, which may match anything.
+    """
 
     def __init__(self) -> None:
-        self._left = Subscriptions()
+        super().__init__()
+        self.subscriptions = Subscriptions(self._changed)
+        self._left = Subscriptions(self._forget)  # unsubscribed filters
         self._taken: dict[bytes, None] = {}  # id and source, in the order in which they came
         self._of_all, self._of_all_until_s = False, 0.0
+
+    def __missing__(self, topic: str) -> int:
+        matches = self.subscriptions.matches(topic)
+        times = 2 if matches and (self._of_all or matches + self._left.matches(topic) > 1) else matches
+        self[topic] = times
+        return times
+
+    def _changed(self, topic_filter: str) -> None:
+        """It was subscribed or unsubscribed."""
+        if topic_filter not in self.subscriptions and topic_filter not in self._left:
+            self._left.add(topic_filter)
+            if len(self._left) > LEFT_MAX:
+                self._left.remove(next(iter(self._left.values())))
+        self._forget(topic_filter)
+
+    def _forget(self, topic_filter: str) -> None:
+        """Forget the topics that it matches."""
+        if "+" in topic_filter:
+            self.clear()
+        else:
+            self.pop(topic_filter, None)
 
     def new_connection(self, *, is_present: bool) -> None:
         """Messages that were taken may come again. `is_present`: the broker still has our session, and what it had
         queued for unsubscribed filters."""
         self._taken.clear()
         if not is_present:
-            self._left = Subscriptions()
-
-    def left(self, topic_filter: str) -> None:
-        """It was unsubscribed."""
-        if topic_filter not in self._left:
-            self._left.add(topic_filter)
-            if len(self._left) > LEFT_MAX:
-                self._left.remove(next(iter(self._left.values())))
+            self._left = Subscriptions(self._forget)
+            self.clear()
 
     def has_unknown_filters(self, now_s: float) -> None:
         """The session may have filters of an earlier process now."""
+        if not self._of_all:
+            self.clear()
         self._of_all, self._of_all_until_s = True, now_s + LEFT_S
 
     def tick(self, now_s: float) -> None:
         if self._of_all and now_s >= self._of_all_until_s:
             self._of_all = False
-
-    def may_come(self, topic: str, matches: int) -> bool:
-        """True if messages of this topic may come more than once; `matches` filters of ours match it."""
-        return matches > 1 or self._of_all or (len(self._left) > 0 and matches + self._left.matches(topic) > 1)
+            self.clear()
 
     def is_copy(self, encoded: bytes) -> bool:
         """Returns True if a message with these UAttributes (`encoded`) was taken before, and notes that it is now."""
@@ -201,7 +209,7 @@ class Session:
 
     def __init__(self, link: Link, start: Start) -> None:
         self.copies = Copies()
-        self.subscriptions = Subscriptions(self.copies.left)
+        self.subscriptions = self.copies.subscriptions
         self._link, self._start = link, start
         self._has: dict[str, None] = {}  # filters that the broker may have for us, in the order of the SUBSCRIBEs
         self._refused: dict[str, TopicSubscription] = {}
