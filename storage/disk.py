@@ -133,7 +133,7 @@ class Disk:
         found.reserve = reserve
         return found
 
-    def with_room(self, path: Path, work: Callable[[], T]) -> T:
+    def retry_with_reserve(self, path: Path, work: Callable[[], T]) -> T:
         """Run `work`, which uses the file `path`. If the disk is full, release the reserve, and run it once more.
         Raises what the last run raises."""
         try:
@@ -171,7 +171,7 @@ class Disk:
 
     def replace_text(self, path: Path, text: str) -> None:
         """Replace the file. After a crash it holds the old text or the new one; after this returns, the new one."""
-        self.with_room(path, lambda: self._replace_text(path, text))
+        self.retry_with_reserve(path, lambda: self._replace_text(path, text))
 
     def _replace_text(self, path: Path, text: str) -> None:
         fresh = path.with_name(path.name + ".new")

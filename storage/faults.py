@@ -6,7 +6,7 @@ sqlite3.Error, OSError, DamagedError -> is_damage? -> move_aside, create a new f
 Reserve: a file whose blocks are allocated. On a full disk no row could be deleted without it, because deleting a row
 first needs space in the write-ahead log.
 
-allocated           full: Disk.with_room(path, work) -> work fails -> give_up: truncated -> work again
+allocated           full: Disk.retry_with_reserve(path, work) -> work fails -> give_up: truncated -> work again
   ^                                                                      |
   '-- there is space again: the part that deletes old data calls `restore` <-'
 """

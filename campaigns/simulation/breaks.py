@@ -135,7 +135,7 @@ def _place_ahead() -> Patches:
     store = Followed._store
 
     async def place_first(self: Followed, pending: Pending) -> None:
-        self._log.followed.keep(self.key, self._stored(pending.places))
+        self._log.followed.keep(self.key, self._stored(pending.reader_state))
         await self._log.saved()
         await store(self, pending)
 
@@ -249,7 +249,7 @@ def _begun_untold() -> Patches:
     def keep_quiet(self: Followed) -> None:
         self._begun.clear()
 
-    return [(Followed, "_tell_begun", keep_quiet)]
+    return [(Followed, "_report_begun", keep_quiet)]
 
 
 def _wait_without_limit() -> Patches:

@@ -66,7 +66,7 @@ EpochFilter = Literal["atomic", "all"]
 class Assembled:
     """All records of an epoch, in the order of each log. `epoch` None: records without an epoch, as they came.
     `incomplete`: why records may be missing; empty: none is. Without records, the loss of the epoch is reported.
-    `keeper`: of the epoch, if keepers are told apart."""
+    `keeper`: of the epoch, if keepers are distinguished."""
 
     epoch: Epoch | None
     records: list[Record]

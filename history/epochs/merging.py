@@ -50,7 +50,7 @@ REST: Final = "it was handed over before, and this came later"
 
 KeeperAddress = tuple[str, int]  # of the keeper of a group: authority, uEntity
 Life = tuple[Any, int, Collection[Any]]  # of a log: its incarnation, the version, and the logs that this version names
-GroupKey = tuple[str, KeeperAddress | None]  # a group, and its keeper if keepers are told apart
+GroupKey = tuple[str, KeeperAddress | None]  # a group, and its keeper if keepers are distinguished
 
 
 def times_of(report: GroupFrontier) -> tuple[list[Time], list[Time]] | None:

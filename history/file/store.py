@@ -118,7 +118,7 @@ class Store:
         self.sizes = Sizes(bytes_max, self._wal_max)
         self._is_choked = False  # a reader is active, and the disk has no space for a longer write-ahead log
         opening = Opening(path, runtime, now_ms or runtime.now_ms, self.sizes)
-        runtime.disk.with_room(path, opening.run)
+        runtime.disk.retry_with_reserve(path, opening.run)
         self.file, self.loaded, self.extent = opening.file, opening.loaded, opening.loaded.extent
         self.allowance = Allowance()
         self.heard_seq = self.loaded.start_seq  # the loop has applied all progress up to here; set on the loop

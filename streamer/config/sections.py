@@ -292,7 +292,7 @@ class HistorySection(Section):
     acknowledgement. 0: no waiting, for the lowest latency and four times the flash wear at 1,000 messages/s"""
     absent_hours: float = Field(default=168, gt=0, le=HOURS_MAX, allow_inf_nan=False)
     """for so long an endpoint that is away holds what it has not had against `retention_hours` (never against
-    `retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when nine
+    `retention_mib`). Counted, in all, while the streamer runs and the network is away; shown by `/readyz` when nine
     tenths are over"""
 
     acknowledge_after_hours: float = Field(default=24, ge=0, le=HOURS_MAX, allow_inf_nan=False)
@@ -366,7 +366,7 @@ class LimitsSection(Section):
     """for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. What fits:
     [security.md](security.md)"""
     message_bytes_max: int = Field(default=MESSAGE_BYTES_MAX, ge=1 << 16, le=1 << 27)
-    """of a payload; told to the network where its protocol can, counted as `too_large` elsewhere"""
+    """of a payload; announced to the network where its protocol can, counted as `too_large` elsewhere"""
     authority_messages_per_s: int = Field(default=UNITS_PER_S, ge=1)
     """what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some seconds while the
     streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for each KiB.

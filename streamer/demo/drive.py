@@ -46,7 +46,7 @@ ROW_PERIOD_MS: Final = 1_000  # the recordings have no time column: one row a se
 ROWS_MAX: Final = 1_000_000  # eleven days at one row a second; a longer file is probably no drive
 COLUMNS_MAX: Final = 1_024  # each is a topic; a car has some hundred parameters
 TEXT_LENGTH_MAX: Final = 1_000  # characters of a text value; a longer one means a broken file
-PROBLEMS_TOLD_MAX: Final = 100  # kept; the others are only counted
+PROBLEMS_KEPT_MAX: Final = 100  # kept; the others are only counted
 DERIVED_RESOURCE_MIN: Final = 0x9000  # topics of columns that the table doesn't know; the table itself stays far below
 DERIVED_RESOURCES: Final = 0x6000
 BATCH_MAX: Final = 256  # messages per send_batch
@@ -135,10 +135,10 @@ class Drive:
 
     signals: tuple[Signal, ...]
     rows: Sequence[tuple[SignalValue | None, ...]] = field(repr=False)
-    problems: tuple[Problem, ...] = ()  # the first PROBLEMS_TOLD_MAX
+    problems: tuple[Problem, ...] = ()  # the first PROBLEMS_KEPT_MAX
     problems_total: int = 0
 
-    def report(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
+    def report(self, at_most: int = PROBLEMS_KEPT_MAX) -> Iterator[str]:
         """Yields a line for each problem, then the number of others."""
         shown = self.problems[:at_most]
         yield from map(str, shown)
@@ -201,7 +201,7 @@ def read(text: str) -> Drive:
         if values.count(None) == len(values):
             problems.append(Problem(number, "has no readable value: skipped"))
     problems.sort(key=lambda problem: problem.row)
-    return Drive(tuple(signal for _, signal in header), kept, tuple(problems[:PROBLEMS_TOLD_MAX]), len(problems))
+    return Drive(tuple(signal for _, signal in header), kept, tuple(problems[:PROBLEMS_KEPT_MAX]), len(problems))
 
 
 def _cells(line: str) -> list[str]:

@@ -53,7 +53,7 @@ CAUGHT_UP_S: Final = 30.0  # longest wait for messages from before we followed t
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
 COVERED: Final = "topics of "  # prefix of the key of topics that were followed up to the position without a hole
 NAMED_MAX: Final = 1_000  # patterns of a Beginning; with more, a reader considers fewer epochs complete than are
-DENIED_TOLD_MAX: Final = 100  # log lines about topics that we may not read
+DENIED_LOGGED_MAX: Final = 100  # log lines about topics that we may not read
 
 log = structlog.get_logger()
 
@@ -95,7 +95,7 @@ class Pending:
 
     records: list[Record | Beginning] = field(default_factory=list)
     bytes: int = 0
-    places: ReaderState = field(default_factory=ReaderState)
+    reader_state: ReaderState = field(default_factory=ReaderState)
     covered: Digest = b""  # digest of the topics that are followed there without a hole
     has_moved: bool = False
 
@@ -119,10 +119,10 @@ class Followed:
         self._backoff = follows.backoff()
         self._doorbell = Doorbell(self.key, self._ask_now, self._backoff, self.counts)
         self._pending = Pending()
-        self._room = asyncio.Event()
+        self._capacity_freed = asyncio.Event()
         self._came = asyncio.Event()
         stored = self._log.followed.position(self.key)
-        self._has_place = stored is not None  # the position is on disk
+        self._has_position = stored is not None  # the position is on disk
         # plain messages with later ids are copies; None: unknown yet. As the history reports it, and as it is on disk
         self._confirmed_since = _since(stored) if stored is not None else None
         self._doorbell.copies_since = self._confirmed_since
@@ -132,7 +132,7 @@ class Followed:
         self._covered = self._covered_before(stored)
         self._covered_kept = self._covered.digest  # on disk, or about to be
         self._missing: list[UUri] = []  # topics that we may not read from here on
-        self._untold = 0  # Beginnings that are not in the log yet
+        self._unreported = 0  # Beginnings that are not in the log yet
         self._begun: list[UUri] = []
         self._following: Following | None = None
         self._acceptor: Acceptor | None = None  # set while the history is followed
@@ -187,7 +187,7 @@ class Followed:
             elif uris.key(narrowed) not in self._fixed:
                 following.unfollow(narrowed)
                 self._end_here(narrowed)
-                self._tell_begun()
+                self._report_begun()
 
     def listen_again(self) -> None:
         """Follow and unfollow after the interest in any topic may have changed."""
@@ -208,15 +208,15 @@ class Followed:
             following.unfollow(followed[key])
         for topic in [one for one in self._covered if uris.key(one) not in all]:
             self._end_here(topic)
-        self._tell_begun()
+        self._report_begun()
 
     def _follow_more(self, following: Following, topic: UUri) -> None:
         self._begin(following, topic)
         if self._acceptor is not None:
             self._acceptor.begin_here()
-            self._tell_begun()
+            self._report_begun()
 
-    def _tell_begun(self) -> None:
+    def _report_begun(self) -> None:
         """Write Beginnings of new and missing topics into the log before the records of the next answer. Logs without
         epochs need none."""
         if self._acceptor is None:
@@ -247,7 +247,7 @@ class Followed:
     def _beginning(self, topics: Sequence[UUri], but: Sequence[UUri] = ()) -> Beginning:
         if len(topics) > NAMED_MAX:
             topics, but = [uris.ANY], []
-        self._untold += 1
+        self._unreported += 1
         return Beginning(topics=topics, service=self.service, but=but[:NAMED_MAX])
 
     def _narrowed(self, pattern: UUri) -> list[UUri]:
@@ -296,10 +296,10 @@ class Followed:
             await self._backoff.wait()
 
     async def _converse(self) -> None:
-        places = self._committed()
-        if self._begun or self._missing or self._untold:  # these were not stored, so they are reported again
+        reader_state = self._committed()
+        if self._begun or self._missing or self._unreported:  # these were not stored, so they are reported again
             self._covered.clear()
-            self._begun, self._missing, self._untold = [], [], 0
+            self._begun, self._missing, self._unreported = [], [], 0
         client = self._follows.client(self.service)
         try:
             async with Following(
@@ -317,15 +317,15 @@ class Followed:
                 on_confirmed=lambda _, done: self._confirmed(done),
             ) as following:
                 self._following, self._fixed = following, {}
-                following.has_begun = bool(places.positions)
+                following.has_begun = bool(reader_state.positions)
                 if self.is_gateway:
-                    await self._take_over(following, places)
-                if not places.positions:
-                    places = await self._find_place(following)
+                    await self._take_over(following, reader_state)
+                if not reader_state.positions:
+                    reader_state = await self._find_position(following)
                 self.listen_again()
                 # messages that were pushed before that position are stored before followed records
                 await self._follows.ingress(self.endpoint).caught_up(CAUGHT_UP_S)
-                await self._pull(following, places)
+                await self._pull(following, reader_state)
         finally:
             self._following, self._acceptor, self.is_handed_over = None, None, False
             self._doorbell.denied.clear()
@@ -341,34 +341,34 @@ class Followed:
         if uris.key(topic) not in self._withheld:
             self._withheld.add(uris.key(topic))
             self._missing.append(topic)
-        if self.counts["denied"] <= DENIED_TOLD_MAX:
+        if self.counts["denied"] <= DENIED_LOGGED_MAX:
             what = "a topic can't be followed: we may not read it there"
             log.warning(what, service=self.key, topic=uris.format(topic))
 
-    async def _take_over(self, following: Following, places: ReaderState) -> None:
+    async def _take_over(self, following: Following, reader_state: ReaderState) -> None:
         """Ask the gateway to stop pushing publishes. Raises its refusal; then it pushes all of them, and nothing is
         followed."""
-        if not self._has_place:  # saved before we ask, so that a later run knows whom to ask to push again
-            await self._keep_first(places)
+        if not self._has_position:  # saved before we ask, so that a later run knows whom to ask to push again
+            await self._keep_first(reader_state)
         self._sorting.held_there = {}
         for position in await following.commands.hand_over(HandOver(take=True, takes_held=True)):
             # records up to `known` are safe here; those up to `position.seq` were pushed, are held there, or are ours
-            known = places.positions.get(position.incarnation, position.seq)
+            known = reader_state.positions.get(position.incarnation, position.seq)
             begin = min([position.seq, *(one.after_seq for one in position.held)])
             if known < position.seq:
                 what = "following further on: what lies between was pushed, or is read if it was held"
                 log.info(what, service=self.key, after=known, begin=begin, pushed_to=position.seq)
                 self._covered.clear()  # all topics have a hole
-            if position.incarnation not in places.positions:
+            if position.incarnation not in reader_state.positions:
                 known = begin
             if position.held and known < position.seq:
                 self._sorting.held_there[position.incarnation] = HeldThere(position.seq, position.held)
-            places.positions[position.incarnation] = max(known, begin)
+            reader_state.positions[position.incarnation] = max(known, begin)
             if position.in_memory:
-                places.idle.add(position.incarnation)
+                reader_state.idle.add(position.incarnation)
         self.is_handed_over = True
 
-    async def _find_place(self, following: Following) -> ReaderState:
+    async def _find_position(self, following: Following) -> ReaderState:
         """Save the ends of its logs as our position, to follow from there. The answer also says which ids are later."""
         acceptor = Acceptor(read=self._follows.read)
         while not acceptor.state.positions:
@@ -379,14 +379,14 @@ class Followed:
         await self._keep_first(acceptor.state)
         return acceptor.state
 
-    async def _keep_first(self, places: ReaderState) -> None:
+    async def _keep_first(self, reader_state: ReaderState) -> None:
         since = self._confirmed_since
-        self._log.followed.keep(self.key, self._stored(places))
+        self._log.followed.keep(self.key, self._stored(reader_state))
         await self._log.saved()
-        self._has_place, self._doorbell.copies_since = True, since
+        self._has_position, self._doorbell.copies_since = True, since
 
     def _confirmed(self, done: UUID) -> None:
-        if not self._has_place or not uuids.is_v7(done):
+        if not self._has_position or not uuids.is_v7(done):
             return
         id = uuids.to_bytes(done)
         if self._confirmed_since is None:
@@ -398,28 +398,28 @@ class Followed:
         self._pending.has_moved = True
         self._came.set()
 
-    async def _pull(self, following: Following, places: ReaderState) -> None:
+    async def _pull(self, following: Following, reader_state: ReaderState) -> None:
         """Accept answers while earlier records are being committed."""
-        acceptor = self._acceptor = Acceptor(state=places, read=self._follows.read)
+        acceptor = self._acceptor = Acceptor(state=reader_state, read=self._follows.read)
         self._pending = Pending(
-            places=acceptor.state.copy(), has_moved=self._confirmed_since != self._doorbell.copies_since
+            reader_state=acceptor.state.copy(), has_moved=self._confirmed_since != self._doorbell.copies_since
         )
         if not self._begun:  # else it is set with the first answer, which says what we may not read
             self._pending.covered = self._covered_digest
         self._came.set()
-        acked = dict(places.positions)
+        acked = dict(reader_state.positions)
         storing = asyncio.create_task(self._store_on(acked), name=f"store {self.key}")
         storing.add_done_callback(lambda _: following.check_now())
         try:
             while True:
                 while self._pending.bytes > PENDING_BYTES_MAX and not storing.done():
-                    self._room.clear()
-                    await self._room.wait()
+                    self._capacity_freed.clear()
+                    await self._capacity_freed.wait()
                 if storing.done():
                     storing.result()
                 answer = await following.next(acceptor.state, acked)
                 if self._begun or self._missing:
-                    self._tell_begun()
+                    self._report_begun()
                 if answer is None:
                     continue
                 self._doorbell.answered()
@@ -435,11 +435,11 @@ class Followed:
             self.counts["gaps"] += 1
             self._follows.on_gap(self.service, gap)
         records: list[Record | Beginning] = [*accepted.records]
-        for place, topics in reversed(self._holes(accepted)):
-            records.insert(place, self._beginning(topics))
+        for index, topics in reversed(self._holes(accepted)):
+            records.insert(index, self._beginning(topics))
         pending = self._pending
-        pending.has_moved = pending.has_moved or pending.places != accepted.state
-        pending.places = accepted.state
+        pending.has_moved = pending.has_moved or pending.reader_state != accepted.state
+        pending.reader_state = accepted.state
         pending.records += records
         pending.bytes += bytes
         if pending.has_moved:
@@ -451,11 +451,11 @@ class Followed:
             return []
         gaps = [gap for gap in accepted.gaps if gap.before_seq]
         found = [(_first_behind(gap, accepted.records), [*self._covered]) for gap in gaps]
-        for place, record in enumerate(accepted.records) if self._withheld else ():
+        for index, record in enumerate(accepted.records) if self._withheld else ():
             source = record.message.attributes.source
             if uris.key(source) in self._withheld:
                 self._withheld.discard(uris.key(source))
-                found.append((place, [source]))
+                found.append((index, [source]))
         return sorted(found, key=lambda one: one[0])
 
     # -- into the log
@@ -466,7 +466,7 @@ class Followed:
             await self._came.wait()
             self._came.clear()
             pending = self._pending
-            self._pending = Pending(places=pending.places, covered=pending.covered)
+            self._pending = Pending(reader_state=pending.reader_state, covered=pending.covered)
             if not pending.has_moved:
                 continue
             try:
@@ -475,9 +475,9 @@ class Followed:
                 self.counts["refused"] += 1
                 raise
             finally:
-                self._room.set()
+                self._capacity_freed.set()
             acked.clear()
-            acked.update(pending.places.positions)
+            acked.update(pending.reader_state.positions)
 
     async def _store(self, pending: Pending) -> None:
         """Store records and position in one transaction."""
@@ -496,7 +496,7 @@ class Followed:
 
     async def _append(self, pending: Pending) -> bool:
         """Append records and position. Returns whether the position is on disk."""
-        place = self._stored(pending.places, pending.covered)
+        stored = self._stored(pending.reader_state, pending.covered)
         shares: dict[Log, list[Sorted]] = {}
         for record in pending.records:
             if isinstance(record, Beginning):
@@ -511,7 +511,7 @@ class Followed:
         for target in sorted(shares, key=lambda one: one.durable):
             share = shares.pop(target)
             epochs = [one.epoch for one in share]
-            notes = Notes([one.origin for one in share], self.key, place, epochs if any(epochs) else None)
+            notes = Notes([one.origin for one in share], self.key, stored, epochs if any(epochs) else None)
             try:
                 streams, messages = [one.stream for one in share], [one.message for one in share]
                 await self._follows.append(target, streams, messages, notes)
@@ -523,8 +523,8 @@ class Followed:
             self.counts["stored"] += sum(one.key is not None for one in share)
             is_kept = target is self._log
         if not is_kept:
-            self._log.followed.keep(self.key, place)
-        self._untold -= sum(isinstance(record, Beginning) for record in pending.records)
+            self._log.followed.keep(self.key, stored)
+        self._unreported -= sum(isinstance(record, Beginning) for record in pending.records)
         if self._log.frontier_ids and self._covered_kept != pending.covered == self._covered_digest:
             self._keep_covered(pending.covered)
         return is_kept
@@ -551,19 +551,19 @@ class Followed:
 
     def _committed(self) -> ReaderState:
         """Returns the positions in our log."""
-        places, stored = ReaderState(), self._log.followed.position(self.key)
+        reader_state, stored = ReaderState(), self._log.followed.position(self.key)
         if stored is not None:
             for position in FollowedPlaces.FromString(stored).positions:
-                places.positions[position.incarnation] = position.seq
+                reader_state.positions[position.incarnation] = position.seq
                 if position.in_memory:
-                    places.idle.add(position.incarnation)
-                places.learn([position])
-        return places
+                    reader_state.idle.add(position.incarnation)
+                reader_state.learn([position])
+        return reader_state
 
-    def _stored(self, places: ReaderState, covered: bytes = b"") -> bytes:
-        positions = places.request()
+    def _stored(self, reader_state: ReaderState, covered: bytes = b"") -> bytes:
+        positions = reader_state.request()
         for position in positions:
-            position.in_memory = position.incarnation in places.idle
+            position.in_memory = position.incarnation in reader_state.idle
         stored = FollowedPlaces(positions=positions, topics=covered)
         if self._confirmed_since is not None:
             stored.since.CopyFrom(uuids.from_bytes(self._confirmed_since))
@@ -580,13 +580,13 @@ class Followed:
 
 def _first_behind(gap: Gap, records: Sequence[Record]) -> int:
     behind = (
-        place
-        for place, record in enumerate(records)
+        index
+        for index, record in enumerate(records)
         if record.incarnation == gap.incarnation and record.seq > gap.after_seq
     )
     return next(behind, len(records))
 
 
 def _since(stored: bytes) -> bytes | None:
-    places = FollowedPlaces.FromString(stored)
-    return uuids.to_bytes(places.since) if places.HasField("since") else None
+    kept = FollowedPlaces.FromString(stored)
+    return uuids.to_bytes(kept.since) if kept.HasField("since") else None

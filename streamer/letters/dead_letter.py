@@ -132,7 +132,7 @@ class LetterStore:
         self.path, self.moved_to = path, Path()
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
         self._letters: FairQueue[int] | None = None  # their numbers by source authority; None: not counted yet
-        disk.with_room(path, lambda: self._open_or_close(read_only=read_only))
+        disk.retry_with_reserve(path, lambda: self._open_or_close(read_only=read_only))
 
     def _open_or_close(self, *, read_only: bool) -> None:
         try:
@@ -174,7 +174,7 @@ class LetterStore:
 
     def write(self, letters: Sequence[LetterRow]) -> None:
         """Stores all, or raises sqlite3.Error and stores none. If full, removes the oldest of the largest authority."""
-        self._file.disk.with_room(self.path, lambda: self._try(letters))
+        self._file.disk.retry_with_reserve(self.path, lambda: self._try(letters))
 
     def _try(self, letters: Sequence[LetterRow]) -> None:
         db = self._file.writable(WAL_HELD_BYTES_MAX)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from streamer.operating.http_port import HttpPort
 
 VEHICLES_AT_ONCE: Final = 500  # written in one step of some milliseconds
-LINES_TOLD_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
+LINES_SHOWN_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
 LINE_CHARACTERS_MAX: Final = 1_000
 LOOP_SHARE: Final = 0.1  # of the loop's time, for answers
 LOOP_S_MAX: Final = 0.25  # ... and at once; the first answer of each page is always made
@@ -142,5 +142,5 @@ def _cut_line(line: str) -> str:
 
 
 def _cut(lines: list[str]) -> list[str]:
-    report = [_cut_line(line) for line in lines[:LINES_TOLD_MAX]]
-    return report if len(lines) <= LINES_TOLD_MAX else [*report, f"and {len(lines) - LINES_TOLD_MAX} more"]
+    report = [_cut_line(line) for line in lines[:LINES_SHOWN_MAX]]
+    return report if len(lines) <= LINES_SHOWN_MAX else [*report, f"and {len(lines) - LINES_SHOWN_MAX} more"]

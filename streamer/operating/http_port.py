@@ -33,7 +33,7 @@ REQUEST_TIMEOUT_S: Final = 5.0  # then the connection is closed
 CONNECTIONS_MAX: Final = 256
 CLOSE_S_MAX: Final = 0.5  # for answers in progress; a part of SERVICES_CLOSE_S
 
-TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
+TOO_OFTEN: Final = "this was answered a moment ago: ask again in some seconds\n"
 
 PageHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MakePage = Callable[[], tuple[int, str, bytes]]  # status, type of the content, content

@@ -467,7 +467,7 @@ class Resource:
     METHOD: Final = uris.uri("vcu.vin", 0x10, 1, 1)
 
     def __init__(self, world: World, *, has_place: bool) -> None:
-        self._world, self._has_place = world, has_place
+        self._world, self._has_position = world, has_place
         self._local = LocalUriProvider("vcu.vin", 0x10, 1)
         self.transport = LocalTransport.on(world.network, self._local)
         self._server = InMemoryRpcServer(self.transport, self._local)
@@ -488,7 +488,7 @@ class Resource:
         log = self._world.logs[0]
         seq = await log.append([log.stream_id(TOPICS[0])], [message])
         self._last = PollRequest(after_message_id=id_of(message))
-        if self._has_place:
+        if self._has_position:
             self._last.positions.add(incarnation=log.incarnation, seq=seq)
         self.changed.append((log.incarnation, id_of(message)))
 

@@ -130,7 +130,7 @@ def failing(error: Exception) -> tuple[list[int], Callable[[], int]]:
 )
 def test_work_on_a_full_disk_is_tried_once_more_without_it(reserve: Reserve, error: Exception) -> None:
     tries, work = failing(error)
-    assert REAL_DISK.with_reserve(reserve).with_room(reserve.path, work) == 7
+    assert REAL_DISK.with_reserve(reserve).retry_with_reserve(reserve.path, work) == 7
     assert (len(tries), reserve.held) == (2, 0)
 
 
@@ -138,14 +138,14 @@ def test_work_on_a_full_disk_is_tried_once_more_without_it(reserve: Reserve, err
 def test_other_errors_leave_it_alone(reserve: Reserve, error: Exception) -> None:
     tries, work = failing(error)
     with pytest.raises(type(error)):
-        REAL_DISK.with_reserve(reserve).with_room(reserve.path, work)
+        REAL_DISK.with_reserve(reserve).retry_with_reserve(reserve.path, work)
     assert (len(tries), reserve.is_whole) == (1, True)
 
 
 def test_without_a_reserve_nothing_is_tried_again(tmp_path: Path) -> None:
     tries, work = failing(sqlite_full())
     with pytest.raises(sqlite3.OperationalError):
-        REAL_DISK.with_room(tmp_path / "some.db", work)
+        REAL_DISK.retry_with_reserve(tmp_path / "some.db", work)
     assert len(tries) == 1
 
 
@@ -153,7 +153,7 @@ def test_who_comes_second_finds_the_room_that_the_first_one_made(reserve: Reserv
     """Two stores fail at once: the reserve can be given up once only."""
     assert reserve.give_up()
     tries, work = failing(sqlite_full())
-    assert REAL_DISK.with_reserve(reserve).with_room(reserve.path, work) == 7
+    assert REAL_DISK.with_reserve(reserve).retry_with_reserve(reserve.path, work) == 7
     assert len(tries) == 2
 
 

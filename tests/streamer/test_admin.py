@@ -153,8 +153,8 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
     assert answers.vehicles() is not None
     answer = json.loads(answers.ready().body)
     assert answers.ready().status == 503
-    assert len(answer["problems"]) == admins.LINES_TOLD_MAX + 1
-    assert answer["problems"][-1] == f"and {1_000 - admins.LINES_TOLD_MAX} more"
+    assert len(answer["problems"]) == admins.LINES_SHOWN_MAX + 1
+    assert answer["problems"][-1] == f"and {1_000 - admins.LINES_SHOWN_MAX} more"
     assert max(map(len, answer["problems"])) == admins.LINE_CHARACTERS_MAX + 3
     assert len(answer["endpoints"]["cloud"]["reason"]) == admins.LINE_CHARACTERS_MAX + 3
     assert answer["notes"] == ["a note"]

@@ -61,7 +61,7 @@ def test_keeps_the_readable_values_of_a_bad_row_and_tells_the_rest() -> None:
 
 def test_tells_a_bounded_number_of_problems_and_counts_all() -> None:
     made = drive.read(HEADER + "x,1,2\n" * 500)
-    assert len(made.problems) == drive.PROBLEMS_TOLD_MAX
+    assert len(made.problems) == drive.PROBLEMS_KEPT_MAX
     assert made.problems_total == 500
 
 

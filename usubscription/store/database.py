@@ -164,7 +164,7 @@ class Database:
 
     def open(self) -> None:
         """Raises UStatusError as tables.open_store and FileKind.not_opened. A damaged file is left unchanged."""
-        self._file.disk.with_room(self.path, self._open)
+        self._file.disk.retry_with_reserve(self.path, self._open)
 
     def _open(self) -> None:
         try:
@@ -251,7 +251,7 @@ class Database:
         if the disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
         batch = list(events)
-        return self._file.disk.with_room(self.path, lambda: self._apply_all(batch, now_ms))
+        return self._file.disk.retry_with_reserve(self.path, lambda: self._apply_all(batch, now_ms))
 
     def _apply_all(self, events: Sequence[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         tables = self.tables
