@@ -208,7 +208,7 @@ class Arrivals(Generic[T]):
         self._last_drain = 0.0  # loop time
         self._span_start, self._span_messages, self._busy = 0.0, 0, False
         self._backoff = Backoff(REDELIVERY_MS_MIN, REDELIVERY_MS_MAX)
-        self._redeliver_at = 0.0  # loop time; nothing is delivered before
+        self._redeliver_at = 0.0  # loop time; nothing is delivered before. 0: the last batch was taken
         self._closed = True
         self._paused = False
         self._idle = asyncio.Event()
@@ -250,6 +250,7 @@ class Arrivals(Generic[T]):
         self._capacity.open(self._loop)
         self._closed = self._awake = False
         self._redeliver_at = 0.0
+        self._backoff.reset()
 
     # From the network.
 
@@ -389,7 +390,8 @@ class Arrivals(Generic[T]):
             self._pending.popleft()
             capacity.held_since = self._pending[0].since if self._pending else math.inf
             capacity.being_taken -= len(batch)
-            if self._redeliver:
+            if self._redeliver_at:  # delivered again
+                self._redeliver_at = 0.0
                 self._backoff.reset()
             if capacity.sizes:
                 capacity.forget(batch)

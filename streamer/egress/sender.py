@@ -461,11 +461,11 @@ class ExpressQueue:
         self.peer.forwarded += len(sent)
         # their ttl is checked when it is their turn again
         waiting = [entry for entry, status in again if not is_nobody_listening(status)]
-        self._sender.is_failing = bool(waiting)
+        was_failing, self._sender.is_failing = self._sender.is_failing, bool(waiting)
         if waiting:
             self._sender.queue.put_back(waiting)
             await self._backoff.wait(self._soonest_expiry_ms())
-        else:
+        elif was_failing:
             self._backoff.reset()
 
     def _soonest_expiry_ms(self) -> int | None:

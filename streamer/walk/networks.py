@@ -296,11 +296,12 @@ class Networks:
             network.changed.clear()
             retry = network.may_accept or (retry_at is not None and loop.time() >= retry_at)
             network.may_accept = False
-            if await self._listen(network, retry) is None:
+            if await self._listen(network, retry) is not None:
+                if retry or retry_at is None:
+                    retry_at = loop.time() + backoff.next_ms() / 1000
+            elif retry_at is not None:
                 backoff.reset()
                 retry_at = None
-            elif retry or retry_at is None:
-                retry_at = loop.time() + backoff.next_ms() / 1000
             if not network.tried.is_set():
                 self._has_tried(network)
 
