@@ -33,7 +33,7 @@ from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage, Stamp, is_shared, shared_suffix, suffix
 from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import EncodedListener, UBatchListener, UListener, validate_filters
+from uprotocol.transport import EncodedListener, UBatchListener, UListener
 from uprotocol.uri import Key
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -76,7 +76,7 @@ class Filter:
     @classmethod
     def of(cls, source: UUri, sink: UUri | None, local_authority: str = "") -> Filter:
         """Raises UStatusError(INVALID_ARGUMENT) for a pair that the specification does not allow."""
-        validate_filters(source, sink)
+        attrs.validate_filters(source, sink)
         source = uris.with_authority(source, local_authority)
         sink = uris.with_authority(sink, local_authority) if sink is not None else None
         return cls((uris.key(source), uris.key(sink) if sink is not None else None), source, sink)

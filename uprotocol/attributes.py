@@ -2,6 +2,7 @@
 
 validate(attributes)  =  validate_route(type, source, sink)   depends only on the addresses, so callers may cache it
                       +  validate_rest(attributes)            id, priority, ttl, ...: differs for each message
+validate_filters(source, sink)                                the filters of a listener
 """
 
 from __future__ import annotations
@@ -199,3 +200,29 @@ def has_valid_traceparent(attributes: UAttributes) -> bool:
     receiver removes it from the message."""
     traceparent = attributes.traceparent
     return not traceparent or _TRACEPARENT.fullmatch(traceparent) is not None
+
+
+_T, _M, _R, _W = "topic", "method", "reply", "wildcard"
+_FILTER_PAIRS: Final = frozenset({(_T, None), (_W, None), (_T, _R), (_R, _M), (_M, _R), (_W, _R), (_W, _W)})
+"""Valid kinds of the resources of (source filter, sink filter) (spec up-l1, valid filter pairs)."""
+
+
+def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
+    """Raises UStatusError(INVALID_ARGUMENT) for a malformed filter or a pair that the specification does not list."""
+    kinds: list[str | None] = []
+    for filter in (source_filter, sink_filter):
+        if filter is None:
+            kinds.append(None)
+            continue
+        uris.validate(filter)
+        resource = filter.resource_id
+        if resource in (uris.WILDCARD_RESOURCE, uris.RESOURCE_REPLY):
+            kinds.append(_W if resource else _R)
+        else:
+            kinds.append(_M if resource <= uris.RESOURCE_METHOD_MAX else _T)
+    if tuple(kinds) not in _FILTER_PAIRS:
+        sink = "no sink filter" if sink_filter is None else f"sink filter {uris.format(sink_filter)}"
+        raise invalid(
+            f"source filter {uris.format(source_filter)} with {sink} can match no message; "
+            "allowed are (topic or FFFF, none), (topic, 0), (0, method), (method, 0), (FFFF, 0), (FFFF, FFFF)"
+        )

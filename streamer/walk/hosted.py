@@ -42,7 +42,6 @@ from uprotocol.transport import (
     UBatchListener,
     UListener,
     UTransport,
-    validate_filters,
 )
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -243,7 +242,7 @@ class HostedTransport(UTransport):
         if sink_filter is None:
             await self._home.register_listener(source_filter, listener)
             return
-        validate_filters(source_filter, sink_filter)
+        attrs.validate_filters(source_filter, sink_filter)
         is_whole = sink_filter.ue_version_major == uris.WILDCARD_VERSION
         assert is_whole == (sink_filter.resource_id == uris.WILDCARD_RESOURCE), "one address, or the whole entity"
         source, at = self._entry(source_filter, sink_filter)

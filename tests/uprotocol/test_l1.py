@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from uprotocol import uri as uris
+from uprotocol.attributes import validate_filters
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import OK, UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, UBatchListener, UListener, UTransport, validate_filters
+from uprotocol.transport import Capability, LocalUriProvider, UBatchListener, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
