@@ -22,12 +22,10 @@ from transports.certificates import CertificateFile
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable, TtlCounts
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.cache import Cache
 from uprotocol.status import OK as OK  # for transports: the status of a message that was sent
 from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -39,40 +37,17 @@ NOT_TRIED: Final = (
     "an earlier message of the batch could not be sent, so this one was not tried: send it again after that one"
 )
 
-_RouteKey = tuple[int, bytes, bytes | None]
-
 log = structlog.get_logger()
 T = TypeVar("T")
 
 
 class SendChecks:
-    """Checks messages before they are sent."""
+    """Checks messages before they are sent, in any thread."""
+
+    refusal = staticmethod(attrs.refusal)
 
     def __init__(self, *, now_ms: Callable[[], int] = uuids.now_ms) -> None:
         self.now_ms = now_ms
-        self._valid_routes: Cache[_RouteKey, bool] = Cache(ROUTES_CACHED_MAX)
-
-    def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
-        """None if `message` may be sent; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED if it has expired (A-14)."""
-        attributes = message.attributes
-        sink = attributes.sink if attributes.HasField("sink") else None
-        source = attributes.source.SerializeToString()
-        route = attributes.type, source, sink.SerializeToString() if sink is not None else None
-        try:
-            if route not in self._valid_routes:
-                present = attributes.source if attributes.HasField("source") else None
-                attrs.validate_route(attributes.type, present, sink)
-                self._valid_routes[route] = True
-            attrs.validate_rest(attributes, has_payload=message.HasField("payload"))
-        except UStatusError as error:
-            return error.status
-        if attributes.ttl and attrs.is_expired(attributes, now_ms):
-            late_ms = now_ms - uuids.time_ms(attributes.id) - attributes.ttl
-            return UStatus(
-                code=UCode.DEADLINE_EXCEEDED,
-                message=f"the message expired {late_ms} ms ago (ttl {attributes.ttl} ms): not sent",
-            )
-        return None
 
 
 def too_large(size: int, bytes_max: int) -> UStatus:
@@ -150,8 +125,7 @@ class TransportBase(UTransport):
     """A transport that keeps its listeners, checks what it sends, and reports its connection.
 
     A subclass adds `send_batch`, `open` and `close`, and `listen` and `unlisten` if the network must know the filters.
-    Lives on the event loop: other threads may use only `authority`, `checks` and `dropped`, and `checks` only one
-    thread.
+    Lives on the event loop: other threads may use only `authority`, `checks` and `dropped`.
     """
 
     def __init__(self, config: TransportSettings, local: LocalUriProvider) -> None:

@@ -14,10 +14,12 @@ from typing import Final, Literal, NamedTuple
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.status import invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
 
 PUBLISH: Final = UMessageType.UMESSAGE_TYPE_PUBLISH
 REQUEST: Final = UMessageType.UMESSAGE_TYPE_REQUEST
@@ -64,6 +66,22 @@ def is_expired(attributes: UAttributes, now_ms: int) -> bool:
     (dsn~up-attributes-ttl-timeout~1, dsn~up-attributes-ttl~1)."""
     ttl = attributes.ttl
     return ttl > 0 and now_ms > (attributes.id.msb >> 16) + ttl
+
+
+def refusal(message: UMessage, now_ms: int) -> UStatus | None:
+    """None if `message` may be sent; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED if it has expired (A-14)."""
+    attributes = message.attributes
+    try:
+        validate(attributes, has_payload=message.HasField("payload"))
+    except UStatusError as error:
+        return error.status
+    if not is_expired(attributes, now_ms):
+        return None
+    late_ms = now_ms - uuids.time_ms(attributes.id) - attributes.ttl
+    return UStatus(
+        code=UCode.DEADLINE_EXCEEDED,
+        message=f"the message expired {late_ms} ms ago (ttl {attributes.ttl} ms): not sent",
+    )
 
 
 def is_streamer_sink(sink: UUri) -> bool:
