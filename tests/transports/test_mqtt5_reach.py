@@ -90,7 +90,7 @@ class Broker:
         self._ids = iter(range(1, 65_536))
         self.writes: list[int] = []  # packets in each
         self.taken: list[tuple[int, UMessage]] = []  # by packet id, not answered
-        self.window = Window(self._encode, self._next_id, lambda _: None, lambda _: 4)
+        self.window = Window(SimpleNamespace(), self._encode, self._next_id, lambda _: None, lambda _: 4)
         self._encoded: list[UMessage] = []
         self.window.open(self, size)  # type: ignore[arg-type]
 

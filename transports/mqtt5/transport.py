@@ -74,7 +74,7 @@ class Mqtt5Transport(TransportBase):
         self._session = Session(link, self._start)
         per_s = config.messages_per_s
         pace = Pace(per_s, lambda: asyncio.get_running_loop().time(), per_s // AT_ONCE_SHARE) if per_s else None
-        self._window = Window(self._codec.encode, link.next_packet_id, self._topic_of_absence, self._topic, pace)
+        self._window = Window(self, self._codec.encode, link.next_packet_id, self._topic_of_absence, self._topic, pace)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         is_resumed = config.client_id is not None and config.session_expiry_s > 0
         self._losses = Losses(
@@ -217,10 +217,6 @@ class Mqtt5Transport(TransportBase):
             self._losses.tick(now_s, self._session.filters)
 
     # Send.
-
-    @property
-    def in_flight_messages(self) -> int:  # type: ignore[override]  # read only
-        return self._window.messages
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
         """The topic name. Off-vehicle there is none without a sink, and nothing can be sent there."""

@@ -47,6 +47,7 @@ from uprotocol.attributes import REQUEST
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError, nobody_listens
+from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -262,21 +263,22 @@ class Window:
     again if it matters. (MQTT asks us to repeat it on a resumed session; for QoS 1 the broker keeps nothing that needs
     this.)
 
-    `topic_of_absence` returns the topic of a publish whose owner wants to know that nobody listens, and None for any
-    other message; `topic` that of any message. `pace`, if given, bounds the
-    messages sent in a second.
+    It keeps `owner.in_flight_messages` up to date. `topic_of_absence` returns the topic of a publish whose owner wants
+    to know that nobody listens, and None for any other message; `topic` that of any message. `pace`, if given, bounds
+    the messages sent in a second.
     """
 
     def __init__(
         self,
+        owner: UTransport,
         encode: Callable[[Carried], tuple[bytes, bytes]],
         next_packet_id: Callable[[], int],
         topic_of_absence: Callable[[Carried], str | None],
         topic: Callable[[Carried], str],
         pace: Pace | None = None,
     ) -> None:
-        self._encode, self._next_packet_id, self._topic_of_absence = encode, next_packet_id, topic_of_absence
-        self._topic, self._pace = topic, pace
+        self._owner, self._encode, self._next_packet_id = owner, encode, next_packet_id
+        self._topic_of_absence, self._topic, self._pace = topic_of_absence, topic, pace
         self._at_once = pace.at_once if pace is not None else sys.maxsize
         # packet id -> its index in the call, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Sending, int, int]] = {}
@@ -285,8 +287,6 @@ class Window:
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._reach = Reach(0)
-        self.messages = 0
-        """So many may be in flight now."""
         self._timed: tuple[int, float] | None = None  # the message that is timed: packet id, and when it was sent
         self._was_full = False  # since then
         self._unanswered: set[_Sending] = set()
@@ -305,7 +305,7 @@ class Window:
     def open(self, connection: Connection, size: int) -> None:
         """There is a connection, on which up to `size` messages may be in flight."""
         self._connection, self._reach, self._timed = connection, Reach(size), None
-        self.messages = min(self._reach.messages, self._at_once)
+        self._owner.in_flight_messages = min(self._reach.messages, self._at_once)
 
     def shut(self, why: UStatus) -> None:
         """The connection is lost: every message that is not acknowledged is answered `why`."""
@@ -495,7 +495,7 @@ class Window:
         if self._timed is not None and self._timed[0] not in in_flight:
             round_trip_s, self._timed = asyncio.get_running_loop().time() - self._timed[1], None
         self._reach.on_pubacks(round_trip_s, was_full=self._was_full)
-        self.messages = min(self._reach.messages, self._at_once)
+        self._owner.in_flight_messages = min(self._reach.messages, self._at_once)
         self._freed.set()
 
     def _unheard(self, sending: _Sending, index: int) -> UStatus:
